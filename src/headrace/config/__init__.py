@@ -1,0 +1,1 @@
+"""One typed tree for a run file, and how it is read, merged, checked and written."""

@@ -1,0 +1,61 @@
+"""Which model a process loads, and how messages become its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from headrace.config.base import Config
+
+
+class ModelConfig(Config):
+    """Exactly one of `name`, `init` and `sft` says where the model comes from."""
+
+    name: str | None = None
+    """A local directory, or a name on the Hugging Face hub."""
+    init: Literal["tiny"] | None = None
+    """A recipe of `headrace init-model`, made on first use and cached."""
+    sft: Path | None = None
+    """An SFT run file (relative to the current directory): trained on first use and cached."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on a GPU, float32 on a CPU."""
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        given = [key for key in ("name", "init", "sft") if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of name, init and sft, not {' and '.join(given)}")
+        return self
+
+
+class RendererConfig(Config):
+    """How chat messages become tokens."""
+
+    name: str = "auto"
+    """`auto`: by model family where that reproduces the tokenizer's own chat template, else `default`, the template."""
+    enable_thinking: bool | None = None
+    """Whether the generation prompt invites a thinking block; unset: the family's own default."""
+    thinking_retention: Literal["tool_cycle", "all"] | None = None
+    """`all` keeps a multi-turn conversation in one sample for families that strip earlier thinking."""
+
+
+class SamplingConfig(Config):
+    """How an environment's turns are sampled; unset keys inherit."""
+
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = None
+    max_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _top_k_positive(self) -> SamplingConfig:
+        if self.top_k is not None and self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k must be positive, or -1 for off, not {self.top_k}")
+        return self
+
+    def over(self, defaults: SamplingConfig) -> SamplingConfig:
+        """These values where they are set, else the defaults."""
+        return defaults.model_copy(update=self.model_dump(exclude_none=True))

@@ -1,0 +1,184 @@
+"""`[orchestrator]`: environments, algorithms, batches, evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from headrace.config.base import UNION_TAGS, Config
+from headrace.config.model import ModelConfig, RendererConfig, SamplingConfig
+
+
+class GrpoConfig(Config):
+    """Reward minus the group's mean."""
+
+    type: Literal["grpo"] = "grpo"
+    normalize: Literal["std"] | None = None
+    """`std`: divide by the group's standard deviation."""
+
+
+AlgoConfig = GrpoConfig
+
+
+class GibberishConfig(Config):
+    type: Literal["gibberish"] = "gibberish"
+    token_id_threshold: int = Field(100000, ge=0)
+    logprob_offset: float = Field(2.0, ge=0)
+    enforce: bool = False
+
+
+class RepetitionConfig(Config):
+    type: Literal["repetition"] = "repetition"
+    window: int = Field(3000, ge=1)
+    prob_threshold: float = Field(0.99, gt=0, lt=1)
+    enforce: bool = False
+
+
+class ZeroAdvantageConfig(Config):
+    type: Literal["zero_advantage"] = "zero_advantage"
+    enforce: bool = False
+
+
+UNION_TAGS.update({"gibberish", "repetition", "zero_advantage"})
+FilterConfig = Annotated[GibberishConfig | RepetitionConfig | ZeroAdvantageConfig, Field(discriminator="type")]
+
+
+class EnvConfig(Config):
+    """One environment of a slot."""
+
+    id: str
+    name: str = ""
+    """How it appears in metrics; unset: its id."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    timeout: float | None = Field(None, gt=0)
+    """Seconds that one episode may take."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_id(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not value.get("name") and value.get("id"):
+            value["name"] = value["id"]
+        return value
+
+
+class TrainEnvConfig(EnvConfig):
+    ratio: float | None = Field(None, gt=0)
+    """Share of draws; unset on all: by number of tasks."""
+    group_size: int | None = Field(None, ge=1)
+    algo: AlgoConfig | None = None
+
+
+class EvalEnvConfig(EnvConfig):
+    interval: int | None = Field(None, ge=1)
+    num_examples: int | None = Field(None, ge=1)
+    group_size: int | None = Field(None, ge=1)
+
+
+class TrainConfig(Config):
+    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(temperature=1.0))
+    env: list[TrainEnvConfig] = Field(default_factory=list)
+
+
+class EvalConfig(Config):
+    interval: int = Field(100, ge=1)
+    num_examples: int | None = Field(None, ge=1)
+    """Tasks per evaluation; unset: all of them."""
+    group_size: int = Field(1, ge=1)
+    """Episodes per task: k in avg@k and pass@k."""
+    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(temperature=1.0))
+    eval_base_model: bool = True
+    skip_eval_on_resume: bool = True
+    env: list[EvalEnvConfig] = Field(default_factory=list)
+
+
+class ClientConfig(Config):
+    """How the orchestrator reaches the engine."""
+
+    base_url: list[str] = Field(default_factory=list)
+    """Engines started elsewhere; empty: the one that this run's directory names."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that one request may take."""
+
+
+def _default_pre_filters() -> list[FilterConfig]:
+    return [GibberishConfig(), RepetitionConfig(), ZeroAdvantageConfig()]
+
+
+def _default_post_filters() -> list[FilterConfig]:
+    return [GibberishConfig(), RepetitionConfig(), ZeroAdvantageConfig(enforce=True)]
+
+
+class OrchestratorConfig(Config):
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    output_dir: Path | None = None
+    max_steps: int | None = Field(None, ge=1)
+    seq_len: int | None = Field(None, ge=2)
+    seed: int = 0
+    batch_size: int | None = Field(None, ge=1)
+    """Rollouts per step (128 unless `token_batch_size` is set)."""
+    token_batch_size: int | None = Field(None, ge=1)
+    """Tokens per step, instead of `batch_size`."""
+    group_size: int = Field(8, ge=1)
+    max_inflight_rollouts: int | Literal["auto"] = "auto"
+    """Episodes at once, train and eval together; `auto`: what the engines run at once, and half as many in line."""
+    tasks_per_minute: float | None = Field(None, gt=0)
+    max_off_policy_steps: int = Field(8, ge=0)
+    max_async_level: int = Field(1, ge=0)
+    max_empty_batches: int | None = Field(None, ge=1)
+    pre_batch_filters: list[FilterConfig] = Field(default_factory=_default_pre_filters)
+    post_batch_filters: list[FilterConfig] = Field(default_factory=_default_post_filters)
+    log_loop_interval: float = Field(5.0, gt=0)
+    keep_rollouts: int | None = Field(None, ge=1)
+    """Steps whose rollouts stay on disk; unset: all."""
+    algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    renderer: RendererConfig = Field(default_factory=RendererConfig)
+    client: ClientConfig = Field(default_factory=ClientConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filters_alias(cls, value: Any) -> Any:
+        """`filters` is another name of `post_batch_filters`."""
+        if isinstance(value, dict) and "filters" in value:
+            if "post_batch_filters" in value:
+                raise ValueError("filters and post_batch_filters are the same key; give one")
+            value["post_batch_filters"] = value.pop("filters")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> OrchestratorConfig:
+        if self.batch_size is not None and self.token_batch_size is not None:
+            raise ValueError("give batch_size or token_batch_size, not both")
+        if self.batch_size is None and self.token_batch_size is None:
+            object.__setattr__(self, "batch_size", 128)
+        sizes = {env.group_size or self.group_size for env in self.train.env} or {self.group_size}
+        for size in sizes:
+            if self.batch_size is not None and self.batch_size % size:
+                raise ValueError(f"batch_size {self.batch_size} is not divisible by group_size {size}")
+        for slot, filters in (("pre", self.pre_batch_filters), ("post", self.post_batch_filters)):
+            types = [entry.type for entry in filters]
+            if len(set(types)) != len(types):
+                raise ValueError(f"{slot}_batch_filters has one filter type twice")
+        for slot_name, envs in (("train", self.train.env), ("eval", self.eval.env)):
+            names = [env.name for env in envs]
+            for name in names:
+                if names.count(name) > 1 or name == "all":
+                    raise ValueError(
+                        f"{slot_name}.env name {name!r} is "
+                        + ("reserved" if name == "all" else "used twice; set a different `name` on one of them")
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _no_greedy_training(self) -> OrchestratorConfig:
+        for env in self.train.env:
+            if env.sampling.over(self.train.sampling).temperature == 0:
+                raise ValueError(
+                    f"train.env {env.name!r} samples at temperature 0: greedy samples have no usable logprobs; use a "
+                    "positive temperature (evaluation may be greedy)"
+                )
+        return self

@@ -1,0 +1,107 @@
+"""The run file of `headrace rl`: shared keys, the three processes, and how they are launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from headrace.config.base import Config
+from headrace.config.inference import InferenceConfig
+from headrace.config.model import ModelConfig
+from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.trainer import TrainerConfig
+
+SHARED: dict[str, tuple[str, ...]] = {
+    "output_dir": ("trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"),
+    "model": ("trainer.model", "orchestrator.model", "inference.model"),
+    "max_steps": ("trainer.max_steps", "orchestrator.max_steps"),
+    "seq_len": ("trainer.seq_len", "orchestrator.seq_len", "inference.max_model_len"),
+    "seed": ("trainer.seed", "orchestrator.seed", "inference.seed"),
+    "orchestrator.renderer": ("inference.renderer",),
+}
+"""Keys that fill others. An equal value there is accepted, a different one is refused."""
+
+
+class WandbConfig(Config):
+    project: str = "headrace"
+    name: str | None = None
+    entity: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+class TensorboardConfig(Config):
+    enabled: bool = True
+
+
+class LaunchConfig(Config):
+    """How `headrace rl` runs the processes on this machine."""
+
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the trainer and of the server each; unset: half the cores."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds until every process must be up."""
+    stop_timeout: float = Field(10.0, gt=0)
+    """Seconds that a process gets to end in order before it is killed."""
+
+
+class RunConfig(Config):
+    output_dir: Path
+    max_steps: int | None = Field(None, ge=1)
+    seq_len: int | None = Field(None, ge=2)
+    seed: int = 0
+    model: ModelConfig
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    orchestrator: OrchestratorConfig = Field(default_factory=OrchestratorConfig)
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_shared(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        for source, targets in SHARED.items():
+            value = _get(tree, source.split("."))
+            if value is None:
+                continue
+            for target in targets:
+                _fill(tree, target.split("."), value, source)
+        return tree
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if self.max_steps is None:
+            raise ValueError("max_steps: a run needs an end; set the number of optimizer steps")
+        if self.seq_len is None:
+            raise ValueError("seq_len: set the longest sequence, prompt and completion together, in tokens")
+        if not self.orchestrator.train.env:
+            raise ValueError("orchestrator.train.env: a run needs at least one [[orchestrator.train.env]]")
+        return self
+
+
+def _get(tree: dict[str, Any], path: list[str]) -> Any:
+    node: Any = tree
+    for key in path:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> None:
+    """Put a shared value where a section lacks it; tables merge, and a contradiction is refused by name."""
+    node: Any = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            return  # not a table: validation of the tree says so better
+    key = path[-1]
+    if isinstance(value, dict) and isinstance(node.get(key, {}), dict):
+        for name, inner in value.items():
+            _fill(tree, [*path, name], inner, f"{source}.{name}")
+    elif key not in node:
+        node[key] = value
+    elif str(node[key]) != str(value):
+        raise ValueError(f"{'.'.join(path)} is {node[key]!r}, but {source} is {value!r}: give one, or the same twice")

@@ -1,0 +1,1 @@
+"""Tasks, episodes and rewards. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Starts the processes of a run and watches over them."""

@@ -1,0 +1,161 @@
+"""What each process is doing right now: one small file each, rewritten as it changes, read by whoever watches.
+
+Heartbeats are these files' times. A process that waits says for what and from whom; after a minute it also says so in
+its log, then at growing intervals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_NOTICE = 60.0
+"""Seconds of waiting after which it is said."""
+
+
+class WaitTimeout(Exception):
+    """A wait passed its deadline. The message names what was awaited from whom."""
+
+
+class ProcessStatus(msgspec.Struct):
+    """The content of a status file."""
+
+    process: str
+    pid: int
+    time: float
+    state: str
+    waiting_for: str = ""
+    waiting_since: float = 0.0
+    gauges: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Status:
+    """This process's status file. A background thread keeps it fresh, so a stale one means a dead or stuck process."""
+
+    def __init__(self, directory: Path, process: str, interval: float = 1.0) -> None:
+        self.path = directory / f"{process}.json"
+        self.current = ProcessStatus(process, os.getpid(), time.time(), "starting")
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def set(self, state: str | None = None, **gauges: Any) -> None:
+        """Change what the next beat says; `state` changes are written at once."""
+        changed = state is not None and state != self.current.state
+        if state is not None:
+            self.current.state = state
+        self.current.gauges.update(gauges)
+        if changed:
+            self._write()
+
+    def begin_wait(self, what: str, whom: str) -> None:
+        self.current.waiting_for = f"{what} from {whom}"
+        self.current.waiting_since = time.time()
+
+    def end_wait(self) -> None:
+        self.current.waiting_for = ""
+        self.current.waiting_since = 0.0
+
+    def close(self, state: str) -> None:
+        self.current.state = state
+        self.end_wait()
+        self._closed.set()
+        self._thread.join()
+        self._write()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._interval):
+            self._write()
+
+    def _write(self) -> None:
+        # Not fsynced: a status is worth nothing after a power loss.
+        with self._lock:
+            self.current.time = time.time()
+            temporary = self.path.with_name(f".{self.path.name}.tmp")
+            temporary.write_bytes(msgspec.json.encode(self.current))
+            os.replace(temporary, self.path)
+
+
+def read_status(directory: Path) -> dict[str, ProcessStatus]:
+    """The status of every process that has one."""
+    found = {}
+    for path in sorted(directory.glob("*.json")):
+        status = msgspec.json.decode(path.read_bytes(), type=ProcessStatus)
+        found[status.process] = status
+    return found
+
+
+class _Patience:
+    """Tells, from the time a wait began, when to speak up again and when to give up."""
+
+    def __init__(self, what: str, whom: str, deadline: float | None) -> None:
+        self.what, self.whom, self.deadline = what, whom, deadline
+        self.started = time.monotonic()
+        self.next_notice = FIRST_NOTICE
+
+    def check(self) -> None:
+        waited = time.monotonic() - self.started
+        if self.deadline is not None and waited > self.deadline:
+            raise WaitTimeout(f"gave up after {waited:.0f} s of waiting for {self.what} from {self.whom}")
+        if waited > self.next_notice:
+            log.warning("waiting for %s from %s since %.0f s", self.what, self.whom, waited)
+            self.next_notice *= 2
+
+
+def wait_until(
+    ready: Callable[[], bool],
+    what: str,
+    whom: str,
+    status: Status,
+    *,
+    poll: float = 0.02,
+    deadline: float | None = None,
+    stopped: threading.Event | None = None,
+) -> bool:
+    """Block until `ready`; False if `stopped` was set first. Says what it waits for, and gives up at the deadline."""
+    if ready():
+        return True
+    patience = _Patience(what, whom, deadline)
+    status.begin_wait(what, whom)
+    try:
+        while not ready():
+            if stopped is not None and stopped.is_set():
+                return False
+            patience.check()
+            time.sleep(poll)
+        return True
+    finally:
+        status.end_wait()
+
+
+async def wait_for(
+    awaitable: Awaitable[T], what: str, whom: str, status: Status, *, deadline: float | None = None
+) -> T:
+    """Await something, saying after a minute what it is and from whom; cancelled at the deadline."""
+    task = asyncio.ensure_future(awaitable)
+    patience = _Patience(what, whom, deadline)
+    status.begin_wait(what, whom)
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=1.0)
+            if done:
+                return task.result()
+            patience.check()
+    finally:
+        status.end_wait()
+        task.cancel()

@@ -1,0 +1,1 @@
+"""Schedules episodes, assigns credit and ships batches. Never imports torch."""

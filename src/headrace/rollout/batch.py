@@ -1,0 +1,164 @@
+"""A training batch as bytes: one columnar safetensors file with a JSON header.
+
+Samples are stored unpacked, streams concatenated with offsets beside them, so that a batch survives a change in the
+number of trainer ranks. An optional stream is stored only for the samples that have it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from headrace.rollout.types import Sample
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+SCHEMA = 1
+_HEADER_KEY = "headrace"
+_STREAM = "stream."
+_PRESENT = "present."
+
+
+class SchemaError(ValueError):
+    """A file or message that this version of Headrace must not interpret."""
+
+
+class BatchSample(msgspec.Struct):
+    """A sample and what the trainer reports by: its environment and its rollout within the batch."""
+
+    sample: Sample
+    env: str
+    rollout: int
+    """Index of the rollout in the batch: the samples of one rollout share it."""
+
+
+class Batch(msgspec.Struct):
+    """What trains one optimizer step. Holds whole groups."""
+
+    step: int
+    incarnation: int
+    samples: list[BatchSample]
+    draw_ids: list[int] = msgspec.field(default_factory=list)
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class _Header(msgspec.Struct):
+    schema: int
+    step: int
+    incarnation: int
+    envs: list[str]
+    counts: dict[str, int]
+    draw_ids: list[int]
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: int
+
+
+def check_schema(schema: int, what: str) -> None:
+    """Refuse what a newer Headrace wrote."""
+    if schema > SCHEMA:
+        raise SchemaError(
+            f"{what} has schema {schema}, but this Headrace reads up to {SCHEMA}: "
+            "it was written by a newer version; upgrade this process"
+        )
+
+
+def decode_versioned(content: bytes | str, kind: type[T], what: str) -> T:
+    """Decode a JSON document that carries `schema`, checking the schema before the shape."""
+    try:
+        check_schema(msgspec.json.decode(content, type=_SchemaOnly).schema, what)
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise SchemaError(f"{what} is not readable: {error}") from error
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """Serialize, checking first that every stream is aligned with its tokens."""
+    samples = [entry.sample for entry in batch.samples]
+    for sample in samples:
+        sample.check()
+    envs = sorted({entry.env for entry in batch.samples})
+    spans = [sample.obs_spans for sample in samples]
+    columns: dict[str, np.ndarray] = {
+        "offsets": _offsets([len(sample) for sample in samples]),
+        "token_ids": _concatenate([s.token_ids for s in samples], np.int32),
+        "mask": _concatenate([s.mask for s in samples], np.bool_),
+        "logprobs": _concatenate([s.logprobs for s in samples], np.float32),
+        "versions": _concatenate([s.versions for s in samples], np.int32),
+        "prompt_lengths": np.array([s.prompt_length for s in samples], np.int32),
+        "temperatures": np.array([s.temperature for s in samples], np.float64),
+        "envs": np.array([envs.index(entry.env) for entry in batch.samples], np.int32),
+        "rollouts": np.array([entry.rollout for entry in batch.samples], np.int32),
+        "obs_offsets": _offsets([len(rows) for rows in spans]),
+        "obs_spans": np.array([row for rows in spans for row in rows], np.int32).reshape(-1, 4),
+    }
+    for name in sorted({name for sample in samples for name in sample.streams}):
+        owners = [sample for sample in samples if name in sample.streams]
+        columns[_STREAM + name] = _concatenate([s.streams[name] for s in owners], owners[0].streams[name].dtype)
+        columns[_PRESENT + name] = np.array([name in s.streams for s in samples], np.bool_)
+    header = _Header(SCHEMA, batch.step, batch.incarnation, envs, batch.counts, batch.draw_ids)
+    return save(columns, metadata={_HEADER_KEY: msgspec.json.encode(header).decode()})
+
+
+def read_batch(path: str) -> Batch:
+    """Read a batch file; streams that this version does not know travel along untouched."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if _HEADER_KEY not in metadata:
+                raise SchemaError(f"{path} is not a Headrace batch: its header is missing")
+            header = decode_versioned(metadata[_HEADER_KEY], _Header, path)
+            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise SchemaError(f"{path} is not a readable batch file: {error}") from error
+    return _assemble(header, columns)
+
+
+def _assemble(header: _Header, columns: dict[str, np.ndarray]) -> Batch:
+    offsets, obs_offsets = columns["offsets"], columns["obs_offsets"]
+    samples = []
+    for index in range(len(offsets) - 1):
+        span = slice(offsets[index], offsets[index + 1])
+        obs = columns["obs_spans"][obs_offsets[index] : obs_offsets[index + 1]]
+        samples.append(
+            Sample(
+                columns["token_ids"][span],
+                columns["mask"][span],
+                columns["logprobs"][span],
+                columns["versions"][span],
+                int(columns["prompt_lengths"][index]),
+                float(columns["temperatures"][index]),
+                [(int(a), int(b), int(c), int(d)) for a, b, c, d in obs],
+            )
+        )
+    for name in columns:
+        if name.startswith(_STREAM):
+            _distribute(name.removeprefix(_STREAM), columns, samples)
+    entries = [
+        BatchSample(sample, header.envs[int(env)], int(rollout))
+        for sample, env, rollout in zip(samples, columns["envs"], columns["rollouts"], strict=True)
+    ]
+    return Batch(header.step, header.incarnation, entries, header.draw_ids, header.counts)
+
+
+def _distribute(name: str, columns: dict[str, np.ndarray], samples: list[Sample]) -> None:
+    """Hand each sample that has the stream its slice of the column."""
+    values, start = columns[_STREAM + name], 0
+    for sample, present in zip(samples, columns[_PRESENT + name], strict=True):
+        if present:
+            sample.streams[name] = values[start : start + len(sample)]
+            sample.check()
+            start += len(sample)
+
+
+def _offsets(lengths: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)

@@ -1,0 +1,36 @@
+"""Filters: does a rollout look like something we should not train on? Pure tests on one finished rollout."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from headrace.rollout.types import Rollout
+
+
+def is_gibberish(rollout: Rollout, vocab_size: int, token_id_threshold: int, logprob_offset: float) -> bool:
+    """A rare token (high id) that the policy itself found less likely than chance."""
+    floor = -math.log(vocab_size) - logprob_offset
+    return any(
+        bool(np.any(s.mask & (s.token_ids > token_id_threshold) & (s.logprobs < floor))) for s in rollout.samples
+    )
+
+
+def is_repetitive(rollout: Rollout, window: int, prob_threshold: float) -> bool:
+    """`window` sampled tokens in a row that were all nearly certain; the streak spans turns."""
+    threshold, streak = math.log(prob_threshold), 0
+    for sample in rollout.samples:
+        for certain in sample.logprobs[sample.mask] > threshold:
+            streak = streak + 1 if certain else 0
+            if streak >= window:
+                return True
+    return False
+
+
+def has_no_advantage(rollout: Rollout) -> bool:
+    """The rollout has rl credit and all of it is zero. Rollouts trained by other components never match."""
+    credited = [s for s in rollout.samples if "advantages" in s.streams]
+    if not credited or any(np.any(s.streams.get("ce_weights", np.zeros(1)) != 0) for s in rollout.samples):
+        return False
+    return not any(np.any(s.streams["advantages"][s.mask] != 0) for s in credited)

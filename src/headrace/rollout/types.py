@@ -1,0 +1,172 @@
+"""The words of the system: task, turn, sample, rollout, group.
+
+An episode, one `run()` of an environment on a task, yields one or more rollouts. Its environment fills in what it
+knows (turns, rewards, messages); the orchestrator stamps the rest (group, draw, samples, credit). Failures travel as
+rollouts with `error` set, so that every dispatched episode arrives somewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+Message = dict[str, Any]
+NOT_SAMPLED = -1
+"""The entry of `Sample.versions` for a token that no policy sampled."""
+
+KNOWN_STREAMS: dict[str, np.dtype[Any]] = {
+    "advantages": np.dtype(np.float32),
+    "rl_weights": np.dtype(np.float32),
+    "ce_weights": np.dtype(np.float32),
+    "ref_kl_weights": np.dtype(np.float32),
+    "ref_logprobs": np.dtype(np.float32),
+}
+"""Streams that the trainer reads. The map on a sample is open: others travel along and are ignored there."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One thing to attempt. `data` is JSON; `key` is stable across processes and restarts."""
+
+    env: str
+    data: dict[str, Any]
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            content = msgspec.json.encode([self.env, self.data], order="deterministic")
+            msgspec.structs.force_setattr(self, "key", hashlib.sha256(content).hexdigest()[:16])
+
+
+class Turn(msgspec.Struct):
+    """One call to the engine: exactly what was asked and what was answered, in tokens."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    temperature: float
+    finish_reason: str = "stop"
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"a turn's completion_ids, logprobs and versions must have one length, not "
+                f"{len(self.completion_ids)}, {len(self.logprobs)} and {len(self.versions)}"
+            )
+
+
+class Sample(msgspec.Struct):
+    """One training sequence: a first prompt, then completions and the observations between them.
+
+    Every array and every stream has the length of `token_ids`. `obs_spans` rows are (start within the completion, turn
+    index, start within that turn's prompt, length): where text that no policy sampled sits between two completions.
+    """
+
+    token_ids: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    prompt_length: int
+    temperature: float = 1.0
+    obs_spans: list[tuple[int, int, int, int]] = msgspec.field(default_factory=list)
+    streams: dict[str, np.ndarray] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.asarray(self.token_ids, np.int32)
+        self.mask = np.asarray(self.mask, np.bool_)
+        self.logprobs = np.asarray(self.logprobs, np.float32)
+        self.versions = np.asarray(self.versions, np.int32)
+        self.check()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def completion_length(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    def check(self) -> None:
+        """Raise unless every per-token array is aligned with `token_ids`."""
+        named = {"mask": self.mask, "logprobs": self.logprobs, "versions": self.versions, **self.streams}
+        for name, values in named.items():
+            if values.shape != self.token_ids.shape:
+                raise ValueError(
+                    f"sample stream {name!r} has shape {values.shape}, but the sample has {len(self)} tokens: "
+                    "every stream must have one value per token"
+                )
+        if not 0 <= self.prompt_length <= len(self):
+            raise ValueError(f"prompt_length {self.prompt_length} is outside a sample of {len(self)} tokens")
+
+    def set_stream(self, name: str, values: np.ndarray | list[float]) -> None:
+        """Attach a per-token stream, refusing one of another length."""
+        self.streams[name] = np.asarray(values, KNOWN_STREAMS.get(name, np.dtype(np.float32)))
+        self.check()
+
+    def truncated(self, length: int) -> Sample:
+        """The first `length` tokens, every stream alike."""
+        if len(self) <= length:
+            return self
+        completion = max(0, length - self.prompt_length)
+        return Sample(
+            self.token_ids[:length],
+            self.mask[:length],
+            self.logprobs[:length],
+            self.versions[:length],
+            min(self.prompt_length, length),
+            self.temperature,
+            [(s, t, p, min(n, completion - s)) for s, t, p, n in self.obs_spans if s < completion],
+            {name: values[:length] for name, values in self.streams.items()},
+        )
+
+
+class RolloutError(msgspec.Struct, frozen=True):
+    """Why a rollout has no result. `reason` is a short counter name, `detail` is for people."""
+
+    reason: str
+    detail: str = ""
+
+
+class Rollout(msgspec.Struct):
+    """One agent's part in one episode."""
+
+    env: str = ""
+    task_key: str = ""
+    group_id: str = ""
+    draw_id: int = -1
+    agent: str = "policy"
+    trainable: bool = True
+    reward: float = math.nan
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    messages: list[Message] = msgspec.field(default_factory=list)
+    turns: list[Turn] = msgspec.field(default_factory=list)
+    samples: list[Sample] = msgspec.field(default_factory=list)
+    truncated: bool = False
+    stop_reason: str = ""
+    error: RolloutError | None = None
+    timings: dict[str, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens that the policy sampled, over all turns."""
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest weights that sampled any of its tokens; None if nothing was sampled."""
+        return min((min(turn.versions) for turn in self.turns if turn.versions), default=None)
+
+
+class Group(msgspec.Struct, frozen=True):
+    """`size` episodes of one task. The id is unique: the same task may be open twice."""
+
+    id: str
+    task: Task
+    size: int
+    opened_version: int
+    draw_id: int = -1

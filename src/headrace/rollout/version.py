@@ -1,0 +1,38 @@
+"""Policy versions: what they count, and the two rules that follow from them.
+
+Version v is the weights after v optimizer steps; 0 is the initial model. Batch n trains on version n-1 and produces
+version n. The incarnation grows each time a trainer restarts from an older checkpoint, so that a retrained v is never
+mistaken for the lost one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Version(msgspec.Struct, frozen=True, order=True):
+    """A published set of weights. Ordered by incarnation first: a rewound trainer is newer than what it lost."""
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}-{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Read `INCARNATION-STEP`, the form that directories and engines carry."""
+        incarnation, separator, step = text.partition("-")
+        if not (separator and incarnation.isdecimal() and step.isdecimal()):
+            raise ValueError(f"{text!r} is not a policy version; expected INCARNATION-STEP, such as 0-12")
+        return cls(int(incarnation), int(step))
+
+
+def staleness(batch_step: int, oldest_version: int) -> int:
+    """Optimizer steps between the oldest weights that produced a rollout and the weights batch `batch_step` trains."""
+    return (batch_step - 1) - oldest_version
+
+
+def may_ship(batch_step: int, policy_version: int, max_async_level: int) -> bool:
+    """Whether batch `batch_step` may leave while the engine still samples from `policy_version`."""
+    return policy_version >= batch_step - 1 - max_async_level

@@ -1,0 +1,77 @@
+"""Which renderer turns a model's messages into tokens.
+
+A hand-written family can bridge turns exactly and says which token belongs to which message; the model's own template
+can do neither. `auto` takes the family of the model's architecture, but only if it reproduces the model's own template
+on a probe conversation: a renderer that is unfaithful to the template would train on tokens the model never sees.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from renderers import config_from_name, create_renderer
+from renderers.base import Renderer
+
+from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "llama": "llama-3", "gpt_oss": "gpt-oss"}
+_PROBE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Say hello."},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Again?"},
+]
+
+
+def make_renderer(
+    model_directory: str | Path,
+    tokenizer: Tokenizer,
+    name: str = "auto",
+    enable_thinking: bool | None = None,
+    thinking_retention: str | None = None,
+) -> Renderer:
+    """The renderer for a local model directory."""
+    options: dict[str, Any] = {}
+    if enable_thinking is not None:
+        options["enable_thinking"] = enable_thinking
+    if thinking_retention is not None:
+        options["thinking_retention"] = thinking_retention
+    if name == "auto":
+        name = _family(Path(model_directory), tokenizer)
+    return create_renderer(tokenizer, _config(name, options))
+
+
+def _config(name: str, options: dict[str, Any]) -> Any:
+    try:
+        base = config_from_name(name)
+    except ValueError as error:
+        raise ValueError(f"renderer.name = {name!r}: {error}") from error
+    unknown = [key for key in options if key not in type(base).model_fields]
+    if unknown:
+        raise ValueError(f"renderer {name!r} has no option {', '.join(unknown)}; remove it from the renderer section")
+    return type(base)(name=name, **options) if options else base
+
+
+def _family(directory: Path, tokenizer: Tokenizer) -> str:
+    """The architecture's family if it is faithful to the model's own chat template, else `default`."""
+    settings = directory / "config.json"
+    model_type = json.loads(settings.read_text()).get("model_type", "") if settings.is_file() else ""
+    family = FAMILY_OF_MODEL_TYPE.get(model_type)
+    if family is None:
+        return "default"
+    try:
+        rendered = create_renderer(tokenizer, config_from_name(family)).render_ids(_PROBE, add_generation_prompt=True)
+    except (AssertionError, KeyError, ValueError) as error:  # special tokens of the family are missing
+        log.info("renderer %s does not fit %s (%s); using the model's own chat template", family, directory, error)
+        return "default"
+    if tokenizer.chat_template is not None and rendered != tokenizer.apply_chat_template(
+        _PROBE, add_generation_prompt=True
+    ):
+        log.info("renderer %s differs from the chat template of %s; using the template", family, directory)
+        return "default"
+    return family

@@ -1,0 +1,150 @@
+"""A model directory's tokenizer on `tokenizers` and `jinja2` alone.
+
+transformers' own class takes seconds to import and pulls in torch; the orchestrator can afford neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+
+class TokenizerError(Exception):
+    """The model directory has no usable tokenizer. The message says what is missing."""
+
+
+class Tokenizer:
+    """The part of a Hugging Face tokenizer that rendering needs, `renderers`' bring-your-own protocol included."""
+
+    def __init__(self, directory: str | Path) -> None:
+        root = Path(directory)
+        file = root / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerError(
+                f"{root} has no tokenizer.json: a model directory needs its tokenizer beside the weights "
+                "(save it there with AutoTokenizer.from_pretrained(...).save_pretrained)"
+            )
+        self.name_or_path = str(directory)
+        self.backend = tokenizers.Tokenizer.from_file(str(file))
+        settings = _read_json(root / "tokenizer_config.json")
+        self.chat_template = _chat_template(root, settings)
+        self.eos_token: str | None = _token_text(settings.get("eos_token"))
+        self.bos_token: str | None = _token_text(settings.get("bos_token"))
+        self.unk_token: str | None = _token_text(settings.get("unk_token"))
+        self.vocab_size: int = self.backend.get_vocab_size()
+        self._compiled: jinja2.Template | None = None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of(self.eos_token)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of(self.bos_token)
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._id_of(self.unk_token)
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        if isinstance(tokens, str):
+            found = self.backend.token_to_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        if isinstance(ids, int):
+            return self.backend.id_to_token(ids)
+        return [self.backend.id_to_token(i) for i in ids]
+
+    def __call__(
+        self, text: str, add_special_tokens: bool = False, return_offsets_mapping: bool = False, **_: Any
+    ) -> dict[str, Any]:
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        result: dict[str, Any] = {"input_ids": list(encoding.ids), "attention_mask": [1] * len(encoding.ids)}
+        if return_offsets_mapping:
+            result["offset_mapping"] = list(encoding.offsets)
+        return result
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Render through the model's own Jinja template, as transformers does."""
+        text = self._template().render(
+            messages=messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self.bos_token or "",
+            eos_token=self.eos_token or "",
+            unk_token=self.unk_token or "",
+            **kwargs,
+        )
+        if not tokenize:
+            return text
+        ids = self.encode(text)
+        return {"input_ids": ids} if return_dict else ids
+
+    def _template(self) -> jinja2.Template:
+        if self._compiled is None:
+            if self.chat_template is None:
+                raise TokenizerError(
+                    f"{self.name_or_path} has no chat template: add chat_template.jinja, or `chat_template` in "
+                    "tokenizer_config.json"
+                )
+            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            )
+            environment.filters["tojson"] = _to_json
+            environment.globals["raise_exception"] = _raise_exception
+            self._compiled = environment.from_string(self.chat_template)
+        return self._compiled
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}  # type: ignore[no-any-return]
+
+
+def _chat_template(root: Path, settings: dict[str, Any]) -> str | None:
+    file = root / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template
+
+
+def _token_text(token: Any) -> str | None:
+    """Special tokens are written as text, or as a record with the text in `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    """transformers' `tojson`: unlike jinja2's own, it does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

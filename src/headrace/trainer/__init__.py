@@ -1,0 +1,1 @@
+"""Packed batches in, new weights out. Knows neither orchestrator nor algorithms."""

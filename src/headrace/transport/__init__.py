@@ -1,0 +1,1 @@
+"""What travels between processes as files: batches to the trainer, weights to the engine."""

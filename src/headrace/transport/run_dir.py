@@ -1,0 +1,27 @@
+"""Where things are in a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.transport.batches import BatchStore
+from headrace.transport.weights import WeightStore
+
+
+class RunDir:
+    """Paths of one run. Every process of the run, and everyone who reads it later, goes through here."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.toml"
+        self.logs = root / "logs"
+        self.status = root / "status"
+        self.metrics = root / "metrics.jsonl"
+        self.rollouts = root / "rollouts"
+        self.checkpoints = root / "checkpoints"
+        self.journal = root / "journal.sqlite"
+        self.summary = root / "summary.md"
+        self.plot = root / "reward.svg"
+        self.final_model = root / "model"
+        self.batches = BatchStore(root / "batches")
+        self.weights = WeightStore(root / "weights")

@@ -1,0 +1,106 @@
+"""Weights from the trainer to the engine: `weights/v-INCARNATION-STEP/`, a Hugging Face directory plus a marker.
+
+The marker is written last and carries a checksum of the tensors; the engine returns it when it has loaded them. The
+watcher's acknowledgement file tells the trainer which versions nobody will ask for again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.rollout.version import Version
+from headrace.transport.files import sync_directory, write_atomically
+
+MARKER = "COMPLETE.json"
+ACKNOWLEDGED = "acknowledged.json"
+
+
+class WeightsMarker(msgspec.Struct):
+    """The completion marker of a published version."""
+
+    schema: int
+    incarnation: int
+    step: int
+    checksum: str
+
+    @property
+    def version(self) -> Version:
+        return Version(self.incarnation, self.step)
+
+
+class WeightStore:
+    """The `weights/` directory of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, version: Version) -> Path:
+        return self.directory / f"v-{version}"
+
+    def publish(self, version: Version, write: Callable[[Path], None]) -> WeightsMarker:
+        """Let `write` fill a directory with a model, then make it visible as `version`, whole or not at all."""
+        final = self.path(version)
+        draft = self.directory / f".v-{version}.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        write(draft)
+        marker = WeightsMarker(SCHEMA, version.incarnation, version.step, checksum(draft))
+        write_atomically(draft / MARKER, msgspec.json.encode(marker))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(draft, final)
+        sync_directory(self.directory)
+        return marker
+
+    def published(self) -> list[Version]:
+        """Complete versions, oldest first."""
+        return sorted(
+            Version.parse(path.name.removeprefix("v-"))
+            for path in self.directory.glob("v-*-*")
+            if (path / MARKER).exists()
+        )
+
+    def latest(self) -> Version | None:
+        return max(self.published(), default=None)
+
+    def acknowledge(self, version: Version) -> None:
+        """Record that every engine samples from `version`: called by the watcher alone."""
+        write_atomically(self.directory / ACKNOWLEDGED, msgspec.json.encode(version))
+
+    def acknowledged(self) -> Version | None:
+        path = self.directory / ACKNOWLEDGED
+        return msgspec.json.decode(path.read_bytes(), type=Version) if path.exists() else None
+
+    def retire(self, keep_last: int) -> None:
+        """Delete versions that every engine has moved past, keeping the newest few."""
+        acknowledged = self.acknowledged()
+        if acknowledged is None:
+            return
+        for version in self.published()[:-keep_last]:
+            if version < acknowledged:
+                shutil.rmtree(self.path(version), ignore_errors=True)
+
+
+def read_marker(directory: Path) -> WeightsMarker:
+    """The marker of a published directory; a clear error where it is absent or from a newer version."""
+    path = directory / MARKER
+    if not path.exists():
+        raise FileNotFoundError(f"{directory} has no {MARKER}: it is not a published version, or not complete")
+    return decode_versioned(path.read_bytes(), WeightsMarker, str(path))
+
+
+def checksum(directory: Path) -> str:
+    """A digest of the tensor files, in name order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(path.name.encode())
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()
