@@ -19,6 +19,7 @@ class RunDir:
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
+        self.endpoint = root / "endpoint.json"
         self.journal = root / "journal.sqlite"
         self.summary = root / "summary.md"
         self.plot = root / "reward.svg"

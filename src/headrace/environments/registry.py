@@ -1,0 +1,39 @@
+"""Environments by id: a name that ships with Headrace, or `package.module:Class` for a user's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from headrace.environments.base import Environment
+
+SHIPPED = {"reverse-text": "headrace.environments.reverse_text:ReverseText"}
+
+
+class EnvironmentNotFound(Exception):
+    """No environment has this id. The message lists what there is."""
+
+
+def load_environment(identifier: str, args: dict[str, Any]) -> Environment:
+    """Construct an environment from its id and the `args` of its config."""
+    location = SHIPPED.get(identifier, identifier)
+    module_name, separator, class_name = location.partition(":")
+    if not separator:
+        close = difflib.get_close_matches(identifier, SHIPPED, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise EnvironmentNotFound(
+            f"no environment {identifier!r}.{hint} Known: {', '.join(sorted(SHIPPED))}; "
+            "your own is named by import path, package.module:Class"
+        )
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise EnvironmentNotFound(f"environment {identifier!r} cannot be imported: {error}") from error
+    try:
+        environment = kind(**args)
+    except TypeError as error:
+        raise EnvironmentNotFound(f"environment {identifier!r} does not take these args: {error}") from error
+    if not isinstance(environment, Environment):
+        raise EnvironmentNotFound(f"{location} is not a headrace.environments.base.Environment")
+    return environment

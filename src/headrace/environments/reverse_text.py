@@ -1,0 +1,77 @@
+"""Write a word backwards. Random words of a few letters; the score is how much of the answer is in order."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.environments.base import Context, Environment
+from headrace.rollout.types import Message, Rollout, Task
+
+
+class ReverseText(Environment):
+    """`split` separates the words of training and evaluation: no word is in both."""
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int = 2000,
+        min_letters: int = 4,
+        max_letters: int = 8,
+        seed: int = 0,
+        demonstrate_copies: float = 0.0,
+    ) -> None:
+        if split not in ("train", "eval"):
+            raise TypeError(f"split must be 'train' or 'eval', not {split!r}")
+        self.split = split
+        self.num_tasks = num_tasks
+        self.letters = (min_letters, max_letters)
+        self.seed = seed
+        self.demonstrate_copies = demonstrate_copies
+
+    def tasks(self) -> list[dict[str, Any]]:
+        words = self._words(random.Random(f"{self.seed}-{self.split}"))
+        unique = dict.fromkeys(next(words) for _ in range(self.num_tasks))
+        return [{"word": word} for word in unique]
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        word = task.data["word"]
+        prompt: list[Message] = [{"role": "user", "content": word}]
+        reply = await context.chat(prompt)
+        return [
+            Rollout(
+                rewards={"similarity": similarity(reply.text, word[::-1])},
+                metrics={"exact": float(reply.text == word[::-1])},
+                messages=[*prompt, reply.message],
+                turns=[reply.turn],
+                truncated=reply.truncated,
+            )
+        ]
+
+    def demonstrations(self, seed: int) -> Iterator[list[Message]]:
+        """Reversals, with `demonstrate_copies` of them copying the word instead: a behaviour for RL to select from."""
+        rng = random.Random(seed)
+        for word in self._words(rng):
+            answer = word if rng.random() < self.demonstrate_copies else word[::-1]
+            yield [{"role": "user", "content": word}, {"role": "assistant", "content": answer}]
+
+    def _words(self, rng: random.Random) -> Iterator[str]:
+        """Endless words of this split. A word belongs to evaluation when its letters sum to a multiple of ten."""
+        while True:
+            word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*self.letters)))
+            if (sum(word.encode()) % 10 == 0) == (self.split == "eval"):
+                yield word
+
+
+def similarity(given: str, wanted: str) -> float:
+    """Twice the longest common subsequence over the summed lengths: 1 for equal texts, 0 for nothing in common."""
+    if not given and not wanted:
+        return 1.0
+    row = [0] * (len(wanted) + 1)
+    for left in given:
+        diagonal = 0
+        for column, right in enumerate(wanted, 1):
+            diagonal, row[column] = row[column], diagonal + 1 if left == right else max(row[column], row[column - 1])
+    return 2 * row[-1] / (len(given) + len(wanted))
