@@ -6,12 +6,12 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.config.habits import fold_habits
+from headrace.config.habits import OTHER_NAMES, fold_habits
 
 Tree = dict[str, Any]
 T = TypeVar("T", bound="Config")
@@ -24,6 +24,9 @@ class ConfigError(Exception):
 class Config(BaseModel):
     """Base of every section: unknown keys are errors, values are checked when they are set."""
 
+    PATHS_OF_FILE: ClassVar[tuple[str, ...]] = ()
+    """Dotted keys that hold a path relative to the file they are written in."""
+
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
 
@@ -31,7 +34,9 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
     """Read `files` left to right, apply `--key value` overrides, validate. Returns the tree and notices to show."""
     tree: Tree = {}
     for file in files:
-        merge(tree, read_toml(file))
+        content = read_toml(file)
+        anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
+        merge(tree, content)
     for path, value in parse_overrides(overrides):
         put(tree, path, value)
     return validate(kind, tree, " + ".join(str(file) for file in files) or "command line")
@@ -59,6 +64,17 @@ def read_toml(path: Path) -> Tree:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
+    """Make relative paths in a file mean the same from every working directory."""
+    for key in keys:
+        *parents, name = key.split(".")
+        node: Any = tree
+        for parent in parents:
+            node = node.get(parent, {}) if isinstance(node, dict) else {}
+        if isinstance(node, dict) and isinstance(node.get(name), str):
+            node[name] = str((directory / node[name]).resolve())
 
 
 def merge(base: Tree, update: Tree) -> None:
@@ -138,12 +154,14 @@ UNION_TAGS: set[str] = set()
 def _nearest(kind: type[BaseModel], location: list[Any]) -> str | None:
     """The known key closest to the last part, first among its siblings, then anywhere in the tree."""
     siblings = _fields_at(kind, [part for part in location[:-1] if isinstance(part, str)])
-    match = difflib.get_close_matches(str(location[-1]), siblings, n=1, cutoff=0.6)
+    wrong = str(location[-1])
+    ours = OTHER_NAMES.get(wrong)
+    match = [ours] if ours in siblings else difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.6)
     prefix = ".".join(str(part) for part in location[:-1])
     if match:
         return f"{prefix}.{match[0]}" if prefix else match[0]
     everywhere = [".".join(path) for path in _paths(kind)]
-    exact = [path for path in everywhere if path.split(".")[-1] == str(location[-1])]
+    exact = [path for path in everywhere if path.split(".")[-1] in (wrong, ours)]
     return exact[0] if exact else None
 
 

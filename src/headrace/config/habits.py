@@ -1,4 +1,4 @@
-"""Keys that users of other systems paste from habit: each gets one notice that names what replaces it."""
+"""Keys that users of other systems write from habit, and what they are called or replaced by here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,26 @@ _EVAL_OVERLAPS = (
 
 HABITS: dict[str, str] = {
     "orchestrator.buffer": (
-        "there is no buffer to tune: orchestrator.pre_batch_filters decides what enters a batch, and the source refills "
-        "what they reject"
+        "there is no buffer to tune: orchestrator.pre_batch_filters decides what enters a batch, and the source "
+        "refills what they reject"
     ),
     "orchestrator.eval.cancel_inflight_rollouts_on_eval": _EVAL_OVERLAPS,
     "eval.cancel_inflight_rollouts_on_eval": _EVAL_OVERLAPS,
 }
+"""Keys without a counterpart: one notice says what makes them unnecessary, and they are ignored."""
+
+
+
+OTHER_NAMES: dict[str, str] = {
+    "learning_rate": "lr",
+    "rollouts_per_example": "group_size",
+    "num_generations": "group_size",
+    "max_concurrent": "max_inflight_rollouts",
+    "max_seq_len": "seq_len",
+    "max_new_tokens": "max_tokens",
+    "model_name": "name",
+}
+"""What a key is called elsewhere: an unknown key of this name suggests ours."""
 
 
 def fold_habits(tree: dict[str, Any]) -> list[str]:

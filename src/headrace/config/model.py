@@ -18,7 +18,7 @@ class ModelConfig(Config):
     init: Literal["tiny"] | None = None
     """A recipe of `headrace init-model`, made on first use and cached."""
     sft: Path | None = None
-    """An SFT run file (relative to the current directory): trained on first use and cached."""
+    """An SFT run file, relative to the file that names it: trained on first use and cached."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False

@@ -47,6 +47,8 @@ class LaunchConfig(Config):
 
 
 class RunConfig(Config):
+    PATHS_OF_FILE = ("model.sft",)
+
     output_dir: Path
     max_steps: int | None = Field(None, ge=1)
     seq_len: int | None = Field(None, ge=2)

@@ -31,6 +31,8 @@ class SftDataConfig(Config):
 
 
 class SftConfig(TrainingConfig):
+    PATHS_OF_FILE = ("data.path",)
+
     data: SftDataConfig
     renderer: RendererConfig = Field(default_factory=RendererConfig)
 

@@ -46,6 +46,8 @@ class Status:
     def __init__(self, directory: Path, process: str, interval: float = 1.0) -> None:
         self.path = directory / f"{process}.json"
         self.current = ProcessStatus(process, os.getpid(), time.time(), "starting")
+        self._waits: dict[int, tuple[str, float]] = {}
+        self._wait_key = 0
         self._interval = interval
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -63,24 +65,37 @@ class Status:
         if changed:
             self._write()
 
-    def begin_wait(self, what: str, whom: str) -> None:
-        self.current.waiting_for = f"{what} from {whom}"
-        self.current.waiting_since = time.time()
+    def begin_wait(self, what: str, whom: str) -> int:
+        """Show that something is awaited; returns the key with which `end_wait` takes it back."""
+        self._wait_key += 1
+        self._waits[self._wait_key] = (f"{what} from {whom}", time.time())
+        self._show_wait()
+        return self._wait_key
 
-    def end_wait(self) -> None:
-        self.current.waiting_for = ""
-        self.current.waiting_since = 0.0
+    def end_wait(self, key: int) -> None:
+        self._waits.pop(key, None)
+        self._show_wait()
+
+    def _show_wait(self) -> None:
+        """Of several waits, the longest is shown."""
+        waits = list(self._waits.values())
+        self.current.waiting_for, self.current.waiting_since = waits[0] if waits else ("", 0.0)
 
     def close(self, state: str) -> None:
         self.current.state = state
-        self.end_wait()
+        self._waits.clear()
+        self._show_wait()
         self._closed.set()
         self._thread.join()
         self._write()
 
     def _beat(self) -> None:
         while not self._closed.wait(self._interval):
-            self._write()
+            try:
+                self._write()
+            except OSError as error:  # a full disk ends the process where it matters; here it only ends the heartbeat
+                log.error("no more heartbeats: cannot write %s: %s", self.path, error)
+                return
 
     def _write(self) -> None:
         # Not fsynced: a status is worth nothing after a power loss.
@@ -131,7 +146,7 @@ def wait_until(
     if ready():
         return True
     patience = _Patience(what, whom, deadline)
-    status.begin_wait(what, whom)
+    key = status.begin_wait(what, whom)
     try:
         while not ready():
             if stopped is not None and stopped.is_set():
@@ -140,7 +155,7 @@ def wait_until(
             time.sleep(poll)
         return True
     finally:
-        status.end_wait()
+        status.end_wait(key)
 
 
 async def wait_for(
@@ -149,7 +164,7 @@ async def wait_for(
     """Await something, saying after a minute what it is and from whom; cancelled at the deadline."""
     task = asyncio.ensure_future(awaitable)
     patience = _Patience(what, whom, deadline)
-    status.begin_wait(what, whom)
+    key = status.begin_wait(what, whom)
     try:
         while True:
             done, _ = await asyncio.wait({task}, timeout=1.0)
@@ -157,5 +172,5 @@ async def wait_for(
                 return task.result()
             patience.check()
     finally:
-        status.end_wait()
+        status.end_wait(key)
         task.cancel()

@@ -102,7 +102,8 @@ def encode_batch(batch: Batch) -> bytes:
         columns[_STREAM + name] = _concatenate([s.streams[name] for s in owners], owners[0].streams[name].dtype)
         columns[_PRESENT + name] = np.array([name in s.streams for s in samples], np.bool_)
     header = _Header(SCHEMA, batch.step, batch.incarnation, envs, batch.counts, batch.draw_ids)
-    return save(columns, metadata={_HEADER_KEY: msgspec.json.encode(header).decode()})
+    content: bytes = save(columns, metadata={_HEADER_KEY: msgspec.json.encode(header).decode()})
+    return content
 
 
 def read_batch(path: str) -> Batch:

@@ -10,10 +10,10 @@ def center(values: np.ndarray) -> np.ndarray:
     values = np.asarray(values, np.float64)
     if values.size == 0 or values.max() == values.min():
         return np.zeros_like(values)
-    return values - values.mean()
+    return np.asarray(values - values.mean())
 
 
 def standardize(values: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
     """Centered values over their population standard deviation."""
     values = np.asarray(values, np.float64)
-    return center(values) / (values.std() + epsilon)
+    return np.asarray(center(values) / (values.std() + epsilon))

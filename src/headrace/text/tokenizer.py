@@ -123,7 +123,7 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}  # type: ignore[no-any-return]
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _chat_template(root: Path, settings: dict[str, Any]) -> str | None:

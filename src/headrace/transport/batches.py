@@ -1,11 +1,16 @@
-"""Batches from the orchestrator to the trainer: one file per step; its appearance is the announcement."""
+"""Batches from the orchestrator to the trainer: one file per step; its appearance is the announcement.
+
+A batch is prepared (durable, hidden), then recorded in the journal, then announced (renamed). So whatever is killed
+when, journal and files agree after `recover`.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from headrace.rollout.batch import Batch, encode_batch, read_batch
-from headrace.transport.files import write_atomically
+from headrace.transport.files import sync_directory, write_atomically
 
 
 class BatchStore:
@@ -17,11 +22,27 @@ class BatchStore:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}.safetensors"
 
-    def write(self, batch: Batch) -> Path:
-        """Make the batch durable and visible to the trainer."""
-        path = self.path(batch.step)
-        write_atomically(path, encode_batch(batch))
-        return path
+    def _prepared_path(self, step: int) -> Path:
+        return self.directory / f".step-{step:08d}.prepared"
+
+    def prepare(self, batch: Batch) -> None:
+        """Make the batch durable without showing it: what is recorded about it can now be committed."""
+        write_atomically(self._prepared_path(batch.step), encode_batch(batch))
+
+    def announce(self, step: int) -> Path:
+        """Let the trainer see a prepared batch."""
+        os.replace(self._prepared_path(step), self.path(step))
+        sync_directory(self.directory)
+        return self.path(step)
+
+    def recover(self, committed_through: int) -> None:
+        """After a crash: announce what was committed but not yet shown, forget what was prepared but not committed."""
+        for path in self.directory.glob(".step-*.prepared"):
+            step = int(path.stem.removeprefix(".step-"))
+            if step <= committed_through:
+                self.announce(step)
+            else:
+                path.unlink()
 
     def exists(self, step: int) -> bool:
         return self.path(step).exists()

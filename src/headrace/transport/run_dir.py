@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.transport.batches import BatchStore
-from headrace.transport.weights import WeightStore
+from headrace.transport.weights import MARKER, WeightStore
 
 
 class RunDir:
@@ -26,3 +26,8 @@ class RunDir:
         self.final_model = root / "model"
         self.batches = BatchStore(root / "batches")
         self.weights = WeightStore(root / "weights")
+
+    def latest_checkpoint_step(self) -> int:
+        """The step of the newest complete checkpoint; 0 if there is none."""
+        complete = self.checkpoints.glob(f"step-*/{MARKER}")
+        return max((int(marker.parent.name.removeprefix("step-")) for marker in complete), default=0)

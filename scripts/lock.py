@@ -1,0 +1,115 @@
+"""Write the locks anew: exact versions of everything that pyproject.toml's dependencies bring in.
+
+Resolved by pip in a fresh virtual environment. The packages already locked keep their versions where pyproject.toml
+allows it; with `--upgrade` the newest are taken. One lock serves every supported Python and machine: that no package
+is needed on some of them only is checked here from the packages' own metadata.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import tomllib
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from install import DEV_LOCK, ROOT, RUNTIME_LOCK, InstallError, Stage, create, install_torch, locked, pip
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+BUILD = ["editables"]
+"""What the build backend needs for an editable install, besides itself."""
+PYTHONS = ("3.11", "3.12", "3.13")
+MACHINES = (("linux", "Linux", "x86_64"), ("linux", "Linux", "aarch64"), ("darwin", "Darwin", "arm64"))
+
+
+def main() -> None:
+    upgrade = sys.argv[1:] == ["--upgrade"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    runtime = [*project["project"]["dependencies"], *project["build-system"]["requires"], *BUILD]
+    dev = [*runtime, *project["project"]["optional-dependencies"]["dev"]]
+    known = "".join(f"{lock.read_text()}\n" for lock in (RUNTIME_LOCK, DEV_LOCK) if lock.exists() and not upgrade)
+    torch = locked(RUNTIME_LOCK)["torch"]  # moved by hand: the tested version is part of the design
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = Path(scratch) / "venv"
+        constraints = Path(scratch) / "constraints.txt"
+        constraints.write_text(known)
+        create(environment)
+        pins = Path(scratch) / "torch.txt"
+        pins.write_text(f"torch=={torch}\n")
+        install_torch(environment, pins)
+        for what, requirements in (("runtime", runtime), ("test", dev)):
+            with Stage(f"resolving {what} packages"):
+                pip(environment, "--constraint", str(constraints), "--constraint", str(pins), *requirements)
+        found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
+        needed, needed_dev = closure(runtime, found), closure(dev, found)
+        versions = {name: d.version.partition("+")[0] for name, d in found.items()}
+    more = needed_dev - needed
+    write(RUNTIME_LOCK, "Everything Headrace needs to run", {name: versions[name] for name in needed})
+    write(DEV_LOCK, "What tests and checks need besides requirements.lock", {name: versions[name] for name in more})
+
+
+def closure(requirements: list[str], found: dict[str, Distribution]) -> set[str]:
+    """What the requirements bring in, which must be the same everywhere."""
+    by_target = {
+        f"Python {python}, {machine[0]} {machine[2]}": closure_on(requirements, found, target(python, *machine))
+        for python in PYTHONS
+        for machine in MACHINES
+    }
+    everywhere = set.intersection(*by_target.values())
+    for name, packages in by_target.items():
+        if extra := packages - everywhere:
+            raise InstallError(f"needed on {name} but not everywhere, so one lock is not enough: {sorted(extra)}")
+        if missing := packages - set(found):
+            raise InstallError(f"needed on {name} but not installed here: {sorted(missing)}")
+    return everywhere
+
+
+def closure_on(requirements: list[str], found: dict[str, Distribution], target: dict[str, str]) -> set[str]:
+    reached: set[str] = set()
+    done: set[str] = set()
+    pending = [Requirement(text) for text in requirements]
+    while pending:
+        requirement = pending.pop()
+        if str(requirement) in done:
+            continue
+        done.add(str(requirement))
+        name = canonicalize_name(requirement.name)
+        reached.add(name)
+        for text in (found[name].requires or ()) if name in found else ():
+            child = Requirement(text)
+            extras = requirement.extras or {""}
+            if child.marker is None or any(child.marker.evaluate({**target, "extra": extra}) for extra in extras):
+                pending.append(child)
+    return reached
+
+
+def target(python: str, platform: str, system: str, machine: str) -> dict[str, str]:
+    return {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": platform,
+        "platform_system": system,
+        "platform_machine": machine,
+        "os_name": "posix",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+
+
+def site_packages(environment: Path) -> Path:
+    return next((environment / "lib").glob("python3.*/site-packages"))
+
+
+def write(lock: Path, purpose: str, packages: dict[str, str]) -> None:
+    lines = [f"# {purpose}. Written by `make lock`; do not edit, except for the version of torch."]
+    lines += [f"{name}=={version}" for name, version in sorted(packages.items())]
+    lock.write_text("\n".join(lines) + "\n")
+    print(f"  {lock.name}: {len(packages)} packages")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InstallError as error:
+        sys.exit(f"\nlocking failed: {error}")

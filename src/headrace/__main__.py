@@ -1,0 +1,7 @@
+"""`python -m headrace`."""
+
+import sys
+
+from headrace.cli.main import main
+
+sys.exit(main())

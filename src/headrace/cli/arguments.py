@@ -1,0 +1,51 @@
+"""What commands have in common on the command line: run files, `--section.key value` overrides, `--resume`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help"})
+"""Options of the commands themselves; every other `--word` is an override of the configuration."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that starts a run from files."""
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="run files, merged left to right")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    again = parser.add_mutually_exclusive_group()
+    add_resume(again)
+    again.add_argument("--clean", action="store_true", help="delete the run that is in output_dir and start over")
+    parser.epilog = "Any key can be set on top of the files: --section.key value, for example --trainer.optim.lr 1e-5"
+
+
+def add_resume(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="latest|STEP|PATH",
+        help="continue the run from its newest checkpoint, or from this one",
+    )
+
+
+def separate_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into what the command itself reads and the configuration's overrides."""
+    own: list[str] = []
+    overrides: list[str] = []
+    pending = list(argv)
+    while pending:
+        word = pending.pop(0)
+        value_follows = bool(pending) and not pending[0].startswith("--")
+        if word == "--resume":
+            # Its value may be left out, and a run file after it is not the value.
+            has_value = value_follows and not pending[0].endswith(".toml")
+            own.append(f"--resume={pending.pop(0) if has_value else 'latest'}")
+        elif word.startswith("--") and word.partition("=")[0] not in OWN_OPTIONS:
+            overrides.append(word)
+            if "=" not in word and value_follows:
+                overrides.append(pending.pop(0))
+        else:
+            own.append(word)
+    return own, overrides

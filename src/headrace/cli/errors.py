@@ -1,0 +1,74 @@
+"""Which failures are explained in a sentence instead of a traceback.
+
+Types are matched by name: looking one up must not import the module that defines it, and with it torch.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BAD_INPUT, FAILED = 2, 1
+
+EXPLAINED: dict[str, int] = {
+    "headrace.config.base.ConfigError": BAD_INPUT,
+    "headrace.environments.registry.EnvironmentNotFound": BAD_INPUT,
+    "headrace.inference.client.EngineCallError": FAILED,
+    "headrace.inference.loading.UnsupportedModel": BAD_INPUT,
+    "headrace.inference.server.CannotListen": FAILED,
+    "headrace.inference.weights.WeightsError": FAILED,
+    "headrace.launch.errors.BadRequest": BAD_INPUT,
+    "headrace.launch.errors.LaunchError": FAILED,
+    "headrace.observe.monitors.MonitorError": BAD_INPUT,
+    "headrace.observe.status.WaitTimeout": FAILED,
+    "headrace.observe.summary.NoRun": BAD_INPUT,
+    "headrace.orchestrator.orchestrator.RunFailed": FAILED,
+    "headrace.rollout.batch.SchemaError": FAILED,
+    "headrace.text.hub.ModelNotFound": BAD_INPUT,
+    "headrace.text.tokenizer.TokenizerError": BAD_INPUT,
+    "headrace.trainer.attention.UnsupportedModel": BAD_INPUT,
+    "headrace.trainer.learner.ResumeError": BAD_INPUT,
+}
+"""Exceptions whose message is complete, with the exit code they lead to."""
+
+EXPLAINED_ERRNOS = frozenset({errno.EACCES, errno.EADDRINUSE, errno.ENOTDIR, errno.EPERM, errno.EROFS})
+"""Errors of the operating system that say enough with the path at fault."""
+
+FULL_DISK = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+"""How a full disk reads when a library wraps the error."""
+
+
+class Explanation(NamedTuple):
+    message: str
+    exit_code: int
+
+
+def explain(error: BaseException) -> Explanation | None:
+    """A sentence and an exit code, or None for what deserves its traceback."""
+    causes = list(_chain(error))
+    if any(map(_is_full_disk, causes)):
+        where = [str(cause.filename) for cause in causes if isinstance(cause, OSError) and cause.filename]
+        where += [note for cause in causes for note in getattr(cause, "__notes__", ())]
+        place = f" ({', '.join(dict.fromkeys(where))})" if where else ""
+        advice = "free some and try again; a run that had begun continues with --resume"
+        return Explanation(f"no space left on device{place}: {advice}", FAILED)
+    for kind in type(error).__mro__:
+        if (code := EXPLAINED.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
+            return Explanation(str(error), code)
+    if isinstance(error, OSError) and error.errno in EXPLAINED_ERRNOS:
+        return Explanation(f"{error.strerror}{f': {error.filename}' if error.filename else ''}", FAILED)
+    return None
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return any(words in str(error) for words in FULL_DISK)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,55 @@
+"""The `headrace` command. Each subcommand is a module with `configure` and `run`; heavy imports happen in `run`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from headrace import __version__
+from headrace.cli import init_model, orchestrator, rl, serve, sft, summary, trainer
+from headrace.cli.arguments import separate_overrides
+from headrace.cli.errors import explain
+
+COMMANDS: dict[str, ModuleType] = {
+    "rl": rl,
+    "sft": sft,
+    "serve": serve,
+    "orchestrator": orchestrator,
+    "trainer": trainer,
+    "summary": summary,
+    "init-model": init_model,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 0 done, 1 failed, 2 cannot be done as asked, 128 + n ended by signal n."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return int(COMMANDS[arguments.command].run(arguments))
+    except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        explanation = explain(error)
+        if explanation is None:
+            raise
+        print(f"headrace: {explanation.message}", file=sys.stderr)
+        return explanation.exit_code
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="headrace",
+        description="Asynchronous reinforcement learning and distillation for language models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        first_line = (module.__doc__ or "").splitlines()[0].removeprefix(f"`headrace {name}`: ")
+        command = commands.add_parser(name, help=first_line, description=first_line, allow_abbrev=False)
+        module.configure(command)
+    own, overrides = separate_overrides(argv) if argv and argv[0] in ("rl", "sft", "serve") else (list(argv), [])
+    return parser.parse_args(own, argparse.Namespace(overrides=overrides))

@@ -1,0 +1,30 @@
+"""`headrace orchestrator`: start the orchestrator of a run alone; it continues where its journal ends."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.cli.process import process
+
+STOPPED = 143
+"""What a shell reports for a process that SIGTERM has ended."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.launch.saved_config import read_rl_run, run_directory
+    from headrace.observe.history import History, Tail
+    from headrace.observe.monitors import forwarding
+    from headrace.orchestrator import main
+
+    config = read_rl_run(arguments.run)
+    run = run_directory(config)
+    with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
+        main.run(config.orchestrator, run=run, status=status)
+    # It stops in order when asked to; whoever supervises must be able to tell that from the end of the run.
+    shipped = History(Tail(run.metrics).read()).steps
+    return 0 if max(shipped, default=0) >= (config.max_steps or 0) else STOPPED

@@ -1,0 +1,53 @@
+"""What the processes of a run do alike: lifeline, log, status file, and stopping when asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.observe.status import Status
+    from headrace.transport.run_dir import RunDir
+
+
+@contextmanager
+def process(name: str, run: RunDir) -> Iterator[Status]:
+    """The surroundings of a process of a run. Its status file says at the end how it ended."""
+    from headrace.launch import lifeline
+    from headrace.launch.errors import naming_run
+    from headrace.observe.logs import setup_logging
+    from headrace.observe.status import Status
+
+    setup_logging()
+    lifeline.watch()
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own environment lies beside the run file
+    with naming_run(run.root):
+        status = Status(run.status, name)
+        try:
+            yield status
+        except BaseException:
+            status.close("failed")
+            raise
+        status.close("finished")
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGINT. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self.exit_code = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.exit_code = 128 + number
+        self.stopped.set()
+        signal.signal(number, signal.SIG_DFL)

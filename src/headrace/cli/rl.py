@@ -1,0 +1,16 @@
+"""`headrace rl`: train a model with reinforcement learning; starts and supervises the three processes."""
+
+from __future__ import annotations
+
+import argparse
+
+from headrace.cli.arguments import add_run_arguments as configure
+from headrace.cli.training import run_from_files
+
+__all__ = ["configure", "run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.config.run import RunConfig
+
+    return run_from_files(RunConfig, "rl", arguments)

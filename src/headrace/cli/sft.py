@@ -1,0 +1,16 @@
+"""`headrace sft`: train a model on examples."""
+
+from __future__ import annotations
+
+import argparse
+
+from headrace.cli.arguments import add_run_arguments as configure
+from headrace.cli.training import run_from_files
+
+__all__ = ["configure", "run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.config.sft import SftConfig
+
+    return run_from_files(SftConfig, "sft", arguments)

@@ -1,0 +1,25 @@
+"""`headrace summary`: what a run came to, for people or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from headrace.observe.summary import summarize, text, write_summary
+    from headrace.transport.run_dir import RunDir
+
+    run = RunDir(arguments.run.parent if arguments.run.is_file() else arguments.run)
+    if arguments.json:
+        print(msgspec.json.encode(summarize(run)).decode())
+    else:
+        print(text(run, write_summary(run)))
+    return 0

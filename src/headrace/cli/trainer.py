@@ -1,0 +1,48 @@
+"""`headrace trainer`: start the trainer of a run alone, an RL run or an SFT run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.cli.arguments import add_resume
+from headrace.cli.process import StopRequest, process
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
+    add_resume(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.config.run import RunConfig
+    from headrace.launch.saved_config import read_run, run_directory
+
+    config = read_run(arguments.run)
+    run = run_directory(config)
+    resume = check_resume(run.root, arguments.resume)
+    request = StopRequest()
+    with process("trainer", run) as status:
+        if isinstance(config, RunConfig):
+            from headrace.trainer.rl import train as train_rl
+
+            train_rl(config.trainer, resume=resume, stopped=request.stopped, status=status)
+        else:
+            from headrace.trainer.sft import train as train_sft
+
+            train_sft(config, resume=resume, stopped=request.stopped, status=status)
+    return request.exit_code
+
+
+def check_resume(directory: Path, resume: str | None) -> str | None:
+    """A trainer alone continues from the newest checkpoint or not at all: going back concerns the whole run."""
+    from headrace.launch.errors import BadRequest
+    from headrace.launch.run_directory import LATEST, decide
+
+    if resume is None:
+        return None
+    if decide(directory, resume, clean=False).fork_of is not None:
+        raise BadRequest(
+            f"--resume {resume}: not the newest checkpoint of {directory}; to go back to it, use headrace rl or sft"
+        )
+    return LATEST

@@ -1,0 +1,72 @@
+"""How `rl` and `sft` go from files on the command line to a launched run."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config.run import RunConfig
+    from headrace.config.sft import SftConfig
+
+
+def run_from_files(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
+    """From the command line to the exit code; SIGTERM ends it in order at any moment."""
+    previous = signal.signal(signal.SIGTERM, _end)
+    try:
+        return _run(kind, command, arguments)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
+    """Load, check, find the model, prepare the run directory, launch. Nothing is changed before all checks passed."""
+    from headrace.config.base import ConfigError, dump, load
+    from headrace.config.run import RunConfig
+    from headrace.launch.errors import naming_run
+    from headrace.launch.local import check_port, launch
+    from headrace.launch.origin import resolve
+    from headrace.launch.run_directory import decide
+    from headrace.launch.saved_config import changes, pin
+    from headrace.text.tokenizer import Tokenizer
+    from headrace.transport.run_dir import RunDir
+
+    config, notices = load(kind, arguments.files, arguments.overrides)
+    _notify(*notices)
+    if arguments.dry_run:
+        print(dump(config), end="")
+        return 0
+    if config.output_dir is None:
+        raise ConfigError("output_dir: say where the run shall keep its files")
+    plan = decide(config.output_dir, arguments.resume, arguments.clean)
+    model = resolve(config.model)
+    Tokenizer(model)  # refused here rather than by three processes
+    if isinstance(config, RunConfig):
+        check_port(config.inference.host, config.inference.port)
+    config = pin(config, plan.directory, model)
+    if plan.notice:
+        _notify(plan.notice)
+    if plan.resume and (changed := changes(config, RunDir(plan.fork_of or plan.directory))):
+        _notify("the configuration differs from the saved one: " + "; ".join(changed))
+    words = [command, *map(str, arguments.files), *arguments.overrides]
+    if plan.fork_of is not None:
+        words += ["--output_dir", str(plan.directory)]
+    again = shlex.join(["headrace", *words, "--resume"])
+    with naming_run(plan.directory):
+        plan.apply()
+        return launch(config, RunDir(plan.directory), resume=plan.resume, again=again)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Until the run has a supervisor, and after: leave at once, but through every clean-up."""
+    _notify(f"stopped by {signal.Signals(number).name}")
+    raise SystemExit(128 + number)
+
+
+def _notify(*notices: str) -> None:
+    for notice in notices:
+        print(f"headrace: {notice}", file=sys.stderr)

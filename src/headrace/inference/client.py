@@ -1,0 +1,277 @@
+"""The orchestrator's line to the engines: typed calls, typed errors, the least busy engine first.
+
+An engine that cannot be reached is asked again for a bounded time: a request that got no answer had no effect, and the
+launcher restarts engines that died. Where the address comes from a file, it is read again each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from headrace.inference.schema import (
+    SCHEMA_HEADER,
+    ErrorResponse,
+    GenerateRequest,
+    GenerateResponse,
+    Health,
+    SamplingParams,
+    UpdateWeightsRequest,
+    UpdateWeightsResponse,
+    WeightVersionSpan,
+)
+from headrace.rollout.batch import SCHEMA
+from headrace.rollout.version import Version
+from headrace.transport.endpoint import read_endpoint
+
+T = TypeVar("T")
+
+FIRST_RETRY = 0.05
+LONGEST_RETRY = 2.0
+HEALTH_TIMEOUT = 5.0
+
+
+class EngineCallError(Exception):
+    """A call to an engine that gave no result. Subclasses say what to do about it."""
+
+
+class EngineUnavailable(EngineCallError):
+    """No engine could be reached within the time allowed for trying."""
+
+
+class EngineRejected(EngineCallError):
+    """The engine will never serve this request; the message is its own."""
+
+
+class EngineTimeout(EngineCallError):
+    """The engine took longer than the caller allows."""
+
+
+class EngineFailed(EngineCallError):
+    """The engine accepted the request and failed at it, or answered what it must not."""
+
+
+class Completion(msgspec.Struct):
+    """What the policy sampled; the lists have one entry per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[Version]
+    finish_reason: str
+
+
+class EngineClient:
+    """One or more engines behind one interface. Make and use it inside one event loop.
+
+    `engines` is a list of base URLs, the endpoint file of a run, or a function that gives the URLs of the moment.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[str] | Path | Callable[[], Sequence[str]],
+        *,
+        timeout: float = 600.0,
+        retry_for: float = 60.0,
+    ) -> None:
+        self._addresses = _addresses(engines)
+        self._known: Sequence[str] = ()
+        self._timeout = timeout
+        self._retry_for = retry_for
+        self._in_flight: Counter[str] = Counter()
+        self._resting: dict[str, float] = {}
+        """Until when an engine that could not be reached comes last."""
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self, token_ids: list[int], sampling: SamplingParams, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion."""
+        sampling = msgspec.structs.replace(sampling, logprobs=0)
+        body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt)
+        response = await self._call_one("/inference/v1/generate", body, GenerateResponse)
+        choice = response.choices[0]
+        if choice.logprobs is None or choice.weight_versions is None:
+            raise EngineFailed("the engine's answer has no logprobs or no weight_versions: it cannot serve a policy")
+        completion = Completion(
+            choice.token_ids,
+            [entry.logprob for entry in choice.logprobs.content],
+            expand_versions(choice.weight_versions),
+            choice.finish_reason,
+        )
+        if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
+            raise EngineFailed("the engine's answer has token_ids, logprobs and weight_versions of different lengths")
+        return completion
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """The logprob of every token after those before it; the first, which nothing predicts, is 0.0."""
+        body = GenerateRequest(token_ids=token_ids, sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0))
+        response = await self._call_one("/inference/v1/generate", body, GenerateResponse)
+        entries = response.prompt_logprobs or []
+        scores = [
+            0.0 if entry is None else entry[token].logprob for entry, token in zip(entries, token_ids, strict=False)
+        ]
+        if len(scores) != len(token_ids):
+            raise EngineFailed(f"the engine scored {len(scores)} of {len(token_ids)} tokens")
+        return scores
+
+    async def health(self) -> list[Health]:
+        """How each engine is, asked once: an engine that does not answer raises."""
+        urls = self._urls(refresh=True)
+        return list(
+            await asyncio.gather(*[self._request(url, "/health", None, Health, HEALTH_TIMEOUT) for url in urls])
+        )
+
+    async def wait_ready(self, deadline: float) -> list[Health]:
+        """Wait at most `deadline` seconds until every engine answers."""
+        return await self._persist(self.health, deadline, (EngineUnavailable, EngineTimeout))
+
+    async def pause(self) -> None:
+        """Hold all requests where they are, on every engine."""
+        await self._call_all("/pause", None, Health)
+
+    async def resume(self) -> None:
+        await self._call_all("/resume", None, Health)
+
+    async def update_weights(self, path: Path, version: Version) -> str:
+        """Move every engine to a published version; returns the checksum that they all acknowledge."""
+        body = UpdateWeightsRequest(_absolute(path), version.incarnation, version.step)
+        answers = await self._call_all("/update_weights", body, UpdateWeightsResponse)
+        checksums = {answer.checksum for answer in answers}
+        if len(checksums) != 1 or any(Version(a.incarnation, a.step) != version for a in answers):
+            raise EngineFailed(f"engines acknowledge different weights for version {version}: {answers}")
+        return checksums.pop()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _call_one(self, route: str, body: msgspec.Struct, kind: type[T]) -> T:
+        """Ask the engine with the fewest requests in flight."""
+
+        async def attempt() -> T:
+            url = self._least_busy()
+            self._in_flight[url] += 1
+            try:
+                return await self._request(url, route, body, kind, self._timeout)
+            except EngineUnavailable:
+                self._resting[url] = time.monotonic() + LONGEST_RETRY
+                self._known = ()  # it may come back elsewhere
+                raise
+            finally:
+                self._in_flight[url] -= 1
+
+        return await self._persist(attempt, self._retry_for, (EngineUnavailable,))
+
+    async def _call_all(self, route: str, body: msgspec.Struct | None, kind: type[T]) -> list[T]:
+        """Ask every engine. Each such call may be repeated without harm."""
+
+        async def attempt() -> list[T]:
+            urls = self._urls(refresh=True)
+            calls = [self._request(url, route, body, kind, self._timeout, post=True) for url in urls]
+            return list(await asyncio.gather(*calls))
+
+        return await self._persist(attempt, self._retry_for, (EngineUnavailable,))
+
+    async def _persist(
+        self, attempt: Callable[[], Awaitable[T]], seconds: float, worth: tuple[type[EngineCallError], ...]
+    ) -> T:
+        """Try until it works or the time is over, as long as the error is worth another try."""
+        deadline = time.monotonic() + seconds
+        delay = FIRST_RETRY
+        while True:
+            try:
+                return await attempt()
+            except worth as error:
+                if time.monotonic() + delay > deadline:
+                    raise type(error)(f"{error} (tried for {seconds:g} s)") from error
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LONGEST_RETRY)
+
+    async def _request(
+        self,
+        url: str,
+        route: str,
+        body: msgspec.Struct | None,
+        kind: type[T],
+        timeout: float,
+        *,
+        post: bool = False,
+    ) -> T:
+        """One HTTP exchange, its failures told apart."""
+        session = self._open_session()
+        method = "POST" if post or body is not None else "GET"
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with session.request(
+                method, url + route, data=data, timeout=aiohttp.ClientTimeout(total=timeout)
+            ) as answer:
+                content = await answer.read()
+                status, schema = answer.status, answer.headers.get(SCHEMA_HEADER)
+        except TimeoutError as error:
+            raise EngineTimeout(f"{url}{route} gave no answer within {timeout:g} s") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise EngineUnavailable(
+                f"the engine at {url} cannot be reached: {error or type(error).__name__}"
+            ) from error
+        if schema is not None and int(schema) > SCHEMA:
+            raise EngineFailed(f"the engine at {url} speaks schema {schema}; this version understands up to {SCHEMA}")
+        if status != 200:
+            raise _failure(url, status, content)
+        return msgspec.json.decode(content, type=kind)
+
+    def _least_busy(self) -> str:
+        now = time.monotonic()
+        return min(self._urls(), key=lambda url: (self._resting.get(url, now) > now, self._in_flight[url]))
+
+    def _urls(self, *, refresh: bool = False) -> Sequence[str]:
+        if refresh or not self._known:
+            self._known = [url.rstrip("/") for url in self._addresses()]
+        if not self._known:
+            raise EngineUnavailable("no engine has said where it listens yet")
+        return self._known
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # The orchestrator bounds what is in flight; a limit here would only hide requests in a second queue.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
+            )
+        return self._session
+
+
+def expand_versions(spans: Sequence[WeightVersionSpan]) -> list[Version]:
+    """One version per token."""
+    return [version for span in spans for version in [Version.parse(span.version)] * (span.end - span.start)]
+
+
+def _absolute(path: Path) -> str:
+    return str(path.absolute())  # the engine may run in another directory
+
+
+def _addresses(engines: Sequence[str] | Path | Callable[[], Sequence[str]]) -> Callable[[], Sequence[str]]:
+    if isinstance(engines, Path):
+        return lambda: [] if (endpoint := read_endpoint(engines)) is None else [endpoint.url]
+    if callable(engines):
+        return engines
+    if isinstance(engines, str):
+        raise TypeError(f"engines must be a list of URLs, not the one string {engines!r}")
+    return lambda: engines
+
+
+def _failure(url: str, status: int, content: bytes) -> EngineCallError:
+    """The error that a reply other than 200 stands for."""
+    try:
+        message = msgspec.json.decode(content, type=ErrorResponse).error.message
+    except msgspec.DecodeError:  # not one of ours: a proxy, or another server altogether
+        message = content[:200].decode(errors="replace")
+    if status == 503:
+        return EngineUnavailable(f"the engine at {url} is not available: {message}")
+    return (EngineRejected if 400 <= status < 500 else EngineFailed)(f"{message} (HTTP {status} from {url})")

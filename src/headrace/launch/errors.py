@@ -1,0 +1,25 @@
+"""Why a launch cannot go on, in words for the person at the keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class LaunchError(Exception):
+    """The message is complete: print it and stop."""
+
+
+class BadRequest(LaunchError):
+    """What was asked for cannot be done; nothing has been started or changed."""
+
+
+@contextmanager
+def naming_run(directory: Path) -> Iterator[None]:
+    """Whatever goes wrong inside says which run it happened to: a full disk alone does not name its path."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"run directory: {directory}")
+        raise

@@ -1,0 +1,104 @@
+"""A run on this machine: which processes it needs, how many threads each gets, and what is said at the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from headrace.config.run import LaunchConfig, RunConfig
+from headrace.config.sft import SftConfig
+from headrace.launch.errors import LaunchError
+from headrace.launch.process import ProcessSpec
+from headrace.launch.run_directory import hold
+from headrace.launch.saved_config import save
+from headrace.launch.supervisor import Supervisor
+from headrace.observe.summary import summary_of, text, title, write_summary
+from headrace.observe.terminal import make_view
+from headrace.transport.run_dir import RunDir
+
+
+def launch(config: RunConfig | SftConfig, run: RunDir, *, resume: bool, again: str) -> int:
+    """Launch a run and see it through; returns the exit code. `again` is the command that would continue it."""
+    with hold(run.root) as held:
+        save(config, run)
+        supervisor = make_supervisor(config, run, title(run), resume, inherited=(held,))
+        try:
+            code = supervisor.run()
+        except LaunchError as error:
+            raise LaunchError(f"{error}\nonce the cause is mended, continue with: {again}") from error
+        finally:
+            if supervisor.history.moves:
+                write_summary(run, supervisor.history)
+    if code:
+        print(f"stopped at step {supervisor.history.step}; continue with: {again}")
+    else:
+        print(text(run, summary_of(supervisor.history)))
+    return code
+
+
+def make_supervisor(
+    config: RunConfig | SftConfig, run: RunDir, title: str, resume: bool, inherited: Sequence[int] = ()
+) -> Supervisor:
+    """The supervisor of this kind of run, with a view of it."""
+    assert config.max_steps is not None  # both kinds refuse a run without an end
+    if isinstance(config, RunConfig):
+        specs, limits = rl_processes(config, run, resume), config.launch
+    else:
+        specs, limits = [sft_process(run, resume)], LaunchConfig()
+    view = make_view(title, config.max_steps)
+    return Supervisor(
+        specs,
+        run,
+        view,
+        start_timeout=limits.start_timeout,
+        stop_timeout=limits.stop_timeout,
+        inherited=inherited,
+    )
+
+
+def rl_processes(config: RunConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
+    """The three processes in the order they start: what others wait for comes first, and stops last."""
+    half = config.launch.threads or max(1, cores() // 2)
+    trainer = ["trainer", str(run.root), *(["--resume"] if resume else [])]
+    return [
+        ProcessSpec("inference", _headrace("serve", str(run.root)), threads(half), service=True),
+        ProcessSpec("trainer", _headrace(*trainer), threads(half)),
+        ProcessSpec("orchestrator", _headrace("orchestrator", str(run.root)), threads(1)),
+    ]
+
+
+def sft_process(run: RunDir, resume: bool) -> ProcessSpec:
+    arguments = ["trainer", str(run.root), *(["--resume"] if resume else [])]
+    return ProcessSpec("trainer", _headrace(*arguments), threads(cores()))
+
+
+def _headrace(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "headrace", *arguments]
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(count: int) -> dict[str, str]:
+    """Environment that keeps every numeric library of a process to `count` threads."""
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {**{name: str(count) for name in pools}, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that is taken before anything is started. Port 0 is any free one."""
+    if port == 0:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen on {host}:{port}: {error.strerror}. Choose another port (0 takes any free one), "
+                "or end the process that uses it"
+            ) from error

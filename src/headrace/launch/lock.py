@@ -1,0 +1,32 @@
+"""One at a time: a lock that the kernel releases however its holders end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
+    """Hold the lock file, waiting for it if need be.
+
+    Before waiting, `on_wait` is told which process took the lock, where that is known; it may raise instead. Yields
+    the descriptor that holds the lock: processes that inherit it hold it too, until the last of them ends.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = path.read_text()
+            on_wait(int(holder) if holder.isdecimal() else None)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,108 @@
+"""Where a run's model comes from: a directory, the hub, or something that Headrace makes once and keeps.
+
+What is made is kept under a hash of everything that shapes it, so a changed recipe is a different model. It is made
+beside its place and renamed, under a lock: two runs that start at once make it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace import __version__
+from headrace.config.base import ConfigError, dump, load
+from headrace.config.model import ModelConfig
+from headrace.config.paths import cache_directory
+from headrace.config.sft import SftConfig
+from headrace.launch.errors import LaunchError
+from headrace.launch.local import make_supervisor
+from headrace.launch.lock import lock
+from headrace.launch.saved_config import pin, save
+from headrace.text.hub import model_directory
+from headrace.transport.run_dir import RunDir
+
+TINY_SEED = 0
+
+
+def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
+    """The directory of the model, made or fetched if need be."""
+    if model.sft is not None:
+        return str(_trained(model.sft, trail))
+    if model.init is not None:
+        return str(_cached(_digest(f"{model.init} {TINY_SEED}"), f"{model.init} model", _write_tiny))
+    if model.name is not None:
+        return str(model_directory(model.name).absolute())
+    raise ConfigError("model: say where the model comes from: set model.name, model.init or model.sft")
+
+
+def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
+    """The model that an SFT run file describes."""
+    if file.resolve() in trail:
+        raise ConfigError(f"model.sft: {file} starts from itself: {' -> '.join(map(str, (*trail, file.resolve())))}")
+    if not file.is_file():
+        raise ConfigError(f"model.sft: {file}: no such file")
+    config, notices = load(SftConfig, [file])
+    for notice in notices:
+        _say(notice)
+    base = resolve(config.model, (*trail, file.resolve()))
+    recipe = dump(config.model_copy(update={"output_dir": None}))  # where it is trained does not shape it
+
+    def train(draft: Path) -> Path:
+        run = RunDir(draft)
+        pinned = pin(config, draft, base)
+        save(pinned, run)
+        if code := make_supervisor(pinned, run, f"sft {file.name}", resume=False).run():
+            raise SystemExit(code)  # interrupted: the launcher has said so
+        return run.final_model
+
+    digest = _digest(recipe, base, _content(config.data.path))
+    return _cached(digest, f"model of {os.path.relpath(file)}", train)
+
+
+def _content(path: Path | None) -> str:
+    """What identifies the examples: the file's content, not its name."""
+    if path is None:
+        return ""
+    if not path.is_file():
+        raise ConfigError(f"data.path: {path}: no such file")
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_tiny(draft: Path) -> Path:
+    """In a process of its own: the launcher stays free of torch."""
+    command = [sys.executable, "-m", "headrace", "init-model", "tiny", str(draft / "model"), "--seed", str(TINY_SEED)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"the tiny model could not be made:\n{done.stdout.rstrip()}")
+    return draft / "model"
+
+
+def _cached(digest: str, what: str, make: Callable[[Path], Path]) -> Path:
+    """The cached model; `make` fills a draft directory and says where in it the model is."""
+    place = cache_directory() / "models" / digest
+    if place.is_dir():
+        _say(f"{what}: from the cache, {place}")
+        return place
+    draft = place.with_name(f"{digest}.tmp")
+    with lock(place.with_name(f"{digest}.lock"), lambda holder: _say(f"{what}: process {holder} makes it, waiting")):
+        if not place.is_dir():  # someone else may have made it while we waited
+            _say(f"{what}: made once, then kept in {place}")
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            os.replace(make(draft), place)
+            shutil.rmtree(draft, ignore_errors=True)
+    return place
+
+
+def _say(message: str) -> None:
+    print(f"headrace: {message}", file=sys.stderr, flush=True)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join((f"headrace {__version__}", *parts)).encode()).hexdigest()[:20]

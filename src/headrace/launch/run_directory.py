@@ -1,0 +1,173 @@
+"""What may happen to a run directory: made, continued, cleared, or forked from an older checkpoint.
+
+Deciding and doing are separate: `decide` looks and refuses, and only `Plan.apply` changes anything.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headrace.launch.errors import BadRequest
+from headrace.launch.lock import lock
+from headrace.observe.metrics import read_metrics
+from headrace.transport.run_dir import RunDir
+from headrace.transport.weights import MARKER
+
+LATEST = "latest"
+LOCK = ".lock"
+"""Held by the launcher of the run."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the run will live and what must be done before it starts."""
+
+    directory: Path
+    resume: bool = False
+    clean: bool = False
+    fork_of: Path | None = None
+    fork_step: int = 0
+
+    @property
+    def notice(self) -> str | None:
+        if self.fork_of is None:
+            return None
+        return (
+            f"step {self.fork_step} is not the newest checkpoint of {self.fork_of}: "
+            f"a new run continues from it in {self.directory}"
+        )
+
+    def apply(self) -> None:
+        if self.clean:
+            _delete(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.fork_of is not None:
+            _fork(RunDir(self.fork_of), RunDir(self.directory), self.fork_step)
+
+
+def decide(directory: Path, resume: str | None, clean: bool) -> Plan:
+    """What to do with `output_dir`; `BadRequest` says why it cannot be done and what can."""
+    if directory.exists() and not directory.is_dir():
+        raise BadRequest(f"output_dir {directory} is a file")
+    occupied = directory.is_dir() and any(path.name != LOCK for path in directory.iterdir())
+    if resume is not None:
+        return _decide_resume(directory, resume)
+    if not occupied:
+        return Plan(directory)
+    if not is_run(directory):
+        raise BadRequest(
+            f"output_dir {directory} is not empty and is not a Headrace run (no config.toml, no metrics.jsonl): "
+            "choose another with --output_dir, or empty it yourself"
+        )
+    if not clean:
+        raise BadRequest(
+            f"{directory} already holds a run: continue it with --resume, start over with --clean (deletes it), "
+            "or choose another with --output_dir"
+        )
+    return Plan(directory, clean=True)
+
+
+def _decide_resume(directory: Path, resume: str) -> Plan:
+    if not is_run(directory):
+        raise BadRequest(f"--resume: there is no run in {directory}; start one by leaving --resume out")
+    if resume == LATEST:
+        return Plan(directory, resume=True)
+    found = checkpoints(directory)
+    step = int(resume) if resume.isdecimal() else _step_of(Path(resume), directory)
+    if step not in found:
+        known = ", ".join(str(known) for known in found) or "none"
+        raise BadRequest(f"--resume {resume}: {directory} has no complete checkpoint of step {step} (it has: {known})")
+    if step == max(found):
+        return Plan(directory, resume=True)
+    target = directory.with_name(f"{directory.name}-from-{step}")
+    if target.exists():
+        raise BadRequest(
+            f"--resume {resume} would make a new run in {target}, which exists: continue that one with "
+            f"--output_dir {target} --resume, or move it away"
+        )
+    return Plan(target, resume=True, fork_of=directory, fork_step=step)
+
+
+def _step_of(path: Path, directory: Path) -> int:
+    """The step of a checkpoint given by path."""
+    text = path.name.removeprefix("step-")
+    if not path.is_dir() or not text.isdecimal():
+        raise BadRequest(f"--resume {path}: give `latest`, a step, or a checkpoint directory (.../checkpoints/step-N)")
+    if path.resolve().parent != RunDir(directory).checkpoints.resolve():
+        raise BadRequest(f"--resume {path}: not a checkpoint of {directory}; set --output_dir to the run it belongs to")
+    return int(text)
+
+
+def _delete(directory: Path) -> None:
+    with hold(directory):
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def hold(directory: Path) -> Iterator[int]:
+    """Be the only launcher of this run. Yields a descriptor to hand to its processes, which then hold it as well.
+
+    So a run whose launcher was killed is not started again before the last of its processes has noticed and ended.
+    """
+
+    def on_wait(holder: int | None) -> None:
+        if holder is None or _is_alive(holder):
+            raise BadRequest(f"{directory} is in use by another launcher (process {holder or 'unknown'})")
+        print(f"headrace: waiting for what launcher {holder}, now gone, had started to end", file=sys.stderr)
+
+    with lock(directory / LOCK, on_wait) as descriptor:
+        yield descriptor
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def is_run(directory: Path) -> bool:
+    run = RunDir(directory)
+    return run.config.is_file() or run.metrics.is_file()
+
+
+def checkpoints(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints of a run by step, oldest first."""
+    found = sorted(RunDir(directory).checkpoints.glob("step-*"))
+    return {int(path.name.removeprefix("step-")): path for path in found if (path / MARKER).is_file()}
+
+
+def _fork(source: RunDir, target: RunDir, step: int) -> None:
+    """Give `target` what `source` knew at `step`: the checkpoint, the metrics so far, the journal."""
+    checkpoint = checkpoints(source.root)[step]
+    draft = target.checkpoints / f".{checkpoint.name}.tmp"
+    shutil.copytree(checkpoint, draft, copy_function=_link_or_copy)
+    os.replace(draft, target.checkpoints / checkpoint.name)
+    with open(target.metrics, "wb") as file:
+        for record in read_metrics(source.metrics):
+            if record["step"] <= step:
+                file.write(msgspec.json.encode(record) + b"\n")
+    if source.journal.is_file():
+        from headrace.orchestrator.journal import fork
+
+        fork(source.journal, target.journal, step)
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    """Checkpoints never change once complete, so a second name costs no disk where the file system allows it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target

@@ -1,0 +1,103 @@
+"""The configuration that a run directory keeps: how it is pinned down, written, read back and compared."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.config.base import Config, ConfigError, Tree, dump, put, read_toml, validate
+from headrace.config.run import SHARED, RunConfig
+from headrace.config.sft import SftConfig
+from headrace.transport.files import write_atomically
+from headrace.transport.run_dir import RunDir
+
+T = TypeVar("T", bound=Config)
+
+
+def pin(config: T, output_dir: Path, model: str) -> T:
+    """The same configuration with `model` as the one name of its model, and paths that hold wherever it is read."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    shared = SHARED if isinstance(config, RunConfig) else {}
+    for path in ("model", *shared.get("model", ())):
+        for origin in ("init", "sft"):
+            _section(tree, path).pop(origin, None)
+        put(tree, [*path.split("."), "name"], model)
+    for path in ("output_dir", *shared.get("output_dir", ())):
+        put(tree, path.split("."), str(output_dir.absolute()))
+    if isinstance(config, SftConfig) and config.data.path is not None:
+        put(tree, ["data", "path"], str(config.data.path.absolute()))
+    return validate(type(config), tree, "resolved configuration")[0]
+
+
+def _section(tree: Tree, path: str) -> Tree:
+    node = tree
+    for key in path.split("."):
+        node = node[key]
+    return node
+
+
+def save(config: Config, run: RunDir) -> None:
+    write_atomically(run.config, dump(config).encode())
+
+
+def read_run(path: Path) -> RunConfig | SftConfig:
+    """The configuration of a run, given its directory or the file itself. A directory may have been moved."""
+    tree = read_toml(RunDir(path).config if path.is_dir() else path)
+    kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree else RunConfig
+    config, _ = validate(kind, tree, str(path))
+    if path.is_dir() and config.model.name is not None:
+        config = pin(config, path, config.model.name)
+    return config
+
+
+def read_rl_run(path: Path) -> RunConfig:
+    config = read_run(path)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{path} is an SFT run: only an RL run has an orchestrator and an inference server")
+    return config
+
+
+def changes(config: Config, run: RunDir) -> list[str]:
+    """The keys in which `config` differs from the one saved in the run directory, as `key: old -> new`."""
+    if not run.config.is_file():
+        return []
+    old, new = _flatten(read_toml(run.config)), _flatten(tomllib.loads(dump(config)))
+    changed = [key for key in (*old, *new) if old.get(key) != new.get(key)]
+    # A shared key and its copies in the sections are one change.
+    copies = {
+        copy + key.removeprefix(source)
+        for source, targets in SHARED.items()
+        for key in changed
+        if key == source or key.startswith(f"{source}.")
+        for copy in targets
+    }
+    return [
+        f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
+        for key in dict.fromkeys(changed)
+        if key not in copies
+    ]
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        items = ((str(key), value) for key, value in tree.items())
+    elif isinstance(tree, list) and any(isinstance(value, dict) for value in tree):
+        items = ((str(index), value) for index, value in enumerate(tree))
+    else:
+        return {prefix: tree}
+    return {
+        path: leaf
+        for key, value in items
+        for path, leaf in _flatten(value, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)
+
+
+def run_directory(config: RunConfig | SftConfig) -> RunDir:
+    if config.output_dir is None:
+        raise ConfigError("output_dir: the configuration does not say where the run keeps its files")
+    return RunDir(config.output_dir)

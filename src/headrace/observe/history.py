@@ -1,0 +1,114 @@
+"""A run as its `metrics.jsonl` tells it: read as it grows, with what a resume made again counted once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+Curve = list[tuple[int, float]]
+
+
+class Tail:
+    """Hands out the records that were appended since the last call."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+
+    def read(self) -> list[Record]:
+        if not self.path.exists() or self.path.stat().st_size <= self.offset:
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return [record for line in whole.splitlines() if (record := self._decode(line)) is not None]
+
+    def _decode(self, line: bytes) -> Record | None:
+        try:
+            return msgspec.json.decode(line, type=Record)
+        except msgspec.DecodeError as error:  # a full disk cuts a line in two; the rest of the run is still good
+            log.warning("%s: a damaged line is left out: %s", self.path, error)
+            return None
+
+
+class History:
+    """The step records, evaluations and last values of a run."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.steps: dict[int, Record] = {}
+        """The orchestrator's records, by step."""
+        self.trained: dict[int, Record] = {}
+        """The trainer's records, by step."""
+        self.evals: dict[str, dict[int, float]] = {}
+        """avg@k by environment and policy version."""
+        self.latest: Record = {}
+        """The last value of every metric."""
+        self.moves = 0
+        """Records that show the run moving: steps and evaluations, not gauges on a time axis."""
+        self._first_time: float | None = None
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        step = int(record["step"])
+        self.latest.update(record)
+        if self._first_time is None:
+            self._first_time = float(record["time"])
+        if "progress/rollouts" in record:
+            self._put(self.steps, step, record)
+        if "loss" in record:
+            self._put(self.trained, step, record)
+        for key, value in record.items():
+            if key.startswith("eval/") and "/avg@" in key:
+                self.evals.setdefault(key[len("eval/") : key.rindex("/avg@")], {})[step] = float(value)
+        self.moves += any(key in ("progress/rollouts", "loss") or key.startswith("eval/") for key in record)
+
+    def _put(self, series: dict[int, Record], step: int, record: Record) -> None:
+        """Append. A step that comes again after a resume replaces itself and all that had followed it."""
+        if series and next(reversed(series)) > step:
+            for versions in self.evals.values():
+                for lost in [version for version in versions if version >= step]:
+                    del versions[lost]
+        while series and next(reversed(series)) > step:
+            series.popitem()
+        series[step] = {**series.get(step, {}), **record}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return next(reversed(self.trained), 0)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from the first record to the last."""
+        return 0.0 if self._first_time is None else float(self.latest["time"]) - self._first_time
+
+    def train_reward(self) -> Curve:
+        return _curve(self.steps, "reward/all/mean")
+
+    def loss(self) -> Curve:
+        return _curve(self.trained, "loss")
+
+    def held_out(self) -> Curve:
+        """Mean over the eval environments by version; one that is evaluated less often keeps its last value."""
+        environments = [versions for versions in self.evals.values() if versions]
+        known: dict[int, float] = {}
+        points = []
+        for version in sorted({version for versions in environments for version in versions}):
+            known.update({index: v[version] for index, v in enumerate(environments) if version in v})
+            if len(known) == len(environments):
+                points.append((version, sum(known.values()) / len(known)))
+        return points
+
+
+def _curve(series: dict[int, Record], key: str) -> Curve:
+    return [(step, float(record[key])) for step, record in series.items() if record.get(key) is not None]

@@ -1,0 +1,186 @@
+"""What a run came to: a few numbers for people and for scripts, `summary.md` and the reward plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.observe.history import Curve, History, Tail
+from headrace.observe.plot import reward_chart
+from headrace.transport.files import write_atomically
+from headrace.transport.run_dir import RunDir
+
+ENDS = 5
+"""Train steps averaged at either end where nothing was held out."""
+
+
+class Summary(msgspec.Struct):
+    """The numbers of `headrace summary --json`. None: the run has not reported it."""
+
+    steps: int
+    reward_start: float | None
+    reward_end: float | None
+    reward_from: str
+    """`held-out` (first and last evaluation), `train` (mean of the first and last five steps) or `none`."""
+    loss_end: float | None
+    seconds: float
+    rollouts: int
+    tokens_sampled: int
+    tokens_trained: int
+    dropped: dict[str, int]
+
+
+class NoRun(Exception):
+    """The directory holds no metrics. The message says what was looked for."""
+
+
+def read_history(run: RunDir) -> History:
+    """Everything that the run has reported so far."""
+    if not run.metrics.is_file():
+        raise NoRun(f"{run.root} is not a run directory that has reported anything: it has no {run.metrics.name}")
+    return History(Tail(run.metrics).read())
+
+
+def summarize(run: RunDir) -> Summary:
+    return summary_of(read_history(run))
+
+
+def summary_of(history: History) -> Summary:
+    latest, loss = history.latest, history.loss()
+    start, end, source = _rewards(history)
+    prefix = "progress/dropped/"
+    return Summary(
+        steps=history.step,
+        reward_start=start,
+        reward_end=end,
+        reward_from=source,
+        loss_end=loss[-1][1] if loss else None,
+        seconds=float(latest.get("progress/seconds", history.elapsed)),
+        rollouts=int(latest.get("progress/rollouts", 0)),
+        tokens_sampled=int(latest.get("progress/tokens_sampled", 0)),
+        tokens_trained=int(latest.get("progress/tokens_trained", 0)),
+        dropped={key.removeprefix(prefix): int(n) for key, n in latest.items() if key.startswith(prefix) and n},
+    )
+
+
+def _rewards(history: History) -> tuple[float | None, float | None, str]:
+    if held_out := history.held_out():
+        return held_out[0][1], held_out[-1][1], "held-out"
+    if train := history.train_reward():
+        return _mean(train[:ENDS]), _mean(train[-ENDS:]), "train"
+    return None, None, "none"
+
+
+def _mean(points: Curve) -> float:
+    return sum(value for _, value in points) / len(points)
+
+
+def write_summary(run: RunDir, history: History | None = None) -> Summary:
+    """Write `summary.md`, and `reward.svg` if there was any reward, into the run directory."""
+    history = read_history(run) if history is None else history
+    summary = summary_of(history)
+    if summary.reward_end is not None:
+        chart = reward_chart(f"{title(run)}: reward", history.train_reward(), history.held_out())
+        write_atomically(run.plot, chart.encode())
+    write_atomically(run.summary, page(run, summary).encode())
+    return summary
+
+
+def title(run: RunDir) -> str:
+    return run.root.resolve().name
+
+
+def rows(summary: Summary) -> list[tuple[str, str]]:
+    """The summary as labels and values for people."""
+    result = [("steps", f"{summary.steps} in {duration(summary.seconds)}")]
+    if summary.reward_start is not None and summary.reward_end is not None:
+        gain = summary.reward_end - summary.reward_start
+        value = f"{summary.reward_start:.3f} → {summary.reward_end:.3f} ({gain:+.3f})"
+        result.append((f"{summary.reward_from} reward", value))
+    elif summary.loss_end is not None:
+        result.append(("loss at the end", f"{summary.loss_end:.4f}"))
+    if summary.rollouts:
+        result.append(("rollouts", f"{summary.rollouts:,}"))
+    if summary.dropped:
+        result.append(
+            ("dropped", ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items())))
+        )
+    if summary.tokens_sampled:
+        result.append(("tokens sampled", f"{summary.tokens_sampled:,}"))
+    if summary.tokens_trained:
+        result.append(("tokens trained", f"{summary.tokens_trained:,}"))
+    return result
+
+
+def places(run: RunDir) -> list[tuple[str, Path]]:
+    """What there is to look at in the run directory, as far as it exists."""
+    candidates = [
+        ("model", run.final_model),
+        ("plot", run.plot),
+        ("summary", run.summary),
+        ("rollouts", run.rollouts),
+        ("checkpoints", run.checkpoints),
+        ("metrics", run.metrics),
+        ("logs", run.logs),
+        ("config", run.config),
+    ]
+    return [(label, path) for label, path in candidates if path.exists()]
+
+
+def text(run: RunDir, summary: Summary) -> str:
+    """The summary as a small table for the terminal, with where the plot and the model are."""
+    shown = [*rows(summary), *((label, str(path)) for label, path in places(run) if label in ("model", "plot"))]
+    width = max(len(label) for label, _ in shown)
+    return "\n".join([title(run), *(f"  {label:<{width}}  {value}" for label, value in shown)])
+
+
+def page(run: RunDir, summary: Summary) -> str:
+    """`summary.md`."""
+    where = [(label, path.relative_to(run.root)) for label, path in places(run) if path != run.summary]
+    lines = [
+        f"# {title(run)}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {label} | {value} |" for label, value in rows(summary)),
+        "",
+        *([f"![Reward over optimizer steps]({run.plot.name})", ""] if run.plot.exists() else []),
+        "## Where things are",
+        "",
+        *(f"- {label}: [`{path}`]({path})" for label, path in where),
+    ]
+    if settings := _settings(run):
+        lines += ["", "## Configuration", "", *(f"- `{key}` = `{value}`" for key, value in settings)]
+    lines += ["", f"The same numbers as JSON: `headrace summary {run.root} --json`", ""]
+    return "\n".join(lines)
+
+
+def _settings(run: RunDir) -> list[tuple[str, Any]]:
+    """The few keys of the saved configuration that identify the run; the rest is in the file."""
+    from headrace.config.base import read_toml
+
+    if not run.config.is_file():
+        return []
+    tree = read_toml(run.config)
+    environments = tree.get("orchestrator", {}).get("train", {}).get("env", [])
+    optim = tree.get("trainer", tree).get("optim", {})
+    found = {
+        "model.name": tree.get("model", {}).get("name"),
+        "orchestrator.train.env": ", ".join(env["name"] for env in environments) or None,
+        "trainer.optim.lr" if "trainer" in tree else "optim.lr": optim.get("lr"),
+        "max_steps": tree.get("max_steps"),
+        "seed": tree.get("seed"),
+    }
+    return [(key, value) for key, value in found.items() if value is not None]
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3:07` or `2:03:07`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

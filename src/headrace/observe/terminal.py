@@ -1,0 +1,227 @@
+"""The run as it is seen from the terminal: a compact live view, or plain lines where there is no terminal.
+
+Everything shown comes from `metrics.jsonl` and the status files, so the view costs the run nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe.history import History, Record
+from headrace.observe.status import ProcessStatus
+from headrace.observe.summary import duration
+
+Statuses = Mapping[str, ProcessStatus]
+
+SPARKS = "▁▂▃▄▅▆▇█"
+REFRESH = 0.5
+"""Seconds between two pictures."""
+GAUGES = 4
+"""How many of a process's gauges fit beside what it is doing."""
+PLAIN_INTERVAL = 1.0
+"""Least seconds between two step lines."""
+
+
+class View(Protocol):
+    """What the launcher shows. `say` is for lines that stay."""
+
+    def show(self, history: History, statuses: Statuses) -> None: ...
+
+    def say(self, message: str) -> None: ...
+
+    def close(self, history: History, statuses: Statuses) -> None: ...
+
+
+def make_view(title: str, max_steps: int, console: Console | None = None) -> View:
+    """Live on a terminal, plain lines otherwise."""
+    console = console or Console()
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveView(title, max_steps, console) if live else PlainView(max_steps, console)
+
+
+class LiveView:
+    """A few lines that are redrawn in place."""
+
+    def __init__(self, title: str, max_steps: int, console: Console) -> None:
+        self._title, self._max_steps = title, max_steps
+        self._started = time.time()
+        self._next = 0.0
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, history: History, statuses: Statuses) -> None:
+        if time.monotonic() >= self._next:
+            self._draw(history, statuses)
+
+    def say(self, message: str) -> None:
+        self._live.console.print(Text(message))
+
+    def close(self, history: History, statuses: Statuses) -> None:
+        self._draw(history, statuses)
+        self._live.stop()
+
+    def _draw(self, history: History, statuses: Statuses) -> None:
+        self._next = time.monotonic() + REFRESH
+        picture = render(self._title, self._max_steps, history, statuses, self._started, time.time())
+        self._live.update(picture, refresh=True)
+
+
+class PlainView:
+    """One line per step, at most one a second, and one per evaluation: for log files and pipes."""
+
+    def __init__(self, max_steps: int, console: Console) -> None:
+        self._max_steps, self._console = max_steps, console
+        self._next = 0.0
+        self._step: int | None = None
+        self._evals: dict[str, dict[int, float]] = {}
+
+    def show(self, history: History, statuses: Statuses) -> None:
+        self._show_evals(history)
+        if self._step is None:  # what a resumed run did before is old news
+            self._step = history.step
+        if history.step != self._step and time.monotonic() >= self._next:
+            self._show_step(history)
+
+    def say(self, message: str) -> None:
+        # Not wrapped: whoever reads a log file or a pipe wants one line to stay one line.
+        self._console.print(Text(message), soft_wrap=True)
+
+    def close(self, history: History, statuses: Statuses) -> None:
+        self._show_evals(history)
+        if self._step is not None and history.step != self._step:
+            self._show_step(history)
+
+    def _show_step(self, history: History) -> None:
+        self._step = history.step
+        self._next = time.monotonic() + PLAIN_INTERVAL
+        self.say(
+            "  ".join([f"step {history.step}/{self._max_steps}", *facts(history), *_left(history, self._max_steps)])
+        )
+
+    def _show_evals(self, history: History) -> None:
+        for name, versions in history.evals.items():
+            for version in sorted(versions.keys() - self._evals.get(name, {}).keys()):
+                if self._step is not None or version >= history.step:
+                    self.say(f"eval at step {version}: {name} {versions[version]:.3f}")
+        self._evals = {name: dict(versions) for name, versions in history.evals.items()}
+
+
+def render(
+    title: str, max_steps: int, history: History, statuses: Statuses, started: float, now: float
+) -> RenderableType:
+    """The live view: progress, reward or loss, speeds, and what each process is doing."""
+    head = Table.grid(padding=(0, 2))
+    clock = ", ".join([f"{duration(now - started)} elapsed", *_left(history, max_steps)])
+    bar = ProgressBar(total=max_steps, completed=min(history.step, max_steps), width=28, complete_style="cyan")
+    head.add_row(Text(title, style="bold"), Text(f"step {history.step}/{max_steps}"), bar, Text(clock, style="dim"))
+
+    body = Table.grid(padding=(0, 2))
+    body.add_column(style="dim", no_wrap=True)
+    body.add_column(no_wrap=True, overflow="ellipsis")
+    for label, value in (*_curves(history), *_speeds(history.latest)):
+        body.add_row(label, value)
+    for name, status in statuses.items():
+        body.add_row(name, _activity_text(status, now))
+    return Group(head, body)
+
+
+def activity(status: ProcessStatus, now: float) -> str:
+    """What a process is doing, in words: its state, and what it waits for from whom."""
+    words = status.state
+    if status.waiting_for:
+        since = max(0.0, now - status.waiting_since)
+        wait = f"waiting for {status.waiting_for}" + (f" ({since:.0f} s)" if since >= 1 else "")
+        words = wait if words.startswith("waiting") else f"{words}, {wait}"
+    if now - status.time > 10:
+        words += f" (no sign of life for {now - status.time:.0f} s)"
+    return words
+
+
+def _activity_text(status: ProcessStatus, now: float) -> Text:
+    gauges = [(name.rpartition("/")[2].replace("_", " "), value) for name, value in status.gauges.items()][:GAUGES]
+    return Text(activity(status, now)).append("  " + ", ".join(f"{name} {number(v)}" for name, v in gauges), "dim")
+
+
+def facts(history: History) -> list[str]:
+    """The numbers of the newest trained step as short phrases. Batches may be ahead of it."""
+    step = {**history.steps.get(history.step, {}), **history.trained.get(history.step, {})}
+    if held_out := history.held_out():
+        step["held-out"] = held_out[-1][1]
+    forms = {
+        "reward/all/mean": "reward {:.3f}",
+        "loss": "loss {:.4f}",
+        "held-out": "held-out {:.3f}",
+        "perf/sampled_tokens_per_second": "sampled {:,.0f} tokens/s",
+        "perf/trained_tokens_per_second": "trained {:,.0f} tokens/s",
+        "off_policy/staleness/mean": "staleness {:.2f}",
+    }
+    return [form.format(step[key]) for key, form in forms.items() if step.get(key) is not None]
+
+
+def _curves(history: History) -> list[tuple[str, Text]]:
+    rows = []
+    if reward := history.train_reward():
+        text = Text(f"{reward[-1][1]:.3f}  ").append(sparkline([value for _, value in reward]), style="cyan")
+        rows.append(("train reward", text))
+    elif loss := history.loss():
+        text = Text(f"{loss[-1][1]:.4f}  ").append(sparkline([value for _, value in loss]), style="cyan")
+        rows.append(("loss", text))
+    if held_out := history.held_out():
+        text = Text().append(f"{held_out[-1][1]:.3f}  ", style="bold")
+        text.append(sparkline([value for _, value in held_out]), style="yellow")
+        text.append(f"  at step {held_out[-1][0]}, {held_out[0][1]:.3f} at first", style="dim")
+        rows.append(("held-out", text))
+    return rows
+
+
+def _speeds(latest: Record) -> list[tuple[str, Text]]:
+    parts = []
+    for key, label in (("perf/sampled_tokens_per_second", "sampled"), ("perf/trained_tokens_per_second", "trained")):
+        if key in latest:
+            parts.append(f"{number(latest[key])} {label}")
+    rows = [("tokens/s", Text("   ".join(parts)))] if parts else []
+    if "off_policy/staleness/mean" in latest:
+        rows.append(("staleness", Text(f"{number(latest['off_policy/staleness/mean'])} steps")))
+    return rows
+
+
+def _left(history: History, max_steps: int) -> list[str]:
+    """The time that the remaining steps will take at the recent pace, once there is one."""
+    times = [float(record["time"]) for record in history.trained.values()][-20:]
+    remaining = max_steps - history.step
+    if len(times) < 3 or remaining <= 0:
+        return []
+    # The median: a pause between two launches is not the pace.
+    pace = statistics.median(later - earlier for earlier, later in pairwise(times))
+    return [f"{duration(pace * remaining)} left"]
+
+
+def sparkline(values: Sequence[float], width: int = 30) -> str:
+    """A curve in one line: block characters between the smallest and the largest value, averaged to `width`."""
+    if not values:
+        return ""
+    cells = min(width, len(values))
+    edges = [index * len(values) // cells for index in range(cells + 1)]
+    means = [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(SPARKS[min(len(SPARKS) - 1, int((mean - low) / span * len(SPARKS)))] for mean in means)
+
+
+def number(value: object) -> str:
+    """Short for people: `1.2M`, `9.8k`, `0.91`, `12`; what is not a number as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if suffix == 'k' else limit):.1f}{suffix}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"

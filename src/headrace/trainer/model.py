@@ -1,0 +1,165 @@
+"""Any Hugging Face causal language model, run on packed rows and written back as a Hugging Face directory.
+
+Parameters are float32, whatever the files hold: the optimizer's small steps vanish in anything narrower. Compute may
+be bfloat16. Left out on purpose: dropout (a policy must give the logprobs it was sampled with) and models with images
+or sound. Left for later: sharded parameters, compiled layers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from headrace.config.model import ModelConfig
+from headrace.text.hub import model_directory
+from headrace.trainer import attention
+from headrace.trainer.attention import UnsupportedModel
+from headrace.trainer.row import Row, make_row
+from headrace.trainer.tiny import tiny_model_directory
+
+_NOT_COMPUTED_HERE = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
+_COPIED_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+_NOT_COPIED = ("COMPLETE.json", "*.index.json")
+
+
+def initial_model(config: ModelConfig) -> Path:
+    """The directory of the model that a configuration names."""
+    if config.init == "tiny":
+        return tiny_model_directory()
+    if config.name is None:
+        raise ValueError("model: give name (a directory or a hub name) or init here; sft is trained by its own command")
+    return model_directory(config.name)
+
+
+class PackedModel:
+    """A causal language model that computes the hidden states of a row."""
+
+    def __init__(
+        self,
+        directory: Path,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        activation_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        transformers_logging.disable_progress_bar()
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        _refuse_unsupported(config, directory)
+        self.directory = directory
+        self.device = device
+        self.dtype = dtype
+        self.module = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        ).to(device)
+        self.vocab_size: int = self.head.shape[0]
+        for part in self.module.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+        self._check_packing()
+        self.module.train()
+        if activation_checkpointing:
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The output embedding, [vocabulary, hidden]."""
+        return self.module.get_output_embeddings().weight  # type: ignore[no-any-return]
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def hidden(self, row: Row) -> torch.Tensor:
+        """The last hidden state of each place in the row, in the compute type."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            output = self.module.base_model(
+                input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+            )
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states.to(self.dtype)
+
+    def save_for_engine(self, directory: Path) -> None:
+        """Write the model in the type it computes in, which is what an engine loads."""
+        self.save(directory, self.dtype)
+
+    def save(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write a Hugging Face directory: the tensors, and every other file as the model came with it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        copy_other_files(self.directory, directory)
+        settings = json.loads((directory / "config.json").read_text())
+        settings.pop("torch_dtype", None)
+        settings["dtype"] = str(dtype).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        # Parameters listed once: tied ones are tied again on load, and safetensors refuses to write them twice.
+        tensors = {name: tensor.detach().to(dtype) for name, tensor in self.module.named_parameters()}
+        tensors |= {name: buffer for name, buffer in self.module.named_buffers() if name in self.module.state_dict()}
+        tensors = {name: t.contiguous().cpu() for name, t in revert_weight_conversion(self.module, tensors).items()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "model.safetensors").chmod(0o644)  # an engine may run as another user
+
+    def _check_packing(self) -> None:
+        """Sequences with a common start, packed, must give the logits that the model itself gives for each alone."""
+        sequences = [np.array([1, 2, 3, 4, 5, 6, 7]), np.array([1, 2, 3, 4, 5, 9]), np.array([8, 2])]
+        with torch.no_grad():
+            self.module.eval()
+            own = [
+                self.module(input_ids=torch.from_numpy(ids)[None].to(self.device), use_cache=False).logits[0]
+                for ids in sequences
+            ]
+            self.module.set_attn_implementation(attention.NAME)
+            row = make_row(sequences, self.device)
+            output = self.module.base_model(
+                input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+            )
+            packed = output.last_hidden_state[0] @ self.head.t()
+        for expected, places in zip(own, row.places, strict=True):
+            error = (packed[places] - expected).abs().max()
+            if not error <= 1e-3 * expected.abs().max() + 1e-6:
+                raise UnsupportedModel(
+                    f"{self.directory}: {type(self.module).__name__} gives other logits for packed sequences than for "
+                    f"each alone (by up to {error:.1g}): its layers or its head do more than causal "
+                    "attention and a linear map, and packed training would be wrong"
+                )
+
+
+def copy_other_files(source: Path, target: Path) -> None:
+    """Copy what is not tensors: configuration, tokenizer, chat template, code."""
+    skipped = {path.name for pattern in _NOT_COPIED for path in source.glob(pattern)}
+    for pattern in _COPIED_FILES:
+        for path in source.glob(pattern):
+            if path.name not in skipped:
+                shutil.copyfile(path, target / path.name)
+
+
+def choose_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on a GPU; on a CPU float32, since few have fast bfloat16."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _refuse_unsupported(config: Any, directory: Path) -> None:
+    kinds = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if hasattr(config, name)]
+    if kinds or config.get_text_config() is not config:
+        raise UnsupportedModel(
+            f"{directory} is a multimodal model ({' and '.join([config.model_type, *kinds])}): Headrace trains "
+            "text-only causal language models; extract its language model first"
+        )
+    for name in _NOT_COMPUTED_HERE:
+        if getattr(config, name, None) is not None:
+            raise UnsupportedModel(
+                f"{directory}: {config.model_type} uses {name}, which packed training does not compute"
+            )

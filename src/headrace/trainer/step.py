@@ -1,0 +1,138 @@
+"""One optimizer step: packed bins in, new parameters and metrics out.
+
+Each component's loss is divided by the number of its member tokens in the whole step, counted before the first
+backward pass, so the gradient does not depend on how the step is cut into micro-batches. Left for many ranks: one
+all-reduce of the three counts, and undoing the gradient average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.rollout.packing import Bin
+from headrace.trainer.lm_head import label_logprobs
+from headrace.trainer.loss import Loss, Metrics
+from headrace.trainer.model import PackedModel
+from headrace.trainer.optim import Optimizer
+from headrace.trainer.tokens import COMPONENTS, MicroBatch, StepTokens
+
+MICRO_BATCH_TOKENS = 16384
+"""Tokens per forward pass where memory is no concern: enough to keep the Python around each layer cheap."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    metrics: dict[str, float]
+    """`loss`, `entropy`, the losses' own metrics, all of them also by environment where there are several."""
+    grad_norm: float
+    tokens: int
+    """Tokens of the step, context included."""
+    computed_tokens: int
+    """Tokens that went through the model: prefixes that several sequences share count once."""
+
+
+class TrainStep:
+    """A model, its optimizer, and the loss of each component."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        optimizer: Optimizer,
+        losses: dict[str, Loss],
+        *,
+        lm_head_chunk: int,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.losses = losses
+        self.lm_head_chunk = lm_head_chunk
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def run(
+        self, bins: list[Bin], lr: float, *, envs: Sequence[str] = (), stopped: Callable[[], bool] = lambda: False
+    ) -> StepResult | None:
+        """Train on all bins once. None, with nothing changed, if `stopped` says so between two micro-batches.
+
+        `envs` names the environment of each sample that was packed.
+        """
+        tokens = StepTokens(bins)
+        sums = _Sums()
+        computed = 0
+        for batch in tokens.micro_batches(self.micro_batch_tokens, self.model.device):
+            if stopped():
+                self.optimizer.discard()
+                return None
+            loss = self._loss(tokens, batch, _members_by_env(tokens, batch, envs), sums)
+            loss.backward()  # type: ignore[no-untyped-call]
+            computed += batch.row.token_ids.shape[1]
+        return StepResult(sums.means(), self.optimizer.step(lr), len(tokens), computed)
+
+    def _loss(self, tokens: StepTokens, batch: MicroBatch, by_env: dict[str, Tensor], sums: _Sums) -> Tensor:
+        """A micro-batch's share of the step's loss."""
+        hidden = self.model.hidden(batch.row)
+        logprobs, entropy = self._score(tokens, batch, hidden)
+        sums.add({"entropy": (entropy.sum(), torch.tensor(len(entropy)))})
+        for env, inside in by_env.items():
+            sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})
+        total = hidden.sum() * 0.0  # keeps the graph attached where no component has a member
+        for component in COMPONENTS:
+            count = tokens.count(component)
+            if count == 0:
+                continue
+            inputs = tokens.loss_inputs(component, batch.scored, logprobs)
+            outputs = self.losses[component](inputs)
+            total = total + outputs.loss / count
+            sums.add(outputs.metrics)
+            for env, inside in by_env.items():
+                with torch.no_grad():
+                    part = replace(inputs, loss_mask=inputs.loss_mask & inside)
+                    outputs = self.losses[component](part)
+                sums.add({"loss": (outputs.loss, part.loss_mask.sum()), **outputs.metrics}, f"/{env}")
+        sums.add_total("loss", total.detach())
+        return total
+
+    def _score(self, tokens: StepTokens, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logprob and entropy of each scored token, read off the place before it."""
+        labels = torch.from_numpy(tokens.token_ids[batch.scored].astype(np.int64)).to(hidden.device)
+        temperatures = torch.from_numpy(tokens.temperatures[batch.scored]).to(hidden.device)
+        predicting = hidden.index_select(0, batch.predictors)
+        return label_logprobs(predicting, self.model.head, labels, temperatures, self.lm_head_chunk)
+
+
+def _members_by_env(tokens: StepTokens, batch: MicroBatch, envs: Sequence[str]) -> dict[str, Tensor]:
+    """For each environment, which scored tokens are its own; nothing where there is only one."""
+    names = sorted(set(envs))
+    if len(names) < 2:
+        return {}
+    numbers = np.array([names.index(env) for env in envs])[tokens.samples_of(batch.scored)]
+    return {name: torch.from_numpy(numbers == number).to(batch.predictors.device) for number, name in enumerate(names)}
+
+
+class _Sums:
+    """Sums and counts by name, left on the device until the step is over."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, Tensor] = {}
+
+    def add(self, metrics: Metrics, suffix: str = "") -> None:
+        for name, (total, count) in metrics.items():
+            pair = torch.stack([total.detach().double(), count.double().to(total.device)])
+            name += suffix
+            self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
+
+    def add_total(self, name: str, value: Tensor) -> None:
+        """A quantity whose parts add up to the value itself."""
+        known = self._pairs.get(name)
+        self._pairs[name] = torch.stack(
+            [value.double() if known is None else known[0] + value, torch.ones_like(value).double()]
+        )
+
+    def means(self) -> dict[str, float]:
+        values = torch.stack(list(self._pairs.values())).tolist()
+        return {name: total / count for name, (total, count) in zip(self._pairs, values, strict=True) if count}

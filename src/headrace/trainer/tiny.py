@@ -1,0 +1,115 @@
+"""A complete model small enough for a laptop's CPU: Qwen3's architecture, bytes as its vocabulary, Qwen3's chat format.
+
+It exists so that everything, from a first run to the tests, works without downloading anything. Left out on purpose:
+any pretraining. Its weights are random; `headrace sft` gives it its first habits.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from headrace.config.paths import cache_directory
+from headrace.trainer.directories import write_directory
+
+RECIPE = 1
+"""Grows when the recipe changes, so that a cached model of an older recipe is not taken for this one."""
+VOCAB_SIZE = 320
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""One token each, but text all the same: decoding keeps them, as Qwen3 does."""
+
+
+def tiny_model_directory() -> Path:
+    """The cached tiny model, written on first use."""
+    directory = cache_directory() / "models" / f"tiny-{RECIPE}"
+    if not directory.exists():
+        write_directory(directory, write_tiny_model)
+    return directory
+
+
+def write_tiny_model(directory: Path, seed: int = 0) -> None:
+    """Write a Hugging Face directory. The same seed gives the same bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    pad, _, stop = (len(ByteLevel.alphabet()) + index for index in range(len(SPECIAL_TOKENS)))
+    _write_json(directory / "config.json", _model_config(stop, pad))
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config())
+    _write_json(
+        directory / "generation_config.json", {"do_sample": True, "eos_token_id": [stop, pad], "pad_token_id": pad}
+    )
+    template = resources.files("headrace.trainer").joinpath("chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").write_text(template)
+    save_file(_random_weights(directory, seed), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _tokenizer() -> Tokenizer:
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP_TOKENS])
+    return tokenizer
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _model_config(eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.09,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
+
+
+def _random_weights(directory: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Weights by the architecture's own initialisation, without touching the caller's random state."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

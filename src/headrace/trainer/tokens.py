@@ -1,0 +1,133 @@
+"""Every token of one optimizer step, flat: which loss components it belongs to, and how micro-batches cut the step.
+
+Alignment: values at index j belong to token j. The first token of a sequence has no prediction, so it is a member of
+nothing. A token is *scored* when any component has it as a member; nothing else needs logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.rollout.packing import STREAM_DEFAULTS, Bin
+from headrace.trainer.loss import MISSING_REFERENCE, LossInputs
+from headrace.trainer.row import Row, make_row
+
+COMPONENTS = ("rl", "ce", "ref_kl")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some sequences of a step, and their scored tokens as indices into the step's flat arrays."""
+
+    row: Row
+    predictors: torch.Tensor
+    """For each scored token, the place in the row that predicts it."""
+    scored: np.ndarray
+
+
+class StepTokens:
+    """The flat arrays of a step. Absent streams stay absent: plain RL ships none and pays for none."""
+
+    def __init__(self, bins: list[Bin]) -> None:
+        _check_references(bins)
+        self.lengths = np.concatenate([bin.lengths for bin in bins])
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        self.sources = np.concatenate([bin.sources for bin in bins])
+        self.token_ids = np.concatenate([bin.token_ids for bin in bins])
+        self.logprobs = np.concatenate([bin.logprobs for bin in bins])
+        self.temperatures = np.concatenate([bin.temperatures for bin in bins])
+        self.streams = {name: _joined(bins, name) for name in STREAM_DEFAULTS if any(name in b.streams for b in bins)}
+        self.members = self._members(np.concatenate([bin.mask for bin in bins]))
+        self.scored = np.logical_or.reduce(list(self.members.values()))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def count(self, component: str) -> int:
+        """Member tokens of a component in the whole step."""
+        return int(self.members[component].sum())
+
+    def samples_of(self, scored: np.ndarray) -> np.ndarray:
+        """For each token, the number of the packed sample it belongs to."""
+        return self.sources[np.searchsorted(self.starts, scored, side="right") - 1]
+
+    def micro_batches(self, limit: int, device: torch.device) -> Iterator[MicroBatch]:
+        """Cut the step into rows of at most `limit` tokens (or one longer sequence), neighbours sharing prefixes."""
+        group: list[int] = []
+        size = 0
+        for index in self._trained_in_order():
+            if group and size + self.lengths[index] > limit:
+                yield self._micro_batch(group, device)
+                group, size = [], 0
+            group.append(index)
+            size += self.lengths[index]
+        # A step without any member still runs once, so that every rank would issue the same collectives.
+        yield self._micro_batch(group or [0], device)
+
+    def loss_inputs(self, component: str, scored: np.ndarray, logprobs: torch.Tensor) -> LossInputs:
+        """The component's view of a micro-batch's scored tokens."""
+
+        def at(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values[scored]).to(logprobs.device)
+
+        weights = self.streams.get(f"{component}_weights")
+        reference = self.streams.get("ref_logprobs")
+        advantages = self.streams.get("advantages")
+        return LossInputs(
+            logprobs,
+            at(self.logprobs),
+            None if reference is None else at(reference),
+            torch.zeros_like(logprobs) if advantages is None else at(advantages),
+            at(self.members[component]),
+            None if weights is None else at(weights),
+        )
+
+    def _members(self, mask: np.ndarray) -> dict[str, np.ndarray]:
+        nothing = np.zeros(len(self), np.bool_)
+        weighted = {c: self.streams[f"{c}_weights"] != 0 for c in COMPONENTS if f"{c}_weights" in self.streams}
+        members = {
+            "rl": mask & weighted.get("rl", True),
+            "ce": weighted.get("ce", nothing),
+            "ref_kl": weighted.get("ref_kl", nothing),
+        }
+        first = nothing.copy()
+        first[self.starts] = True
+        return {component: inside & ~first for component, inside in members.items()}
+
+    def _trained_in_order(self) -> list[int]:
+        """Sequences with scored tokens, in lexicographic order, which puts common prefixes side by side."""
+        trained = np.flatnonzero(np.logical_or.reduceat(self.scored, self.starts))
+        return sorted(trained.tolist(), key=lambda index: self._sequence(index).astype(">u4").tobytes())
+
+    def _sequence(self, index: int) -> np.ndarray:
+        return self.token_ids[self.starts[index] : self.starts[index] + self.lengths[index]]
+
+    def _micro_batch(self, group: list[int], device: torch.device) -> MicroBatch:
+        inputs: list[np.ndarray] = []
+        scored: list[np.ndarray] = []
+        for index in group:
+            start = self.starts[index]
+            targets = np.flatnonzero(self.scored[start : start + self.lengths[index]])
+            # Nothing after the last scored token's predecessor matters.
+            inputs.append(self._sequence(index)[: targets[-1] if len(targets) else 1])
+            scored.append(targets)
+        row = make_row(inputs, device)
+        predictors = np.concatenate([places[targets - 1] for places, targets in zip(row.places, scored, strict=True)])
+        flat = np.concatenate([self.starts[index] + targets for index, targets in zip(group, scored, strict=True)])
+        return MicroBatch(row, torch.from_numpy(predictors).to(device), flat)
+
+
+def _joined(bins: list[Bin], name: str) -> np.ndarray:
+    default = STREAM_DEFAULTS[name]
+    return np.concatenate([b.streams.get(name, np.full(len(b.token_ids), default, np.float32)) for b in bins])
+
+
+def _check_references(bins: list[Bin]) -> None:
+    """A bin without the stream would be filled with zeros, which are valid logprobs."""
+    for bin in bins:
+        if np.any(bin.streams.get("ref_kl_weights", 0.0)) and "ref_logprobs" not in bin.streams:
+            raise ValueError(MISSING_REFERENCE)

@@ -1,0 +1,219 @@
+"""The command line: what it prints, what it refuses and with which exit code, before any process is started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.arguments import separate_overrides
+from headrace.cli.main import main, parse
+from headrace.cli.serve import read_target
+from headrace.config.base import load
+from headrace.config.run import RunConfig
+
+RUN_FILE = """
+output_dir = "{output}"
+max_steps = 3
+seq_len = 64
+[model]
+name = "{model}"
+[[orchestrator.train.env]]
+id = "reverse-text"
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What the launcher checks of a model: a configuration and a tokenizer."""
+    import tokenizers
+
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "rl.toml"
+    path.write_text(RUN_FILE.format(output=tmp_path / "out", model=model))
+    return path
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str]:
+    """Exit code and the message, which is never a traceback."""
+    code = main([str(word) for word in argv])
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return code, err
+
+
+def test_help_imports_nothing_heavy_and_the_launcher_never_imports_torch() -> None:
+    program = """
+import sys
+import headrace.cli.main
+assert not {"torch", "numpy", "pydantic", "rich", "msgspec"} & set(sys.modules), sorted(sys.modules)
+import headrace.launch.local, headrace.launch.origin, headrace.text.tokenizer, headrace.cli.training
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_python_m_headrace_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "headrace", "--help"], capture_output=True, text=True, check=True)
+    for command in ("rl", "sft", "serve", "orchestrator", "trainer", "summary", "init-model"):
+        assert f"\n    {command} " in done.stdout or f"\n    {command}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "overrides"),
+    [
+        ("rl a.toml --trainer.optim.lr 1e-5 b.toml", "rl a.toml b.toml", "--trainer.optim.lr 1e-5"),
+        ("rl --max_steps=3 a.toml", "rl a.toml", "--max_steps=3"),
+        ("rl --resume a.toml", "rl --resume=latest a.toml", ""),
+        ("rl a.toml --resume", "rl a.toml --resume=latest", ""),
+        ("rl a.toml --resume 50 --seed -1", "rl a.toml --resume=50", "--seed -1"),
+        ("rl a.toml --resume out/checkpoints/step-00000050", "rl a.toml --resume=out/checkpoints/step-00000050", ""),
+        ("rl a.toml --dry-run --clean --x.flag", "rl a.toml --dry-run --clean", "--x.flag"),
+    ],
+)
+def test_overrides_may_stand_anywhere_between_files(line: str, own: str, overrides: str) -> None:
+    assert separate_overrides(line.split()) == (own.split(), overrides.split())
+
+
+def test_resume_and_clean_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["rl", "a.toml", "--resume", "--clean"])
+    assert ended.value.code == 2
+
+
+def test_dry_run_prints_what_loads_to_the_same_and_touches_nothing(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text("[orchestrator]\ngroup_size = 4\n[orchestrator.buffer]\nsize = 9\n")
+    assert main(["rl", str(run_file), str(more), "--trainer.optim.lr", "1e-5", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    tree = tomllib.loads(printed.out)
+    assert (tree["orchestrator"]["group_size"], tree["trainer"]["optim"]["lr"]) == (4, 1e-5)
+    assert "orchestrator.buffer is not a key of Headrace" in printed.err
+    again = tmp_path / "again.toml"
+    again.write_text(printed.out)
+    assert main(["rl", str(again), "--dry-run"]) == 0
+    assert capsys.readouterr().out == printed.out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("--trainer.optim.lrr", "1", "trainer.optim.lrr: unknown key. Did you mean trainer.optim.lr?"),
+        ("--trainer.optim.lr", "-1", "trainer.optim.lr: Input should be greater than 0 (got -1)"),
+        ("--max_steps", "0", "max_steps"),
+        ("--model.name", "/no/such/model", "no such directory"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(
+    run_file: Path, argument: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = refuse(capsys, "rl", run_file, argument, value)
+    assert code == 2
+    assert err.startswith("headrace: ")
+    assert words in err
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refuse(capsys, "rl", "no-such.toml") == (2, "headrace: no-such.toml: no such file\n")
+
+
+def test_a_model_directory_without_tokenizer_is_refused_before_anything_is_made(
+    run_file: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "tokenizer.json").unlink()
+    code, err = refuse(capsys, "rl", run_file)
+    assert code == 2
+    assert "has no tokenizer.json" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_run_is_refused_with_both_ways_out(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.toml").write_text("")
+    code, err = refuse(capsys, "rl", run_file)
+    assert code == 2
+    assert "--resume" in err
+    assert "--clean" in err
+
+
+def test_clean_refuses_a_directory_that_is_no_run(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "photo.jpg").write_text("")
+    code, err = refuse(capsys, "rl", run_file, "--clean")
+    assert code == 2
+    assert "is not a Headrace run" in err
+    assert (tmp_path / "out" / "photo.jpg").exists()
+
+
+def test_a_port_in_use_is_named_before_anything_starts(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, err = refuse(capsys, "rl", run_file, "--inference.port", str(port))
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+
+
+def test_a_full_disk_names_the_run_directory(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, err = refuse(capsys, "rl", run_file)
+    assert code == 1
+    assert f"no space left on device (run directory: {tmp_path / 'out'})" in err
+
+
+def test_sft_needs_an_output_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sft.toml"
+    path.write_text('max_steps = 1\nseq_len = 64\n[model]\ninit = "tiny"\n[data]\nenv = "reverse-text"\n')
+    code, err = refuse(capsys, "sft", path)
+    assert code == 2
+    assert "output_dir" in err
+
+
+def test_serve_takes_a_model_or_a_run(run_file: Path, model: Path, tmp_path: Path) -> None:
+    alone = read_target(str(model), [])
+    assert (alone.port, alone.model.name, alone.output_dir) == (8000, str(model), None)
+    assert read_target(str(model), ["--port", "0", "--max_running=7"]).max_running == 7
+    of_run = read_target(str(run_file), ["--port", "8123"])
+    assert (of_run.port, of_run.output_dir) == (8123, tmp_path / "out")
+    assert of_run.max_model_len == load(RunConfig, [run_file])[0].seq_len
+
+
+def test_an_orchestrator_of_an_sft_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f'output_dir = "{tmp_path}"\nmax_steps = 1\nseq_len = 8\n[model]\nname = "m"\n[data]\nenv = "reverse-text"\n'
+    (tmp_path / "config.toml").write_text(text)
+    code, err = refuse(capsys, "orchestrator", tmp_path)
+    assert code == 2
+    assert "is an SFT run" in err
+
+
+def test_init_model_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    code, err = refuse(capsys, "init-model", "tiny", tmp_path)
+    assert code == 2
+    assert "is not an empty directory" in err

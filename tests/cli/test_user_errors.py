@@ -1,0 +1,45 @@
+"""Which errors become a sentence: the table names types that exist, and nothing unexpected is hidden."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sqlite3
+
+import pytest
+
+from headrace.cli.errors import EXPLAINED, explain
+from headrace.config.base import ConfigError
+from headrace.launch.errors import BadRequest, LaunchError
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_type_in_the_table_exists(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    assert issubclass(getattr(importlib.import_module(module), kind), Exception)
+
+
+def test_bad_input_ends_with_2_and_failure_with_1() -> None:
+    assert explain(ConfigError("x")) == ("x", 2)
+    assert explain(BadRequest("y")) == ("y", 2)
+    assert explain(LaunchError("z")) == ("z", 1)
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), ValueError("b"), FileNotFoundError(errno.ENOENT, "no", "f")])
+def test_what_nobody_expected_keeps_its_traceback(error: Exception) -> None:
+    assert explain(error) is None
+
+
+def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:
+    wrapped = RuntimeError("write failed")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/runs/a/batch")
+    for error in (wrapped, sqlite3.OperationalError("database or disk is full"), OSError(errno.EDQUOT, "quota")):
+        explanation = explain(error)
+        assert explanation is not None
+        assert explanation.message.startswith("no space left on device")
+        assert explanation.exit_code == 1
+    assert "/runs/a/batch" in (explain(wrapped) or ("",))[0]
+
+
+def test_permission_denied_names_the_path() -> None:
+    assert explain(PermissionError(errno.EACCES, "Permission denied", "/root/x")) == ("Permission denied: /root/x", 1)

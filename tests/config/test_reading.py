@@ -1,0 +1,119 @@
+"""Files and overrides become one tree."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config.base import ConfigError, load, parse_overrides
+from headrace.config.run import RunConfig
+from tests.config.run_files import MINIMAL, load_text
+
+
+def write(directory: Path, name: str, text: str) -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+def test_later_files_win_and_overrides_win_over_files(tmp_path: Path):
+    base = write(tmp_path, "base.toml", MINIMAL + "[trainer.optim]\nlr = 1e-4\nweight_decay = 0.1\n")
+    more = write(tmp_path, "more.toml", "seq_len = 128\n[trainer.optim]\nlr = 2e-4\n")
+    config, _ = load(RunConfig, [base, more], ["--max_steps", "20"])
+    assert (config.max_steps, config.seq_len) == (20, 128)
+    assert (config.trainer.optim.lr, config.trainer.optim.weight_decay) == (2e-4, 0.1)
+    config, _ = load(RunConfig, [more, base])
+    assert (config.seq_len, config.trainer.optim.lr) == (64, 1e-4)
+
+
+def test_a_list_in_a_later_file_replaces_the_earlier_one(tmp_path: Path):
+    base = write(tmp_path, "base.toml", MINIMAL)
+    more = write(tmp_path, "more.toml", '[[orchestrator.train.env]]\nid = "other"\n')
+    config, _ = load(RunConfig, [base, more])
+    assert [env.id for env in config.orchestrator.train.env] == ["other"]
+
+
+def test_an_override_steps_into_a_list_by_index(tmp_path: Path):
+    text = MINIMAL + '[[orchestrator.train.env]]\nid = "second"\n'
+    overrides = ["--orchestrator.train.env.1.ratio", "0.5", "--orchestrator.train.env.0.ratio=2"]
+    config, _ = load_text(tmp_path, text, *overrides)
+    assert [env.ratio for env in config.orchestrator.train.env] == [2, 0.5]
+
+
+@pytest.mark.parametrize("index", ["1", "-1", "first"])
+def test_an_override_outside_a_list_names_the_list_and_its_length(tmp_path: Path, index: str):
+    with pytest.raises(ConfigError, match=r"orchestrator\.train\.env is a list of 1"):
+        load_text(tmp_path, MINIMAL, f"--orchestrator.train.env.{index}.ratio", "2")
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="max_steps is a value, not a section"):
+        load_text(tmp_path, MINIMAL, "--max_steps.lr", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "value"),
+    [
+        (["--trainer.optim.lr", "1e-5"], "trainer.optim.lr", 1e-5),
+        (["--trainer.optim.lr=1e-5"], "trainer.optim.lr", 1e-5),
+        (["--seed", "-3"], "seed", -3),
+        (["--x", "-1.5e-3"], "x", -1.5e-3),
+        (["--x", "true"], "x", True),
+        (["--x", "false"], "x", False),
+        (["--x"], "x", True),
+        (["--x=false"], "x", False),
+        (["--model.name", "Qwen/Qwen3-0.6B"], "model.name", "Qwen/Qwen3-0.6B"),
+        (["--model.name", '"17"'], "model.name", "17"),
+        (["--model.name", "'true'"], "model.name", "true"),
+        (["--model.name=a=b"], "model.name", "a=b"),
+        (["--x="], "x", ""),
+        (["--x", "[1, 2]"], "x", [1, 2]),
+        (["--x", "{a = 1}"], "x", {"a": 1}),
+        (["--max-steps", "5"], "max_steps", 5),
+        (["--x", "two words"], "x", "two words"),
+        (["--x", "outputs/run#3"], "x", "outputs/run#3"),
+    ],
+)
+def test_override_values_are_toml_where_they_are_toml_and_text_otherwise(
+    arguments: list[str], path: str, value: object
+):
+    assert parse_overrides(arguments) == [(path.split("."), value)]
+    assert type(parse_overrides(arguments)[0][1]) is type(value)
+
+
+def test_a_flag_before_another_key_is_true():
+    assert parse_overrides(["--a.b", "--c", "1"]) == [(["a", "b"], True), (["c"], 1)]
+
+
+@pytest.mark.parametrize("arguments", [["lr", "1"], ["--x", "1", "2"], ["-x", "1"], ["--"]])
+def test_what_is_no_override_is_refused_by_name(arguments: list[str]):
+    with pytest.raises(ConfigError, match=r"overrides are written --section\.key value"):
+        parse_overrides(arguments)
+
+
+def test_text_that_happens_to_hold_a_line_break_is_not_cut_short():
+    assert parse_overrides(["--x", "1\ny = 2"]) == [(["x"], "1\ny = 2")]
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"absent\.toml: no such file"):
+        load(RunConfig, [tmp_path / "absent.toml"])
+
+
+@pytest.mark.parametrize("content", [b"max_steps = \n", b"a = 1\na = 2\n", b"\xff\xfe"])
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes):
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run\.toml: not valid TOML"):
+        load(RunConfig, [path])
+
+
+def test_invalid_toml_says_in_which_line(tmp_path: Path):
+    with pytest.raises(ConfigError, match="line 2"):
+        load_text(tmp_path, "seed = 1\nmax_steps = = 3\n")
+
+
+def test_text_beyond_ascii_is_read(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_bytes((MINIMAL + '[[orchestrator.eval.env]]\nid = "prüfung"\n').encode())
+    config, _ = load(RunConfig, [path])
+    assert config.orchestrator.eval.env[0].id == "prüfung"

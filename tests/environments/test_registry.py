@@ -1,0 +1,73 @@
+"""Environments by id."""
+
+import pytest
+
+from headrace.environments.base import Environment
+from headrace.environments.registry import EnvironmentNotFound, load_environment
+from headrace.environments.reverse_text import ReverseText
+
+
+class Mine(Environment):
+    """A user's own environment."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def tasks(self) -> list[dict[str, int]]:
+        return [{"n": n} for n in range(self.size)]
+
+
+class NotAnEnvironment:
+    pass
+
+
+def test_a_shipped_environment_is_known_by_name():
+    environment = load_environment("reverse-text", {"split": "eval", "num_tasks": 3})
+    assert isinstance(environment, ReverseText)
+    assert len(environment.tasks()) == 3
+
+
+def test_a_users_environment_is_known_by_import_path():
+    environment = load_environment(f"{__name__}:Mine", {"size": 2})
+    assert environment.tasks() == [{"n": 0}, {"n": 1}]
+
+
+def test_a_mistyped_name_suggests_the_nearest_and_lists_the_known():
+    with pytest.raises(EnvironmentNotFound, match="Did you mean 'reverse-text'") as failure:
+        load_environment("reverse-txt", {})
+    assert "package.module:Class" in str(failure.value)
+
+
+def test_a_name_like_none_lists_the_known():
+    with pytest.raises(EnvironmentNotFound, match="Known: reverse-text"):
+        load_environment("chess", {})
+
+
+@pytest.mark.parametrize(
+    ("identifier", "reason"),
+    [("no_such_package.module:Class", "no_such_package"), ("headrace.environments.reverse_text:Absent", "Absent")],
+)
+def test_an_import_path_that_leads_nowhere_is_named(identifier: str, reason: str):
+    with pytest.raises(EnvironmentNotFound, match=f"{identifier!r} cannot be imported") as failure:
+        load_environment(identifier, {})
+    assert reason in str(failure.value)
+
+
+def test_wrong_args_are_refused_with_the_environments_name_and_the_arg():
+    with pytest.raises(EnvironmentNotFound, match=r"'reverse-text' does not take these args: .*'colour'"):
+        load_environment("reverse-text", {"colour": "blue"})
+
+
+def test_a_wrong_value_of_an_arg_is_refused():
+    with pytest.raises(EnvironmentNotFound, match="split must be 'train' or 'eval', not 'test'"):
+        load_environment("reverse-text", {"split": "test"})
+
+
+def test_a_class_that_is_no_environment_is_refused():
+    with pytest.raises(EnvironmentNotFound, match="is not a headrace"):
+        load_environment(f"{__name__}:NotAnEnvironment", {})
+
+
+def test_an_environment_without_demonstrations_says_so():
+    with pytest.raises(NotImplementedError, match="Mine has no demonstrations"):
+        next(Mine().demonstrations(0))

@@ -1,0 +1,168 @@
+"""The client with several engines, engines that come and go, and engines that do not answer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.inference.app import App
+from headrace.inference.chat import Chat
+from headrace.inference.client import (
+    EngineClient,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    expand_versions,
+)
+from headrace.inference.engine import Engine
+from headrace.inference.engine_thread import EngineThread
+from headrace.inference.schema import SamplingParams, WeightVersionSpan
+from headrace.inference.server import CannotListen, HttpServer, bind, url_of
+from headrace.rollout.version import Version
+from headrace.text.renderer import make_renderer
+from headrace.text.tokenizer import Tokenizer
+from headrace.transport.endpoint import Endpoint, write_endpoint
+
+ONE = SamplingParams(max_tokens=1)
+Serve = Callable[[], contextlib.AbstractAsyncContextManager[str]]
+
+
+@pytest.fixture
+def serve(model_directory: Path, make_model: Callable[[int], Any]) -> Serve:
+    """An engine with its server in this process; gives its URL."""
+    tokenizer = Tokenizer(model_directory)
+    chat = Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer))
+
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[str]:
+        thread = EngineThread(Engine(make_model(0), max_model_len=64))
+        server = HttpServer(App(thread, chat))
+        listener = bind("127.0.0.1", 0)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await server.listening.wait()
+        try:
+            yield url_of(listener)
+        finally:
+            await asyncio.to_thread(thread.stop)
+            server.should_exit = True
+            await serving
+
+    return serve
+
+
+@contextlib.asynccontextmanager
+async def client_of(engines: Any, **options: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient(engines, **options)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def test_of_two_servers_on_one_port_the_second_says_so(
+    model_directory: Path, make_model: Callable[[int], Any]
+) -> None:
+    early = bind("127.0.0.1", 0)
+    late = bind("127.0.0.1", early.getsockname()[1])
+    tokenizer = Tokenizer(model_directory)
+    thread = EngineThread(Engine(make_model(0), max_model_len=64))
+    app = App(thread, Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer)))
+    with early, late:
+        early.listen()
+        with pytest.raises(CannotListen, match="is in use"):
+            await HttpServer(app).serve(sockets=[late])
+    thread.stop()
+
+
+async def test_requests_go_to_the_engine_with_the_fewest_in_flight(serve: Serve) -> None:
+    async with serve() as first, serve() as second, client_of([first, second]) as client:
+        await client.pause()
+        tasks = [asyncio.create_task(client.generate([5], ONE)) for _ in range(6)]
+        while sum(health.waiting for health in await client.health()) < 6:
+            await asyncio.sleep(0.01)
+        assert [health.waiting for health in await client.health()] == [3, 3]
+        await client.resume()
+        assert all(completion.token_ids for completion in await asyncio.gather(*tasks))
+
+
+async def test_an_engine_that_is_down_does_not_stop_the_other(serve: Serve) -> None:
+    with bind("127.0.0.1", 0) as silent:  # bound, not listening: connections are refused
+        async with serve() as alive, client_of([url_of(silent), alive]) as client:
+            for _ in range(4):
+                assert (await client.generate([5], ONE)).token_ids
+
+
+async def test_weights_go_to_every_engine(
+    serve: Serve, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
+) -> None:
+    version = Version(0, 1)
+    path = publish(make_model(1), version)
+    async with serve() as first, serve() as second, client_of([first, second]) as client:
+        assert await client.update_weights(path, version)
+        assert [health.version for health in await client.health()] == ["0-1", "0-1"]
+
+
+async def test_a_restarted_engine_is_found_at_its_new_address(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "endpoint.json"
+    async with client_of(file, retry_for=30) as client:
+        async with serve() as old:
+            write_endpoint(file, Endpoint(old, pid=1))
+            assert (await client.generate([5], ONE)).token_ids
+        task = asyncio.create_task(client.generate([5], ONE))
+        await asyncio.sleep(0.1)
+        async with serve() as new:
+            write_endpoint(file, Endpoint(new, pid=2))
+            assert (await task).token_ids
+
+
+async def test_an_engine_that_cannot_be_reached_is_given_up_after_a_while() -> None:
+    with bind("127.0.0.1", 0) as silent:
+        async with client_of([url_of(silent)], retry_for=0.2) as client:
+            with pytest.raises(EngineUnavailable, match=r"cannot be reached.*tried for 0\.2 s"):
+                await client.generate([5], ONE)
+            with pytest.raises(EngineUnavailable):
+                await client.wait_ready(0.1)
+
+
+async def test_no_endpoint_yet_is_unavailable(tmp_path: Path) -> None:
+    async with client_of(tmp_path / "endpoint.json") as client:
+        with pytest.raises(EngineUnavailable, match="where it listens"):
+            await client.wait_ready(0.1)
+
+
+async def test_an_engine_that_takes_too_long_is_a_timeout(serve: Serve) -> None:
+    async with serve() as url, client_of([url]) as patient, client_of(lambda: [url], timeout=0.2) as client:
+        await patient.pause()
+        with pytest.raises(EngineTimeout, match=r"0\.2 s"):
+            await client.generate([5], ONE)
+
+
+async def test_a_refusal_carries_the_servers_words_and_is_not_retried(serve: Serve) -> None:
+    async with serve() as url, client_of([url]) as client:
+        with pytest.raises(EngineRejected, match="token_ids is empty"):
+            await client.generate([], ONE)
+
+
+async def test_a_request_that_failed_in_the_engine_is_told_apart(
+    serve: Serve, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
+) -> None:
+    broken = make_model(1)
+    broken.model.norm.weight.data.fill_(float("nan"))
+    async with serve() as url, client_of([url]) as client:
+        await client.update_weights(publish(broken, Version(0, 1)), Version(0, 1))
+        with pytest.raises(EngineFailed, match="not finite"):
+            await client.generate([5], ONE)
+
+
+def test_spans_become_one_version_per_token() -> None:
+    spans = [WeightVersionSpan("0-3", 0, 2), WeightVersionSpan("1-2", 2, 3)]
+    assert expand_versions(spans) == [Version(0, 3), Version(0, 3), Version(1, 2)]
+
+
+def test_one_string_is_not_a_list_of_urls() -> None:
+    with pytest.raises(TypeError, match="list of URLs"):
+        EngineClient("http://127.0.0.1:1")

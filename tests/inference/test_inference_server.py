@@ -1,0 +1,279 @@
+"""The real server process, over real sockets."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+import torch
+
+from headrace.config.base import ConfigError
+from headrace.config.inference import InferenceConfig
+from headrace.inference.client import EngineClient, EngineRejected, EngineUnavailable
+from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
+from headrace.inference.server import CannotListen, bind, serve
+from headrace.observe.status import read_status
+from headrace.rollout.version import Version
+from headrace.text.tokenizer import Tokenizer, TokenizerError
+from headrace.transport.endpoint import read_endpoint
+from headrace.transport.run_dir import RunDir
+from tests.inference.plain_forward import plain_logprobs
+
+START = 90.0
+GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+Publish = Callable[[Any, Version], Path]
+
+
+@pytest_asyncio.fixture
+async def client(served_run: RunDir) -> AsyncIterator[EngineClient]:
+    client = EngineClient(served_run.endpoint)
+    await client.wait_ready(START)
+    yield client
+    await client.resume()
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def http(client: EngineClient, served_run: RunDir) -> AsyncIterator[aiohttp.ClientSession]:
+    endpoint = read_endpoint(served_run.endpoint)
+    assert endpoint is not None
+    async with aiohttp.ClientSession(endpoint.url) as session:
+        yield session
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, bytes]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with http.post(path, data=data) as answer:
+        assert answer.headers[SCHEMA_HEADER] == "1"
+        return answer.status, await answer.read()
+
+
+async def until(client: EngineClient, condition: Callable[[Any], bool]) -> None:
+    """Wait for the engine to report something; the test's own limit is the deadline."""
+    while not condition((await client.health())[0]):
+        await asyncio.sleep(0.01)
+
+
+def near(values: list[float], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(values), expected, atol=1e-5, rtol=0)
+
+
+async def test_many_completions_at_once_have_the_logprobs_of_a_plain_forward(client: EngineClient, model: Any) -> None:
+    prompts = [[40 + i, *range(60, 60 + i)] for i in range(24)]
+    sampling = SamplingParams(temperature=0.8, max_tokens=6)
+    completions = await asyncio.gather(*[client.generate(prompt, sampling) for prompt in prompts])
+    [health] = await client.health()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        near(completion.logprobs, plain_logprobs(model, prompt + completion.token_ids, 0.8)[len(prompt) - 1 :])
+        assert completion.versions == [Version.parse(health.version)] * len(completion.token_ids)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 258 else "length")
+
+
+async def test_scores_are_the_prompts_logprobs(client: EngineClient, model: Any) -> None:
+    tokens = list(range(50, 80))
+    scores = await client.score(tokens)
+    assert scores[0] == 0.0
+    near(scores[1:], plain_logprobs(model, tokens))
+    assert await client.score([5]) == [0.0]
+
+
+async def test_generate_answers_in_vllms_form(http: aiohttp.ClientSession) -> None:
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 1, "prompt_logprobs": 1}}
+    status, content = await post(http, GENERATE, {**body, "request_id": "mine", "cache_salt": "s"})
+    assert status == 200
+    answer = json.loads(content)
+    choice = answer["choices"][0]
+    assert answer["request_id"] == "mine"
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert answer["prompt_logprobs"][0] is None
+    assert list(answer["prompt_logprobs"][1]) == ["6"]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert choice["weight_versions"][0]["end"] == 2
+    assert msgspec.json.decode(content, type=GenerateResponse).choices[0].logprobs is not None
+
+
+async def test_chat_renders_samples_and_parses(http: aiohttp.ClientSession, model_directory: Path) -> None:
+    body = {"messages": HELLO, "temperature": 0, "max_completion_tokens": 4, "logprobs": True, "n": 2}
+    status, content = await post(http, CHAT, body)
+    assert status == 200
+    answer = json.loads(content)
+    tokenizer = Tokenizer(model_directory)
+    prompt = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)
+    _, raw = await post(http, GENERATE, {"token_ids": prompt, "sampling_params": {"temperature": 0, "max_tokens": 4}})
+    expected = json.loads(raw)["choices"][0]["token_ids"]
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["completion_tokens"] == 2 * len(expected)
+    for choice in answer["choices"]:
+        assert choice["message"]["role"] == "assistant"
+        assert choice["message"]["content"] == tokenizer.decode(expected).strip()
+        assert len(choice["logprobs"]["content"]) == len(expected)
+
+
+async def test_the_same_chat_seed_gives_the_same_choices_but_each_its_own(http: aiohttp.ClientSession) -> None:
+    body = {"messages": HELLO, "max_tokens": 8, "seed": 3, "n": 2, "ignore_eos": True}
+    answers = [json.loads((await post(http, CHAT, body))[1])["choices"] for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert answers[0][0]["message"] != answers[0][1]["message"]
+
+
+async def test_chat_streams_role_content_reason_and_done(http: aiohttp.ClientSession) -> None:
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 4, "logprobs": True}
+    whole = json.loads((await post(http, CHAT, body))[1])["choices"][0]
+    status, content = await post(http, CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert status == 200
+    *events, done, rest = content.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    role, text, reason, usage = (json.loads(event.removeprefix("data: ")) for event in events)
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text["choices"][0]["delta"]["content"] == whole["message"]["content"]
+    assert text["choices"][0]["logprobs"] == whole["logprobs"]
+    assert reason["choices"][0]["finish_reason"] == whole["finish_reason"]
+    assert usage["usage"]["completion_tokens"] == len(whole["logprobs"]["content"])
+
+
+async def test_models_and_health_say_what_is_served(
+    http: aiohttp.ClientSession, client: EngineClient, model_directory: Path
+) -> None:
+    async with http.get("/v1/models") as answer:
+        assert [entry["id"] for entry in (await answer.json())["data"]] == [str(model_directory)]
+        assert answer.headers[SCHEMA_HEADER] == "1"
+    [health] = await client.health()
+    assert (health.model, health.capacity, health.max_model_len) == (str(model_directory), 8, 128)
+    assert (health.status, health.paused, health.vocab_size) == ("ok", False, 264)
+
+
+def sampling(**params: Any) -> dict[str, Any]:
+    return {"token_ids": [5], "sampling_params": params}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "named"),
+    [
+        (GENERATE, {"token_ids": []}, 400, "token_ids is empty"),
+        (GENERATE, {"token_ids": [5, 264]}, 400, "token_ids holds 264"),
+        (GENERATE, {"token_ids": [5] * 128}, 400, "max_model_len = 128"),
+        (GENERATE, sampling(temperature=-0.5), 400, "temperature"),
+        (GENERATE, sampling(temperature="hot"), 400, "sampling_params.temperature"),
+        (GENERATE, sampling(max_tokens=0), 400, "max_tokens"),
+        (GENERATE, sampling(logprobs=20), 400, "logprobs"),
+        (GENERATE, {"sampling_params": {}}, 400, "token_ids"),
+        (GENERATE, {"token_ids": [5], "stream": True}, 400, "stream"),
+        (GENERATE, {"token_ids": [5], "model": "gpt-9"}, 404, "gpt-9"),
+        (GENERATE, b"{not json", 400, "JSON"),
+        (GENERATE, b"", 400, "JSON"),
+        (CHAT, {"messages": []}, 400, "messages"),
+        (CHAT, {"messages": [{"content": "hello"}]}, 400, "messages[0].role"),
+        (CHAT, {"messages": HELLO, "stop": ["\n"]}, 400, "stop"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 5}, 400, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "n": 0}, 400, "n must be"),
+        (CHAT, {"messages": HELLO, "top_p": 2}, 400, "top_p"),
+        (CHAT, {"messages": HELLO, "model": "gpt-9"}, 404, "gpt-9"),
+        ("/update_weights", {"path": "/nowhere", "incarnation": 0, "step": 1}, 400, "COMPLETE.json"),
+        ("/nowhere", {}, 404, "/nowhere"),
+        ("/health", {}, 405, "/health"),
+    ],
+)
+async def test_errors_name_what_is_wrong(
+    http: aiohttp.ClientSession, path: str, body: Any, status: int, named: str
+) -> None:
+    code, content = await post(http, path, body)
+    error = msgspec.json.decode(content, type=ErrorResponse).error
+    assert code == status
+    assert named in error.message
+    assert error.type
+
+
+async def test_a_client_that_hangs_up_cancels_its_request(client: EngineClient) -> None:
+    await client.pause()
+    task = asyncio.create_task(client.generate([5], SamplingParams()))
+    await until(client, lambda health: health.waiting == 1)
+    task.cancel()
+    await until(client, lambda health: health.waiting == 0)
+    [health] = await client.health()
+    assert health.paused
+
+
+async def test_a_request_in_flight_goes_on_with_the_new_weights(
+    client: EngineClient, model: Any, publish: Publish
+) -> None:
+    [health] = await client.health()
+    version = Version(0, Version.parse(health.version).step + 1)
+    path = publish(model, version)  # the same weights: other tests share this server
+    await client.pause()
+    task = asyncio.create_task(client.generate([5, 6], SamplingParams(max_tokens=5, ignore_eos=True)))
+    await until(client, lambda health: health.waiting == 1)
+    checksum = await client.update_weights(path, version)
+    assert checksum == json.loads((path / "COMPLETE.json").read_text())["checksum"]
+    assert not task.done()
+    await client.resume()
+    completion = await task
+    assert completion.versions == [version] * 5
+    with pytest.raises(EngineRejected, match=f"holds version {version}"):
+        await client.update_weights(path, Version(7, 7))
+
+
+async def test_the_status_file_says_how_it_goes(client: EngineClient, served_run: RunDir) -> None:
+    before = read_status(served_run.status)["inference"].gauges.get("tokens_sampled", 0)
+    await client.generate([5], SamplingParams(max_tokens=3, ignore_eos=True))
+    while read_status(served_run.status)["inference"].gauges.get("tokens_sampled", 0) < before + 3:
+        await asyncio.sleep(0.05)
+    status = read_status(served_run.status)["inference"]
+    assert status.state == "serving"
+    assert {"url", "running", "waiting", "version", "tokens_sampled", "tokens_per_second"} <= set(status.gauges)
+
+
+async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(
+    start_server: Callable[[RunDir], "subprocess.Popen[bytes]"], tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    process = start_server(run)
+    client = EngineClient(run.endpoint, retry_for=0)
+    await client.wait_ready(START)
+    await client.pause()
+    task = asyncio.create_task(client.generate([5], SamplingParams()))
+    await until(client, lambda health: health.waiting == 1)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        await task
+    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert not run.endpoint.exists()
+    assert read_status(run.status)["inference"].state == "done"
+    await client.close()
+
+
+def test_a_port_in_use_is_one_clear_line(model_directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = InferenceConfig(model={"name": str(model_directory)}, port=port)
+        with pytest.raises(CannotListen) as caught:
+            serve(config, status=None, run=None)
+    assert str(caught.value) == (
+        f"inference.port {port} on 127.0.0.1 is in use: choose another, or 0 for any free port"
+    )
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(CannotListen, match=host):
+            bind(host, 0)
+
+
+def test_a_model_directory_without_tokenizer_is_refused(model_directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model_directory / "config.json").read_text())
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        serve(InferenceConfig(model={"name": str(tmp_path)}), status=None, run=None)
+
+
+def test_no_model_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name"):
+        serve(InferenceConfig(), status=None, run=None)

@@ -1,0 +1,86 @@
+"""Which models the engine takes, and what it refuses at load."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from headrace.inference.engine import Engine
+from headrace.inference.loading import (
+    UnsupportedModel,
+    check_engine,
+    eos_token_ids,
+    load_model,
+    max_model_len,
+    refuse_unsupported,
+)
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_a_loaded_model_passes_its_check_and_is_ready(model_directory: Path) -> None:
+    model = load_model(model_directory)
+    refuse_unsupported(model)
+    engine = Engine(model, max_model_len=64)
+    check_engine(engine)
+    assert not engine.has_work
+    assert engine.tokens_sampled == 0
+    assert model.dtype == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+
+
+def test_chunked_attention_is_refused_by_name() -> None:
+    config = transformers.Llama4TextConfig(**SIZES, num_local_experts=2)
+    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM has chunked_attention layers"):
+        refuse_unsupported(AutoModelForCausalLM.from_config(config))
+
+
+def test_attention_that_the_engine_lacks_is_found_by_the_check() -> None:
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
+    engine = Engine(AutoModelForCausalLM.from_config(config), max_model_len=64)
+    with pytest.raises(UnsupportedModel, match=r"cannot run GptOssForCausalLM.*attention sinks"):
+        check_engine(engine)
+
+
+def test_a_model_that_computes_something_else_is_found_by_the_check(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, max_model_len=64)
+    monkeypatch.setattr("headrace.inference.kv_cache._visible", lambda positions, keys, _: keys <= 0 * positions)
+    with pytest.raises(UnsupportedModel, match="does not reproduce Qwen3ForCausalLM"):
+        check_engine(engine)
+
+
+def test_the_context_limit_is_the_models_own_unless_set_lower(model: Any) -> None:
+    assert max_model_len(model, None) == 256
+    assert max_model_len(model, 64) == 64
+    with pytest.raises(UnsupportedModel, match=r"max_model_len = 512.*256"):
+        max_model_len(model, 512)
+    model.config.max_position_embeddings = 100_000
+    assert max_model_len(model, None) == 4096
+
+
+def test_every_configured_end_of_sequence_counts(model: Any) -> None:
+    model.generation_config.eos_token_id = [3, 4]
+    assert eos_token_ids(model, 7, None) == {258, 3, 4, 7}
+
+
+def test_schema_and_client_do_not_import_torch() -> None:
+    code = "import sys, headrace.inference.client, headrace.inference.schema; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,31 @@
+"""The supervisor over fake processes: `fake_launcher.py RUN_DIRECTORY NAME=BEHAVIOUR ... [option=seconds ...]`."""
+
+import sys
+from pathlib import Path
+
+from headrace.cli.errors import explain
+from headrace.launch.errors import LaunchError
+from headrace.launch.process import ProcessSpec
+from headrace.launch.run_directory import hold
+from headrace.launch.supervisor import Supervisor
+from headrace.observe.terminal import make_view
+from headrace.transport.run_dir import RunDir
+
+run = RunDir(Path(sys.argv[1]))
+limits = {"start_timeout": 20.0, "stop_timeout": 1.0, "patience": 60.0}
+specs = []
+for argument in sys.argv[2:]:
+    key, value = argument.split("=")
+    if key in limits:
+        limits[key] = float(value)
+        continue
+    argv = [sys.executable, str(Path(__file__).with_name("fake_process.py")), value, key, str(run.root)]
+    specs.append(ProcessSpec(key, argv, {"PYTHONUNBUFFERED": "1"}, service=key == "inference"))
+try:
+    with hold(run.root) as held:
+        sys.exit(Supervisor(specs, run, make_view("fake", 5), **limits, inherited=(held,)).run())
+except LaunchError as error:
+    explanation = explain(error)
+    assert explanation is not None
+    print(f"headrace: {explanation.message}", file=sys.stderr)
+    sys.exit(explanation.exit_code)

@@ -1,0 +1,103 @@
+"""Models that Headrace makes once and keeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.config.base import ConfigError
+from headrace.config.model import ModelConfig
+from headrace.launch import origin
+from headrace.launch.origin import resolve
+from headrace.text.hub import ModelNotFound
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def write_model(draft: Path) -> Path:
+    (draft / "model").mkdir()
+    (draft / "model" / "weights").write_text("w")
+    return draft / "model"
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(ModelConfig(name=str(tmp_path))) == str(tmp_path)
+
+
+def test_a_model_without_origin_is_refused_with_the_keys_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name, model\.init or model\.sft"):
+        resolve(ModelConfig())
+
+
+def test_an_sft_model_and_the_tiny_model_under_it_are_made_once(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sft.toml"
+    file.write_text(
+        'max_steps = 2\nseq_len = 64\n[model]\ninit = "tiny"\n[data]\nenv = "reverse-text"\nbatch_size = 2\n'
+    )
+    made = Path(resolve(ModelConfig(sft=file)))
+    assert made.parent == cache
+    assert (made / "config.json").is_file()
+    assert (made / "tokenizer.json").is_file()
+    printed = capsys.readouterr()
+    assert printed.err.count("made once") == 2
+    assert "step 2/2  loss" in printed.out
+    assert len([path for path in cache.iterdir() if not path.suffix]) == 2
+    assert not list(cache.glob("*.tmp"))
+    began = time.monotonic()
+    assert resolve(ModelConfig(sft=file)) == str(made)
+    assert time.monotonic() - began < 1
+    assert capsys.readouterr().err.count("from the cache") == 2
+
+
+def test_two_that_start_at_once_make_it_once(cache: Path) -> None:
+    made: list[Path] = []
+
+    def make(draft: Path) -> Path:
+        time.sleep(0.2)
+        made.append(draft)
+        return write_model(draft)
+
+    threads = [threading.Thread(target=origin._cached, args=("abc", "m", make)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert (cache / "abc" / "weights").read_text() == "w"
+
+
+def test_what_was_cut_short_is_not_taken_for_a_model(cache: Path) -> None:
+    def fail(draft: Path) -> Path:
+        write_model(draft)
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        origin._cached("abc", "m", fail)
+    assert not (cache / "abc").exists()
+    assert origin._cached("abc", "m", write_model) == cache / "abc"
+
+
+def test_an_sft_file_that_is_missing_or_starts_from_itself_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "sft.toml"
+    with pytest.raises(ConfigError, match="no such file"):
+        resolve(ModelConfig(sft=file))
+    file.write_text(f'max_steps = 1\nseq_len = 8\n[model]\nsft = "{file}"\n[data]\nenv = "reverse-text"\n')
+    with pytest.raises(ConfigError, match="starts from itself"):
+        resolve(ModelConfig(sft=file))
+
+
+def test_an_sft_file_from_a_model_that_is_missing_names_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "sft.toml"
+    file.write_text('max_steps = 1\nseq_len = 8\n[model]\nname = "/no/model"\n[data]\nenv = "reverse-text"\n')
+    with pytest.raises(ModelNotFound, match="/no/model"):
+        resolve(ModelConfig(sft=file))

@@ -1,0 +1,118 @@
+"""What may and may not happen to a directory that exists."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from headrace.launch.errors import BadRequest
+from headrace.launch.run_directory import checkpoints, decide, hold
+from headrace.observe.metrics import MetricsLog, read_metrics
+from headrace.orchestrator.journal import Draw, Journal, Totals
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with complete checkpoints of steps 5 and 10, and one of step 15 that a kill cut short."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.toml").write_text("")
+    for step in (5, 10, 15):
+        checkpoint = directory / "checkpoints" / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.safetensors").write_text(f"weights {step}")
+        if step < 15:
+            (checkpoint / "COMPLETE.json").write_text("{}")
+    log = MetricsLog(directory / "metrics.jsonl", "trainer")
+    for step in range(1, 13):
+        log.log(step, {"loss": 1.0 / step})
+    journal = Journal(directory / "journal.sqlite")
+    for step in range(1, 13):
+        journal.ship(step, [Draw(step, "env", f"task-{step}", step)], [step], {}, Totals(rollouts=8 * step))
+    journal.close()
+    return directory
+
+
+def test_a_new_or_empty_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    plan = decide(tmp_path / "new" / "run", None, False)
+    plan.apply()
+    assert plan.directory.is_dir()
+    assert not plan.resume
+    assert decide(plan.directory, None, True) == plan
+
+
+def test_an_existing_run_is_refused_with_both_ways_out(run: Path) -> None:
+    with pytest.raises(BadRequest, match=r"already holds a run.*--resume.*--clean"):
+        decide(run, None, False)
+
+
+def test_clean_deletes_a_run(run: Path) -> None:
+    decide(run, None, True).apply()
+    assert list(run.iterdir()) == []
+
+
+def test_clean_never_deletes_what_is_not_recognisably_a_run(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(BadRequest, match="not a Headrace run"):
+        decide(tmp_path, None, True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_clean_refuses_a_run_that_is_running(run: Path) -> None:
+    with hold(run), pytest.raises(BadRequest, match="in use by another launcher"):
+        decide(run, None, True).apply()
+    assert (run / "config.toml").exists()
+
+
+def test_a_lock_left_by_a_launch_that_failed_early_does_not_occupy_the_directory(tmp_path: Path) -> None:
+    with hold(tmp_path):
+        pass
+    assert decide(tmp_path, None, False).directory == tmp_path
+
+
+def test_resume_where_no_run_is_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="there is no run in"):
+        decide(tmp_path, "latest", False)
+
+
+@pytest.mark.parametrize("given", ["latest", "10", "path"])
+def test_the_newest_complete_checkpoint_continues_the_same_run_however_it_is_named(run: Path, given: str) -> None:
+    plan = decide(run, str(run / "checkpoints" / "step-00000010") if given == "path" else given, False)
+    assert plan.directory == run
+    assert plan.resume
+    assert plan.notice is None
+
+
+def test_an_incomplete_checkpoint_is_not_one(run: Path) -> None:
+    assert list(checkpoints(run)) == [5, 10]
+    with pytest.raises(BadRequest, match=r"no complete checkpoint of step 15 \(it has: 5, 10\)"):
+        decide(run, "15", False)
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "other" / "checkpoints" / "step-00000010"
+    elsewhere.mkdir(parents=True)
+    with pytest.raises(BadRequest, match="not a checkpoint of"):
+        decide(run, str(elsewhere), False)
+
+
+def test_an_older_checkpoint_on_purpose_forks_a_new_run(run: Path) -> None:
+    plan = decide(run, "5", False)
+    plan.apply()
+    fork = run.with_name("run-from-5")
+    assert plan.directory == fork
+    assert str(fork) in (plan.notice or "")
+    assert list(checkpoints(fork)) == [5]
+    assert (fork / "checkpoints/step-00000005/model.safetensors").read_text() == "weights 5"
+    assert [record["step"] for record in read_metrics(fork / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    steps = sqlite3.connect(fork / "journal.sqlite").execute("SELECT MAX(step) FROM steps").fetchone()
+    assert steps == (5,)
+    assert list(checkpoints(run)) == [5, 10]  # the old run is as it was
+
+
+def test_a_fork_does_not_overwrite_an_earlier_one(run: Path) -> None:
+    decide(run, "5", False).apply()
+    with pytest.raises(BadRequest, match="which exists"):
+        decide(run, "5", False)

@@ -1,0 +1,71 @@
+"""The configuration that a run directory keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config.base import dump, load
+from headrace.config.run import RunConfig
+from headrace.launch.saved_config import changes, pin, read_rl_run, read_run, save
+from headrace.transport.run_dir import RunDir
+
+TEXT = """
+output_dir = "outputs/x"
+max_steps = 3
+seq_len = 64
+[model]
+sft = "sft.toml"
+[[orchestrator.train.env]]
+id = "reverse-text"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    path = tmp_path / "rl.toml"
+    path.write_text(TEXT)
+    return load(RunConfig, [path])[0]
+
+
+def test_a_saved_run_names_its_model_once_and_its_directory_absolutely(config: RunConfig, tmp_path: Path) -> None:
+    pinned = pin(config, tmp_path / "run", str(tmp_path / "model"))
+    for section in (pinned, pinned.trainer, pinned.orchestrator, pinned.inference):
+        assert section.model.name == str(tmp_path / "model")
+        assert section.model.sft is None
+        assert section.output_dir == tmp_path / "run"
+
+
+def test_a_saved_run_reads_back_the_same(config: RunConfig, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    pinned = pin(config, run.root, "model")
+    save(pinned, run)
+    assert read_run(run.root) == pinned
+    assert read_rl_run(run.config) == pinned
+    assert dump(read_rl_run(run.root)) == run.config.read_text()
+
+
+def test_a_run_directory_that_was_moved_is_where_it_is_now(config: RunConfig, tmp_path: Path) -> None:
+    save(pin(config, tmp_path / "before", "model"), RunDir(tmp_path / "before"))
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert read_rl_run(tmp_path / "after").trainer.output_dir == tmp_path / "after"
+
+
+def test_changes_are_listed_by_key_and_shared_keys_once(config: RunConfig, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    pinned = pin(config, run.root, "model")
+    save(pinned, run)
+    assert changes(pinned, run) == []
+    tree = pinned.model_dump(mode="json", exclude_none=True)
+    tree["max_steps"] = tree["trainer"]["max_steps"] = tree["orchestrator"]["max_steps"] = 9
+    for section in (tree, tree["trainer"], tree["orchestrator"], tree["inference"]):
+        section["model"]["name"] = "other"
+    tree["trainer"]["optim"]["lr"] = 0.5
+    tree["orchestrator"]["train"]["env"][0]["ratio"] = 2.0
+    assert changes(RunConfig.model_validate(tree), run) == [
+        "max_steps: 3 -> 9",
+        "model.name: model -> other",
+        "trainer.optim.lr: 1e-06 -> 0.5",
+        "orchestrator.train.env.0.ratio: unset -> 2.0",
+    ]

@@ -1,0 +1,204 @@
+"""The supervisor over real processes that crash, hang, ignore signals or are left alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.launch.errors import BadRequest
+from headrace.launch.run_directory import hold
+
+LAUNCHER = str(Path(__file__).with_name("fake_launcher.py"))
+ALL_WORK = ("inference=works", "trainer=works", "orchestrator=works")
+
+
+def launch(run: Path, *arguments: str) -> subprocess.Popen[str]:
+    run.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, LAUNCHER, str(run), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = launcher.communicate(timeout=30)
+    return launcher.returncode, out, err
+
+
+def next_line(launcher: subprocess.Popen[str], beginning: str) -> str:
+    """The next line of the launcher's output that begins so."""
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.startswith(beginning):
+            return line
+    raise AssertionError(f"no line begins with {beginning!r}")
+
+
+def events(run: Path) -> list[list[str]]:
+    path = run / "events"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_start(run: Path, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while len([event for event in events(run) if event[1] == "started"]) < count:
+        assert time.monotonic() < deadline, "the fake processes did not start"
+        time.sleep(0.02)
+
+
+def pids(run: Path) -> list[int]:
+    return [int(pid) for _, event, pid in events(run) if event == "started"]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is more than a zombie that nobody has collected."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.strip().startswith("Z")
+
+
+def assert_all_gone(run: Path, within: float = 0.0) -> None:
+    deadline = time.monotonic() + within
+    while any(is_alive(pid) for pid in pids(run)):
+        assert time.monotonic() < deadline, f"left behind: {[e for e in events(run) if is_alive(int(e[2]))]}"
+        time.sleep(0.05)
+
+
+def test_a_run_whose_workers_finish_ends_with_0_and_stops_the_service(tmp_path: Path) -> None:
+    code, out, _ = finish(launch(tmp_path, "inference=works", "trainer=finishes", "orchestrator=finishes"))
+    assert code == 0
+    assert "step 1/5" in out
+    assert events(tmp_path)[-1][:2] == ["inference", "ended"]
+    assert_all_gone(tmp_path)
+
+
+def test_a_crash_stops_the_others_and_shows_who_how_and_the_last_lines(tmp_path: Path) -> None:
+    code, _, err = finish(launch(tmp_path, "inference=works", "trainer=crash", "orchestrator=works"))
+    assert code == 1
+    assert "headrace: trainer ended with exit status 3" in err
+    assert f"{tmp_path}/logs/trainer.log" in err
+    assert "the flux capacitor is missing" in err
+    assert "line 39" in err
+    assert "line 20" not in err
+    ended = [name for name, event, _ in events(tmp_path) if event == "ended"]
+    assert sorted(ended) == ["inference", "orchestrator"]
+    assert_all_gone(tmp_path)
+
+
+def test_a_process_killed_by_a_signal_is_named_with_the_signal(tmp_path: Path) -> None:
+    code, _, err = finish(launch(tmp_path, "inference=killed", "trainer=works"))
+    assert code == 1
+    assert "headrace: inference was ended by SIGKILL" in err
+    assert_all_gone(tmp_path)
+
+
+def test_a_service_that_ends_early_is_a_failure_even_with_exit_status_0(tmp_path: Path) -> None:
+    code, _, err = finish(launch(tmp_path, "inference=finishes", "trainer=works"))
+    assert code == 1
+    assert "headrace: inference ended with exit status 0" in err
+    assert_all_gone(tmp_path)
+
+
+def test_what_a_crashed_process_had_started_does_not_stay_behind(tmp_path: Path) -> None:
+    code, _, _ = finish(launch(tmp_path, "inference=works", "trainer=parent"))
+    assert code == 1
+    assert any(name == "grandchild" for name, _, _ in events(tmp_path))
+    assert_all_gone(tmp_path, within=1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_orchestrator_trainer_and_inference_in_this_order(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    launcher = launch(tmp_path, *ALL_WORK)
+    wait_for_start(tmp_path, 3)
+    began = time.monotonic()
+    launcher.send_signal(number)
+    assert finish(launcher)[0] == code
+    assert time.monotonic() - began < 5
+    assert [name for name, event, _ in events(tmp_path) if event == "ended"] == ["orchestrator", "trainer", "inference"]
+    assert_all_gone(tmp_path)
+
+
+def test_one_that_ignores_sigterm_is_killed_and_the_others_still_end_in_order(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "inference=works", "trainer=stubborn", "orchestrator=works")
+    wait_for_start(tmp_path, 3)
+    launcher.terminate()
+    code, out, _ = finish(launcher)
+    assert code == 143
+    assert "trainer does not end and is killed" in out
+    assert [name for name, event, _ in events(tmp_path) if event == "ended"] == ["orchestrator", "inference"]
+    assert_all_gone(tmp_path)
+
+
+def test_a_second_signal_ends_the_patience(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "inference=stubborn", "trainer=stubborn", "stop_timeout=30")
+    wait_for_start(tmp_path, 2)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGINT)
+    assert finish(launcher)[0] == 130
+    assert_all_gone(tmp_path)
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_launcher_alone(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, *ALL_WORK)
+    wait_for_start(tmp_path, 3)
+    assert all(os.getpgid(pid) == pid for pid in pids(tmp_path))
+    launcher.send_signal(signal.SIGINT)
+    finish(launcher)
+
+
+def test_a_launcher_killed_without_a_word_leaves_no_orphan(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "inference=works", "trainer=stubborn", "orchestrator=works")
+    wait_for_start(tmp_path, 3)
+    launcher.kill()
+    launcher.wait()
+    assert_all_gone(tmp_path, within=10)
+    assert sorted(name for name, event, _ in events(tmp_path) if event == "ended") == ["inference", "orchestrator"]
+
+
+def test_a_run_whose_launcher_was_killed_is_free_again_once_its_last_process_has_ended(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "inference=works", "trainer=stubborn")
+    wait_for_start(tmp_path, 2)
+    with pytest.raises(BadRequest, match=f"in use by another launcher .process {launcher.pid}."), hold(tmp_path):
+        pass
+    launcher.kill()
+    launcher.wait()
+    with hold(tmp_path):  # waits
+        assert_all_gone(tmp_path)
+
+
+def test_a_process_that_does_not_come_up_in_time_is_named(tmp_path: Path) -> None:
+    code, _, err = finish(launch(tmp_path, "inference=works", "trainer=never-up", "start_timeout=1.5"))
+    assert code == 1
+    assert re.search(r"not up after 2 s \(launch.start_timeout\): .*trainer \(", err)
+    assert_all_gone(tmp_path)
+
+
+def test_when_nothing_moves_one_sentence_says_who_waits_for_whom(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "inference=works", "trainer=waits", "patience=1.5")
+    sentence = next_line(launcher, "nothing has moved for")
+    assert "trainer: working, waiting for batch 7 from the orchestrator" in sentence
+    launcher.terminate()
+    finish(launcher)
+
+
+def test_a_process_without_heartbeat_is_named(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "inference=works", "trainer=frozen", "patience=1")
+    assert re.search(
+        r"trainer .* \d+ s; it was last thinking", next_line(launcher, "trainer has given no sign of life")
+    )
+    launcher.terminate()
+    finish(launcher)
+
+
+def test_a_process_that_failed_but_does_not_end_is_ended(tmp_path: Path) -> None:
+    code, _, err = finish(launch(tmp_path, "inference=works", "trainer=fails-but-stays"))
+    assert code == 1
+    assert "trainer was ended by SIGKILL" in err

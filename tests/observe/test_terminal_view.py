@@ -1,0 +1,125 @@
+"""What is shown of a run, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headrace.observe import terminal
+from headrace.observe.history import History
+from headrace.observe.status import ProcessStatus
+from headrace.observe.terminal import LiveView, PlainView, make_view, number, render, sparkline
+
+
+def history(steps: int) -> History:
+    records = []
+    for step in range(1, steps + 1):
+        at = {"step": step, "time": 100.0 + 2 * step}
+        rewards = {"reward/all/mean": step / 10, "progress/rollouts": step, "off_policy/staleness/mean": 0.5}
+        records.append({**at, "process": "orchestrator", **rewards, "perf/sampled_tokens_per_second": 4321.0})
+        records.append({**at, "process": "trainer", "loss": 0.25, "perf/trained_tokens_per_second": 98765.0})
+    return History(records)
+
+
+def text_of(view: PlainView, console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.fixture
+def pipe() -> Console:
+    return Console(file=io.StringIO(), width=60)
+
+
+def test_a_pipe_gets_plain_lines_and_a_terminal_the_live_view(pipe: Console) -> None:
+    assert isinstance(make_view("run", 5, pipe), PlainView)
+    view = make_view("run", 5, Console(file=io.StringIO(), force_terminal=True))
+    assert isinstance(view, LiveView)
+    view.close(History(), {})
+
+
+def test_the_live_view_shows_progress_reward_speed_and_who_waits_for_whom() -> None:
+    seen = history(10)
+    seen.add({"step": 0, "time": 100.0, "process": "orchestrator", "eval/a/avg@1": 0.1})
+    seen.add({"step": 10, "time": 120.0, "process": "orchestrator", "eval/a/avg@1": 0.9})
+    statuses = {
+        "inference": ProcessStatus("inference", 1, 130.0, "serving", gauges={"engine/running": 12}),
+        "trainer": ProcessStatus("trainer", 2, 130.0, "idle", "batch 11 from the orchestrator", 127.0),
+    }
+    console = Console(file=io.StringIO(), width=110, record=True)
+    console.print(render("my-run", 50, seen, statuses, 100.0, 130.0))
+    shown = console.export_text()
+    assert "step 10/50" in shown
+    assert "30 s elapsed, 1:20 left" in shown  # forty steps of two seconds
+    assert "1.000  ▁▁▂▃▄▅▆▇██" in shown
+    assert "0.900" in shown
+    assert "0.100 at first" in shown
+    assert "4,321 sampled   98.8k trained" in shown
+    assert "0.50 steps" in shown
+    assert "serving  running 12" in shown
+    assert "idle, waiting for batch 11 from the orchestrator (3 s)" in shown
+
+
+def test_plain_lines_come_once_per_step_and_eval_and_are_never_wrapped(
+    pipe: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "PLAIN_INTERVAL", 0.0)
+    view = PlainView(50, pipe)
+    seen = History(history(3).steps.values())  # batches are ahead of the trainer
+    view.show(seen, {})
+    for record in history(3).trained.values():
+        seen.add(record)
+        view.show(seen, {})
+        view.show(seen, {})
+    seen.add({"step": 3, "time": 1.0, "process": "orchestrator", "eval/a/avg@1": 0.5})
+    view.show(seen, {})
+    view.close(seen, {})
+    speeds = "sampled 4,321 tokens/s  trained 98,765 tokens/s  staleness 0.50"
+    assert text_of(view, pipe) == [
+        f"step 1/50  reward 0.100  loss 0.2500  {speeds}",
+        f"step 2/50  reward 0.200  loss 0.2500  {speeds}",
+        f"step 3/50  reward 0.300  loss 0.2500  {speeds}  1:34 left",
+        "eval at step 3: a 0.500",
+    ]
+
+
+def test_what_a_resumed_run_did_before_is_not_told_again(pipe: Console) -> None:
+    seen = history(10)
+    seen.add({"step": 5, "time": 1.0, "process": "orchestrator", "eval/a/avg@1": 0.5})
+    view = PlainView(50, pipe)
+    view.show(seen, {})
+    view.close(seen, {})
+    assert text_of(view, pipe) == []
+
+
+def test_fast_steps_are_thinned_and_the_last_is_always_told(pipe: Console) -> None:
+    view = PlainView(10, pipe)
+    seen = History()
+    view.show(seen, {})
+    for record in history(10).trained.values():
+        seen.add(record)
+        view.show(seen, {})
+    view.close(seen, {})
+    lines = text_of(view, pipe)
+    assert [line.split("  ")[0] for line in lines] == ["step 1/10", "step 10/10"]
+
+
+def test_sparklines_span_their_own_range_and_a_fixed_width() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 5]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline(list(range(1000)), width=30)) == 30
+
+
+def test_numbers_are_short() -> None:
+    assert [number(n) for n in (7, 0.914, 123.4, 4321.0, 98765.0, 1.25e6, 2e9, "x")] == [
+        "7", "0.91", "123", "4,321", "98.8k", "1.2M", "2.0G", "x",
+    ]  # fmt: skip
+
+
+def test_the_view_needs_nothing_but_what_it_is_given(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render("empty", 5, History(), {}, 0.0, 0.0))

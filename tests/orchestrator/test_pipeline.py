@@ -1,0 +1,166 @@
+"""The whole orchestrator between a stand-in engine (real sockets) and a stand-in trainer (real files)."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from headrace.config.base import validate
+from headrace.config.run import RunConfig
+from headrace.environments.base import Environment
+from headrace.observe.metrics import read_metrics
+from headrace.observe.status import Status
+from headrace.orchestrator import main
+from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.orchestrator import RunFailed
+from headrace.rollout.version import staleness
+from headrace.transport.run_dir import RunDir
+from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
+
+STEPS = 4
+
+
+class Broken(Environment):
+    """An environment with a bug."""
+
+    def tasks(self):
+        return [{"n": n} for n in range(8)]
+
+    async def run(self, task, context):
+        raise KeyError("no such column: question")
+
+
+class Pipeline:
+    """A run directory with everything around the orchestrator ready to start."""
+
+    def __init__(self, root: Path, model: Path, **orchestrator: Any) -> None:
+        self.run = RunDir(root)
+        settings: dict[str, Any] = {
+            "batch_size": 16,
+            "group_size": 4,
+            "train": {"env": [{"id": "reverse-text"}]},
+            "eval": {
+                "interval": 2,
+                "env": [{"id": "reverse-text", "name": "heldout", "args": {"split": "eval", "num_tasks": 8}}],
+            },
+            **orchestrator,
+        }
+        tree = {
+            "output_dir": str(root),
+            "max_steps": STEPS,
+            "seq_len": 64,
+            "model": {"name": str(model)},
+            "orchestrator": settings,
+        }
+        self.config = validate(RunConfig, tree, "test")[0].orchestrator
+        self.engine = StandInEngine(model, self.run)
+        self.trainer = StandInTrainer(self.run)
+
+    async def finish(self, first: int = 1) -> None:
+        """Run to the end."""
+        status = Status(self.run.status, "orchestrator")
+        try:
+            async with self.engine:
+                training = asyncio.create_task(self.trainer.train(first, STEPS))
+                await asyncio.wait_for(main._run(self.config, self.run, status), 60)
+                training.cancel()
+        finally:
+            status.close("ended")
+
+    def records(self, key: str) -> dict[int, float]:
+        return {r["step"]: r[key] for r in read_metrics(self.run.metrics) if key in r}
+
+
+async def test_a_run_ships_every_step_evaluates_on_time_and_accounts_for_every_draw(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+    assert sorted(pipeline.records("eval/heldout/avg@1")) == [0, 2, 4]
+    states = Journal(pipeline.run.journal).states()
+    assert states.pop("drawn", 0) == 0
+    assert states["shipped"] >= STEPS  # groups with a signal; the rest were dropped with a reason
+    assert set(states) <= {"shipped", "dropped:zero_advantage", "dropped:max_steps"}
+
+
+async def test_batches_carry_credit_and_are_never_staler_than_the_bound(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model, max_off_policy_steps=1, max_async_level=1)
+    await pipeline.finish()
+    for batch in pipeline.trainer.batches:
+        for entry in batch.samples:
+            sample = entry.sample
+            assert sample.streams["advantages"][sample.mask].any()
+            assert staleness(batch.step, int(sample.versions[sample.mask].min())) <= 1
+
+
+async def test_level_zero_trains_only_on_the_current_policy(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model, max_async_level=0)
+    pipeline.engine.delay = 0.005
+    await pipeline.finish()
+    for batch in pipeline.trainer.batches:
+        for entry in batch.samples:
+            assert set(entry.sample.versions[entry.sample.mask]) == {batch.step - 1}
+
+
+async def test_a_restarted_orchestrator_continues_and_ships_no_step_twice(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    status = Status(pipeline.run.status, "orchestrator")
+    async with pipeline.engine:
+        running = asyncio.create_task(main._run(pipeline.config, pipeline.run, status))
+        await pipeline.trainer.train(1, 2)
+        running.cancel()  # no orderly end
+        await asyncio.gather(running, return_exceptions=True)
+    status.close("killed")
+    done = Journal(pipeline.run.journal).last_step()
+    assert done >= 2
+    second = Pipeline(tmp_path, tiny_model)
+    second.engine.version = pipeline.engine.version
+    await second.finish(first=3)
+    shipped = [*pipeline.trainer.batches, *second.trainer.batches]
+    assert [batch.step for batch in shipped] == [1, 2, 3, 4]
+    drawn = [draw for batch in shipped for draw in batch.draw_ids]
+    assert len(drawn) == len(set(drawn))
+
+
+async def test_a_rewound_trainer_is_followed(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+
+    async def train(first: int, last: int) -> None:
+        trainer = pipeline.trainer
+        await StandInTrainer.train(trainer, 1, 2)
+        trainer.incarnation = 1  # restarted from the checkpoint of step 1
+        trainer.publish(1)
+        await StandInTrainer.train(trainer, 2, STEPS)
+
+    pipeline.trainer.train = train  # type: ignore[method-assign]
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 2, 3, 4]
+    assert str(pipeline.engine.version) == "1-4"
+
+
+async def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path):
+    location = "tests.orchestrator.test_pipeline:Broken"
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "broken"}]})
+    with pytest.raises(RunFailed, match="'broken': environment: KeyError: 'no such column: question'"):
+        await pipeline.finish()
+
+
+async def test_a_run_without_signal_ends_after_the_configured_number_of_empty_batches(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model, max_empty_batches=2)
+    pipeline.engine.rng.random = lambda: 1.0  # always the wrong answer  # type: ignore[method-assign]
+    # A group's answers are then all alike, and so are its rewards.
+    with pytest.raises(RunFailed, match=r"2 batches in a row without a signal.*zero_advantage 16"):
+        await pipeline.finish()
+
+
+async def test_rollouts_are_dumped_with_their_credit_and_drop_reason(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    await pipeline.finish()
+    tables = [pq.read_table(path).to_pylist() for path in sorted(pipeline.run.rollouts.glob("*.parquet"))]
+    assert len(tables) == STEPS
+    rows = [row for table in tables for row in table]
+    kept = [row for row in rows if row["drop_reason"] is None]
+    assert len(kept) == sum(len({e.rollout for e in b.samples}) for b in pipeline.trainer.batches)
+    assert all(row["samples"][0]["advantages"][-1] != 0 for row in kept)
+    assert {row["drop_reason"] for row in rows} <= {None, "zero_advantage", "max_steps"}
