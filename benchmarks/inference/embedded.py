@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/inference/embedded.py
 
 Lock-step means batches of the given size, left-padded, each running until its longest completion is done. `group`
-is the number of requests that share a prompt, as the members of a group do in training. CPU time, not the clock's: on one
-thread they are the same, and a busy machine changes only the latter.
+is the number of requests that share a prompt, as the members of a group do in training. CPU time, not the clock's: on
+one thread they are the same, and a busy machine changes only the latter.
 """
 
 from __future__ import annotations

@@ -96,28 +96,31 @@ def publish(tmp_path: Path) -> Callable[[PreTrainedModel, Version], Path]:
     return publish
 
 
-@pytest.fixture(scope="session")
-def start_server(model_directory: Path) -> Iterator[Callable[[RunDir], "subprocess.Popen[bytes]"]]:
-    """Start a server process for a run directory; those still alive at the end are killed."""
-    started: list[subprocess.Popen[bytes]] = []
+class ServerProcess:
+    """A server of the tiny model, in a process of its own."""
 
-    def start(run: RunDir) -> "subprocess.Popen[bytes]":
-        run.root.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen([sys.executable, "-c", SERVE, str(run.root), str(model_directory)])
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+    def __init__(self, root: Path, model_directory: Path) -> None:
+        self.run = RunDir(root)
+        self.process = subprocess.Popen([sys.executable, "-c", SERVE, str(root), str(model_directory)])
 
 
 @pytest.fixture(scope="session")
-def served_run(
-    start_server: Callable[[RunDir], "subprocess.Popen[bytes]"], tmp_path_factory: pytest.TempPathFactory
-) -> RunDir:
+def servers(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    """Two servers, started together because starting takes longest: one for all tests, one for the test that ends it."""
+    started = [ServerProcess(tmp_path_factory.mktemp("run"), model_directory) for _ in range(2)]
+    yield started
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="session")
+def served_run(servers: list[ServerProcess]) -> RunDir:
     """A run whose server all tests share. They leave its weights and its state as they were."""
-    run = RunDir(tmp_path_factory.mktemp("run"))
-    start_server(run)
-    return run
+    return servers[0].run
+
+
+@pytest.fixture
+def mortal_server(servers: list[ServerProcess]) -> ServerProcess:
+    """A server that one test may end."""
+    return servers[1]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -232,11 +231,8 @@ async def test_the_status_file_says_how_it_goes(client: EngineClient, served_run
     assert {"url", "running", "waiting", "version", "tokens_sampled", "tokens_per_second"} <= set(status.gauges)
 
 
-async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(
-    start_server: Callable[[RunDir], "subprocess.Popen[bytes]"], tmp_path: Path
-) -> None:
-    run = RunDir(tmp_path / "run")
-    process = start_server(run)
+async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(mortal_server: Any) -> None:
+    run, process = mortal_server.run, mortal_server.process
     client = EngineClient(run.endpoint, retry_for=0)
     await client.wait_ready(START)
     await client.pause()

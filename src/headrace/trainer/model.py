@@ -8,7 +8,6 @@ or sound. Left for later: sharded parameters, compiled layers.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,17 @@ class PackedModel:
         self.directory = directory
         self.device = device
         self.dtype = dtype
-        self.module = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        ).to(device)
-        self.vocab_size: int = self.head.shape[0]
+        self.module, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+        if report["missing_keys"]:
+            raise UnsupportedModel(f"{directory} lacks the tensors {', '.join(sorted(report['missing_keys']))}")
+        self.module.to(device)
+        self._other_files = _read_other_files(directory)  # in memory: the directory may be a checkpoint that goes
         for part in self.module.modules():
             if isinstance(part, torch.nn.Dropout):
                 part.p = 0.0
@@ -81,11 +87,13 @@ class PackedModel:
     def hidden(self, row: Row) -> torch.Tensor:
         """The last hidden state of each place in the row, in the compute type."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            output = self.module.base_model(
-                input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
-            )
-        states: torch.Tensor = output.last_hidden_state[0]
-        return states.to(self.dtype)
+            return self._forward(row).to(self.dtype)
+
+    def _forward(self, row: Row) -> torch.Tensor:
+        output = self.module.base_model(
+            input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+        )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def save_for_engine(self, directory: Path) -> None:
         """Write the model in the type it computes in, which is what an engine loads."""
@@ -94,14 +102,16 @@ class PackedModel:
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """Write a Hugging Face directory: the tensors, and every other file as the model came with it."""
         directory.mkdir(parents=True, exist_ok=True)
-        copy_other_files(self.directory, directory)
-        settings = json.loads((directory / "config.json").read_text())
+        for name, content in self._other_files.items():
+            (directory / name).write_bytes(content)
+        settings = json.loads(self._other_files["config.json"])
         settings.pop("torch_dtype", None)
         settings["dtype"] = str(dtype).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         # Parameters listed once: tied ones are tied again on load, and safetensors refuses to write them twice.
         tensors = {name: tensor.detach().to(dtype) for name, tensor in self.module.named_parameters()}
-        tensors |= {name: buffer for name, buffer in self.module.named_buffers() if name in self.module.state_dict()}
+        stored = self.module.state_dict()
+        tensors |= {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
         tensors = {name: t.contiguous().cpu() for name, t in revert_weight_conversion(self.module, tensors).items()}
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "model.safetensors").chmod(0o644)  # an engine may run as another user
@@ -117,10 +127,7 @@ class PackedModel:
             ]
             self.module.set_attn_implementation(attention.NAME)
             row = make_row(sequences, self.device)
-            output = self.module.base_model(
-                input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
-            )
-            packed = output.last_hidden_state[0] @ self.head.t()
+            packed = self._forward(row) @ self.head.t()
         for expected, places in zip(own, row.places, strict=True):
             error = (packed[places] - expected).abs().max()
             if not error <= 1e-3 * expected.abs().max() + 1e-6:
@@ -131,13 +138,11 @@ class PackedModel:
                 )
 
 
-def copy_other_files(source: Path, target: Path) -> None:
-    """Copy what is not tensors: configuration, tokenizer, chat template, code."""
-    skipped = {path.name for pattern in _NOT_COPIED for path in source.glob(pattern)}
-    for pattern in _COPIED_FILES:
-        for path in source.glob(pattern):
-            if path.name not in skipped:
-                shutil.copyfile(path, target / path.name)
+def _read_other_files(directory: Path) -> dict[str, bytes]:
+    """What is not tensors: configuration, tokenizer, chat template, code."""
+    skipped = {path.name for pattern in _NOT_COPIED for path in directory.glob(pattern)}
+    found = [path for pattern in _COPIED_FILES for path in directory.glob(pattern)]
+    return {path.name: path.read_bytes() for path in found if path.name not in skipped}
 
 
 def choose_device() -> torch.device:
