@@ -106,7 +106,7 @@ class ServerProcess:
 
 @pytest.fixture(scope="session")
 def servers(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
-    """Two servers, started together because starting takes longest: one for all tests, one for the test that ends it."""
+    """Two servers, started together since that takes longest: one for all tests, one for the test that ends it."""
     started = [ServerProcess(tmp_path_factory.mktemp("run"), model_directory) for _ in range(2)]
     yield started
     for server in started:

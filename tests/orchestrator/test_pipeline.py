@@ -77,7 +77,9 @@ async def test_a_run_ships_every_step_evaluates_on_time_and_accounts_for_every_d
     pipeline = Pipeline(tmp_path, tiny_model)
     await pipeline.finish()
     assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
-    assert sorted(pipeline.records("eval/heldout/avg@1")) == [0, 2, 4]
+    first, second, last = sorted(pipeline.records("eval/heldout/avg@1"))
+    assert (first, last) == (0, STEPS)
+    assert second in (2, 3)  # the stand-in trains in no time: version 2 may be passed over
     states = Journal(pipeline.run.journal).states()
     assert states.pop("drawn", 0) == 0
     assert states["shipped"] >= STEPS  # groups with a signal; the rest were dropped with a reason

@@ -20,9 +20,9 @@ def sample(prompt: int, completion: int, **streams: list[float]) -> Sample:
     length = prompt + completion
     made = Sample(
         np.arange(length),
-        [False] * prompt + [True] * completion,  # type: ignore[arg-type]
-        [0.0] * prompt + [-0.5] * completion,  # type: ignore[arg-type]
-        [-1] * prompt + [3] * completion,  # type: ignore[arg-type]
+        [False] * prompt + [True] * completion,
+        [0.0] * prompt + [-0.5] * completion,
+        [-1] * prompt + [3] * completion,
         prompt,
     )
     for name, values in streams.items():

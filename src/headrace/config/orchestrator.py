@@ -101,6 +101,10 @@ class ClientConfig(Config):
     """Engines started elsewhere; empty: the one that this run's directory names."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that one request may take."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds until the engine must answer for the first time."""
+    update_timeout: float = Field(600.0, gt=0)
+    """Seconds that an engine may take to load new weights."""
 
 
 def _default_pre_filters() -> list[FilterConfig]:

@@ -31,7 +31,7 @@ class SftDataConfig(Config):
 
 
 class SftConfig(TrainingConfig):
-    PATHS_OF_FILE = ("data.path",)
+    PATHS_OF_FILE = ("data.path", "model.sft")
 
     data: SftDataConfig
     renderer: RendererConfig = Field(default_factory=RendererConfig)

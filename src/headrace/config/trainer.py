@@ -89,5 +89,3 @@ class TrainerConfig(TrainingConfig):
     ref_kl: RefKlConfig = Field(default_factory=RefKlConfig)
     keep_weights: int = Field(2, ge=1)
     """Published versions kept on disk besides those that an engine may still load."""
-    ack_timeout: float = Field(600.0, gt=0)
-    """Seconds to wait for the engine to take a version before the run is declared stuck."""

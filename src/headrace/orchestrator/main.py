@@ -43,8 +43,6 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-START_TIMEOUT = 600.0
-"""Seconds that the engine may take to load its model."""
 
 
 def run(config: OrchestratorConfig, *, run: RunDir, status: Status) -> None:
@@ -66,9 +64,10 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> None:
     run.batches.recover(journal.last_step())
     client = EngineClient(config.client.base_url or run.endpoint, timeout=config.client.timeout)
     try:
-        engines = await wait_for(client.wait_ready(START_TIMEOUT), "an answer", "the inference server", status)
+        ready = client.wait_ready(config.client.start_timeout)
+        engines = await wait_for(ready, "an answer", "the inference server", status)
         _check_engines(config, engines)
-        watcher = WeightWatcher(run.weights, client, status)
+        watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
         await watcher.synchronize()
         sink = TrainSink(
             {env.name: _algorithm(env.algo or config.algo) for env in config.train.env},

@@ -331,7 +331,7 @@ class Orchestrator:
         dropped_rollouts, self._dropped_rollouts = self._dropped_rollouts, []
         values |= {name: float(count) for name, count in self.sink.filter_hits.items()}
         self.sink.filter_hits.clear()
-        values |= self._progress()
+        values |= self._pace() | self._progress()
         totals = msgspec.json.decode(msgspec.json.encode(self.totals), type=type(self.totals))
         kept = {rollout.group_id for rollout in batch.kept}
         shipped = [group.group.draw_id for group in batch.groups if group.group.id in kept]
@@ -353,19 +353,22 @@ class Orchestrator:
             step, values["reward/all/mean"], len(batch.kept), len(batch.rollouts), values["time/step"],
         )  # fmt: skip
 
-    def _progress(self) -> dict[str, float]:
+    def _pace(self) -> dict[str, float]:
+        """How long the step took, and what was sampled meanwhile."""
         now = time.monotonic()
         seconds, self._step_started = now - self._step_started, now
         tokens = self.totals.tokens_sampled - self._tokens_at_step
         self._tokens_at_step = self.totals.tokens_sampled
-        self.totals.seconds = self._seconds_before + now - self._started
+        return {"perf/sampled_tokens_per_second": tokens / max(seconds, 1e-9), "time/step": seconds}
+
+    def _progress(self) -> dict[str, float]:
+        """Counts over the whole run, restarts included."""
+        self.totals.seconds = self._seconds_before + time.monotonic() - self._started
         return {
             "progress/rollouts": self.totals.rollouts,
             "progress/tokens_sampled": self.totals.tokens_sampled,
             "progress/seconds": self.totals.seconds,
             **{f"progress/dropped/{reason}": count for reason, count in self.totals.dropped.items()},
-            "perf/sampled_tokens_per_second": tokens / max(seconds, 1e-9),
-            "time/step": seconds,
         }
 
     def _report_empty(self, batch: ReadyBatch) -> None:
@@ -450,14 +453,16 @@ class Orchestrator:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.dispatcher.close()
-        self._progress()
         await self._on_disk(self._commit_at_end)
         self._disk.shutdown()
 
     def _commit_at_end(self) -> None:
+        """What was dropped since the last step, and the totals with it."""
         self.journal.drop(self._new_draws, self._dropped_draws)
-        if self.next_step > 1 and not self._shipping:
-            self.journal.save_totals(self.next_step - 1, self.totals)
+        step = self.journal.last_step()
+        if step:
+            self.metrics.log(step, self._progress())
+            self.journal.save_totals(step, self.totals)
         self._mark_trained()
 
 

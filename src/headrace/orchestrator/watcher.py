@@ -25,8 +25,9 @@ class WeightWatcher:
         weights: WeightStore,
         client: EngineClient,
         status: Status,
+        *,
+        deadline: float,
         poll: float = 0.02,
-        deadline: float = 600.0,
     ) -> None:
         self.version = Version(0, 0)
         self._weights = weights
