@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from headrace.config.base import ConfigError, _sections_of, dump, load, validate
+from headrace.config.base import ConfigError, dump, load, sections_of, validate
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from tests.config.run_files import MINIMAL, load_text, minimal, run
@@ -117,7 +117,7 @@ def test_a_section_that_differs_from_an_unset_shared_key_is_refused_at_once_or_c
 def sections(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield kind
     for name in kind.model_fields:
-        for child in _sections_of(kind, name):
+        for child in sections_of(kind, name):
             yield from sections(child)
 
 

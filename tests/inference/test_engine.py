@@ -78,6 +78,20 @@ def test_prompts_longer_than_a_forward_are_taken_in_chunks(model: Any, monkeypat
         assert_like_plain(request, model)
 
 
+@pytest.mark.parametrize("budget", [8192, 12])
+def test_prompts_of_different_lengths_are_scored_together(
+    model: Any, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", budget)
+    engine = Engine(model, max_model_len=64)
+    rng = random.Random(5)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    requests = [engine.submit(random_prompt(rng, length), params) for length in (1, 2, 3, 11)]
+    run_all(engine)
+    for request in requests:
+        assert_like_plain(request, model)
+
+
 def test_repeated_prompts_share_their_prefill_and_nothing_else(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=8)
     prompt = random_prompt(random.Random(2), 20)

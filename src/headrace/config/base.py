@@ -26,6 +26,8 @@ class Config(BaseModel):
 
     PATHS_OF_FILE: ClassVar[tuple[str, ...]] = ()
     """Dotted keys that hold a path relative to the file they are written in."""
+    FILLED_FROM: ClassVar[dict[str, str]] = {}
+    """Dotted keys that take another key's value where they have none of their own."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -48,8 +50,7 @@ def validate(kind: type[T], tree: Tree, where: str) -> tuple[T, list[str]]:
     try:
         return kind.model_validate(tree), notices
     except ValidationError as error:
-        lines = [f"{where}: {_explain(kind, problem)}" for problem in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in _problems(kind, error))) from error
 
 
 def dump(config: Config) -> str:
@@ -104,9 +105,10 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
 def parse_value(text: str) -> Any:
     """A TOML value where it is one (numbers, booleans, lists, quoted strings), else the text itself."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
 
 
 def put(tree: Tree, path: list[str], value: Any) -> None:
@@ -129,9 +131,28 @@ def put(tree: Tree, path: list[str], value: Any) -> None:
             node = node[index] if isinstance(node, list) else node.setdefault(index, {})
 
 
-def _explain(kind: type[BaseModel], problem: Any) -> str:
+def _problems(kind: type[Config], error: ValidationError) -> list[str]:
+    """Every problem once, under the key that the user wrote."""
+    found: dict[tuple[str, str], str] = {}
+    for problem in error.errors():
+        location = _written_key(kind, problem)
+        name = ".".join(str(part) for part in location)
+        origins = [f"{s}{name.removeprefix(t)}" for t, s in kind.FILLED_FROM.items() if f"{name}.".startswith(f"{t}.")]
+        if not any((origin, problem["type"]) in found for origin in origins):
+            found[name, problem["type"]] = _explain(kind, problem, location)
+    return list(found.values())
+
+
+def _written_key(kind: type[BaseModel], problem: Any) -> list[Any]:
+    """The location without what pydantic adds for unions: their tags and the names of their types."""
+    *parents, last = problem["loc"] or [None]
+    unknown = problem["type"] == "extra_forbidden"
+    names = {part for path in _paths(kind) for part in path}
+    return [p for p in parents if isinstance(p, int) or p in names] + ([last] if unknown or last in names else [])
+
+
+def _explain(kind: type[BaseModel], problem: Any, location: list[Any]) -> str:
     """One validation problem in words that name the key and, for an unknown one, the nearest known."""
-    location = [part for part in problem["loc"] if not _is_union_tag(kind, part)]
     name = ".".join(str(part) for part in location) or "configuration"
     if problem["type"] == "extra_forbidden":
         close = _nearest(kind, location)
@@ -140,15 +161,6 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "value_error":
         return f"{name}: {message}" if location else message
     return f"{name}: {message} (got {problem['input']!r})"
-
-
-def _is_union_tag(kind: type[BaseModel], part: Any) -> bool:
-    """Pydantic puts the tag of a discriminated union into the location; users never wrote it."""
-    return isinstance(part, str) and part in UNION_TAGS
-
-
-UNION_TAGS: set[str] = set()
-"""Tags of the discriminated unions in the tree; sections that define such a union add theirs."""
 
 
 def _nearest(kind: type[BaseModel], location: list[Any]) -> str | None:
@@ -169,7 +181,7 @@ def _fields_at(kind: type[BaseModel], path: list[str]) -> list[str]:
     sections = [kind]
     for part in path:
         sections = [
-            child for section in sections if part in section.model_fields for child in _sections_of(section, part)
+            child for section in sections if part in section.model_fields for child in sections_of(section, part)
         ]
     return [name for section in sections for name in section.model_fields]
 
@@ -177,11 +189,11 @@ def _fields_at(kind: type[BaseModel], path: list[str]) -> list[str]:
 def _paths(kind: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
     for name in kind.model_fields:
         yield (*prefix, name)
-        for child in _sections_of(kind, name):
+        for child in sections_of(kind, name):
             yield from _paths(child, (*prefix, name))
 
 
-def _sections_of(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:
+def sections_of(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:
     """The section types that a field may hold, looking through lists, options and unions."""
     found: list[type[BaseModel]] = []
     pending: list[Any] = [kind.model_fields[name].annotation]

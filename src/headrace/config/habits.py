@@ -20,7 +20,6 @@ HABITS: dict[str, str] = {
 """Keys without a counterpart: one notice says what makes them unnecessary, and they are ignored."""
 
 
-
 OTHER_NAMES: dict[str, str] = {
     "learning_rate": "lr",
     "rollouts_per_example": "group_size",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from headrace.config.base import UNION_TAGS, Config
+from headrace.config.base import Config
 from headrace.config.model import ModelConfig, RendererConfig, SamplingConfig
 
 
@@ -41,7 +41,6 @@ class ZeroAdvantageConfig(Config):
     enforce: bool = False
 
 
-UNION_TAGS.update({"gibberish", "repetition", "zero_advantage"})
 FilterConfig = Annotated[GibberishConfig | RepetitionConfig | ZeroAdvantageConfig, Field(discriminator="type")]
 
 
@@ -77,8 +76,11 @@ class EvalEnvConfig(EnvConfig):
     group_size: int | None = Field(None, ge=1)
 
 
+DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.over(SamplingConfig(temperature=1.0)))]
+
+
 class TrainConfig(Config):
-    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(temperature=1.0))
+    sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
     env: list[TrainEnvConfig] = Field(default_factory=list)
 
 
@@ -88,7 +90,7 @@ class EvalConfig(Config):
     """Tasks per evaluation; unset: all of them."""
     group_size: int = Field(1, ge=1)
     """Episodes per task: k in avg@k and pass@k."""
-    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(temperature=1.0))
+    sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
     eval_base_model: bool = True
     skip_eval_on_resume: bool = True
     env: list[EvalEnvConfig] = Field(default_factory=list)
@@ -126,7 +128,7 @@ class OrchestratorConfig(Config):
     token_batch_size: int | None = Field(None, ge=1)
     """Tokens per step, instead of `batch_size`."""
     group_size: int = Field(8, ge=1)
-    max_inflight_rollouts: int | Literal["auto"] = "auto"
+    max_inflight_rollouts: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Episodes at once, train and eval together; `auto`: what the engines run at once, and half as many in line."""
     tasks_per_minute: float | None = Field(None, gt=0)
     max_off_policy_steps: int = Field(8, ge=0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from headrace.config.base import Config
+from headrace.config.base import Config, sections_of
 from headrace.config.inference import InferenceConfig
 from headrace.config.model import ModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
@@ -21,7 +21,8 @@ SHARED: dict[str, tuple[str, ...]] = {
     "seed": ("trainer.seed", "orchestrator.seed", "inference.seed"),
     "orchestrator.renderer": ("inference.renderer",),
 }
-"""Keys that fill others. An equal value there is accepted, a different one is refused."""
+"""Keys that fill others. An equal value there is accepted, a different one is refused, unless the shared value is only
+the default: then each section may have its own."""
 
 
 class WandbConfig(Config):
@@ -48,6 +49,7 @@ class LaunchConfig(Config):
 
 class RunConfig(Config):
     PATHS_OF_FILE = ("model.sft",)
+    FILLED_FROM = {target: source for source, targets in SHARED.items() for target in targets}  # noqa: RUF012
 
     output_dir: Path
     max_steps: int | None = Field(None, ge=1)
@@ -105,5 +107,13 @@ def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> Non
             _fill(tree, [*path, name], inner, f"{source}.{name}")
     elif key not in node:
         node[key] = value
-    elif str(node[key]) != str(value):
+    elif str(node[key]) != str(value) and not _is_default(source, value):
         raise ValueError(f"{'.'.join(path)} is {node[key]!r}, but {source} is {value!r}: give one, or the same twice")
+
+
+def _is_default(key: str, value: Any) -> bool:
+    *parents, name = key.split(".")
+    section: type[BaseModel] = RunConfig
+    for parent in parents:
+        section = sections_of(section, parent)[0]
+    return name in section.model_fields and section.model_fields[name].default == value

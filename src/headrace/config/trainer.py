@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from headrace.config.base import UNION_TAGS, Config
+from headrace.config.base import Config
 from headrace.config.model import ModelConfig
 
 
@@ -17,8 +17,8 @@ class AdamWConfig(Config):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float | None = Field(1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Gradients are scaled down to this norm; 0: never."""
 
 
 class SchedulerConfig(Config):
@@ -49,8 +49,13 @@ class IpoLossConfig(Config):
     kl_tau: float = Field(1e-3, ge=0)
 
 
-UNION_TAGS.update({"default", "ipo"})
-LossConfig = Annotated[DefaultLossConfig | IpoLossConfig, Field(discriminator="type")]
+def _loss_type(value: Any) -> str:
+    return str(value.get("type", "default") if isinstance(value, dict) else value.type)
+
+
+LossConfig = Annotated[
+    Annotated[DefaultLossConfig, Tag("default")] | Annotated[IpoLossConfig, Tag("ipo")], Discriminator(_loss_type)
+]
 
 
 class RefKlConfig(Config):

@@ -65,7 +65,7 @@ class Request:
             self.stop_ids |= frozenset(eos_token_ids)
         self.random = shared_random if params.seed is None else random.Random(params.seed)
         self.prompt_hash = hash((cache_salt, *token_ids))
-        self.cache_salt = cache_salt
+        """Requests of one prompt, and one salt, find each other by it."""
         self.logprobs: list[float] = []
         self.prompt_logprobs: list[float] | None = None if params.prompt_logprobs is None else [0.0]
         self.row = -1
@@ -82,11 +82,7 @@ class Request:
 
     def repeats_prompt_of(self, other: Request) -> bool:
         """Whether the keys and values of this prompt are also the beginning of the other's."""
-        return (
-            self.prompt_length == other.prompt_length
-            and self.cache_salt == other.cache_salt
-            and self.tokens == other.tokens[: other.prompt_length]
-        )
+        return self.tokens == other.tokens[: other.prompt_length]
 
     def sampled_by(self, version: Version) -> None:
         """From here on, tokens come from these weights."""

@@ -117,7 +117,10 @@ def read_batch(path: str) -> Batch:
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise SchemaError(f"{path} is not a readable batch file: {error}") from error
-    return _assemble(header, columns)
+    try:
+        return _assemble(header, columns)
+    except KeyError as error:
+        raise SchemaError(f"{path} is not a whole batch: it has no column {error}") from error
 
 
 def _assemble(header: _Header, columns: dict[str, np.ndarray]) -> Batch:

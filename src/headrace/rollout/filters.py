@@ -6,7 +6,9 @@ import math
 
 import numpy as np
 
-from headrace.rollout.types import Rollout
+from headrace.rollout.types import Rollout, Sample
+
+_OTHER_COMPONENTS = ("ce_weights", "ref_kl_weights")
 
 
 def is_gibberish(rollout: Rollout, vocab_size: int, token_id_threshold: int, logprob_offset: float) -> bool:
@@ -30,7 +32,12 @@ def is_repetitive(rollout: Rollout, window: int, prob_threshold: float) -> bool:
 
 def has_no_advantage(rollout: Rollout) -> bool:
     """The rollout has rl credit and all of it is zero. Rollouts trained by other components never match."""
-    credited = [s for s in rollout.samples if "advantages" in s.streams]
-    if not credited or any(np.any(s.streams.get("ce_weights", np.zeros(1)) != 0) for s in rollout.samples):
+    if any(np.any(s.streams[name]) for s in rollout.samples for name in _OTHER_COMPONENTS if name in s.streams):
         return False
-    return not any(np.any(s.streams["advantages"][s.mask] != 0) for s in credited)
+    credit = [s.streams["advantages"][_in_rl_loss(s)] for s in rollout.samples if "advantages" in s.streams]
+    return any(len(values) for values in credit) and not any(np.any(values) for values in credit)
+
+
+def _in_rl_loss(sample: Sample) -> np.ndarray:
+    weights = sample.streams.get("rl_weights")
+    return sample.mask if weights is None else sample.mask & (weights != 0)

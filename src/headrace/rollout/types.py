@@ -94,18 +94,22 @@ class Sample(msgspec.Struct):
         """Raise unless every per-token array is aligned with `token_ids`."""
         named = {"mask": self.mask, "logprobs": self.logprobs, "versions": self.versions, **self.streams}
         for name, values in named.items():
-            if values.shape != self.token_ids.shape:
-                raise ValueError(
-                    f"sample stream {name!r} has shape {values.shape}, but the sample has {len(self)} tokens: "
-                    "every stream must have one value per token"
-                )
+            self._check_aligned(name, values)
         if not 0 <= self.prompt_length <= len(self):
             raise ValueError(f"prompt_length {self.prompt_length} is outside a sample of {len(self)} tokens")
 
+    def _check_aligned(self, name: str, values: np.ndarray) -> None:
+        if values.shape != self.token_ids.shape:
+            raise ValueError(
+                f"sample stream {name!r} has shape {values.shape}, but the sample has {len(self)} tokens: "
+                "every stream must have one value per token"
+            )
+
     def set_stream(self, name: str, values: np.ndarray | list[float]) -> None:
         """Attach a per-token stream, refusing one of another length."""
-        self.streams[name] = np.asarray(values, KNOWN_STREAMS.get(name, np.dtype(np.float32)))
-        self.check()
+        stream = np.asarray(values, KNOWN_STREAMS.get(name))
+        self._check_aligned(name, stream)
+        self.streams[name] = stream
 
     def truncated(self, length: int) -> Sample:
         """The first `length` tokens, every stream alike."""

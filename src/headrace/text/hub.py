@@ -19,11 +19,16 @@ def model_directory(name: str) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelNotFound(f"model {name!r}: no such directory")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ModelNotFound(
             f"model {name!r} is neither a local directory nor reachable on the hub: {type(error).__name__}: {error}"
         ) from error

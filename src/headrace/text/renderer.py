@@ -2,7 +2,7 @@
 
 A hand-written family can bridge turns exactly and says which token belongs to which message; the model's own template
 can do neither. `auto` takes the family of the model's architecture, but only if it reproduces the model's own template
-on a probe conversation: a renderer that is unfaithful to the template would train on tokens the model never sees.
+on probe conversations: a renderer that is unfaithful to the template would train on tokens the model never sees.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from renderers import config_from_name, create_renderer
 from renderers.base import Renderer
 
@@ -20,12 +21,13 @@ from headrace.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "llama": "llama-3", "gpt_oss": "gpt-oss"}
-_PROBE = [
+_ASKED = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Say hello."},
     {"role": "assistant", "content": "Hello."},
     {"role": "user", "content": "Again?"},
 ]
+_ANSWERED = [*_ASKED, {"role": "assistant", "content": "Hello again."}]
 
 
 def make_renderer(
@@ -52,7 +54,7 @@ def _config(name: str, options: dict[str, Any]) -> Any:
     except ValueError as error:
         raise ValueError(f"renderer.name = {name!r}: {error}") from error
     unknown = [key for key in options if key not in type(base).model_fields]
-    if unknown:
+    if unknown and name != "default":  # the default renderer hands on to the template what it does not know
         raise ValueError(f"renderer {name!r} has no option {', '.join(unknown)}; remove it from the renderer section")
     return type(base)(name=name, **options) if options else base
 
@@ -65,13 +67,16 @@ def _family(directory: Path, tokenizer: Tokenizer) -> str:
     if family is None:
         return "default"
     try:
-        rendered = create_renderer(tokenizer, config_from_name(family)).render_ids(_PROBE, add_generation_prompt=True)
-    except (AssertionError, KeyError, ValueError) as error:  # special tokens of the family are missing
+        renderer = create_renderer(tokenizer, config_from_name(family))
+        faithful = tokenizer.chat_template is None or all(
+            renderer.render_ids(messages, add_generation_prompt=prompt)
+            == tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
+            for messages, prompt in ((_ASKED, True), (_ANSWERED, False))
+        )
+    except (AssertionError, KeyError, ValueError, TemplateError) as error:
+        # The family's special tokens are missing, or the template refuses such a conversation.
         log.info("renderer %s does not fit %s (%s); using the model's own chat template", family, directory, error)
         return "default"
-    if tokenizer.chat_template is not None and rendered != tokenizer.apply_chat_template(
-        _PROBE, add_generation_prompt=True
-    ):
+    if not faithful:
         log.info("renderer %s differs from the chat template of %s; using the template", family, directory)
-        return "default"
-    return family
+    return family if faithful else "default"

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
@@ -31,12 +35,16 @@ class Tokenizer:
                 "(save it there with AutoTokenizer.from_pretrained(...).save_pretrained)"
             )
         self.name_or_path = str(directory)
-        self.backend = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more precise
+            raise TokenizerError(f"{file} cannot be read as a tokenizer: {error}") from error
         settings = _read_json(root / "tokenizer_config.json")
         self.chat_template = _chat_template(root, settings)
         self.eos_token: str | None = _token_text(settings.get("eos_token"))
         self.bos_token: str | None = _token_text(settings.get("bos_token"))
         self.unk_token: str | None = _token_text(settings.get("unk_token"))
+        self.pad_token: str | None = _token_text(settings.get("pad_token"))
         self.vocab_size: int = self.backend.get_vocab_size()
         self._compiled: jinja2.Template | None = None
 
@@ -96,6 +104,7 @@ class Tokenizer:
             bos_token=self.bos_token or "",
             eos_token=self.eos_token or "",
             unk_token=self.unk_token or "",
+            pad_token=self.pad_token or "",
             **kwargs,
         )
         if not tokenize:
@@ -111,10 +120,11 @@ class Tokenizer:
                     "tokenizer_config.json"
                 )
             environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
             )
             environment.filters["tojson"] = _to_json
             environment.globals["raise_exception"] = _raise_exception
+            environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
             self._compiled = environment.from_string(self.chat_template)
         return self._compiled
 
@@ -141,9 +151,19 @@ def _token_text(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """transformers' `tojson`: unlike jinja2's own, it does not escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text in some templates; for rendering it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise_exception(message: str) -> None:

@@ -51,7 +51,7 @@ class Learner:
             weight_decay=optim.weight_decay,
             betas=optim.betas,
             eps=optim.eps,
-            max_grad_norm=optim.max_grad_norm,
+            max_grad_norm=optim.max_grad_norm or None,
         )
         self.state = TrainState()
         if start is not None:

@@ -25,14 +25,22 @@ ACKNOWLEDGED = "acknowledged.json"
 class WeightsMarker(msgspec.Struct):
     """The completion marker of a published version."""
 
-    schema: int
     incarnation: int
     step: int
     checksum: str
+    schema: int = SCHEMA
 
     @property
     def version(self) -> Version:
         return Version(self.incarnation, self.step)
+
+
+class Acknowledgement(msgspec.Struct):
+    """What the watcher writes once every engine samples from a version."""
+
+    incarnation: int
+    step: int
+    schema: int = SCHEMA
 
 
 class WeightStore:
@@ -50,11 +58,17 @@ class WeightStore:
         draft = self.directory / f".v-{version}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        write(draft)
-        marker = WeightsMarker(SCHEMA, version.incarnation, version.step, checksum(draft))
-        write_atomically(draft / MARKER, msgspec.json.encode(marker))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(draft, final)
+        try:
+            write(draft)
+            marker = WeightsMarker(version.incarnation, version.step, checksum(draft))
+            write_atomically(draft / MARKER, msgspec.json.encode(marker))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(draft, final)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        # The tensors are not fsynced: after a power loss the trainer publishes its checkpoint's version anew, and an
+        # engine refuses files that do not match the marker's checksum.
         sync_directory(self.directory)
         return marker
 
@@ -71,11 +85,15 @@ class WeightStore:
 
     def acknowledge(self, version: Version) -> None:
         """Record that every engine samples from `version`: called by the watcher alone."""
-        write_atomically(self.directory / ACKNOWLEDGED, msgspec.json.encode(version))
+        content = msgspec.json.encode(Acknowledgement(version.incarnation, version.step))
+        write_atomically(self.directory / ACKNOWLEDGED, content)
 
     def acknowledged(self) -> Version | None:
         path = self.directory / ACKNOWLEDGED
-        return msgspec.json.decode(path.read_bytes(), type=Version) if path.exists() else None
+        if not path.exists():
+            return None
+        found = decode_versioned(path.read_bytes(), Acknowledgement, str(path))
+        return Version(found.incarnation, found.step)
 
     def retire(self, keep_last: int) -> None:
         """Delete versions that every engine has moved past, keeping the newest few."""

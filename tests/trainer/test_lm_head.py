@@ -1,0 +1,65 @@
+"""Logprob, entropy and gradients from hidden states equal the plain computation, whatever the chunk."""
+
+import pytest
+import torch
+
+from headrace.trainer.lm_head import label_logprobs
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor):
+    logits = hidden @ weight.t() / temperatures[:, None]
+    log_softmax = logits.log_softmax(-1)
+    return log_softmax.gather(-1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def inputs(tokens: int = 23, size: int = 7, vocabulary: int = 31):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, size, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocabulary, size, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,), generator=generator)
+    temperatures = 0.5 + torch.rand(tokens, generator=generator, dtype=torch.float64)
+    return hidden, weight, labels, temperatures
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 23, 1000])
+def test_values_and_gradients_equal_the_plain_computation(chunk: int):
+    hidden, weight, labels, temperatures = inputs()
+    direction = torch.randn(23, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected, expected_entropy = plain(hidden, weight, labels, temperatures)
+    wanted = torch.autograd.grad((expected * direction).sum(), (hidden, weight))
+    logprobs, entropy = label_logprobs(hidden, weight, labels, temperatures, chunk)
+    given = torch.autograd.grad((logprobs * direction).sum(), (hidden, weight))
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    torch.testing.assert_close(given, wanted)
+
+
+def test_gradient_passes_numerical_differentiation():
+    hidden, weight, labels, temperatures = inputs(tokens=6, size=3, vocabulary=5)
+    assert torch.autograd.gradcheck(lambda h, w: label_logprobs(h, w, labels, temperatures, 4)[0], (hidden, weight))
+
+
+def test_entropy_has_no_gradient_and_uniform_logits_give_log_of_the_vocabulary():
+    weight = torch.zeros(8, 4, requires_grad=True)
+    logprobs, entropy = label_logprobs(torch.ones(2, 4), weight, torch.tensor([0, 7]), torch.ones(2), 1)
+    assert not entropy.requires_grad
+    torch.testing.assert_close(entropy, torch.full((2,), 8.0).log())
+    torch.testing.assert_close(logprobs.detach(), -torch.full((2,), 8.0).log())
+
+
+def test_narrow_hidden_states_are_scored_in_float32_and_keep_the_weights_gradient():
+    weight = torch.randn(16, 4, requires_grad=True)
+    hidden = torch.randn(5, 4).to(torch.bfloat16).requires_grad_()
+    logprobs, _ = label_logprobs(hidden, weight, torch.arange(5), torch.ones(5), 2)
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert hidden.grad.dtype == torch.bfloat16
+    assert weight.grad.dtype == torch.float32
+
+
+def test_no_tokens_at_all_still_run_backward():
+    weight = torch.randn(16, 4, requires_grad=True)
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    logprobs, _ = label_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), torch.ones(0), 8)
+    logprobs.sum().backward()
+    assert weight.grad.abs().sum() == 0

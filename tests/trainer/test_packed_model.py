@@ -1,0 +1,127 @@
+"""A packed row gives each sequence what it would get alone, and models that would break this are refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, MistralConfig
+
+from headrace.config.model import ModelConfig
+from headrace.trainer.attention import UnsupportedModel
+from headrace.trainer.lm_head import label_logprobs
+from headrace.trainer.model import PackedModel, initial_model
+from headrace.trainer.row import make_row
+from tests.trainer.training_samples import ARCHITECTURES, SIZES, write_random_model
+
+CPU = torch.device("cpu")
+
+
+def mixed_sequences() -> list[np.ndarray]:
+    """Short, long, alone, twice the same, and groups that share a little or most of their tokens."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 96, 20)
+    groups = [np.concatenate([prompt, rng.integers(0, 96, n)]) for n in (1, 3, 3, 9, 30)]
+    alone = [rng.integers(0, 96, n) for n in (1, 2, 7, 40, 100)]
+    return [*groups, *alone, groups[1], prompt[:11]]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_logprobs_are_those_of_each_sequence_alone(name: str, tmp_path: Path):
+    directory = write_random_model(tmp_path, ARCHITECTURES[name])
+    packed, plain = PackedModel(directory, CPU), AutoModelForCausalLM.from_pretrained(directory).eval()
+    sequences = mixed_sequences()
+    row = make_row([sequence[:-1] if len(sequence) > 1 else sequence for sequence in sequences], CPU)
+    assert row.token_ids.shape[1] < sum(map(len, sequences)) - 80  # prefixes are shared
+    hidden = packed.hidden(row)
+    for sequence, places in zip(sequences, row.places, strict=True):
+        if len(sequence) == 1:
+            continue
+        labels = torch.from_numpy(sequence[1:])
+        given, _ = label_logprobs(hidden[places], packed.head, labels, torch.ones(len(labels)), 8)
+        logits = plain(torch.from_numpy(sequence)[None]).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_sequences_that_share_a_prefix_add_up(tmp_path: Path, checkpointing: bool):
+    directory = write_random_model(tmp_path, ARCHITECTURES["qwen3"])
+    packed = PackedModel(directory, CPU, activation_checkpointing=checkpointing)
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    sequences = mixed_sequences()
+    row = make_row(sequences, CPU)
+    hidden = packed.hidden(row)
+    direction = torch.randn(hidden.shape[1])
+    sum((hidden[places] @ direction).sum() for places in row.places).backward()
+    sum((plain.model(torch.from_numpy(s)[None]).last_hidden_state @ direction).sum() for s in sequences).backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in packed.named_parameters().items():
+        scale = float(expected[name].grad.abs().max())
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4 * scale, rtol=1e-4)
+
+
+def test_saved_model_is_a_hugging_face_directory_with_the_same_tensors(tiny_model: Path, tmp_path: Path):
+    model = PackedModel(tiny_model, CPU)
+    model.save_for_engine(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in tiny_model.iterdir()}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tiny_model).state_dict().items():
+        assert torch.equal(theirs[name], tensor)
+
+
+def test_saved_model_can_be_narrower_and_says_so_in_its_configuration(tiny_model: Path, tmp_path: Path):
+    PackedModel(tiny_model, CPU).save(tmp_path, torch.bfloat16)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_completion_marker_of_a_published_model_is_not_copied_along(tiny_model: Path, tmp_path: Path):
+    source = tmp_path / "published"
+    PackedModel(tiny_model, CPU).save_for_engine(source)
+    (source / "COMPLETE.json").write_text("{}")
+    PackedModel(source, CPU).save_for_engine(tmp_path / "out")
+    assert not (tmp_path / "out" / "COMPLETE.json").exists()
+
+
+def test_missing_tensors_are_an_error_that_names_them(tiny_model: Path, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    PackedModel(tiny_model, CPU).save_for_engine(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"lacks the tensors model\.norm\.weight"):
+        PackedModel(tmp_path, CPU)
+
+
+def test_sliding_window_is_refused_only_for_longer_sequences(tmp_path: Path):
+    config = MistralConfig(sliding_window=16, **SIZES)
+    model = PackedModel(write_random_model(tmp_path, config), CPU)
+    model.hidden(make_row([np.arange(16)], CPU))
+    with pytest.raises(UnsupportedModel, match="last 16 tokens only, but a sequence has 17"):
+        model.hidden(make_row([np.arange(17)], CPU))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma2Config(head_dim=12, **SIZES), "final_logit_softcapping"),
+        (Gemma2Config(head_dim=12, final_logit_softcapping=None, **SIZES), "attn_logit_softcapping"),
+        (GraniteConfig(logits_scaling=8.0, **SIZES), "other logits for packed sequences"),
+    ],
+)
+def test_architectures_that_compute_something_else_are_refused_at_load(tmp_path: Path, config: object, message: str):
+    with pytest.raises(UnsupportedModel, match=message):
+        PackedModel(write_random_model(tmp_path, config), CPU)
+
+
+def test_multimodal_models_are_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}')
+    with pytest.raises(UnsupportedModel, match="multimodal"):
+        PackedModel(tmp_path, CPU)
+
+
+def test_initial_model_comes_from_a_name_or_a_recipe(tiny_model: Path):
+    assert initial_model(ModelConfig(name=str(tiny_model))) == tiny_model
+    with pytest.raises(ValueError, match="give name"):
+        initial_model(ModelConfig())
