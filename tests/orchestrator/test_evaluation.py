@@ -61,4 +61,3 @@ def test_avg_and_pass_at_k_count_tasks_and_episodes():
     assert result.metrics["eval/heldout/pass@2"] == 0.5
     assert result.metrics["eval/heldout/errors"] == 0.25
     assert (result.metrics["eval/heldout/version/min"], result.metrics["eval/heldout/version/max"]) == (0, 1)
-    assert sink.open_groups == 0

@@ -67,10 +67,6 @@ class EvalSink:
     def __init__(self) -> None:
         self._epoch_of: dict[str, _Epoch] = {}
 
-    @property
-    def open_groups(self) -> int:
-        return len(self._epoch_of)
-
     def open(self, env: EvalEnv, version: int, groups: Sequence[Group]) -> None:
         epoch = _Epoch(env, version, len(groups))
         self._epoch_of.update({group.id: epoch for group in groups})

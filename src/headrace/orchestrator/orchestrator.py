@@ -108,6 +108,8 @@ class Orchestrator:
         self.totals = journal.totals()
         self._version = watcher.version
         self._shipping = False
+        self._scoring_rollouts = 0
+        """Of groups whose credit is being computed, or has been and waits in the queue."""
         self._final_eval_queued = False
         self._new_draws: list[Draw] = []
         self._dropped_draws: dict[int, str] = {}
@@ -150,7 +152,8 @@ class Orchestrator:
             self.next_step > self.settings.max_steps
             and not self._shipping
             and self._final_eval_queued
-            and self.eval_sink.open_groups == 0
+            and self.scheduler.open_groups == 0
+            and self._scoring_rollouts == 0
         )
 
     async def _next_event(self) -> Event:
@@ -164,7 +167,7 @@ class Orchestrator:
             return "rollouts", "the inference server"
         if self._shipping:
             return f"batch {self.next_step - 1}", "the disk"
-        if self.sink.scoring_rollouts:
+        if self._scoring_rollouts:
             return "credit", "the algorithm"
         return f"weights after step {min(self.next_step - 1, self.settings.max_steps)}", "the trainer"
 
@@ -178,8 +181,6 @@ class Orchestrator:
                 self._on_version(event)
             case _Shipped():
                 self._shipping = False
-                if self.next_step > self.settings.max_steps:
-                    self._give_up_all_training_work("max_steps")
             case _Wake():
                 self._wake_planned = False
             case _Failure():
@@ -197,7 +198,7 @@ class Orchestrator:
         batches = max(0, last - self.next_step + 1)
         if batches == 0 or self._rate_limited():
             return 0
-        wanted = batches * self._rollouts_per_batch() - self.sink.ready_rollouts - self.sink.scoring_rollouts
+        wanted = batches * self._rollouts_per_batch() - self.sink.ready_rollouts - self._scoring_rollouts
         return max(0, wanted)
 
     def _rollouts_per_batch(self) -> int:
@@ -261,15 +262,20 @@ class Orchestrator:
                 )
 
     def _score(self, group: Group) -> None:
+        self._scoring_rollouts += group.size
+
         async def score() -> None:
             self.events.put_nowait(await self.sink.process_group(group))
 
         self._spawn(score())
 
     def _on_scored(self, scored: ScoredGroup) -> None:
+        self._scoring_rollouts -= scored.group.size
         self._drop(scored.dropped)
         if not scored.rollouts:
             self._dropped_draws[scored.group.draw_id] = scored.reason
+        elif self.next_step > self.settings.max_steps:  # its credit came too late
+            self._drop_groups(self.sink.drop_ready(lambda group: True), "max_steps")
 
     def _on_version(self, version: Version) -> None:
         self._version = version
@@ -315,7 +321,9 @@ class Orchestrator:
         self.next_step += 1
         self._shipping = True
         self._spawn(self._ship(step, batch))
-        if self.settings.max_async_level == 0:
+        if step == self.settings.max_steps:
+            self._give_up_all_training_work("max_steps")
+        elif self.settings.max_async_level == 0:
             self._give_up_all_training_work("on_policy")
 
     def _is_full(self, rollouts: int, tokens: int) -> bool:

@@ -67,6 +67,11 @@ class Scheduler:
         return self.max_inflight - len(self._inflight)
 
     @property
+    def open_groups(self) -> int:
+        """Groups, of training and evaluation, with an episode in flight or still to start."""
+        return len(self._groups)
+
+    @property
     def queued_evals(self) -> int:
         return len(self._eval_queue)
 

@@ -74,8 +74,6 @@ class TrainSink:
         self._ready: list[ScoredGroup] = []
         self.filter_hits: dict[str, int] = {}
         """Matches of every filter since the last batch, enforced or not, as `pre_filters/NAME` and `filters/NAME`."""
-        self.scoring_rollouts = 0
-        """Rollouts of groups whose credit is being computed."""
 
     @property
     def ready_rollouts(self) -> int:
@@ -100,15 +98,11 @@ class TrainSink:
     async def process_group(self, group: Group) -> ScoredGroup:
         """The group is complete: drop errors, credit the survivors among themselves, apply pre-batch filters."""
         rollouts = self._arrived.pop(group.id, [])
-        self.scoring_rollouts += group.size
-        try:
-            dropped = [(rollout, rollout.error.reason) for rollout in rollouts if rollout.error is not None]
-            alive = [rollout for rollout in rollouts if rollout.error is None and rollout.trainable]
-            if alive:
-                await self._algorithms[group.task.env].score_group([RolloutView(rollout) for rollout in alive])
-            kept, filtered = self._apply(self._pre_filters, alive, "pre_filters")
-        finally:
-            self.scoring_rollouts -= group.size
+        dropped = [(rollout, rollout.error.reason) for rollout in rollouts if rollout.error is not None]
+        alive = [rollout for rollout in rollouts if rollout.error is None and rollout.trainable]
+        if alive:
+            await self._algorithms[group.task.env].score_group([RolloutView(rollout) for rollout in alive])
+        kept, filtered = self._apply(self._pre_filters, alive, "pre_filters")
         dropped += filtered
         scored = ScoredGroup(group, kept, dropped)
         if not kept:
