@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from headrace.inference.loading import (
     max_model_len,
     refuse_unsupported,
 )
+from headrace.rollout.version import Version
+from tests.inference.plain_forward import plain_logprobs
 
 SIZES = {
     "vocab_size": 97,
@@ -43,6 +46,16 @@ def test_a_loaded_model_passes_its_check_and_is_ready(model_directory: Path) -> 
     assert not engine.has_work
     assert engine.tokens_sampled == 0
     assert model.dtype == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+
+
+def test_a_loaded_model_computes_what_was_saved_and_takes_updates(
+    model_directory: Path, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
+) -> None:
+    tokens = list(range(20, 40))
+    model = load_model(model_directory, "float32").cpu()
+    torch.testing.assert_close(plain_logprobs(model, tokens), plain_logprobs(make_model(0), tokens), atol=1e-5, rtol=0)
+    Engine(model, max_model_len=64).update_weights(publish(make_model(1), Version(0, 1)), Version(0, 1))
+    torch.testing.assert_close(plain_logprobs(model, tokens), plain_logprobs(make_model(1), tokens), atol=1e-5, rtol=0)
 
 
 def test_chunked_attention_is_refused_by_name() -> None:

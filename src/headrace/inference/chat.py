@@ -83,6 +83,8 @@ class Chat:
         for index, message in enumerate(body.messages):
             if not isinstance(message.get("role"), str):
                 raise InvalidRequest(f"messages[{index}].role is missing")
+            if not isinstance(message.get("content"), str | list | None):
+                raise InvalidRequest(f"messages[{index}].content must be text or a list of parts")
         messages: Any = [{**message, "content": message.get("content") or ""} for message in body.messages]
         tools: Any = body.tools
         try:
@@ -102,7 +104,7 @@ class Chat:
                 top_k=-1 if body.top_k is None else body.top_k,
                 max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
                 seed=None if body.seed is None else body.seed + index,
-                stop_token_ids=[*self._stop_ids, *(body.stop_token_ids or [])],
+                stop_token_ids=[*([] if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])],
                 ignore_eos=body.ignore_eos,
             )
             for index in range(count)

@@ -295,19 +295,20 @@ class Engine:
     @contextmanager
     def _isolated(self, requests: list[Request]) -> Iterator[None]:
         """An exception costs these requests an error, and the engine nothing."""
-        requests = list(requests)
+        concerned = set(requests)
         try:
             yield
         except Exception as error:
-            log.exception("a step failed; its %d requests end with an error", len(requests))
-            unfinished = [request for request in requests if not request.future.done()]
-            if len(unfinished) == len(self.running):
+            log.exception("a step failed; its %d requests end with an error", len(concerned))
+            rows = [request.row for request in self.running if request in concerned]
+            if len(rows) == len(self.running):
                 self.running.clear()
                 self._cache.release()  # running out of memory is the likeliest cause
             else:
-                self._remove([request.row for request in unfinished])
-            for request in unfinished:
-                request.fail(EngineError(f"the engine's step failed: {type(error).__name__}: {error}"))
+                self._remove(rows)
+            for request in concerned:
+                if not request.future.done():
+                    request.fail(EngineError(f"the engine's step failed: {type(error).__name__}: {error}"))
 
 
 def alike_in_length(requests: Iterable[Request]) -> Iterator[list[Request]]:
