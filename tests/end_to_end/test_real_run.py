@@ -1,0 +1,151 @@
+"""Whole runs of three real processes: to the end, interrupted, resumed, and with something broken."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.observe.metrics import read_metrics
+from headrace.orchestrator.journal import Journal
+from headrace.transport.run_dir import RunDir
+from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def steps_of(run: RunDir, process: str, key: str) -> list[int]:
+    return [record["step"] for record in read_metrics(run.metrics) if record["process"] == process and key in record]
+
+
+def draws_trained_once(run: RunDir) -> bool:
+    """Every draw is in one state, nothing is left open, and what shipped is covered by the final checkpoint."""
+    states = Journal(run.journal).states()
+    return states.get("drawn", 0) == 0 and states.get("shipped", 0) == 0 and states["trained"] > 0
+
+
+def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_path: Path, tiny_model: Path):
+    process = start("rl", write_run_file(tmp_path, tiny_model))
+    run = RunDir(tmp_path / "run")
+    wait_until(lambda: "reward" in run.metrics.read_text() if run.metrics.exists() else False, "the first step")
+    orchestrator = processes_of(run.root)["orchestrator"]
+    if sys.platform == "linux":
+        assert "torch" not in Path(f"/proc/{orchestrator}/maps").read_text()
+        resident = next(
+            line for line in Path(f"/proc/{orchestrator}/status").read_text().splitlines() if "VmHWM" in line
+        )
+        assert int(resident.split()[1]) < 300 * 1024
+    code, output = finish(process)
+    assert code == 0, output
+    assert steps_of(run, "trainer", "loss") == [1, 2, 3]
+    assert steps_of(run, "orchestrator", "reward/all/mean") == [1, 2, 3]
+    assert {0, 3} <= set(steps_of(run, "orchestrator", "eval/letters/avg@1"))
+    assert draws_trained_once(run)
+
+    code, output = headrace("summary", run.root, "--json")
+    summary = json.loads(output)
+    wanted = {
+        "steps",
+        "reward_start",
+        "reward_end",
+        "seconds",
+        "rollouts",
+        "tokens_sampled",
+        "tokens_trained",
+        "dropped",
+    }
+    assert wanted <= summary.keys()
+    assert summary["steps"] == 3
+    assert summary["rollouts"] >= 48
+    for path in (run.summary, run.plot, run.config, run.logs / "trainer.log", run.rollouts / "step-00000003.parquet"):
+        assert path.is_file(), path
+
+    load = "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; M.from_pretrained(sys.argv[1]); T.from_pretrained(sys.argv[1])"  # noqa: E501
+    subprocess.run([sys.executable, "-c", load, run.final_model], check=True, timeout=120)
+
+
+def test_a_finished_run_resumed_with_more_steps_continues_where_it_ended(tmp_path: Path, tiny_model: Path):
+    file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
+    assert headrace("rl", file, "--max_steps", 2)[0] == 0
+    code, output = headrace("rl", file, "--max_steps", 4, "--resume")
+    assert code == 0, output
+    assert steps_of(run, "trainer", "loss") == [1, 2, 3, 4]
+    assert draws_trained_once(run)
+
+
+def test_a_killed_trainer_ends_the_run_by_name_and_a_resume_loses_nothing(tmp_path: Path, tiny_model: Path):
+    file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
+    process = start("rl", file, "--max_steps", 4, "--trainer.ckpt.interval", 100)
+    wait_until(lambda: "loss" in run.metrics.read_text() if run.metrics.exists() else False, "the first training step")
+    os.kill(processes_of(run.root)["trainer"], signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 1
+    assert "trainer" in output
+    assert "SIGKILL" in output
+    assert not processes_of(run.root)
+    code, output = headrace("rl", file, "--max_steps", 4, "--trainer.ckpt.interval", 100, "--resume")
+    assert code == 0, output
+    assert steps_of(run, "trainer", "loss")[-4:] == [1, 2, 3, 4]  # no checkpoint yet: the batches were trained again
+    assert sorted(set(steps_of(run, "orchestrator", "reward/all/mean"))) == [1, 2, 3, 4]
+    assert draws_trained_once(run)
+
+
+@pytest.mark.parametrize("moment", ["while models load", "between steps", "while the last step is saved"])
+def test_sigterm_ends_everything_in_order_and_says_how_to_go_on(moment: str, tmp_path: Path, tiny_model: Path):
+    file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
+    process = start("rl", file, *(("--max_steps", 1000) if moment == "between steps" else ()))
+    if moment == "while models load":
+        wait_until(lambda: len(processes_of(run.root)) == 3, "three processes")
+    elif moment == "between steps":
+        wait_until(lambda: run.metrics.exists() and "loss" in run.metrics.read_text(), "the first training step")
+    else:
+        wait_until(lambda: run.weights.path(run_version(3)).exists(), "the last weights")
+    children = processes_of(run.root)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, 60)
+    assert code in ((143,) if moment != "while the last step is saved" else (0, 143)), output
+    assert "Traceback" not in output
+    if code:
+        assert "--resume" in output
+    assert not [name for name, pid in children.items() if is_alive(pid)]
+    if moment != "between steps":
+        code, output = headrace("rl", file, "--resume")
+        assert code == 0, output
+        assert draws_trained_once(run)
+
+
+def run_version(step: int):
+    from headrace.rollout.version import Version
+
+    return Version(0, step)
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path):
+    file = write_run_file(tmp_path, tiny_model)
+    broken = "tests.end_to_end.environments:Broken"
+    code, output = headrace(
+        "rl", file, "--orchestrator.train.env.0.id", broken, "--orchestrator.eval.eval_base_model", "false"
+    )
+    assert code == 1
+    assert "orchestrator" in output
+    assert "KeyError: 'no such column: question'" in output
+    assert not processes_of(tmp_path / "run")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_ends_the_run_with_one_clear_sentence(tmp_path: Path, tiny_model: Path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", small], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not let us mount a file system")
+    try:
+        code, output = headrace("rl", write_run_file(tmp_path, tiny_model, output=small / "run"), "--max_steps", 20)
+        assert code == 1
+        assert "no space left on device" in output
+        assert not processes_of(small / "run")
+    finally:
+        subprocess.run(["umount", small], check=True)
