@@ -96,9 +96,9 @@ def test_special_tokens_are_single_and_only_the_chat_marks_are_hidden_when_decod
         assert tokenizer.decode(ids, skip_special_tokens=True) == ("" if token in SPECIAL_TOKENS else token)
 
 
-def test_model_loads_has_about_a_million_parameters_and_tied_embeddings(tiny_model: Path):
+def test_model_loads_is_small_and_has_tied_embeddings(tiny_model: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert 0.8e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.0e6
+    assert 0.4e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.0e6
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert model.dtype == torch.float32
     assert GenerationConfig.from_pretrained(tiny_model).eos_token_id == [258, 256]

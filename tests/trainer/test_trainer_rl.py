@@ -1,0 +1,174 @@
+"""The trainer of an RL run, with real files on both sides."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from headrace.config.trainer import TrainerConfig
+from headrace.observe.metrics import read_metrics
+from headrace.observe.status import Status
+from headrace.rollout.batch import Batch, BatchSample
+from headrace.rollout.version import Version
+from headrace.trainer import checkpoint, rl
+from headrace.trainer.learner import ResumeError
+from headrace.transport.run_dir import RunDir
+from headrace.transport.weights import checksum, read_marker
+from tests.trainer.training_samples import random_samples
+
+
+@pytest.fixture
+def status(tmp_path: Path) -> Iterator[Status]:
+    status = Status(tmp_path / "status", "trainer")
+    yield status
+    status.close("done")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def settings(run: RunDir, model: Path, max_steps: int, interval: int = 2) -> TrainerConfig:
+    return TrainerConfig.model_validate(
+        {
+            "model": {"name": str(model)},
+            "output_dir": run.root,
+            "max_steps": max_steps,
+            "seq_len": 32,
+            "optim": {"lr": 1e-3},
+            "ckpt": {"interval": interval, "keep_last": 2},
+        }
+    )
+
+
+def ship(run: RunDir, *steps: int) -> None:
+    for step in steps:
+        samples = [BatchSample(sample, f"env{i % 2}", i) for i, sample in enumerate(random_samples(step, 6))]
+        for entry in samples:
+            entry.sample.versions[entry.sample.mask] = max(0, step - 2)
+        announce(run, Batch(step, 0, samples))
+
+
+def announce(run: RunDir, batch: Batch) -> None:
+    run.batches.prepare(batch)
+    run.batches.announce(batch.step)
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def test_trains_every_batch_publishes_each_version_and_leaves_a_model(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1, 2, 3)
+    run.weights.directory.mkdir(parents=True)
+    rl.train(settings(run, tiny_model, max_steps=3), stopped=threading.Event(), status=status)
+    assert run.weights.published() == [Version(0, step) for step in (1, 2, 3)]  # nobody acknowledged: none retired
+    newest = run.weights.path(Version(0, 3))
+    assert read_marker(newest).checksum == checksum(newest)
+    AutoModelForCausalLM.from_pretrained(newest)
+    final, published = tensors(run.final_model), tensors(newest)
+    assert all(torch.equal(final[name], published[name]) for name in final)
+    assert not torch.equal(final["model.norm.weight"], tensors(tiny_model)["model.norm.weight"])
+    assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000002", "step-00000003"]
+    assert run.batches.steps() == []  # covered by the checkpoint of step 3
+
+
+def test_metrics_of_every_step_are_recorded(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1, 2)
+    rl.train(settings(run, tiny_model, max_steps=2), stopped=threading.Event(), status=status)
+    records = list(read_metrics(run.metrics))
+    assert [(record["process"], record["step"]) for record in records] == [("trainer", 1), ("trainer", 2)]
+    wanted = {
+        *("loss", "entropy", "mismatch_kl", "is_masked", "loss/env0", "entropy/env1"),
+        *("optim/lr", "optim/grad_norm", "optim/skipped", "progress/tokens_trained", "perf/trained_tokens_per_second"),
+        *("time/step", "time/wait_for_batch", "time/forward_backward", "time/publish"),
+        *("off_policy/staleness/mean", "off_policy/staleness/max"),
+    }
+    assert wanted <= records[0].keys()
+    tokens = [sum(len(sample) for sample in random_samples(step, 6)) for step in (1, 2)]
+    assert [record["progress/tokens_trained"] for record in records] == [tokens[0], sum(tokens)]
+    assert [record["off_policy/staleness/max"] for record in records] == [0, 1]
+    assert status.current.gauges["step"] == 2
+
+
+def test_restart_repeats_lost_steps_under_a_new_incarnation(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1, 2, 3)
+    rl.train(settings(run, tiny_model, max_steps=3, interval=2), stopped=threading.Event(), status=status)
+    straight = tensors(run.final_model)
+    # As if it had been killed after publishing step 3 and before its checkpoint.
+    shutil.rmtree(run.checkpoints / "step-00000003")
+    ship(run, 2, 3)
+    rl.train(settings(run, tiny_model, max_steps=3), resume="latest", stopped=threading.Event(), status=status)
+    assert run.weights.published()[-2:] == [Version(1, 2), Version(1, 3)]
+    resumed = tensors(run.final_model)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+    assert checkpoint.read_state(run.checkpoints / "step-00000003").incarnation == 1
+    assert run.batches.steps() == []
+
+
+def test_restart_before_the_first_checkpoint_starts_over_under_a_new_incarnation(
+    run: RunDir, tiny_model: Path, status: Status
+):
+    stopped = threading.Event()
+    ship(run, 1)
+    thread = threading.Thread(
+        target=rl.train,
+        args=[settings(run, tiny_model, max_steps=5, interval=5)],
+        kwargs={"stopped": stopped, "status": status},
+    )
+    thread.start()
+    while Version(0, 1) not in run.weights.published():
+        assert thread.is_alive()
+    stopped.set()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert run.batches.steps() == [1]  # not covered by a checkpoint: kept
+    stopped.set()
+    rl.train(settings(run, tiny_model, max_steps=5), resume="latest", stopped=stopped, status=status)
+    assert run.weights.latest() == Version(1, 0)
+
+
+def test_stop_while_training_leaves_nothing_half_done(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1)
+    stopped = threading.Event()
+    stopped.set()  # seen before the first micro-batch
+    rl.train(settings(run, tiny_model, max_steps=1), stopped=stopped, status=status)
+    assert run.weights.published() == []
+    assert not run.final_model.exists()
+    assert run.batches.steps() == [1]
+
+
+def test_acknowledged_versions_are_retired(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1, 2, 3, 4)
+    run.weights.acknowledge(Version(0, 9))
+    rl.train(settings(run, tiny_model, max_steps=4), stopped=threading.Event(), status=status)
+    assert run.weights.published() == [Version(0, 3), Version(0, 4)]
+
+
+def test_a_used_directory_is_not_started_over_by_accident(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1)
+    rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+    with pytest.raises(ResumeError, match="already has checkpoints"):
+        rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(ResumeError, match="already has published weights"):
+        rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+
+
+def test_a_broken_batch_is_skipped_by_the_optimizer_and_counted(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1)
+    batch = run.batches.read(1)
+    advantages = batch.samples[0].sample.streams["advantages"].copy()
+    advantages[-1] = float("nan")
+    batch.samples[0].sample.streams["advantages"] = advantages
+    announce(run, batch)
+    rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+    final, initial = tensors(run.final_model), tensors(tiny_model)
+    assert all(torch.equal(final[name], initial[name]) for name in initial)
+    assert [record["optim/skipped"] for record in read_metrics(run.metrics)] == [1]
