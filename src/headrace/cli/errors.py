@@ -1,7 +1,4 @@
-"""Which failures are explained in a sentence instead of a traceback.
-
-Types are matched by name: looking one up must not import the module that defines it, and with it torch.
-"""
+"""Which failures are explained in a sentence instead of a traceback: our own, and a few of the operating system."""
 
 from __future__ import annotations
 
@@ -9,28 +6,9 @@ import errno
 from collections.abc import Iterator
 from typing import NamedTuple
 
-BAD_INPUT, FAILED = 2, 1
+from headrace.errors import BadInput, Failure
 
-EXPLAINED: dict[str, int] = {
-    "headrace.config.base.ConfigError": BAD_INPUT,
-    "headrace.environments.registry.EnvironmentNotFound": BAD_INPUT,
-    "headrace.inference.client.EngineCallError": FAILED,
-    "headrace.inference.loading.UnsupportedModel": BAD_INPUT,
-    "headrace.inference.server.CannotListen": FAILED,
-    "headrace.inference.weights.WeightsError": FAILED,
-    "headrace.launch.errors.BadRequest": BAD_INPUT,
-    "headrace.launch.errors.LaunchError": FAILED,
-    "headrace.observe.monitors.MonitorError": BAD_INPUT,
-    "headrace.observe.status.WaitTimeout": FAILED,
-    "headrace.observe.summary.NoRun": BAD_INPUT,
-    "headrace.orchestrator.orchestrator.RunFailed": FAILED,
-    "headrace.rollout.batch.SchemaError": FAILED,
-    "headrace.text.hub.ModelNotFound": BAD_INPUT,
-    "headrace.text.tokenizer.TokenizerError": BAD_INPUT,
-    "headrace.trainer.attention.UnsupportedModel": BAD_INPUT,
-    "headrace.trainer.learner.ResumeError": BAD_INPUT,
-}
-"""Exceptions whose message is complete, with the exit code they lead to."""
+BAD_INPUT, FAILED = 2, 1
 
 EXPLAINED_ERRNOS = frozenset({errno.EACCES, errno.EADDRINUSE, errno.ENOTDIR, errno.EPERM, errno.EROFS})
 """Errors of the operating system that say enough with the path at fault."""
@@ -53,9 +31,8 @@ def explain(error: BaseException) -> Explanation | None:
         place = f" ({', '.join(dict.fromkeys(where))})" if where else ""
         advice = "free some and try again; a run that had begun continues with --resume"
         return Explanation(f"no space left on device{place}: {advice}", FAILED)
-    for kind in type(error).__mro__:
-        if (code := EXPLAINED.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
-            return Explanation(str(error), code)
+    if isinstance(error, Failure):
+        return Explanation(str(error), BAD_INPUT if isinstance(error, BadInput) else FAILED)
     if isinstance(error, OSError) and error.errno in EXPLAINED_ERRNOS:
         return Explanation(f"{error.strerror}{f': {error.filename}' if error.filename else ''}", FAILED)
     return None

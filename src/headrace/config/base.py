@@ -12,12 +12,13 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.config.habits import OTHER_NAMES, fold_habits
+from headrace.errors import BadInput
 
 Tree = dict[str, Any]
 T = TypeVar("T", bound="Config")
 
 
-class ConfigError(Exception):
+class ConfigError(BadInput):
     """The configuration cannot be used. The message is complete: print it and stop."""
 
 

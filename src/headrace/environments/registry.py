@@ -7,11 +7,12 @@ import importlib
 from typing import Any
 
 from headrace.environments.base import Environment
+from headrace.errors import BadInput
 
 SHIPPED = {"reverse-text": "headrace.environments.reverse_text:ReverseText"}
 
 
-class EnvironmentNotFound(Exception):
+class EnvironmentNotFound(BadInput):
     """No environment has this id. The message lists what there is."""
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from headrace.errors import Failure
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     ErrorResponse,
@@ -38,7 +39,7 @@ LONGEST_RETRY = 2.0
 HEALTH_TIMEOUT = 5.0
 
 
-class EngineCallError(Exception):
+class EngineCallError(Failure):
     """A call to an engine that gave no result. Subclasses say what to do about it."""
 
 

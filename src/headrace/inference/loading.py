@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from headrace.errors import BadInput
 from headrace.inference.engine import Engine
 from headrace.inference.kv_cache import ATTENTION
 from headrace.inference.request import EngineError
@@ -26,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Mean difference of logprobs above which a model is refused: rounding stays far below, a wrong mask far above."""
 
 
-class UnsupportedModel(Exception):
+class UnsupportedModel(BadInput):
     """The embedded engine cannot sample this model. The message says why."""
 
 

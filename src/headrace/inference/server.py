@@ -16,6 +16,7 @@ import uvicorn
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
+from headrace.errors import Failure
 from headrace.inference.app import App
 from headrace.inference.chat import Chat
 from headrace.inference.engine import Engine
@@ -35,7 +36,7 @@ KEEP_ALIVE = 120
 GAUGE_INTERVAL = 1.0
 
 
-class CannotListen(Exception):
+class CannotListen(Failure):
     """The address is not to be had. The message is complete: print it and stop."""
 
 

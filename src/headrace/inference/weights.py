@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headrace.errors import Failure
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights import checksum, read_marker
@@ -23,7 +24,7 @@ NAMED = 3
 """How many tensors an error message names."""
 
 
-class WeightsError(Exception):
+class WeightsError(Failure):
     """The directory cannot become the engine's weights. The model is as it was."""
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.errors import BadInput, Failure
 
-class LaunchError(Exception):
+
+class LaunchError(Failure):
     """The message is complete: print it and stop."""
 
 
-class BadRequest(LaunchError):
+class BadRequest(BadInput, LaunchError):
     """What was asked for cannot be done; nothing has been started or changed."""
 
 

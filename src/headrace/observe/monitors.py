@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from headrace.config.base import read_toml
 from headrace.config.run import TensorboardConfig, WandbConfig
+from headrace.errors import BadInput
 from headrace.observe.history import Record, Tail
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
@@ -30,7 +31,7 @@ INTERVAL = 2.0
 NOT_METRICS = frozenset({"step", "time", "process"})
 
 
-class MonitorError(Exception):
+class MonitorError(BadInput):
     """A monitor cannot be used. The message says what to do about it."""
 
 

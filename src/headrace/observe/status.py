@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.errors import Failure
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ FIRST_NOTICE = 60.0
 """Seconds of waiting after which it is said."""
 
 
-class WaitTimeout(Exception):
+class WaitTimeout(Failure):
     """A wait passed its deadline. The message names what was awaited from whom."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import BadInput
 from headrace.observe.history import Curve, History, Tail
 from headrace.observe.plot import reward_chart
 from headrace.transport.files import write_atomically
@@ -32,7 +33,7 @@ class Summary(msgspec.Struct):
     dropped: dict[str, int]
 
 
-class NoRun(Exception):
+class NoRun(BadInput):
     """The directory holds no metrics. The message says what was looked for."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import Failure
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.dispatcher import Arrival, Dispatcher, EpisodeRunner
@@ -36,7 +37,7 @@ from headrace.transport.run_dir import RunDir
 log = logging.getLogger(__name__)
 
 
-class RunFailed(Exception):
+class RunFailed(Failure):
     """The run cannot go on. The message names the cause."""
 
 

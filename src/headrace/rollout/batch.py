@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from headrace.errors import Failure
 from headrace.rollout.types import Sample
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -23,7 +24,7 @@ _STREAM = "stream."
 _PRESENT = "present."
 
 
-class SchemaError(ValueError):
+class SchemaError(Failure):
     """A file or message that this version of Headrace must not interpret."""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.errors import BadInput
 
-class ModelNotFound(Exception):
+
+class ModelNotFound(BadInput):
     """No such model. The message says where it was looked for."""
 
 

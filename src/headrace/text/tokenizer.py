@@ -18,8 +18,10 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
+from headrace.errors import BadInput
 
-class TokenizerError(Exception):
+
+class TokenizerError(BadInput):
     """The model directory has no usable tokenizer. The message says what is missing."""
 
 

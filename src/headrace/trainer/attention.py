@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from headrace.errors import BadInput
 from headrace.trainer.row import Block, Layout
 
 NAME = "headrace_packed"
 
 
-class UnsupportedModel(Exception):
+class UnsupportedModel(BadInput):
     """The model computes something that packed training would get wrong. The message says what."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.config.trainer import TrainingConfig
+from headrace.errors import BadInput
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
@@ -25,7 +26,7 @@ ACTIVATION_BUDGET = 1 << 30
 MOST_TOKENS = 16384
 
 
-class ResumeError(Exception):
+class ResumeError(BadInput):
     """The run cannot start as asked. The message says what is in the way."""
 
 

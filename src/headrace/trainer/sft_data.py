@@ -17,12 +17,13 @@ from renderers import build_training_sample
 from renderers.base import Renderer
 
 from headrace.environments.base import Environment
+from headrace.errors import BadInput
 from headrace.rollout.types import NOT_SAMPLED, Message, Sample
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
-class DataError(Exception):
+class DataError(BadInput):
     """A row that cannot be trained on. The message names the file and the line."""
 
 

@@ -77,7 +77,7 @@ def _tokenizer_config() -> dict[str, Any]:
 
 
 def _model_config(eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
-    """Few layers, many heads and a wide initialisation: of the shapes tried, what learns to copy and reverse soonest."""
+    """Few layers, many heads and a wide initialisation: of what was tried, the soonest to copy and reverse."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
