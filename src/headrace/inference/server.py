@@ -1,4 +1,4 @@
-"""`headrace inference`: load a model, listen, say where, end cleanly when told to."""
+"""`headrace serve`: load a model, listen, say where, end cleanly when told to."""
 
 from __future__ import annotations
 
