@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.trainer.tiny import MARKUP_TOKENS, SPECIAL_TOKENS, tiny_model_directory, write_tiny_model
+from headrace.trainer.tiny import MARKUP_TOKENS, SPECIAL_TOKENS, write_tiny_model
 
 WEATHER = {
     "type": "function",
@@ -96,9 +96,9 @@ def test_special_tokens_are_single_and_only_the_chat_marks_are_hidden_when_decod
         assert tokenizer.decode(ids, skip_special_tokens=True) == ("" if token in SPECIAL_TOKENS else token)
 
 
-def test_model_loads_is_small_and_has_tied_embeddings(tiny_model: Path):
+def test_model_loads_has_just_under_a_million_parameters_and_tied_embeddings(tiny_model: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert 0.4e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.0e6
+    assert 0.7e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.0e6
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert model.dtype == torch.float32
     assert GenerationConfig.from_pretrained(tiny_model).eos_token_id == [258, 256]
@@ -115,13 +115,3 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_other_weights(tiny_mode
         same = (tiny_model / name).read_bytes()
         assert (tmp_path / "again" / name).read_bytes() == same
         assert ((tmp_path / "other" / name).read_bytes() == same) == (name != "model.safetensors")
-
-
-def test_cached_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    directory = tiny_model_directory()
-    written = (directory / "model.safetensors").stat().st_mtime_ns
-    assert directory.is_relative_to(tmp_path)
-    assert tiny_model_directory() == directory
-    assert (directory / "model.safetensors").stat().st_mtime_ns == written
-    assert [path.name for path in directory.parent.iterdir()] == [directory.name]

@@ -60,7 +60,7 @@ def make_supervisor(
 
 def rl_processes(config: RunConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
     """The three processes in the order they start: what others wait for comes first, and stops last."""
-    half = config.launch.threads or max(1, cores() // 2)
+    half = config.launch.threads or half_the_cores()
     trainer = ["trainer", str(run.root), *(["--resume"] if resume else [])]
     return [
         ProcessSpec("inference", _headrace("serve", str(run.root)), threads(half), service=True),
@@ -71,16 +71,17 @@ def rl_processes(config: RunConfig, run: RunDir, resume: bool) -> list[ProcessSp
 
 def sft_process(run: RunDir, resume: bool) -> ProcessSpec:
     arguments = ["trainer", str(run.root), *(["--resume"] if resume else [])]
-    return ProcessSpec("trainer", _headrace(*arguments), threads(cores()))
+    return ProcessSpec("trainer", _headrace(*arguments), threads(half_the_cores()))
 
 
 def _headrace(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "headrace", *arguments]
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def half_the_cores() -> int:
+    """Threads for a process that computes: threads spin for each other, so that one core busy elsewhere stalls all."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // 2)
 
 
 def threads(count: int) -> dict[str, str]:

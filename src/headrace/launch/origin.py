@@ -27,6 +27,8 @@ from headrace.text.hub import model_directory
 from headrace.transport.run_dir import RunDir
 
 TINY_SEED = 0
+TINY_RECIPE = 2
+"""Grows when `trainer/tiny.py` writes something else, so that a cached model of the older recipe is left alone."""
 
 
 def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
@@ -34,7 +36,7 @@ def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
     if model.sft is not None:
         return str(_trained(model.sft, trail))
     if model.init is not None:
-        return str(_cached(_digest(f"{model.init} {TINY_SEED}"), f"{model.init} model", _write_tiny))
+        return str(_cached(_digest(f"{model.init} {TINY_RECIPE} {TINY_SEED}"), f"{model.init} model", _write_tiny))
     if model.name is not None:
         return str(model_directory(model.name).absolute())
     raise ConfigError("model: say where the model comes from: set model.name, model.init or model.sft")

@@ -23,7 +23,6 @@ from headrace.text.hub import model_directory
 from headrace.trainer import attention
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.row import Row, make_row
-from headrace.trainer.tiny import tiny_model_directory
 
 _NOT_COMPUTED_HERE = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
 _COPIED_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
@@ -32,10 +31,8 @@ _NOT_COPIED = ("COMPLETE.json", "*.index.json")
 
 def initial_model(config: ModelConfig) -> Path:
     """The directory of the model that a configuration names."""
-    if config.init == "tiny":
-        return tiny_model_directory()
     if config.name is None:
-        raise ValueError("model: give name (a directory or a hub name) or init here; sft is trained by its own command")
+        raise ValueError("model.name is not set: the launcher turns model.init and model.sft into a directory")
     return model_directory(config.name)
 
 

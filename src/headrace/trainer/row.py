@@ -96,6 +96,9 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 
 def _layout(spans: list[_Span], size: int, device: torch.device) -> Layout:
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
     asking = [span for span in spans if span.own]
     whole = [span for span in asking if 2 * span.own > span.length]
     tails = [span for span in asking if 2 * span.own <= span.length]
@@ -106,18 +109,17 @@ def _layout(spans: list[_Span], size: int, device: torch.device) -> Layout:
         keys = _padded([span.places for span in similar])
         _answer(outputs, similar, counted, keys.shape[1], [span.shared for span in similar])
         counted += keys.size
-        index = torch.from_numpy(keys).to(device)
+        index = on_device(keys)
         blocks.append(Block(index, index, None))
     for similar in (b for a in _similar(tails, lambda span: span.length) for b in _similar(a, lambda span: span.own)):
         keys = _padded([span.places for span in similar])
         queries = _padded([span.places[span.shared :] for span in similar])
         _answer(outputs, similar, counted, queries.shape[1], [0] * len(similar))
         counted += queries.size
-        first = np.array([span.shared for span in similar])[:, None, None]
-        visible = np.arange(keys.shape[1]) <= first + np.arange(queries.shape[1])[None, :, None]
-        to = [torch.from_numpy(array).to(device) for array in (queries, keys, visible[:, None])]
-        blocks.append(Block(*to))
-    return Layout(blocks, torch.from_numpy(outputs).to(device), max((span.length for span in spans), default=0))
+        position = np.array([span.shared for span in similar])[:, None] + np.arange(queries.shape[1])
+        visible = np.arange(keys.shape[1]) <= position[:, None, :, None]
+        blocks.append(Block(on_device(queries), on_device(keys), on_device(visible)))
+    return Layout(blocks, on_device(outputs), max((span.length for span in spans), default=0))
 
 
 def _answer(outputs: np.ndarray, spans: list[_Span], start: int, width: int, skipped: list[int]) -> None:

@@ -18,11 +18,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from headrace.config.paths import cache_directory
-from headrace.trainer.directories import write_directory
-
-RECIPE = 1
-"""Grows when the recipe changes, so that a cached model of an older recipe is not taken for this one."""
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -30,14 +25,6 @@ ROLE_TOKENS = ("system", "user", "assistant")
 """The words of the chat format itself: as bytes they would be a third of a short conversation."""
 TEXT_TOKENS = (*MARKUP_TOKENS, *ROLE_TOKENS)
 """One token each, but text all the same: decoding keeps them, as Qwen3 does with its markup."""
-
-
-def tiny_model_directory() -> Path:
-    """The cached tiny model, written on first use."""
-    directory = cache_directory() / "models" / f"tiny-{RECIPE}"
-    if not directory.exists():
-        write_directory(directory, write_tiny_model)
-    return directory
 
 
 def write_tiny_model(directory: Path, seed: int = 0) -> None:
@@ -83,11 +70,11 @@ def _model_config(eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
         "model_type": "qwen3",
         "dtype": "float32",
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": 160,
+        "intermediate_size": 448,
         "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
         "head_dim": 32,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
