@@ -121,7 +121,7 @@ def test_multimodal_models_are_refused(tmp_path: Path):
         PackedModel(tmp_path, CPU)
 
 
-def test_initial_model_comes_from_a_name_or_a_recipe(tiny_model: Path):
+def test_the_initial_model_is_the_directory_that_is_named(tiny_model: Path):
     assert initial_model(ModelConfig(name=str(tiny_model))) == tiny_model
-    with pytest.raises(ValueError, match="give name"):
+    with pytest.raises(ValueError, match=r"model\.name is not set"):
         initial_model(ModelConfig())

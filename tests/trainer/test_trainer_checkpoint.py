@@ -11,12 +11,12 @@ from headrace.rollout.batch import SchemaError
 from headrace.rollout.packing import pack
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import MARKER, TrainState
-from headrace.trainer.directories import write_directory
 from headrace.trainer.learner import ResumeError, starting_point
 from headrace.trainer.loss import default_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import TrainStep
+from headrace.transport.files import write_directory
 from tests.trainer.training_samples import random_samples
 
 CPU = torch.device("cpu")

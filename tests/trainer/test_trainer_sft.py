@@ -48,11 +48,10 @@ def run(config: SftConfig, status: Status, resume: str | None = None) -> Path:
 
 
 def test_training_on_demonstrations_lowers_the_loss_and_leaves_a_model(
-    tmp_path: Path, status: Status, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tiny_model: Path, status: Status, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     with caplog.at_level(logging.INFO):
-        path = run(settings(tmp_path / "out", {"init": "tiny"}, ENV, max_steps=20), status)
+        path = run(settings(tmp_path / "out", {"name": str(tiny_model)}, ENV, max_steps=20), status)
     assert path == tmp_path / "out" / "model"
     AutoModelForCausalLM.from_pretrained(path)
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.rollout.batch import SCHEMA, decode_versioned
-from headrace.trainer.directories import write_directory
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
+from headrace.transport.files import write_directory
 
 MARKER = "COMPLETE.json"
 MODEL = "model"

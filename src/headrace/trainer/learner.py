@@ -15,11 +15,11 @@ from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import TrainState
-from headrace.trainer.directories import write_directory
 from headrace.trainer.loss import Loss
 from headrace.trainer.model import PackedModel, choose_device, compute_dtype, initial_model
 from headrace.trainer.optim import Optimizer, learning_rate_factor
 from headrace.trainer.step import StepResult, TrainStep
+from headrace.transport.files import write_directory
 
 ACTIVATION_BUDGET = 1 << 30
 """Bytes of activations up to which short bins are joined into one forward pass."""

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from headrace.rollout.batch import Batch, encode_batch, read_batch
-from headrace.transport.files import sync_directory, write_atomically
+from headrace.transport.files import sync, write_atomically
 
 
 class BatchStore:
@@ -32,7 +32,7 @@ class BatchStore:
     def announce(self, step: int) -> Path:
         """Let the trainer see a prepared batch."""
         os.replace(self._prepared_path(step), self.path(step))
-        sync_directory(self.directory)
+        sync(self.directory)
         return self.path(step)
 
     def recover(self, committed_through: int) -> None:

@@ -7,7 +7,6 @@ watcher's acknowledgement file tells the trainer which versions nobody will ask 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import msgspec
 
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
-from headrace.transport.files import sync_directory, write_atomically
+from headrace.transport.files import write_atomically, write_directory
 
 MARKER = "COMPLETE.json"
 ACKNOWLEDGED = "acknowledged.json"
@@ -54,23 +53,16 @@ class WeightStore:
 
     def publish(self, version: Version, write: Callable[[Path], None]) -> WeightsMarker:
         """Let `write` fill a directory with a model, then make it visible as `version`, whole or not at all."""
-        final = self.path(version)
-        draft = self.directory / f".v-{version}.tmp"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        try:
+
+        def fill(draft: Path) -> None:
             write(draft)
             marker = WeightsMarker(version.incarnation, version.step, checksum(draft))
-            write_atomically(draft / MARKER, msgspec.json.encode(marker))
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(draft, final)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        # The tensors are not fsynced: after a power loss the trainer publishes its checkpoint's version anew, and an
-        # engine refuses files that do not match the marker's checksum.
-        sync_directory(self.directory)
-        return marker
+            (draft / MARKER).write_bytes(msgspec.json.encode(marker))
+
+        # Not durable: after a power loss the trainer publishes its checkpoint's version anew, and an engine refuses
+        # files that do not match the marker's checksum.
+        write_directory(self.path(version), fill, durable=False)
+        return read_marker(self.path(version))
 
     def published(self) -> list[Version]:
         """Complete versions, oldest first."""
@@ -102,7 +94,8 @@ class WeightStore:
             return
         for version in self.published()[:-keep_last]:
             if version < acknowledged:
-                shutil.rmtree(self.path(version), ignore_errors=True)
+                (self.path(version) / MARKER).unlink()  # first, so that a half-deleted one is not taken for complete
+                shutil.rmtree(self.path(version))
 
 
 def read_marker(directory: Path) -> WeightsMarker:

@@ -1,0 +1,87 @@
+"""What the README shows is true: its commands parse, its files load, its environment runs, its links lead somewhere."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import parse
+from headrace.config.base import validate
+from headrace.config.run import RunConfig
+from headrace.environments.base import Environment, Reply
+from headrace.environments.registry import load_environment
+from headrace.rollout.types import Task, Turn
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
+
+
+def blocks(language: str = "") -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [text for found, text in fenced if found == language]
+
+
+COMMANDS = [
+    line.removeprefix("$ ").split("#")[0].split()[1:]
+    for block in blocks()
+    for line in block.splitlines()
+    if line.removeprefix("$ ").startswith("headrace ")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_is_understood(command: list[str]):
+    assert parse(command).command == command[0]
+
+
+def test_the_commands_of_the_table_exist():
+    for name in re.findall(r"`headrace ([a-z-]+)", README.split("## Commands")[1]):
+        with pytest.raises(SystemExit) as ended:
+            parse([name, "--help"])
+        assert ended.value.code == 0
+
+
+def test_the_dry_run_prints_a_run_file_that_loads(capfd: pytest.CaptureFixture[str]):
+    (command,) = [command for command in COMMANDS if "--dry-run" in command]
+    subprocess.run([sys.executable, "-m", "headrace", *command], cwd=REPOSITORY, check=True)
+    tree = tomllib.loads(capfd.readouterr().out)
+    assert tree["trainer"]["optim"]["lr"] == 1e-4
+    validate(RunConfig, tree, "dry run")
+
+
+def test_the_run_file_loads_and_agrees_with_the_example():
+    (text,) = blocks("toml")
+    shown, _ = validate(RunConfig, tomllib.loads(text), "README")
+    example = tomllib.loads((REPOSITORY / "examples/reverse-text/rl.toml").read_text())
+    for key in ("output_dir", "max_steps", "seq_len"):
+        assert str(getattr(shown, key)) == str(example[key])
+    assert shown.trainer.optim.lr == example["trainer"]["optim"]["lr"]
+    assert shown.orchestrator.batch_size == example["orchestrator"]["batch_size"]
+
+
+async def test_the_environment_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (source,) = blocks("python")
+    (tmp_path / "my_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    environment: Environment = load_environment("my_module:Shout", {})
+
+    class Shouter:
+        async def chat(self, messages):
+            word = messages[-1]["content"].upper()
+            return Reply({"role": "assistant", "content": word}, Turn([1], [2], [0.0], [0], 1.0))
+
+    (rollout,) = await environment.run(Task("shout", environment.tasks()[0]), Shouter())
+    assert rollout.rewards == {"exact": 1.0}
+
+
+def test_make_demo_is_the_command_that_users_run():
+    shown = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    assert "headrace rl examples/reverse-text/rl.toml" in shown
+
+
+def test_every_link_leads_to_a_file():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (REPOSITORY / target).is_file(), target
