@@ -51,7 +51,7 @@ async def test_a_pre_filtered_rollout_takes_no_slot():
     scored = await complete(sink, "g", rollout("g", 1), rollout("g", 1))
     assert scored.reason == "zero_advantage"
     assert sink.ready_rollouts == 0
-    assert sink.filter_hits == {"pre_filters/zero_advantage": 2}
+    assert sink.take_filter_hits() == {"pre_filters/zero_advantage": 2}
 
 
 async def test_a_post_filtered_rollout_keeps_its_slot_and_is_not_shipped():
@@ -68,7 +68,7 @@ async def test_a_filter_that_is_not_enforced_only_counts():
     sink = make_sink(pre=[Filter("zero_advantage", has_no_advantage, enforce=False)])
     await complete(sink, "g", rollout("g", 1), rollout("g", 1))
     assert sink.ready_rollouts == 2
-    assert sink.filter_hits == {"pre_filters/zero_advantage": 2}
+    assert sink.take_filter_hits() == {"pre_filters/zero_advantage": 2}
 
 
 async def test_a_batch_takes_the_oldest_whole_groups_and_leaves_the_rest():

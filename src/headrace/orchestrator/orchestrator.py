@@ -22,7 +22,8 @@ from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.dispatcher import Arrival, Dispatcher, EpisodeRunner
 from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.evaluation import EvalSink, EvalSource
-from headrace.orchestrator.journal import Draw, Journal
+from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.ledger import Ledger, progress
 from headrace.orchestrator.periodic import log_periodically
 from headrace.orchestrator.scheduler import Kind, Scheduler
 from headrace.orchestrator.source import TrainSource
@@ -106,22 +107,17 @@ class Orchestrator:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(runners, self.events.put_nowait)
         self.next_step = journal.last_step() + 1
-        self.totals = journal.totals()
+        self.ledger = Ledger(journal.totals())
         self._version = watcher.version
         self._shipping = False
         self._scoring_rollouts = 0
         """Of groups whose credit is being computed, or has been and waits in the queue."""
         self._final_eval_queued = False
-        self._new_draws: list[Draw] = []
-        self._dropped_draws: dict[int, str] = {}
-        self._dropped_rollouts: list[tuple[Rollout, str]] = []
         self._failures_in_a_row = 0
         self._empty_batches = 0
         self._tasks_opened = 0
         self._wake_planned = False
-        self._started = self._step_started = time.monotonic()
-        self._seconds_before = self.totals.seconds
-        self._tokens_at_step = self.totals.tokens_sampled
+        self._started = time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
         # One thread: the journal's connection is used by one caller at a time, in order.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
@@ -225,7 +221,7 @@ class Orchestrator:
 
     def _open_group(self) -> Group:
         draw, task = self.source.draw()
-        self._new_draws.append(draw)
+        self.ledger.draw(draw)
         self._tasks_opened += 1
         size = self.settings.group_sizes[task.env]
         return Group(f"{draw.id}-{self._tasks_opened}", task, size, self._version.step, draw.id)
@@ -235,7 +231,7 @@ class Orchestrator:
     def _on_arrival(self, arrival: Arrival) -> None:
         episode, rollouts = arrival.episode, arrival.rollouts
         complete = self.scheduler.arrive(episode)
-        self.totals.tokens_sampled += sum(rollout.completion_tokens for rollout in rollouts)
+        self.ledger.sampled(rollouts, trained=episode.kind is Kind.TRAIN)
         if episode.kind is Kind.EVAL:
             result = self.eval_sink.add(episode.group, rollouts, complete)
             if result is not None:
@@ -243,7 +239,6 @@ class Orchestrator:
                 score = {name.split("/")[-1]: value for name, value in result.metrics.items() if "@" in name}
                 log.info("evaluated %s at version %d: %s", result.env, result.version, _words(score))
             return
-        self.totals.rollouts += len(rollouts)
         for rollout in rollouts:
             self.sink.add(rollout)
             self._watch_failures(rollout)
@@ -272,11 +267,9 @@ class Orchestrator:
 
     def _on_scored(self, scored: ScoredGroup) -> None:
         self._scoring_rollouts -= scored.group.size
-        self._drop(scored.dropped)
-        if not scored.rollouts:
-            self._dropped_draws[scored.group.draw_id] = scored.reason
-        elif self.next_step > self.settings.max_steps:  # its credit came too late
-            self._drop_groups(self.sink.drop_ready(lambda group: True), "max_steps")
+        self.ledger.drop_scored(scored)
+        if self.next_step > self.settings.max_steps:  # its credit came too late
+            self.ledger.drop_groups(self.sink.drop_ready(lambda group: True), "max_steps")
 
     def _on_version(self, version: Version) -> None:
         self._version = version
@@ -306,15 +299,12 @@ class Orchestrator:
             return
         if not may_ship(step, self._version.step, self.settings.max_async_level):
             return
-        self._drop_groups(self.sink.drop_ready(lambda group: self._too_old(group.oldest_version)), "off_policy")
+        aged = self.sink.drop_ready(lambda group: self._too_old(group.oldest_version))
+        self.ledger.drop_groups(aged, "off_policy")
         batch = self.sink.take_batch(self._is_full)
         if batch is None:
             return
-        self._drop(batch.dropped)
-        kept = {rollout.group_id for rollout in batch.kept}
-        for group in batch.groups:
-            if group.group.id not in kept:
-                self._dropped_draws[group.group.draw_id] = batch.dropped_reason(group)
+        self.ledger.drop_filtered(batch)
         if not batch.kept:
             self._report_empty(batch)
             return
@@ -334,26 +324,18 @@ class Orchestrator:
 
     async def _ship(self, step: int, batch: ReadyBatch) -> None:
         await self.sink.process_batch(batch.kept)
-        values = step_metrics(step, batch)
-        drawn, self._new_draws = self._new_draws, []
-        dropped_draws, self._dropped_draws = self._dropped_draws, {}
-        dropped_rollouts, self._dropped_rollouts = self._dropped_rollouts, []
-        values |= {name: float(count) for name, count in self.sink.filter_hits.items()}
-        self.sink.filter_hits.clear()
-        values |= self._pace() | self._progress()
-        totals = msgspec.json.decode(msgspec.json.encode(self.totals), type=type(self.totals))
-        kept = {rollout.group_id for rollout in batch.kept}
-        shipped = [group.group.draw_id for group in batch.groups if group.group.id in kept]
+        entries, hits = self.ledger.take(), self.sink.take_filter_hits()
+        values = step_metrics(step, batch) | hits | self.ledger.pace() | progress(entries.totals)
+        shipped = [group.group.draw_id for group in batch.kept_groups()]
         record = _record(step, self._version.incarnation, batch.kept, shipped)
+        keep_last = self.settings.keep_rollouts
 
         def write() -> None:
             self.run_dir.batches.prepare(record)
-            self.journal.ship(step, drawn, shipped, dropped_draws, totals)
+            self.journal.ship(step, entries.drawn, shipped, entries.dropped_draws, entries.totals)
             self.run_dir.batches.announce(step)
             self.metrics.log(step, values)
-            write_rollouts(
-                self.run_dir.rollouts, step, batch.kept, dropped_rollouts, keep_last=self.settings.keep_rollouts
-            )
+            write_rollouts(self.run_dir.rollouts, step, batch.kept, entries.dropped_rollouts, keep_last)
 
         await self._on_disk(write)
         self.events.put_nowait(_Shipped(step))
@@ -361,24 +343,6 @@ class Orchestrator:
             "step %d shipped: reward %.3f, %d of %d rollouts, %.1f s",
             step, values["reward/all/mean"], len(batch.kept), len(batch.rollouts), values["time/step"],
         )  # fmt: skip
-
-    def _pace(self) -> dict[str, float]:
-        """How long the step took, and what was sampled meanwhile."""
-        now = time.monotonic()
-        seconds, self._step_started = now - self._step_started, now
-        tokens = self.totals.tokens_sampled - self._tokens_at_step
-        self._tokens_at_step = self.totals.tokens_sampled
-        return {"perf/sampled_tokens_per_second": tokens / max(seconds, 1e-9), "time/step": seconds}
-
-    def _progress(self) -> dict[str, float]:
-        """Counts over the whole run, restarts included."""
-        self.totals.seconds = self._seconds_before + time.monotonic() - self._started
-        return {
-            "progress/rollouts": self.totals.rollouts,
-            "progress/tokens_sampled": self.totals.tokens_sampled,
-            "progress/seconds": self.totals.seconds,
-            **{f"progress/dropped/{reason}": count for reason, count in self.totals.dropped.items()},
-        }
 
     def _report_empty(self, batch: ReadyBatch) -> None:
         counts: dict[str, int] = {}
@@ -401,7 +365,7 @@ class Orchestrator:
 
     def _give_up_all_training_work(self, reason: str) -> None:
         self._give_up_training_work(reason, lambda group: True)
-        self._drop_groups(self.sink.drop_ready(lambda group: True), reason)
+        self.ledger.drop_groups(self.sink.drop_ready(lambda group: True), reason)
 
     def _give_up_training_work(self, reason: str, unwanted: Callable[[Group], bool]) -> None:
         """Cancel the open groups that match; their episodes arrive as errors with this reason."""
@@ -410,16 +374,6 @@ class Orchestrator:
             self.dispatcher.cancel(episode, reason)
         for group in finished:
             self._score(group)
-
-    def _drop_groups(self, groups: list[ScoredGroup], reason: str) -> None:
-        for group in groups:
-            self._dropped_draws[group.group.draw_id] = reason
-            self._drop([(rollout, reason) for rollout in group.rollouts])
-
-    def _drop(self, rollouts: list[tuple[Rollout, str]]) -> None:
-        for _, reason in rollouts:
-            self.totals.drop(reason)
-        self._dropped_rollouts = (self._dropped_rollouts + rollouts)[-_DUMPED_DROPS:]
 
     # -- beside the loop ------------------------------------------------------------------------------------------
 
@@ -467,16 +421,15 @@ class Orchestrator:
 
     def _commit_at_end(self) -> None:
         """What was dropped since the last step, and the totals with it."""
-        self.journal.drop(self._new_draws, self._dropped_draws)
+        entries = self.ledger.take()
+        self.journal.drop(entries.drawn, entries.dropped_draws)
         step = self.journal.last_step()
         if step:
-            self.metrics.log(step, self._progress())
-            self.journal.save_totals(step, self.totals)
+            self.metrics.log(step, progress(entries.totals))
+            self.journal.save_totals(step, entries.totals)
         self._mark_trained()
 
 
-_DUMPED_DROPS = 4096
-"""Dropped rollouts that the next step's dump shows at most; all of them are counted."""
 _OUR_CANCELS = frozenset({"off_policy", "on_policy", "max_steps", "cancelled"})
 """Reasons of episodes that we ended ourselves: they say nothing about the environment."""
 

@@ -51,6 +51,16 @@ class ReadyBatch(msgspec.Struct):
         """Every rollout that holds a slot."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
+    def kept_groups(self) -> list[ScoredGroup]:
+        """Groups of which something ships."""
+        kept = {rollout.group_id for rollout in self.kept}
+        return [group for group in self.groups if group.group.id in kept]
+
+    def lost_groups(self) -> list[ScoredGroup]:
+        """Groups of which nothing ships."""
+        kept = {rollout.group_id for rollout in self.kept}
+        return [group for group in self.groups if group.group.id not in kept]
+
     def dropped_reason(self, group: ScoredGroup) -> str:
         """Why a group of which nothing was kept was not."""
         return _commonest(reason for rollout, reason in self.dropped if rollout.group_id == group.group.id)
@@ -72,8 +82,7 @@ class TrainSink:
         self._seq_len = seq_len
         self._arrived: dict[str, list[Rollout]] = {}
         self._ready: list[ScoredGroup] = []
-        self.filter_hits: dict[str, int] = {}
-        """Matches of every filter since the last batch, enforced or not, as `pre_filters/NAME` and `filters/NAME`."""
+        self._filter_hits: dict[str, float] = {}
 
     @property
     def ready_rollouts(self) -> int:
@@ -130,6 +139,11 @@ class TrainSink:
                 return ReadyBatch(groups, kept, dropped)
         return None
 
+    def take_filter_hits(self) -> dict[str, float]:
+        """Matches of each filter since the last call, enforced or not, as `pre_filters/NAME` and `filters/NAME`."""
+        hits, self._filter_hits = self._filter_hits, {}
+        return hits
+
     async def process_batch(self, rollouts: Sequence[Rollout]) -> None:
         """Let each environment's algorithm see its survivors once more, now that calls to other models pay."""
         by_env: dict[str, list[RolloutView]] = {}
@@ -147,7 +161,7 @@ class TrainSink:
             match = next((entry for entry in filters if entry.matches(rollout)), None)
             if match is not None:
                 key = f"{slot}/{match.name}"
-                self.filter_hits[key] = self.filter_hits.get(key, 0) + 1
+                self._filter_hits[key] = self._filter_hits.get(key, 0) + 1
             if match is not None and match.enforce:
                 dropped.append((rollout, match.name))
             else:
