@@ -97,6 +97,11 @@ def test_a_value_where_a_section_belongs_is_refused():
     assert any("trainer" in line for line in problems(trainer=3))
 
 
+def test_running_further_ahead_than_rollouts_may_age_is_refused():
+    line = problem(orchestrator={"max_async_level": 9})
+    assert "max_async_level 9 is above max_off_policy_steps 8" in line
+
+
 def test_a_batch_must_hold_whole_groups():
     assert "batch_size 100 is not divisible by group_size 8" in problem(orchestrator={"batch_size": 100})
     run(orchestrator={"batch_size": 96, "group_size": 12})

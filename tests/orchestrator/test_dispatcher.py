@@ -38,12 +38,13 @@ class Scripted(Environment):
         raise AssertionError(task.data)
 
 
-async def outcome(do: str, timeout: float | None = None, cancel: str | None = None) -> Rollout:
+async def outcome(do: str, timeout: float | None = None, cancel: str | None = None, started: bool = True) -> Rollout:
     arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
     dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), None, timeout)}, arrivals.put_nowait)
     episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": do}), 1, 0, draw_id=7), 0)
     dispatcher.start(episode)
-    await asyncio.sleep(0)
+    if started:
+        await asyncio.sleep(0)
     if cancel is not None:
         dispatcher.cancel(episode, cancel)
     arrival = await asyncio.wait_for(arrivals.get(), 5)
@@ -87,3 +88,32 @@ async def test_a_cancelled_episode_arrives_with_the_reason_of_its_cancellation()
     rollout = await outcome("hang", cancel="off_policy")
     assert rollout.error is not None
     assert rollout.error.reason == "off_policy"
+
+
+async def test_an_episode_cancelled_before_its_first_step_arrives_all_the_same():
+    rollout = await outcome("hang", cancel="off_policy", started=False)
+    assert rollout.error is not None
+    assert rollout.error.reason == "off_policy"
+
+
+async def test_cancelling_an_episode_whose_arrival_is_on_the_way_changes_nothing():
+    arrivals: list[Arrival] = []
+    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), None, None)}, arrivals.append)
+    episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": "succeed"}), 1, 0, draw_id=7), 0)
+    dispatcher.start(episode)
+    await asyncio.sleep(0.01)
+    dispatcher.cancel(episode, "off_policy")
+    await asyncio.sleep(0.01)
+    assert [arrival.rollouts[0].error for arrival in arrivals] == [None]
+
+
+async def test_an_algorithm_that_raises_on_a_rollout_is_named_as_such():
+    async def process(rollout: Rollout) -> None:
+        raise ZeroDivisionError("no tokens")
+
+    arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), None, None, process)}, arrivals.put_nowait)
+    dispatcher.start(Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": "succeed"}), 1, 0, draw_id=7), 0))
+    (rollout,) = (await asyncio.wait_for(arrivals.get(), 5)).rollouts
+    assert rollout.error is not None
+    assert rollout.error.reason == "algorithm"

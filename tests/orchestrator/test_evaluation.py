@@ -18,23 +18,23 @@ def due_versions(source: EvalSource, versions: list[int]) -> list[int]:
 
 
 def test_the_base_model_is_evaluated_then_every_multiple_of_the_interval():
-    assert due_versions(EvalSource([env()], first_version=None), list(range(25))) == [0, 10, 20]
+    assert due_versions(EvalSource([env()], evaluated={}), list(range(25))) == [0, 10, 20]
 
 
 def test_the_base_model_can_be_left_out():
-    assert due_versions(EvalSource([env()], first_version=0), list(range(25))) == [10, 20]
+    assert due_versions(EvalSource([env()], evaluated={"heldout": 0}), list(range(25))) == [10, 20]
 
 
 def test_a_skipped_multiple_fires_once_at_the_first_version_past_it():
-    assert due_versions(EvalSource([env()], first_version=0), [9, 12, 13, 31, 32]) == [12, 31]
+    assert due_versions(EvalSource([env()], evaluated={"heldout": 0}), [9, 12, 13, 31, 32]) == [12, 31]
 
 
 def test_a_resumed_step_is_not_evaluated_again():
-    assert due_versions(EvalSource([env()], first_version=30), [30, 31, 40]) == [40]
+    assert due_versions(EvalSource([env()], evaluated={"heldout": 30}), [30, 31, 40]) == [40]
 
 
 def test_the_last_version_is_evaluated_only_if_it_was_not():
-    source = EvalSource([env()], first_version=0)
+    source = EvalSource([env()], evaluated={"heldout": 0})
     due_versions(source, [10])
     assert source.overdue_at_end(10) == []
     assert [entry.name for entry in source.overdue_at_end(12)] == ["heldout"]
@@ -47,7 +47,7 @@ def rollout(reward: float, versions: list[int]) -> Rollout:
 
 def test_avg_and_pass_at_k_count_tasks_and_episodes():
     entry = env(tasks=2, group_size=2)
-    source, sink = EvalSource([entry], None), EvalSink()
+    source, sink = EvalSource([entry], {}), EvalSink()
     first, second = source.open(entry, 0)
     sink.open(entry, 0, [first, second])
     assert sink.add(first, [rollout(1.0, [0, 0])], False) is None

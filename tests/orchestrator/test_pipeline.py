@@ -1,6 +1,8 @@
 """The whole orchestrator between a stand-in engine (real sockets) and a stand-in trainer (real files)."""
 
 import asyncio
+import errno
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from headrace.observe.status import Status
 from headrace.orchestrator import main
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.orchestrator import RunFailed
-from headrace.rollout.version import staleness
+from headrace.rollout.batch import Batch
+from headrace.rollout.version import Version, staleness
+from headrace.transport.batches import BatchStore
 from headrace.transport.run_dir import RunDir
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 
@@ -47,6 +51,7 @@ class Pipeline:
             },
             **orchestrator,
         }
+        settings = {key: value for key, value in settings.items() if value is not None}
         tree = {
             "output_dir": str(root),
             "max_steps": STEPS,
@@ -64,8 +69,10 @@ class Pipeline:
         try:
             async with self.engine:
                 training = asyncio.create_task(self.trainer.train(first, STEPS))
-                await asyncio.wait_for(main._run(self.config, self.run, status), 60)
-                training.cancel()
+                try:
+                    await asyncio.wait_for(main._run(self.config, self.run, status), 60)
+                finally:
+                    training.cancel()
         finally:
             status.close("ended")
 
@@ -125,6 +132,32 @@ async def test_a_restarted_orchestrator_continues_and_ships_no_step_twice(tmp_pa
     assert len(drawn) == len(set(drawn))
 
 
+async def test_a_batch_that_cannot_be_written_loses_no_draw(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    prepare = BatchStore.prepare
+
+    def full_disk_at_step_3(store: BatchStore, batch: Batch) -> None:
+        if batch.step == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        prepare(store, batch)
+
+    monkeypatch.setattr(BatchStore, "prepare", full_disk_at_step_3)
+    with pytest.raises(OSError, match="No space left"):
+        await pipeline.finish()
+    monkeypatch.undo()
+    second = Pipeline(tmp_path, tiny_model)
+    second.engine.version = pipeline.engine.version
+    await second.finish(first=3)
+    with sqlite3.connect(pipeline.run.journal) as journal:
+        rows = journal.execute("SELECT id, state FROM draws ORDER BY id").fetchall()
+    assert [draw for draw, _ in rows] == list(range(len(rows)))
+    assert "drawn" not in {state for _, state in rows}
+    shipped = [draw for b in (*pipeline.trainer.batches, *second.trainer.batches) for draw in b.draw_ids]
+    assert len(shipped) == len(set(shipped))
+
+
 async def test_a_rewound_trainer_is_followed(tmp_path: Path, tiny_model: Path):
     pipeline = Pipeline(tmp_path, tiny_model)
 
@@ -154,6 +187,50 @@ async def test_a_run_without_signal_ends_after_the_configured_number_of_empty_ba
     # A group's answers are then all alike, and so are its rewards.
     with pytest.raises(RunFailed, match=r"2 batches in a row without a signal.*zero_advantage 16"):
         await pipeline.finish()
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+async def test_batches_by_tokens_fill_up_and_the_run_ends(level: int, tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model, batch_size=None, token_batch_size=500, max_async_level=level)
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+
+
+async def test_environments_with_other_group_sizes_share_batches_at_level_zero(tmp_path: Path, tiny_model: Path):
+    pairs = {"id": "reverse-text", "name": "pairs", "group_size": 2}
+    eights = {"id": "reverse-text", "name": "eights", "group_size": 8}
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [pairs, eights]}, max_async_level=0)
+    await pipeline.finish()
+    assert {entry.env for batch in pipeline.trainer.batches for entry in batch.samples} == {"pairs", "eights"}
+    assert Journal(pipeline.run.journal).states().get("drawn", 0) == 0
+
+
+async def test_an_engine_that_comes_back_with_the_initial_model_gets_the_current_weights(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace.orchestrator.watcher.LOOK_AT_ENGINES", 0.05)
+    pipeline = Pipeline(tmp_path, tiny_model)
+
+    async def train(first: int, last: int) -> None:
+        await StandInTrainer.train(pipeline.trainer, 1, 2)
+        while pipeline.engine.version.step < 2:
+            await asyncio.sleep(0.01)
+        pipeline.engine.version = Version(0, 0)  # restarted
+        while pipeline.engine.version.step < 2:
+            await asyncio.sleep(0.01)
+        await StandInTrainer.train(pipeline.trainer, 3, STEPS)
+
+    pipeline.trainer.train = train  # type: ignore[method-assign]
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+
+
+async def test_a_batch_that_is_gone_is_named_instead_of_awaited(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    await pipeline.finish()
+    pipeline.run.batches.path(2).unlink()
+    with pytest.raises(RunFailed, match=r"step-00000002\.safetensors is gone"):
+        await Pipeline(tmp_path, tiny_model).finish()
 
 
 async def test_rollouts_are_dumped_with_their_credit_and_drop_reason(tmp_path: Path, tiny_model: Path):

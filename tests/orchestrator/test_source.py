@@ -27,7 +27,6 @@ def test_draws_follow_the_weights():
 
 def test_a_resumed_source_draws_what_an_uninterrupted_one_would_have_drawn():
     environments = [tasks("a", 7, 2.0), tasks("b", 3, 1.0)]
-    whole = [TrainSource(environments, seed=5).draw() for _ in range(1)]
     uninterrupted = TrainSource(environments, seed=5)
     whole = [uninterrupted.draw() for _ in range(50)]
     drawn = dict(Counter(draw.env for draw, _ in whole[:20]))
@@ -41,3 +40,11 @@ def test_a_resumed_source_draws_what_an_uninterrupted_one_would_have_drawn():
 def test_an_environment_without_tasks_is_refused_by_name():
     with pytest.raises(ValueError, match="'hollow' has no tasks"):
         TrainSource([tasks("hollow", 0)], seed=0)
+
+
+def test_an_open_draw_whose_task_has_changed_is_handed_back_to_be_dropped():
+    draw, _ = TrainSource([tasks("a", 5)], seed=0).draw()
+    for now in (tasks("b", 5), TrainTasks("a", [Task("a", {"other": n}) for n in range(5)], 1.0)):
+        source = TrainSource([now], 0, {"a": 1}, [draw])
+        assert source.gone == [draw]
+        assert source.draw()[0].id == 1

@@ -81,12 +81,6 @@ def test_a_checkpoint_makes_the_batches_through_its_step_unnecessary(store: Batc
     assert store.steps() == [3, 4]
 
 
-def test_a_resume_removes_the_batches_that_will_be_made_again(store: BatchStore):
-    ship(store, 1, 2, 3, 4)
-    store.delete_after(2)
-    assert store.steps() == [1, 2]
-
-
 def test_a_batch_under_another_steps_name_is_refused(store: BatchStore):
     ship(store, 1)
     store.path(1).rename(store.path(2))

@@ -137,8 +137,8 @@ class OrchestratorConfig(Config):
     pre_batch_filters: list[FilterConfig] = Field(default_factory=_default_pre_filters)
     post_batch_filters: list[FilterConfig] = Field(default_factory=_default_post_filters)
     log_loop_interval: float = Field(5.0, gt=0)
-    keep_rollouts: int | None = Field(None, ge=1)
-    """Steps whose rollouts stay on disk; unset: all."""
+    keep_rollouts: int = Field(1000, ge=1)
+    """Steps whose rollouts stay on disk."""
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     renderer: RendererConfig = Field(default_factory=RendererConfig)
     client: ClientConfig = Field(default_factory=ClientConfig)
@@ -157,6 +157,11 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> OrchestratorConfig:
+        if self.max_async_level > self.max_off_policy_steps:
+            raise ValueError(
+                f"max_async_level {self.max_async_level} is above max_off_policy_steps {self.max_off_policy_steps}: "
+                "what is sampled that far ahead would be dropped as too old"
+            )
         if self.batch_size is not None and self.token_batch_size is not None:
             raise ValueError("give batch_size or token_batch_size, not both")
         if self.batch_size is None and self.token_batch_size is None:

@@ -17,7 +17,8 @@ import msgspec
 
 from headrace.launch.errors import BadRequest
 from headrace.launch.lock import lock
-from headrace.observe.metrics import read_metrics
+from headrace.observe.history import Tail
+from headrace.transport.files import write_directory
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import MARKER
 
@@ -48,9 +49,10 @@ class Plan:
     def apply(self) -> None:
         if self.clean:
             _delete(self.directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
         if self.fork_of is not None:
-            _fork(RunDir(self.fork_of), RunDir(self.directory), self.fork_step)
+            source, step = RunDir(self.fork_of), self.fork_step
+            write_directory(self.directory, lambda draft: _fork(source, RunDir(draft), step))
+        self.directory.mkdir(parents=True, exist_ok=True)
 
 
 def decide(directory: Path, resume: str | None, clean: bool) -> Plan:
@@ -151,11 +153,9 @@ def checkpoints(directory: Path) -> dict[int, Path]:
 def _fork(source: RunDir, target: RunDir, step: int) -> None:
     """Give `target` what `source` knew at `step`: the checkpoint, the metrics so far, the journal."""
     checkpoint = checkpoints(source.root)[step]
-    draft = target.checkpoints / f".{checkpoint.name}.tmp"
-    shutil.copytree(checkpoint, draft, copy_function=_link_or_copy)
-    os.replace(draft, target.checkpoints / checkpoint.name)
+    shutil.copytree(checkpoint, target.checkpoints / checkpoint.name, copy_function=_link_or_copy)
     with open(target.metrics, "wb") as file:
-        for record in read_metrics(source.metrics):
+        for record in Tail(source.metrics).read():
             if record["step"] <= step:
                 file.write(msgspec.json.encode(record) + b"\n")
     if source.journal.is_file():

@@ -126,7 +126,7 @@ def render(
     head.add_row(Text(title, style="bold"), Text(f"step {history.step}/{max_steps}"), bar, Text(clock, style="dim"))
 
     body = Table.grid(padding=(0, 2))
-    body.add_column(style="dim", no_wrap=True)
+    body.add_column(style="dim", no_wrap=True, min_width=len("orchestrator"))
     body.add_column(no_wrap=True, overflow="ellipsis")
     for label, value in (*_curves(history), *_speeds(history.latest)):
         body.add_row(label, value)
@@ -148,6 +148,8 @@ def activity(status: ProcessStatus, now: float) -> str:
 
 
 def _activity_text(status: ProcessStatus, now: float) -> Text:
+    if status.state == "finished":  # its gauges are of no use any more
+        return Text(status.state)
     gauges = [(name.rpartition("/")[2].replace("_", " "), value) for name, value in status.gauges.items()][:GAUGES]
     return Text(activity(status, now)).append("  " + ", ".join(f"{name} {number(v)}" for name, v in gauges), "dim")
 

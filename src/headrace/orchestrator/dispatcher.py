@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -49,12 +50,16 @@ class Dispatcher:
         self._reported: set[str] = set()
 
     def start(self, episode: Episode) -> None:
-        self._tasks[episode.id] = asyncio.create_task(self._run(episode))
+        task = self._tasks[episode.id] = asyncio.create_task(self._run(episode))
+        # `_run` turns a cancellation into an arrival itself, unless it came before its first step.
+        task.add_done_callback(lambda done: self._arrive_cancelled(episode) if done.cancelled() else None)
 
     def cancel(self, episode: Episode, reason: str) -> None:
         """Stop an episode; it still arrives, as an error with this reason."""
-        self._cancel_reason[episode.id] = reason
-        self._tasks[episode.id].cancel()
+        task = self._tasks.get(episode.id)
+        if task is not None:  # else its arrival is already on the way
+            self._cancel_reason[episode.id] = reason
+            task.cancel()
 
     async def close(self) -> None:
         """Cancel whatever still runs and wait until all of it has arrived."""
@@ -68,11 +73,18 @@ class Dispatcher:
         try:
             rollouts = await self._attempt(episode)
         except asyncio.CancelledError:
-            rollouts = [_failed(episode, self._cancel_reason.get(episode.id, "cancelled"), "")]
-        del self._tasks[episode.id]
-        self._cancel_reason.pop(episode.id, None)
+            self._arrive_cancelled(episode)
+            return
         for rollout in rollouts:
             rollout.timings["episode"] = time.monotonic() - started
+        self._arrive(episode, rollouts)
+
+    def _arrive_cancelled(self, episode: Episode) -> None:
+        self._arrive(episode, [_failed(episode, self._cancel_reason.get(episode.id, "cancelled"), "")])
+
+    def _arrive(self, episode: Episode, rollouts: list[Rollout]) -> None:
+        del self._tasks[episode.id]
+        self._cancel_reason.pop(episode.id, None)
         self._deliver(Arrival(episode, rollouts))
 
     async def _attempt(self, episode: Episode) -> list[Rollout]:
@@ -82,25 +94,34 @@ class Dispatcher:
         try:
             async with limit:
                 rollouts = await runner.environment.run(episode.group.task, runner.context)
-            for rollout in rollouts:
-                _stamp(rollout, episode)
-                if runner.process is not None:
-                    await runner.process(rollout)
         except EngineCallError as error:
             return [_failed(episode, "engine", f"{type(error).__name__}: {error}")]
         except Exception as error:  # whatever a user's environment raises costs its episode, not the run
             if limit.expired():
                 return [_failed(episode, "timeout", f"the episode took longer than {runner.timeout} s")]
-            self._report(episode.env, error)
-            return [_failed(episode, "environment", f"{type(error).__name__}: {error}")]
+            return [self._fault(episode, "environment", error)]
+        try:
+            for rollout in rollouts:
+                _stamp(rollout, episode)
+                if runner.process is not None:
+                    await runner.process(rollout)
+        except Exception as error:  # likewise for a user's algorithm, or turns that do not fit together
+            return [self._fault(episode, "algorithm", error)]
         return rollouts or [_failed(episode, "empty", "the environment returned no rollout")]
 
-    def _report(self, env: str, error: Exception) -> None:
-        """The first occurrence of an error gets its traceback; the rest are counted."""
-        kind = f"{env}: {type(error).__name__}: {error}"
-        if kind not in self._reported:
-            self._reported.add(kind)
-            log.error("environment %s failed an episode (further ones alike are only counted)", env, exc_info=error)
+    def _fault(self, episode: Episode, reason: str, error: Exception) -> Rollout:
+        """A failed rollout. The first error from a place in the code gets its traceback; the rest are counted."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{episode.env} {type(error).__name__} {frame.filename}:{frame.lineno}"
+        if place not in self._reported:
+            self._reported.add(place)
+            log.error(
+                "an episode of %s failed (%s); further failures alike are only counted",
+                episode.env,
+                reason,
+                exc_info=error,
+            )
+        return _failed(episode, reason, f"{type(error).__name__}: {error}")
 
 
 def _failed(episode: Episode, reason: str, detail: str) -> Rollout:

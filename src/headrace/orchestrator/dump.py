@@ -49,7 +49,7 @@ _SCHEMA = pa.schema(
 
 
 def write_rollouts(
-    directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]], keep_last: int | None
+    directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]], keep_last: int
 ) -> None:
     """Write `step-N.parquet`, and delete files older than the newest `keep_last`."""
     rows = [_row(step, rollout, None) for rollout in kept] + [_row(step, r, reason) for r, reason in dropped]
@@ -58,9 +58,8 @@ def write_rollouts(
     temporary = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), temporary, compression="zstd")
     temporary.replace(path)
-    if keep_last is not None:
-        for old in sorted(directory.glob("step-*.parquet"))[:-keep_last]:
-            old.unlink()
+    for old in sorted(directory.glob("step-*.parquet"))[:-keep_last]:
+        old.unlink()
 
 
 def _row(step: int, rollout: Rollout, drop_reason: str | None) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -23,10 +23,10 @@ class EvalEnv(msgspec.Struct):
 class EvalSource:
     """Decides at which versions each environment is evaluated, and makes the groups of one epoch."""
 
-    def __init__(self, environments: Sequence[EvalEnv], first_version: int | None) -> None:
-        """`first_version` was evaluated before, or shall not be; None: the very first version is evaluated, too."""
+    def __init__(self, environments: Sequence[EvalEnv], evaluated: Mapping[str, int]) -> None:
+        """`evaluated`: by environment, the last version that was evaluated or shall not be; none: version 0 is due."""
         self._environments = environments
-        self._evaluated = {env.name: -1 if first_version is None else first_version for env in environments}
+        self._evaluated = {env.name: evaluated.get(env.name, -1) for env in environments}
         self._ids = itertools.count()
 
     def due(self, version: int) -> list[EvalEnv]:

@@ -74,11 +74,6 @@ class Journal:
     def close(self) -> None:
         self._db.close()
 
-    def draw(self, draws: Iterable[Draw]) -> None:
-        """Record prompts that are being worked on."""
-        with self._transaction():
-            self._insert(draws)
-
     def ship(
         self, step: int, drawn: Iterable[Draw], shipped: Iterable[int], dropped: dict[int, str], totals: Totals
     ) -> None:
@@ -88,16 +83,24 @@ class Journal:
             self._db.executemany(
                 "UPDATE draws SET state='shipped', step=? WHERE id=? AND state='drawn'", [(step, i) for i in shipped]
             )
-            self._drop(dropped)
-            self.save_totals(step, totals)
+            self._drop(step, dropped)
+            self._save_totals(step, totals)
 
-    def drop(self, drawn: Iterable[Draw], dropped: dict[int, str]) -> None:
-        """Commit drops that belong to no step."""
+    def close_session(self, drawn: Iterable[Draw], dropped: dict[int, str], totals: Totals) -> None:
+        """Commit what happened after the newest batch."""
+        step = self.last_step()
         with self._transaction():
             self._insert(drawn)
-            self._drop(dropped)
+            self._drop(step + 1, dropped)
+            self._save_totals(step, totals)
 
-    def save_totals(self, step: int, totals: Totals) -> None:
+    def drop_open(self, reason: str) -> None:
+        """Nothing more will be trained: close whatever is still open."""
+        self._db.execute(
+            "UPDATE draws SET state='dropped', reason=?, step=? WHERE state='drawn'", (reason, self.last_step() + 1)
+        )
+
+    def _save_totals(self, step: int, totals: Totals) -> None:
         self._db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, msgspec.json.encode(totals).decode()))
 
     def mark_trained(self, step: int) -> None:
@@ -133,10 +136,11 @@ class Journal:
             [(d.id, d.env, d.task_key, d.position) for d in draws],
         )
 
-    def _drop(self, dropped: dict[int, str]) -> None:
+    def _drop(self, step: int, dropped: dict[int, str]) -> None:
+        """`step` is the batch that was being collected."""
         self._db.executemany(
-            "UPDATE draws SET state='dropped', reason=? WHERE id=? AND state='drawn'",
-            [(reason, draw_id) for draw_id, reason in dropped.items()],
+            "UPDATE draws SET state='dropped', reason=?, step=? WHERE id=? AND state='drawn'",
+            [(reason, step, draw_id) for draw_id, reason in dropped.items()],
         )
 
     def _transaction(self) -> _Transaction:
@@ -164,7 +168,7 @@ def fork(source: Path, target: Path, step: int) -> None:
         origin.backup(copy)
         with copy:
             copy.execute(
-                "UPDATE draws SET state='drawn', step=NULL WHERE state IN ('shipped', 'trained') AND step > ?", (step,)
+                "UPDATE draws SET state='drawn', step=NULL, reason=NULL WHERE state != 'drawn' AND step > ?", (step,)
             )
             copy.execute("DELETE FROM steps WHERE step > ?", (step,))
     finally:

@@ -70,6 +70,10 @@ class Ledger:
         for group in batch.lost_groups():
             self._dropped_draws[group.group.draw_id] = batch.dropped_reason(group)
 
+    def drop_gone(self, draws: Iterable[Draw]) -> None:
+        """Open draws of an earlier process that have no task any more."""
+        self._dropped_draws.update({draw.id: "task_gone" for draw in draws})
+
     def take(self) -> Entries:
         """Hand over everything since the last call."""
         self._totals.seconds = self._seconds_before + time.monotonic() - self._started

@@ -25,6 +25,7 @@ from headrace.environments.base import Environment
 from headrace.environments.registry import load_environment
 from headrace.inference.client import EngineClient
 from headrace.inference.schema import Health
+from headrace.observe.history import Tail
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.dispatcher import EpisodeRunner
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
@@ -62,6 +63,7 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> None:
     environments = _load_environments(config)
     journal = Journal(run.journal)
     run.batches.recover(journal.last_step())
+    _check_files(run, journal)
     client = EngineClient(config.client.base_url or run.endpoint, timeout=config.client.timeout)
     try:
         ready = client.wait_ready(config.client.start_timeout)
@@ -79,7 +81,7 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> None:
             _settings(config),
             run,
             _train_source(config, environments, journal),
-            _eval_source(config, environments, journal, watcher.version.step),
+            _eval_source(config, environments, run),
             sink,
             _runners(config, environments, client, renderer, sink),
             watcher,
@@ -89,7 +91,6 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> None:
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, orchestrator.stop)
-        status.set(f"collecting batch {orchestrator.next_step}")
         await orchestrator.run()
     except asyncio.CancelledError:
         log.info("stopped before the run began")
@@ -111,6 +112,21 @@ def _load_environments(config: OrchestratorConfig) -> Environments:
             loaded[kind, entry.name] = (entry, environment, tasks)
             log.info("%s environment %s: %d tasks", kind, entry.name, len(tasks))
     return loaded
+
+
+def _check_files(run: RunDir, journal: Journal) -> None:
+    """Journal, batches and checkpoints must tell one story before anything is added to it."""
+    last, covered = journal.last_step(), run.latest_checkpoint_step()
+    if last < covered:
+        raise RunFailed(
+            f"{run.journal} ends at step {last}, but there is a checkpoint of step {covered}: they belong to two runs"
+        )
+    missing = [step for step in range(covered + 1, last + 1) if not run.batches.exists(step)]
+    missing = [step for step in missing if step > run.latest_checkpoint_step()]  # saved while we looked
+    if missing:
+        raise RunFailed(
+            f"{run.batches.path(missing[0])} is gone, and no checkpoint covers it: the newest is of step {covered}"
+        )
 
 
 def _check_engines(config: OrchestratorConfig, engines: Sequence[Health]) -> None:
@@ -160,7 +176,7 @@ def _train_source(config: OrchestratorConfig, environments: Environments, journa
     return TrainSource(tasks, config.seed, journal.drawn_per_env(), journal.open_draws())
 
 
-def _eval_source(config: OrchestratorConfig, environments: Environments, journal: Journal, version: int) -> EvalSource:
+def _eval_source(config: OrchestratorConfig, environments: Environments, run: RunDir) -> EvalSource:
     defaults = config.eval
     evals = []
     for env in defaults.env:
@@ -173,9 +189,19 @@ def _eval_source(config: OrchestratorConfig, environments: Environments, journal
                 env.group_size or defaults.group_size,
             )
         )
-    resumed = journal.last_step() > 0
-    skip_first = defaults.skip_eval_on_resume if resumed else not defaults.eval_base_model
-    return EvalSource(evals, version if skip_first else None)
+    return EvalSource(evals, _evaluated(config, run))
+
+
+def _evaluated(config: OrchestratorConfig, run: RunDir) -> dict[str, int]:
+    """By environment, the last version that needs no evaluation."""
+    names = [env.name for env in config.eval.env]
+    resumed = run.latest_checkpoint_step()
+    if resumed and not config.eval.skip_eval_on_resume:
+        return dict.fromkeys(names, resumed - 1)
+    done = {} if config.eval.eval_base_model else dict.fromkeys(names, 0)
+    for record in Tail(run.metrics).read():
+        done.update({name: record["step"] for name in names if f"eval/{name}/errors" in record})
+    return done
 
 
 def _runners(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,7 @@ class Settings(msgspec.Struct):
     max_empty_batches: int | None
     tasks_per_minute: float | None
     log_loop_interval: float
-    keep_rollouts: int | None
+    keep_rollouts: int
 
 
 class _Shipped(msgspec.Struct):
@@ -117,7 +118,10 @@ class Orchestrator:
         self._empty_batches = 0
         self._tasks_opened = 0
         self._wake_planned = False
-        self._started = time.monotonic()
+        self._next_task_at = 0.0
+        self._uncommitted = False
+        """A batch's entries have left the ledger and are not in the journal yet."""
+        self.ledger.drop_gone(source.gone)
         self._background: set[asyncio.Task[None]] = set()
         # One thread: the journal's connection is used by one caller at a time, in order.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
@@ -129,6 +133,7 @@ class Orchestrator:
         self._spawn(self.watcher.run(self.events.put_nowait))
         self._spawn(log_periodically(self.settings.log_loop_interval, self._gauges, self._log_gauges))
         self._queue_due_evals()
+        self._show_state()
         try:
             while not self._finished():
                 self._dispatch()
@@ -162,6 +167,8 @@ class Orchestrator:
         """What the loop waits for, and from whom."""
         if self.scheduler.available_permits < self.scheduler.max_inflight:
             return "rollouts", "the inference server"
+        if self._wake_planned:
+            return "the next task", "the limit tasks_per_minute"
         if self._shipping:
             return f"batch {self.next_step - 1}", "the disk"
         if self._scoring_rollouts:
@@ -202,16 +209,15 @@ class Orchestrator:
         if self.settings.batch_size is not None:
             return self.settings.batch_size
         assert self.settings.token_batch_size is not None
-        seen = self.sink.ready_rollouts
-        tokens_each = self.sink.ready_tokens / seen if seen else self.settings.seq_len
-        return max(1, round(self.settings.token_batch_size / tokens_each))
+        ready, tokens = self.sink.ready_rollouts, self.sink.ready_tokens
+        estimate = math.ceil(self.settings.token_batch_size * (ready / tokens if tokens else 1 / self.settings.seq_len))
+        return max(estimate, ready + 1) if tokens < self.settings.token_batch_size else estimate
 
     def _rate_limited(self) -> bool:
         """Whether opening another task now would exceed `tasks_per_minute`; if so, wakes the loop when it may."""
         if self.settings.tasks_per_minute is None:
             return False
-        due = self._started + self._tasks_opened * 60 / self.settings.tasks_per_minute
-        delay = due - time.monotonic()
+        delay = self._next_task_at - time.monotonic()
         if delay <= 0:
             return False
         if not self._wake_planned:
@@ -223,6 +229,8 @@ class Orchestrator:
         draw, task = self.source.draw()
         self.ledger.draw(draw)
         self._tasks_opened += 1
+        if self.settings.tasks_per_minute is not None:
+            self._next_task_at = max(self._next_task_at, time.monotonic()) + 60 / self.settings.tasks_per_minute
         size = self.settings.group_sizes[task.env]
         return Group(f"{draw.id}-{self._tasks_opened}", task, size, self._version.step, draw.id)
 
@@ -261,7 +269,13 @@ class Orchestrator:
         self._scoring_rollouts += group.size
 
         async def score() -> None:
-            self.events.put_nowait(await self.sink.process_group(group))
+            try:
+                self.events.put_nowait(await self.sink.process_group(group))
+            except Exception as error:
+                raise RunFailed(
+                    f"the algorithm of environment {group.task.env!r} failed on a group of task {group.task.key}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
         self._spawn(score())
 
@@ -311,6 +325,7 @@ class Orchestrator:
         self._empty_batches = 0
         self.next_step += 1
         self._shipping = True
+        self._show_state()
         self._spawn(self._ship(step, batch))
         if step == self.settings.max_steps:
             self._give_up_all_training_work("max_steps")
@@ -329,10 +344,12 @@ class Orchestrator:
         shipped = [group.group.draw_id for group in batch.kept_groups()]
         record = _record(step, self._version.incarnation, batch.kept, shipped)
         keep_last = self.settings.keep_rollouts
+        self._uncommitted = True
 
         def write() -> None:
             self.run_dir.batches.prepare(record)
             self.journal.ship(step, entries.drawn, shipped, entries.dropped_draws, entries.totals)
+            self._uncommitted = False
             self.run_dir.batches.announce(step)
             self.metrics.log(step, values)
             write_rollouts(self.run_dir.rollouts, step, batch.kept, entries.dropped_rollouts, keep_last)
@@ -348,12 +365,7 @@ class Orchestrator:
         counts: dict[str, int] = {}
         for _, reason in batch.dropped:
             counts[reason] = counts.get(reason, 0) + 1
-        rewards = [rollout.reward for rollout in batch.rollouts]
-        cause = (
-            f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"
-            if max(rewards) == min(rewards)
-            else "rewards were equal within each group"
-        )
+        cause = _cause(max(counts, key=lambda reason: counts[reason]), [rollout.reward for rollout in batch.rollouts])
         self._empty_batches += 1
         message = f"a batch for step {self.next_step} had nothing to train on ({_words(counts)}); {cause}"
         log.warning("%s", message)
@@ -394,7 +406,11 @@ class Orchestrator:
 
     def _log_gauges(self, values: dict[str, float]) -> None:
         self.metrics.log(self.next_step - 1, values)
-        self.status.set(f"collecting batch {self.next_step}", **values)
+        self.status.set(None, **values)
+
+    def _show_state(self) -> None:
+        last = self.next_step > self.settings.max_steps
+        self.status.set("every batch is shipped" if last else f"collecting batch {self.next_step}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run beside the loop; a failure comes back as an event and ends the run."""
@@ -422,16 +438,27 @@ class Orchestrator:
     def _commit_at_end(self) -> None:
         """What was dropped since the last step, and the totals with it."""
         entries = self.ledger.take()
-        self.journal.drop(entries.drawn, entries.dropped_draws)
-        step = self.journal.last_step()
-        if step:
-            self.metrics.log(step, progress(entries.totals))
-            self.journal.save_totals(step, entries.totals)
+        if (
+            not self._uncommitted
+        ):  # else later draws would be recorded without earlier ones; all are drawn again instead
+            self.journal.close_session(entries.drawn, entries.dropped_draws, entries.totals)
+            self.metrics.log(self.journal.last_step(), progress(entries.totals))
+        if self._finished():
+            self.journal.drop_open("max_steps")
         self._mark_trained()
 
 
 _OUR_CANCELS = frozenset({"off_policy", "on_policy", "max_steps", "cancelled"})
 """Reasons of episodes that we ended ourselves: they say nothing about the environment."""
+
+
+def _cause(reason: str, rewards: list[float]) -> str:
+    """What most likely emptied a batch."""
+    if reason != "zero_advantage":
+        return f"the filter {reason!r} matched them: is the model broken, or the filter too strict?"
+    if max(rewards) == min(rewards):
+        return f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"
+    return "rewards were equal within each group"
 
 
 def _record(step: int, incarnation: int, rollouts: list[Rollout], draw_ids: list[int]) -> Batch:

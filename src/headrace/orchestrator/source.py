@@ -42,14 +42,18 @@ class TrainSource:
         self._seed = seed
         self._drawn = {name: (drawn or {}).get(name, 0) for name in self._environments}
         self._next_id = sum((drawn or {}).values())
-        self._again = deque(open_draws)
         self._orders: dict[tuple[str, int], list[int]] = {}
+        self._again: deque[Draw] = deque()
+        self.gone: list[Draw] = []
+        """Open draws whose environment or task is no longer what it was: they can only be dropped."""
+        for draw in open_draws:
+            there = draw.env in self._environments and self._task(draw.env, draw.position).key == draw.task_key
+            (self._again if there else self.gone).append(draw)
 
     def draw(self) -> tuple[Draw, Task]:
-        while self._again:
+        if self._again:
             draw = self._again.popleft()
-            if draw.env in self._environments:  # else: it was removed from the run file
-                return draw, self._task(draw.env, draw.position)
+            return draw, self._task(draw.env, draw.position)
         names = list(self._environments)
         weights = [self._environments[name].weight for name in names]
         env = random.Random(f"{self._seed}-{self._next_id}").choices(names, weights)[0]

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
-from headrace.inference.client import EngineClient
+from headrace.inference.client import EngineCallError, EngineClient
 from headrace.observe.status import Status, wait_for
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker
 
 log = logging.getLogger(__name__)
+
+LOOK_AT_ENGINES = 2.0
+"""Seconds between two looks at which version the engines serve."""
 
 
 class WeightWatcher:
@@ -46,12 +50,26 @@ class WeightWatcher:
 
     async def run(self, notify: Callable[[Version], None]) -> None:
         """For ever: bring the engine to each newer version and call `notify` with it."""
+        looked = time.monotonic()
         while True:
             latest = await asyncio.to_thread(self._weights.latest)
             if latest is not None and latest > self.version:
                 await self._update(latest)
                 notify(latest)
+            elif time.monotonic() - looked > LOOK_AT_ENGINES:
+                await self._catch_up()
+                looked = time.monotonic()
             await asyncio.sleep(self._poll)
+
+    async def _catch_up(self) -> None:
+        """An engine that was restarted alone is back at the initial model: give it the current version again."""
+        try:
+            served = {Version.parse(health.version) for health in await self._client.health()}
+        except EngineCallError:
+            return  # not up again; whoever has requests in flight reports that
+        if served != {self.version} and self.version in await asyncio.to_thread(self._weights.published):
+            log.warning("an engine serves %s instead of %s: loading it again", served - {self.version}, self.version)
+            await self._update(self.version)
 
     async def _update(self, version: Version) -> None:
         path = self._weights.path(version)

@@ -52,13 +52,18 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
             return
         watch.lap("time/forward_backward")
 
-        publish(learner, run, config.keep_weights)
-        watch.lap("time/publish")
+        final = step == learner.max_steps
+        if not final:
+            publish(learner, run, config.keep_weights)
+            watch.lap("time/publish")
         if learner.is_checkpoint_due:
             status.set(f"saving the checkpoint of step {step}")
             learner.save_checkpoint(run.checkpoints)
             run.batches.delete_through(step)
             watch.lap("time/save_ckpt")
+        if final:  # after its checkpoint: whoever sees the last version may take the run for saved
+            publish(learner, run, config.keep_weights)
+            watch.lap("time/publish")
 
         record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **ages(batch)}
         metrics.log(step, record)
@@ -92,6 +97,7 @@ def enter_incarnation(learner: Learner, run: RunDir, *, resuming: bool) -> None:
     if seen:
         learner.state.incarnation = 1 + max(seen)
         run.batches.delete_through(learner.state.step)
+        run.weights.sweep()
         run.weights.publish(learner.version, learner.model.save_for_engine)
         log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)
 

@@ -37,6 +37,8 @@ class BatchStore:
 
     def recover(self, committed_through: int) -> None:
         """After a crash: announce what was committed but not yet shown, forget what was prepared but not committed."""
+        for unfinished in self.directory.glob("..step-*.tmp"):
+            unfinished.unlink()
         for path in self.directory.glob(".step-*.prepared"):
             step = int(path.stem.removeprefix(".step-"))
             if step <= committed_through:
@@ -62,9 +64,3 @@ class BatchStore:
         for covered in self.steps():
             if covered <= step:
                 self.path(covered).unlink(missing_ok=True)
-
-    def delete_after(self, step: int) -> None:
-        """Remove batches of steps that a resume from `step` will make again."""
-        for later in self.steps():
-            if later > step:
-                self.path(later).unlink(missing_ok=True)

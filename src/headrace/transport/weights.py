@@ -75,6 +75,12 @@ class WeightStore:
     def latest(self) -> Version | None:
         return max(self.published(), default=None)
 
+    def sweep(self) -> None:
+        """Remove what a trainer left behind that was killed while publishing or retiring."""
+        for path in (*self.directory.glob(".v-*"), *self.directory.glob("v-*")):
+            if path.name.startswith(".") or not (path / MARKER).exists():
+                shutil.rmtree(path)
+
     def acknowledge(self, version: Version) -> None:
         """Record that every engine samples from `version`: called by the watcher alone."""
         content = msgspec.json.encode(Acknowledgement(version.incarnation, version.step))
