@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,7 @@ def test_restart_before_the_first_checkpoint_starts_over_under_a_new_incarnation
     thread.start()
     while Version(0, 1) not in run.weights.published():
         assert thread.is_alive()
+        time.sleep(0.01)  # a busy loop would keep the trainer's thread from the interpreter
     stopped.set()
     thread.join(timeout=20)
     assert not thread.is_alive()
