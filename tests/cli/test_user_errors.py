@@ -35,4 +35,4 @@ def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:
 
 
 def test_permission_denied_names_the_path() -> None:
-    assert explain(PermissionError(errno.EACCES, "Permission denied", "/root/x")) == ("Permission denied: /root/x", 1)
+    assert explain(PermissionError(errno.EACCES, "Permission denied", "/runs/x")) == ("Permission denied: /runs/x", 1)
