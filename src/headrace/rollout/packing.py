@@ -1,14 +1,23 @@
-"""Samples into bins of at most `seq_len` tokens: a pure function that the trainer calls for the ranks it has.
+"""Samples into bins of at most `seq_len` tokens, and bins over workers: pure functions that the trainer calls for the
+ranks it has.
 
-Left for many ranks: balancing the bins over workers by cost. With one worker every bin is its own.
+    truncate -> first-fit-decreasing -> split the costliest bins until their number divides by the workers
+             -> dummies where nothing can be split -> pad -> spread by cost
+
+Which sample goes where depends on lengths alone, and every worker computes it alike.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
-from headrace.rollout.types import Sample
+from headrace.rollout.balance import spread
+from headrace.rollout.cost import Cost
+from headrace.rollout.types import NOT_SAMPLED, Sample
 
 STREAM_DEFAULTS: dict[str, float] = {
     "advantages": 0.0,
@@ -19,9 +28,16 @@ STREAM_DEFAULTS: dict[str, float] = {
 }
 """What a token carries in a bin where its own sample lacks the stream but another sample has it."""
 
+NO_SAMPLE = -1
+"""The entry of `Bin.sources` for padding."""
+
 
 class Bin(msgspec.Struct):
-    """Several samples end to end. `lengths` restarts positions and attention; `streams` holds what any sample has."""
+    """Several samples end to end. `lengths` restarts positions and attention; `streams` holds what any sample has.
+
+    Padding is one more sequence, the last, which no sample is the source of: mask False, and 0 in every stream. A bin
+    with padding always has `rl_weights`, since an absent stream would mean weight 1. A dummy is a bin of padding alone.
+    """
 
     token_ids: np.ndarray
     lengths: list[int]
@@ -30,7 +46,7 @@ class Bin(msgspec.Struct):
     versions: np.ndarray
     temperatures: np.ndarray
     sources: list[int]
-    """For each sequence, the index of its sample in the list that was packed."""
+    """For each sequence, the index of its sample in the list that was packed, or NO_SAMPLE."""
     streams: dict[str, np.ndarray]
 
     @property
@@ -39,23 +55,115 @@ class Bin(msgspec.Struct):
 
 
 def pack(samples: list[Sample], seq_len: int) -> list[Bin]:
-    """First-fit-decreasing into bins of `seq_len` tokens; longer samples are truncated, every stream alike."""
-    trimmed = [sample.truncated(seq_len) for sample in samples]
-    for index, sample in enumerate(trimmed):
-        _check_trainable(sample, index)
-    order = sorted(range(len(trimmed)), key=lambda i: (-len(trimmed[i]), i))
+    """For one worker that pads nothing: first-fit-decreasing alone."""
+    prepared = _prepare(samples, seq_len)
+    return [_fill(bin_, prepared) for bin_ in _first_fit_decreasing([len(sample) for sample in prepared], seq_len)]
+
+
+def pack_for_workers(
+    samples: list[Sample], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
+) -> list[list[Bin]]:
+    """For each worker its bins, as many as every other has, in the order of `assign_bins`.
+
+    A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding.
+    """
+    prepared = _prepare(samples, seq_len)
+    shares = assign_bins([len(sample) for sample in prepared], seq_len, workers, cost, pad_to_multiple_of)
+    return [[_fill(bin_, prepared, pad_to_multiple_of) for bin_ in share] for share in shares]
+
+
+def pack_for_worker(
+    worker: int, samples: list[Sample], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
+) -> list[Bin]:
+    """What `pack_for_workers` has for one of them, without filling the bins of the others."""
+    prepared = _prepare(samples, seq_len)  # All of them, so that all workers refuse a bad batch and none waits.
+    shares = assign_bins([len(sample) for sample in prepared], seq_len, workers, cost, pad_to_multiple_of)
+    return [_fill(bin_, prepared, pad_to_multiple_of) for bin_ in shares[worker]]
+
+
+def assign_bins(
+    lengths: Sequence[int], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
+) -> list[list[list[int]]]:
+    """For each worker its bins, for each bin the samples in it; a bin without any is a dummy.
+
+    Each worker's costliest bin comes first: workers that run in lockstep wait least when equals meet, and memory that
+    does not suffice shows at once.
+    """
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"bins cannot be padded to a multiple of {pad_to_multiple_of}: it must be 1 or more")
+    bins = cut_into_bins(lengths, seq_len, workers, cost)
+    contents = [[lengths[i] for i in bin_] for bin_ in bins]
+    costs = [cost.of([*content, _tail(sum(content), pad_to_multiple_of)]) for content in contents]
+    return [[bins[number] for number in share] for share in spread(costs, workers)]
+
+
+def cut_into_bins(lengths: Sequence[int], seq_len: int, workers: int, cost: Cost) -> list[list[int]]:
+    """Bins of at most `seq_len` tokens, whose number divides by the workers."""
+    if workers < 1:
+        raise ValueError(f"bins cannot be cut for {workers} workers: there must be 1 or more")
+    if max(lengths, default=0) > seq_len:
+        raise ValueError(f"a sample of {max(lengths)} tokens does not fit bins of {seq_len}: truncate it first")
+    bins = _first_fit_decreasing(lengths, seq_len)
+    bins = _split_costliest(bins, -len(bins) % workers, [cost.of([length]) for length in lengths])
+    return bins + [[] for _ in range(-len(bins) % workers)]
+
+
+def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """The longest first, each into the first bin with room for it.
+
+    `room` is a binary tree: leaves are bins, a node has the most room below it, and its children are at 2n and 2n + 1.
+    """
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
     bins: list[list[int]] = []
-    room: list[int] = []
-    for index in order:
-        length = len(trimmed[index])
-        target = next((b for b, free in enumerate(room) if free >= length), None)
-        if target is None:
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= lengths[index] else 2 * node + 1
+        if node - leaves == len(bins):
             bins.append([])
-            room.append(seq_len)
-            target = len(bins) - 1
-        bins[target].append(index)
-        room[target] -= length
-    return [_fill(indices, trimmed) for indices in bins]
+        bins[node - leaves].append(index)
+        room[node] -= lengths[index]
+        while node > 1 and room[node // 2] != (most := max(room[node], room[node ^ 1])):
+            node //= 2
+            room[node] = most
+    return bins
+
+
+def _split_costliest(bins: list[list[int]], times: int, costs: list[int]) -> list[list[int]]:
+    """Cut the costliest bin in two, so many times, or until every bin has one sample."""
+    bins = list(bins)
+    heap = [(-sum(costs[i] for i in bin_), number) for number, bin_ in enumerate(bins) if len(bin_) > 1]
+    heapq.heapify(heap)
+    for _ in range(times):
+        if not heap:
+            break
+        _, number = heapq.heappop(heap)
+        bins[number], other = _halves(bins[number], costs)
+        bins.append(other)
+        for half in (number, len(bins) - 1):
+            if len(bins[half]) > 1:
+                heapq.heappush(heap, (-sum(costs[i] for i in bins[half]), half))
+    return bins
+
+
+def _halves(bin_: list[int], costs: list[int]) -> tuple[list[int], list[int]]:
+    """The costliest sample first, each to the side that is cheaper so far."""
+    left: list[int] = []
+    right: list[int] = []
+    balance = 0
+    for index in sorted(bin_, key=lambda i: (-costs[i], i)):
+        (left if balance <= 0 else right).append(index)
+        balance += costs[index] if balance <= 0 else -costs[index]
+    return left, right
+
+
+def _prepare(samples: list[Sample], seq_len: int) -> list[Sample]:
+    """Truncated, every stream alike, and fit to train on."""
+    prepared = [sample.truncated(seq_len) for sample in samples]
+    for index, sample in enumerate(prepared):
+        _check_trainable(sample, index)
+    return prepared
 
 
 def _check_trainable(sample: Sample, index: int) -> None:
@@ -72,17 +180,21 @@ def _check_trainable(sample: Sample, index: int) -> None:
         )
 
 
-def _fill(indices: list[int], samples: list[Sample]) -> Bin:
-    chosen = [samples[i] for i in indices]
+def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -> Bin:
+    chosen, sources = [samples[i] for i in bin_], list(bin_)
+    if tail := _tail(sum(map(len, chosen)), pad_to_multiple_of):
+        chosen.append(_padding(tail))
+        sources.append(NO_SAMPLE)
+    lengths = [len(sample) for sample in chosen]
     names = {name for sample in chosen for name in sample.streams if name in STREAM_DEFAULTS}
     return Bin(
         token_ids=np.concatenate([s.token_ids for s in chosen]),
-        lengths=[len(s) for s in chosen],
+        lengths=lengths,
         mask=np.concatenate([s.mask for s in chosen]),
         logprobs=np.concatenate([s.logprobs for s in chosen]),
         versions=np.concatenate([s.versions for s in chosen]),
-        temperatures=np.concatenate([np.full(len(s), s.temperature, np.float32) for s in chosen]),
-        sources=list(indices),
+        temperatures=np.repeat(np.array([s.temperature for s in chosen], np.float32), lengths),
+        sources=sources,
         streams={
             name: np.concatenate(
                 [s.streams.get(name, np.full(len(s), STREAM_DEFAULTS[name], np.float32)) for s in chosen]
@@ -90,3 +202,15 @@ def _fill(indices: list[int], samples: list[Sample]) -> Bin:
             for name in sorted(names)
         },
     )
+
+
+def _tail(tokens: int, multiple: int) -> int:
+    """How much padding a bin needs. A dummy has the least that a bin can have."""
+    return -tokens % multiple if tokens else multiple
+
+
+def _padding(length: int) -> Sample:
+    """Nothing to learn from. Its other streams are the defaults, which are 0 but for rl_weights."""
+    nothing = np.zeros(length, np.float32)
+    versions = np.full(length, NOT_SAMPLED)
+    return Sample(nothing, nothing, nothing, versions, length, streams={"rl_weights": nothing})
