@@ -10,7 +10,7 @@ import pytest
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints, decide, hold
 from headrace.observe.metrics import MetricsLog, read_metrics
-from headrace.orchestrator.journal import Draw, Journal, Totals
+from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def run(tmp_path: Path) -> Path:
         log.log(step, {"loss": 1.0 / step})
     journal = Journal(directory / "journal.sqlite")
     for step in range(1, 13):
-        journal.ship(step, [Draw(step, "env", f"task-{step}", step)], [step], {}, Totals(rollouts=8 * step))
+        draw = Draw(step, "env", f"task-{step}", step)
+        journal.commit(Entries([draw], [Outcome(step, rollouts=8)], Totals(rollouts=8 * step)), shipped=step)
     journal.close()
     return directory
 

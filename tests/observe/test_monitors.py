@@ -1,16 +1,24 @@
-"""Metrics reach TensorBoard and Weights & Biases once, restarts included, and a missing package is named."""
+"""Metrics and rollouts reach TensorBoard and Weights & Biases once, restarts included; a missing package is named."""
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.observe.history import Record
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.monitors import Forwarder, MonitorError, forwarding
+from headrace.observe.monitors import Forwarder, MonitorError, as_text, forwarding, read_samples, spread_over
+from headrace.orchestrator.dump import write_rollouts
+from headrace.rollout.types import Rollout, RolloutError, Sample
 from headrace.transport.run_dir import RunDir
 
 
@@ -19,6 +27,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.samples: dict[int, list[Record]] = {}
         self.broken = False
 
     def send(self, records: list[Record]) -> None:
@@ -26,8 +35,26 @@ class Collector:
             raise ConnectionError("the monitor's server is down")
         self.steps += [record["step"] for record in records]
 
+    def send_samples(self, step: int, samples: list[Record]) -> None:
+        assert step not in self.samples
+        self.samples[step] = samples
+
     def close(self) -> None:
         pass
+
+
+def dump(run: RunDir, step: int, rewards: tuple[float, ...] = (0.0, 0.5, 1.0)) -> None:
+    """The file of a step with one kept rollout per reward, one that was filtered and one that failed."""
+    kept = [rollout_of(reward) for reward in rewards]
+    dropped = [(rollout_of(0.25), "repetition"), (Rollout(env="e", error=RolloutError("timeout")), "timeout")]
+    write_rollouts(run.rollouts, step, kept, dropped, keep_last=100)
+
+
+def rollout_of(reward: float) -> Rollout:
+    sample = Sample([1, 2], [False, True], [0.0, -1.0], [-1, 0], 1)
+    sample.set_stream("advantages", [0.0, reward - 0.5])
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": f"worth {reward}"}]
+    return Rollout("e", reward=reward, messages=messages, samples=[sample], stop_reason="stop")
 
 
 def test_a_restart_neither_loses_nor_repeats(tmp_path: Path) -> None:
@@ -77,6 +104,149 @@ def test_wandb_offline_writes_one_run_without_network(tmp_path: Path, monkeypatc
             MetricsLog(run.metrics, "trainer").log(step, {"loss": 0.5})
     identity = (run.root / "monitors" / "wandb.id").read_text()
     assert list((run.root / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+
+
+def wandb_records(run: RunDir) -> list[Any]:
+    """What W&B would upload, oldest first."""
+    records: list[Any] = []
+    for path in sorted((run.root / "wandb").glob("offline-run-*/run-*.wandb")):
+        found: list[Any] = []
+        while not any(record.HasField("exit") for record in found):
+            time.sleep(0.01)  # its own process may write the end of the file after `finish` has returned
+            found = list(parse_wandb(path.read_bytes()))
+        records += found
+    return records
+
+
+def parse_wandb(content: bytes) -> Iterator[Any]:
+    """Its files are LevelDB logs of protobufs, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
+
+    position, parts = 7, b""
+    while position + 7 <= len(content):
+        if (left := 32768 - position % 32768) < 7:  # the end of a block is padding
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if position <= len(content) and kind in (1, 4):  # a whole record, or the last part of one
+            yield WandbRecord.FromString(parts)
+            parts = b""
+
+
+def wandb_history(run: RunDir) -> list[dict[str, Any]]:
+    records = [record.history.item for record in wandb_records(run) if record.HasField("history")]
+    return [{".".join(item.nested_key): json.loads(item.value_json) for item in items} for items in records]
+
+
+def test_wandb_shows_gauges_over_time_and_the_rest_over_steps(tmp_path: Path) -> None:
+    run, config = RunDir(tmp_path), WandbConfig(mode="offline")
+    write_metrics = MetricsLog(run.metrics, "orchestrator").log
+    with forwarding(run, config, None):
+        write_metrics(1, {"reward/all/mean": 0.25})
+    with forwarding(run, config, None):
+        write_metrics(1, {"dispatcher/queued": 3, "event_loop_lag/max": 0.01})
+    axes = {
+        r.metric.name or r.metric.glob_name: r.metric.step_metric for r in wandb_records(run) if r.HasField("metric")
+    }
+    assert axes["dispatcher/queued"] == axes["event_loop_lag/max"] == "time/elapsed"
+    assert axes["*"] == "step" and axes["time/elapsed"] == ""
+    first, second = wandb_history(run)
+    assert (first["reward/all/mean"], first["step"], first["time/elapsed"]) == (0.25, 1, 0.0)
+    assert second["dispatcher/queued"] == 3
+    assert second["time/elapsed"] > 0  # since the first record, which another process had forwarded
+
+
+def test_wandb_offline_gets_a_table_of_rollouts(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    dump(run, 5)
+    with forwarding(run, WandbConfig(mode="offline", samples=4, samples_interval=5), None):
+        pass
+    (path,) = (run.root / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["step", "env", "reward", "advantage_mean", "drop_reason", "stop_reason", "messages"]
+    text = "user: 2 + 2?\n\nassistant: worth"
+    assert table["data"] == [
+        [5, "e", 0.0, -0.5, None, "stop", f"{text} 0.0"],
+        [5, "e", 0.25, -0.25, "repetition", "stop", f"{text} 0.25"],
+        [5, "e", 0.5, 0.0, None, "stop", f"{text} 0.5"],
+        [5, "e", 1.0, 0.5, None, "stop", f"{text} 1.0"],
+    ]
+    assert wandb_history(run)[-1]["step"] == 5
+
+
+def test_tensorboard_shows_rollouts_as_a_text_table(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunDir(tmp_path)
+    dump(run, 10)
+    with forwarding(run, None, TensorboardConfig(samples=2)):
+        pass
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples")
+    shape = [dimension.size for dimension in event.tensor_proto.tensor_shape.dim]
+    assert (event.step, shape) == (10, [3, 6])
+    assert event.tensor_proto.string_val[:2] == [b"env", b"reward"]
+    assert event.tensor_proto.string_val[6:9] == [b"e", b"0.0", b"-0.5"]
+
+
+def test_rollouts_of_every_nth_step_are_shown_once_and_later_files_too(tmp_path: Path) -> None:
+    run, monitor = RunDir(tmp_path), Collector()
+    for step in (1, 2, 3, 4):
+        dump(run, step)
+    with Forwarder(run, "collector", monitor, interval=0.01, samples=2, samples_interval=2):
+        pass
+    assert list(monitor.samples) == [2, 4]
+    for step in (5, 6):  # while nobody forwards
+        dump(run, step)
+    with Forwarder(run, "collector", monitor, interval=0.01, samples=2, samples_interval=2):
+        pass
+    assert list(monitor.samples) == [2, 4, 6]
+
+
+def test_no_rollouts_are_shown_when_none_are_asked_for(tmp_path: Path) -> None:
+    run, monitor = RunDir(tmp_path), Collector()
+    dump(run, 10)
+    with Forwarder(run, "collector", monitor, interval=0.01, samples=0):
+        pass
+    assert not monitor.samples
+
+
+def test_samples_are_spread_over_rewards_and_leave_out_what_failed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    dump(run, 1, rewards=(0.0,) * 30 + (1.0,) * 2)
+    samples = read_samples(run.rollouts / "step-00000001.parquet", 4, seed=1)
+    assert [sample["reward"] for sample in samples] == [0.0, 0.25, 1.0, 1.0]  # 0, 1/3, 2/3 and 1, or what is nearest
+
+
+@pytest.mark.parametrize(
+    ("rewards", "count", "expected"),
+    [
+        ([0.0, 0.1, 0.2, 0.3, 0.4, 1.0], 3, [0.0, 0.4, 1.0]),  # 0.5 is wanted
+        ([0.0, 0.1, 0.5, 1.0], 4, [0.0, 0.1, 0.5, 1.0]),
+        ([2.0, float("nan"), 2.0], 8, [2.0, 2.0]),
+        ([float("nan")], 2, []),
+        ([], 2, []),
+    ],
+)
+def test_rewards_are_chosen_evenly_from_the_lowest_to_the_highest(
+    rewards: list[float], count: int, expected: list[float]
+) -> None:
+    chosen = spread_over(np.array(rewards, np.float64), count, seed=0)
+    assert [rewards[index] for index in chosen] == expected
+    assert len(set(chosen)) == len(chosen)
+
+
+def test_messages_become_text_and_tool_calls_stay_json() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": "[2, 2]"}]}
+    messages = [{"role": "system", "content": "Be brief."}, call, {"role": "tool", "content": "4"}]
+    assert as_text(messages) == (
+        "system: Be brief.\n\n"
+        'assistant: {"tool_calls":[{"name":"add","arguments":"[2, 2]"}]}\n\n'
+        "tool: 4"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])

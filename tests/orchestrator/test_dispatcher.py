@@ -5,13 +5,26 @@ import math
 
 import pytest
 
-from headrace.environments.base import Environment
+from headrace.environments.base import Environment, EpisodeError
 from headrace.inference.client import EngineUnavailable
-from headrace.orchestrator.dispatcher import Arrival, Dispatcher, EpisodeRunner
-from headrace.orchestrator.scheduler import Episode, Kind
+from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
+from headrace.orchestrator.signals import Arrival, Episode, Kind
 from headrace.rollout.types import Group, Rollout, Task, Turn
 
 GOOD_TURN = Turn([1], [2], [-0.1], [0], 1.0)
+
+
+class NoModel:
+    """A line that nobody speaks on; it counts who is on it."""
+
+    def __init__(self) -> None:
+        self.open_sessions: list[str] = []
+
+    def open(self, session: str):
+        self.open_sessions.append(session)
+
+    def close(self, session: str) -> None:
+        self.open_sessions.remove(session)
 
 
 class Scripted(Environment):
@@ -25,6 +38,13 @@ class Scripted(Environment):
                 raise KeyError("answer")
             case "hang":
                 return await asyncio.sleep(3600, [])
+            case "ignore cancellation":
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    return await asyncio.sleep(3600, [])
+            case "fail for a reason":
+                raise EpisodeError("sandbox", "no container left")
             case "lose the engine":
                 raise EngineUnavailable("connection refused")
             case "return nothing":
@@ -40,7 +60,9 @@ class Scripted(Environment):
 
 async def outcome(do: str, timeout: float | None = None, cancel: str | None = None, started: bool = True) -> Rollout:
     arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
-    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), None, timeout)}, arrivals.put_nowait)
+    line = NoModel()
+    runner = EpisodeRunner(Scripted(), line, timeout)
+    dispatcher = Dispatcher({("train", "env"): runner}, arrivals.put_nowait, grace=0.05)
     episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": do}), 1, 0, draw_id=7), 0)
     dispatcher.start(episode)
     if started:
@@ -50,6 +72,7 @@ async def outcome(do: str, timeout: float | None = None, cancel: str | None = No
     arrival = await asyncio.wait_for(arrivals.get(), 5)
     await dispatcher.close()
     assert arrivals.empty()
+    assert line.open_sessions == [] or do == "ignore cancellation"
     (rollout,) = arrival.rollouts
     assert (rollout.env, rollout.group_id, rollout.draw_id) == ("env", "g", 7)
     return rollout
@@ -66,6 +89,7 @@ async def test_a_reward_is_the_sum_of_its_components():
     [
         ("raise", "environment"),
         ("lose the engine", "engine"),
+        ("fail for a reason", "sandbox"),
         ("return nothing", "empty"),
         ("sample nothing", "empty"),
         ("score nothing", "invalid_reward"),
@@ -96,9 +120,42 @@ async def test_an_episode_cancelled_before_its_first_step_arrives_all_the_same()
     assert rollout.error.reason == "off_policy"
 
 
+async def test_an_episode_that_ignores_its_cancellation_is_left_behind_and_arrives_once(
+    caplog: pytest.LogCaptureFixture,
+):
+    rollout = await outcome("ignore cancellation", cancel="off_policy")
+    assert rollout.error is not None
+    assert rollout.error.reason == "off_policy"
+    assert "does not end although it was cancelled" in caplog.text
+
+
+async def test_closing_ends_within_a_bounded_time_whatever_runs():
+    arrivals: list[Arrival] = []
+    runner = EpisodeRunner(Scripted(), NoModel(), None)
+    dispatcher = Dispatcher({("train", "env"): runner}, arrivals.append, grace=0.05)
+    for number, do in enumerate(["ignore cancellation", "hang", "hang"]):
+        dispatcher.start(Episode(number, Kind.TRAIN, Group("g", Task("env", {"do": do}), 3, 0), number))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(dispatcher.close(), 5)
+    assert [arrival.rollouts[0].error.reason for arrival in arrivals] == ["cancelled"] * 3
+
+
+async def test_failures_of_one_kind_are_logged_once_and_counted_each(caplog: pytest.LogCaptureFixture):
+    arrivals: list[Arrival] = []
+    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), NoModel(), None)}, arrivals.append)
+    script = ["raise", "raise", "score nan", "score nan", "lose the engine", "lose the engine", "return nothing"]
+    for number, do in enumerate(script):
+        dispatcher.start(Episode(number, Kind.TRAIN, Group("g", Task("env", {"do": do}), 7, 0), number))
+    await asyncio.sleep(0.01)
+    assert len(arrivals) == 7
+    reasons = [record.getMessage().split("failed (")[1].split(":")[0] for record in caplog.records]
+    assert sorted(reasons) == ["empty", "engine", "environment", "invalid_reward"]
+    assert "KeyError: 'answer'" in caplog.text
+
+
 async def test_cancelling_an_episode_whose_arrival_is_on_the_way_changes_nothing():
     arrivals: list[Arrival] = []
-    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), None, None)}, arrivals.append)
+    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), NoModel(), None)}, arrivals.append)
     episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": "succeed"}), 1, 0, draw_id=7), 0)
     dispatcher.start(episode)
     await asyncio.sleep(0.01)
@@ -112,7 +169,9 @@ async def test_an_algorithm_that_raises_on_a_rollout_is_named_as_such():
         raise ZeroDivisionError("no tokens")
 
     arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
-    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), None, None, process)}, arrivals.put_nowait)
+    dispatcher = Dispatcher(
+        {("train", "env"): EpisodeRunner(Scripted(), NoModel(), None, process)}, arrivals.put_nowait
+    )
     dispatcher.start(Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": "succeed"}), 1, 0, draw_id=7), 0))
     (rollout,) = (await asyncio.wait_for(arrivals.get(), 5)).rollouts
     assert rollout.error is not None

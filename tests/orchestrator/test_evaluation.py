@@ -1,7 +1,8 @@
 """Evaluation: when it is due, and its numbers."""
 
 from headrace.orchestrator.evaluation import EvalEnv, EvalSink, EvalSource
-from headrace.rollout.types import Rollout, RolloutError, Task, Turn
+from headrace.orchestrator.signals import Kind, ScoredGroup
+from headrace.rollout.types import Group, Task
 
 
 def env(interval: int = 10, tasks: int = 2, group_size: int = 1) -> EvalEnv:
@@ -40,24 +41,42 @@ def test_the_last_version_is_evaluated_only_if_it_was_not():
     assert [entry.name for entry in source.overdue_at_end(12)] == ["heldout"]
 
 
-def rollout(reward: float, versions: list[int]) -> Rollout:
-    turn = Turn([1], [2] * len(versions), [0.0] * len(versions), versions, 1.0)
-    return Rollout(reward=reward, rewards={"r": reward}, turns=[turn])
+def scored(group: Group) -> ScoredGroup:
+    return ScoredGroup(Kind.EVAL, group, [], [])
 
 
-def test_avg_and_pass_at_k_count_tasks_and_episodes():
-    entry = env(tasks=2, group_size=2)
+def test_the_last_group_of_an_epoch_completes_it_whichever_that_is():
+    entry = env(tasks=3)
+    source, sink = EvalSource([entry], {}), EvalSink()
+    first, second, third = source.open(entry, 7)
+    sink.open(entry, 7, [first, second, third])
+    assert sink.add(scored(third)) is None
+    assert sink.add(scored(first)) is None
+    batch = sink.add(scored(second))
+    assert batch is not None
+    assert (batch.env, batch.version, len(batch.groups)) == ("heldout", 7, 3)
+    assert sink.open_epochs == 1
+    sink.close(batch)
+    assert sink.open_epochs == 0
+
+
+def test_epochs_of_one_environment_may_overlap():
+    entry = env(tasks=1)
+    source, sink = EvalSource([entry], {}), EvalSink()
+    (early,), (late,) = source.open(entry, 0), source.open(entry, 10)
+    sink.open(entry, 0, [early])
+    sink.open(entry, 10, [late])
+    batch = sink.add(scored(late))
+    assert batch is not None
+    assert batch.version == 10
+
+
+def test_a_pinned_epoch_holds_the_version_until_its_last_group_is_in():
+    entry = EvalEnv("heldout", [Task("heldout", {"n": n}) for n in range(2)], 10, 1, pinned=True)
     source, sink = EvalSource([entry], {}), EvalSink()
     first, second = source.open(entry, 0)
     sink.open(entry, 0, [first, second])
-    assert sink.add(first, [rollout(1.0, [0, 0])], False) is None
-    assert sink.add(first, [rollout(0.5, [0, 1])], True) is None
-    assert sink.add(second, [rollout(0.0, [1])], False) is None
-    failed = Rollout(error=RolloutError("timeout"))
-    result = sink.add(second, [failed], True)
-    assert result is not None
-    # Three finished episodes: (1 + .5 + 0) / 3; one of two tasks was solved once; one of four failed.
-    assert result.metrics["eval/heldout/avg@2"] == 0.5
-    assert result.metrics["eval/heldout/pass@2"] == 0.5
-    assert result.metrics["eval/heldout/errors"] == 0.25
-    assert (result.metrics["eval/heldout/version/min"], result.metrics["eval/heldout/version/max"]) == (0, 1)
+    sink.add(scored(first))
+    assert sink.pins_version
+    sink.add(scored(second))
+    assert not sink.pins_version

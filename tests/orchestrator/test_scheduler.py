@@ -5,16 +5,23 @@ import random
 
 import pytest
 
-from headrace.orchestrator.scheduler import Episode, Kind, Scheduler
-from headrace.rollout.types import Group, Task
+from headrace.orchestrator.scheduler import Scheduler
+from headrace.orchestrator.signals import Episode, Kind
+from headrace.rollout.types import Group, Rollout, Task
 
 
-def make_scheduler(max_inflight: int = 8, group_size: int = 2) -> Scheduler:
+def make_scheduler(
+    max_inflight: int = 8, group_size: int = 2, together: bool = False, opened: set[str] | None = None
+) -> Scheduler:
     ids = itertools.count()
 
     def open_group() -> Group:
         draw = next(ids)
-        return Group(f"g{draw}", Task("env", {"n": draw}), group_size, opened_version=0, draw_id=draw)
+        if opened is not None:
+            opened.add(f"g{draw}")
+        return Group(
+            f"g{draw}", Task("env", {"n": draw}), group_size, opened_version=0, draw_id=draw, together=together
+        )
 
     return Scheduler(max_inflight, open_group)
 
@@ -43,11 +50,11 @@ def test_waiting_evaluation_takes_the_next_permits_and_training_resumes_behind_i
     scheduler = make_scheduler(max_inflight=3, group_size=2)
     running = start_all(scheduler, wanted=100)
     scheduler.queue_eval(eval_groups(2))
-    scheduler.arrive(running[0])
+    scheduler.arrive(running[0], [])
     assert scheduler.next_episode(100).kind is Kind.EVAL  # type: ignore[union-attr]
-    scheduler.arrive(running[1])
+    scheduler.arrive(running[1], [])
     assert scheduler.next_episode(100).kind is Kind.EVAL  # type: ignore[union-attr]
-    scheduler.arrive(running[2])
+    scheduler.arrive(running[2], [])
     # Both evals still run, none is queued: training has the free permit.
     assert scheduler.next_episode(100).kind is Kind.TRAIN  # type: ignore[union-attr]
 
@@ -55,37 +62,56 @@ def test_waiting_evaluation_takes_the_next_permits_and_training_resumes_behind_i
 def test_a_group_is_complete_when_its_last_straggler_arrives_whichever_that_is():
     scheduler = make_scheduler(group_size=3)
     first, second, third = start_all(scheduler, wanted=3)
-    assert [scheduler.arrive(e) for e in (third, first, second)] == [False, False, True]
+    said = [scheduler.arrive(e, [Rollout(agent=str(e.index))]) for e in (third, first, second)]
+    assert said[:2] == [None, None]
+    assert said[2] is not None
+    assert [rollout.agent for rollout in said[2].rollouts] == ["2", "0", "1"]
     assert scheduler.open_rollouts == 0
 
 
 def test_cancelling_a_group_returns_what_is_in_flight_and_stops_its_dispatch():
     scheduler = make_scheduler(max_inflight=2, group_size=3)
     first, second = start_all(scheduler, wanted=3)
-    inflight, finished = scheduler.cancel(lambda group: group.id == "g0")
+    inflight, finished = scheduler.cancel(lambda group: group.id == "g0", "off_policy")
     assert inflight == [first, second]
     assert finished == []
-    assert not scheduler.arrive(first)
-    assert scheduler.arrive(second)
+    assert scheduler.arrive(first, []) is None
+    complete = scheduler.arrive(second, [])
+    assert complete is not None
+    assert complete.cancelled == "off_policy"
     assert scheduler.next_episode(3).group.id == "g1"  # type: ignore[union-attr]
 
 
 def test_cancelling_a_group_with_nothing_in_flight_completes_it_at_once():
     scheduler = make_scheduler(max_inflight=1, group_size=2)
     (only,) = start_all(scheduler, wanted=2)
-    scheduler.arrive(only)
-    inflight, finished = scheduler.cancel(lambda group: True)
+    scheduler.arrive(only, [])
+    inflight, finished = scheduler.cancel(lambda group: True, "max_steps")
     assert inflight == []
-    assert [group.id for group in finished] == ["g0"]
+    assert [(complete.group.id, complete.cancelled) for complete in finished] == [("g0", "max_steps")]
     assert scheduler.open_rollouts == 0
+
+
+def test_a_group_that_belongs_together_waits_until_it_has_all_its_permits():
+    scheduler = make_scheduler(max_inflight=5, group_size=3, together=True)
+    first = start_all(scheduler, wanted=100)
+    assert [e.group.id for e in first] == ["g0"] * 3
+    scheduler.queue_eval(eval_groups(1))
+    assert scheduler.next_episode(100).kind is Kind.EVAL  # type: ignore[union-attr]
+    assert scheduler.next_episode(100) is None  # one permit is free, and kept for the group that waits
+    scheduler.arrive(first[0], [])
+    assert scheduler.next_episode(100) is None
+    scheduler.arrive(first[1], [])
+    assert [e.group.id for e in start_all(scheduler, wanted=100)] == ["g1"] * 3
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed: int):
     rng = random.Random(seed)
-    scheduler = make_scheduler(max_inflight=rng.randint(1, 9), group_size=rng.randint(1, 5))
-    running: list[Episode] = []
+    group_size = rng.randint(1, 5)
     opened: set[str] = set()
+    scheduler = make_scheduler(rng.randint(group_size, 9), group_size, rng.random() < 0.3, opened)
+    running: list[Episode] = []
     completed: list[str] = []
     eval_ids = itertools.count()
     for _ in range(300):
@@ -97,12 +123,12 @@ def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed
                     opened.add(episode.group.id)
             case "arrive" if running:
                 episode = running.pop(rng.randrange(len(running)))
-                if scheduler.arrive(episode):
+                if scheduler.arrive(episode, []):
                     completed.append(episode.group.id)
             case "cancel" if rng.random() < 0.2:
                 unwanted = {group for group in opened if rng.random() < 0.3}
-                _, finished = scheduler.cancel(lambda group, unwanted=unwanted: group.id in unwanted)
-                completed += [group.id for group in finished]
+                _, finished = scheduler.cancel(lambda group, unwanted=unwanted: group.id in unwanted, "off_policy")
+                completed += [complete.group.id for complete in finished]
             case "eval" if rng.random() < 0.1:
                 scheduler.queue_eval([Group(f"e{next(eval_ids)}", Task("heldout", {}), 2, 0) for _ in range(3)])
         assert scheduler.available_permits == scheduler.max_inflight - len(running)
@@ -113,9 +139,9 @@ def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed
             running.append(episode)
             opened.add(episode.group.id)
         episode = running.pop()
-        if scheduler.arrive(episode):
+        if scheduler.arrive(episode, []):
             completed.append(episode.group.id)
-    _, finished = scheduler.cancel(lambda group: True)
-    completed += [group.id for group in finished]
+    _, finished = scheduler.cancel(lambda group: True, "max_steps")
+    completed += [complete.group.id for complete in finished]
     assert sorted(completed) == sorted(opened)
     assert scheduler.open_rollouts == 0

@@ -93,7 +93,8 @@ def test_every_turn_can_be_recovered_and_masks_cover_exactly_what_was_sampled(
 ):
     turns: list[Turn] = []
     for version, (parent, tail, completion, temperature) in enumerate(plan):
-        start = turns[parent].prompt_ids + turns[parent].completion_ids if 0 <= parent < len(turns) else []
+        known = turns[parent] if 0 <= parent < len(turns) else turn([], [])
+        start = [*known.prompt_ids.tolist(), *known.completion_ids.tolist()]
         turns.append(turn(start + tail, completion, version, temperature))
     merged = merge_turns(turns)
 
@@ -106,15 +107,15 @@ def test_every_turn_can_be_recovered_and_masks_cover_exactly_what_was_sampled(
         assert observed == [i for i, on in enumerate(sample.mask[sample.prompt_length :]) if not on]
         for start, index, prompt_start, length in sample.obs_spans:
             here = sample.token_ids[sample.prompt_length + start :][:length].tolist()
-            assert here == turns[index].prompt_ids[prompt_start : prompt_start + length]
+            assert here == turns[index].prompt_ids[prompt_start : prompt_start + length].tolist()
     for version, t in enumerate(turns):
         # its own tokens are where its version is, and what stands before them is exactly its prompt
-        if not t.completion_ids:
+        if not len(t.completion_ids):
             continue
         (home,) = [sample for sample in merged if (sample.versions == version).any()]
         (places,) = (home.versions == version).nonzero()
         first, end = int(places[0]), int(places[-1]) + 1
         assert home.temperature == t.temperature
-        assert home.token_ids[:first].tolist() == t.prompt_ids
-        assert home.token_ids[first:end].tolist() == t.completion_ids
+        assert home.token_ids[:first].tolist() == t.prompt_ids.tolist()
+        assert home.token_ids[first:end].tolist() == t.completion_ids.tolist()
         np.testing.assert_allclose(home.logprobs[first:end], t.logprobs, rtol=1e-6)

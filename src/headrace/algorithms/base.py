@@ -7,6 +7,7 @@ scheduling, packing or the training loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,11 @@ class RolloutView:
 
 
 class Algorithm:
-    """Base of all algorithms: override the hooks of the stages where credit is known."""
+    """Base of all algorithms: override the hooks of the stages where credit is known.
+
+    One that learns from group to group (a running baseline, say) changes its state in `score_group` alone, and gives
+    and takes it as JSON: it is committed with the credit that changed it, and survives every restart.
+    """
 
     async def score_rollout(self, rollout: RolloutView) -> None:
         """On arrival, without siblings."""
@@ -60,3 +65,11 @@ class Algorithm:
 
     async def score_batch(self, batch: Sequence[RolloutView]) -> None:
         """What will be shipped, after filters: the stage for calls to other models."""
+
+    def state(self) -> Any:
+        """What it has learned, as JSON; None for an algorithm that keeps nothing."""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Go on from a state that `state` once gave."""
+        raise NotImplementedError(f"{type(self).__name__} has a state in the journal but no load_state to take it")

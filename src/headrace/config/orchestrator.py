@@ -41,7 +41,31 @@ class ZeroAdvantageConfig(Config):
     enforce: bool = False
 
 
-FilterConfig = Annotated[GibberishConfig | RepetitionConfig | ZeroAdvantageConfig, Field(discriminator="type")]
+class CustomFilterConfig(Config):
+    """A test of your own: a function that takes a rollout, and `kwargs`, and says whether to drop it."""
+
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """`package.module:function`."""
+    name: str = ""
+    """How it appears in metrics; unset: the function's name."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    enforce: bool = False
+
+    @model_validator(mode="after")
+    def _name_is_function(self) -> CustomFilterConfig:
+        if not self.name:
+            object.__setattr__(self, "name", self.import_path.rpartition(":")[2])
+        return self
+
+
+FilterConfig = Annotated[
+    GibberishConfig | RepetitionConfig | ZeroAdvantageConfig | CustomFilterConfig, Field(discriminator="type")
+]
+
+
+def filter_name(config: FilterConfig) -> str:
+    return config.name if isinstance(config, CustomFilterConfig) else config.type
 
 
 class EnvConfig(Config):
@@ -54,6 +78,10 @@ class EnvConfig(Config):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     timeout: float | None = Field(None, gt=0)
     """Seconds that one episode may take."""
+    workers: int = Field(0, ge=0)
+    """Processes that its episodes run in, for an environment that computes; 0: on the orchestrator's event loop."""
+    worker_memory_mb: int | None = Field(None, gt=0)
+    """Resident memory at which a worker is replaced."""
 
     @model_validator(mode="before")
     @classmethod
@@ -74,6 +102,7 @@ class EvalEnvConfig(EnvConfig):
     interval: int | None = Field(None, ge=1)
     num_examples: int | None = Field(None, ge=1)
     group_size: int | None = Field(None, ge=1)
+    pin_version: bool | None = None
 
 
 DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.over(SamplingConfig(temperature=1.0)))]
@@ -93,6 +122,8 @@ class EvalConfig(Config):
     sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
     eval_base_model: bool = True
     skip_eval_on_resume: bool = True
+    pin_version: bool = False
+    """Sample a whole evaluation from one version: new weights wait until it has closed."""
     env: list[EvalEnvConfig] = Field(default_factory=list)
 
 
@@ -103,6 +134,8 @@ class ClientConfig(Config):
     """Engines started elsewhere; empty: the one that this run's directory names."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that one request may take."""
+    retry_for: float = Field(300.0, ge=0)
+    """Seconds for which an engine that cannot be reached is asked again, before the episode fails."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds until the engine must answer for the first time."""
     update_timeout: float = Field(600.0, gt=0)
@@ -171,13 +204,13 @@ class OrchestratorConfig(Config):
             if self.batch_size is not None and self.batch_size % size:
                 raise ValueError(f"batch_size {self.batch_size} is not divisible by group_size {size}")
         for slot, filters in (("pre", self.pre_batch_filters), ("post", self.post_batch_filters)):
-            types = [entry.type for entry in filters]
-            if len(set(types)) != len(types):
-                raise ValueError(f"{slot}_batch_filters has one filter type twice")
+            names = [filter_name(entry) for entry in filters]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{slot}_batch_filters has one filter twice; give your own different names")
         for slot_name, envs in (("train", self.train.env), ("eval", self.eval.env)):
-            names = [env.name for env in envs]
-            for name in names:
-                if names.count(name) > 1 or name == "all":
+            env_names = [env.name for env in envs]
+            for name in env_names:
+                if env_names.count(name) > 1 or name == "all":
                     raise ValueError(
                         f"{slot_name}.env name {name!r} is "
                         + ("reserved" if name == "all" else "used twice; set a different `name` on one of them")

@@ -30,10 +30,17 @@ class WandbConfig(Config):
     name: str | None = None
     entity: str | None = None
     mode: Literal["online", "offline"] = "online"
+    samples: int = Field(8, ge=0)
+    """Rollouts shown in a table, from the worst reward to the best; 0: no table."""
+    samples_interval: int = Field(10, ge=1)
+    """Steps from one table to the next."""
 
 
 class TensorboardConfig(Config):
     enabled: bool = True
+    samples: int = Field(8, ge=0)
+    """As in `[wandb]`."""
+    samples_interval: int = Field(10, ge=1)
 
 
 class LaunchConfig(Config):
@@ -42,9 +49,11 @@ class LaunchConfig(Config):
     threads: int | None = Field(None, ge=1)
     """CPU threads of the trainer and of the server each; unset: half the cores."""
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds until every process must be up."""
+    """Seconds until every process must be up; they count anew when one is started again."""
     stop_timeout: float = Field(10.0, gt=0)
     """Seconds that a process gets to end in order before it is killed."""
+    max_restarts: int = Field(3, ge=0)
+    """How often in a row, without progress of the run, a process that was killed is started again."""
 
 
 class RunConfig(Config):

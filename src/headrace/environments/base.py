@@ -1,7 +1,8 @@
 """What an environment is: tasks, and one episode at a time.
 
-An environment is written by users. It never sees groups, policy versions or permits; it gets a task and a context
-through which it talks to the model, and returns rollouts with their turns, messages and rewards.
+An environment is written by users. It never sees policy versions or permits; it gets a task and a context through which
+it talks to the model, and returns rollouts with their turns, messages and rewards. One that can only judge episodes of
+a task side by side scores their group when all of them are in.
 """
 
 from __future__ import annotations
@@ -10,6 +11,36 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from headrace.rollout.types import Message, Rollout, Task, Turn
+
+
+class EpisodeError(Exception):
+    """An episode failed for a known reason: `reason` is a short counter name, the message is for people.
+
+    An environment may raise it. One that comes from a worker process also has the `place` in the code where the
+    original was raised (its type, file and line) and its `remote_traceback`, so that each place is reported once.
+    """
+
+    def __init__(self, reason: str, message: str, *, place: str = "", remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.place = place
+        self.remote_traceback = remote_traceback
+
+
+class PromptTooLong(EpisodeError):
+    """The conversation leaves no room for an answer within `seq_len`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("prompt_too_long", message)
+
+
+class ChatFailed(Exception):
+    """The model gave no answer, as an environment in a worker process sees it. `kind` names the original's type."""
+
+    def __init__(self, call: int, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.call = call
+        self.kind = kind
 
 
 class Reply:
@@ -44,8 +75,17 @@ class Environment:
         raise NotImplementedError
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
-        """One episode."""
+        """One episode. An environment that scores groups may leave `rewards` empty here."""
         raise NotImplementedError
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Set `rewards` (and `metrics`) on the rollouts of one group, once all its episodes are in. Optional."""
+        raise NotImplementedError(f"{type(self).__name__} does not score groups")
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether rewards come from `score_group`."""
+        return type(self).score_group is not Environment.score_group
 
     def demonstrations(self, seed: int) -> Iterator[list[Message]]:
         """Endless conversations that show how the task is done, for supervised training. Optional."""

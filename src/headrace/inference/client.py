@@ -68,6 +68,34 @@ class Completion(msgspec.Struct):
     finish_reason: str
 
 
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
+
+
+class _Generated(msgspec.Struct):
+    """Of a `GenerateResponse`, what a completion needs: most of the whole is text that says the token ids again."""
+
+    choices: list[_Choice]
+
+
+class _Session(msgspec.Struct):
+    """Conversations that share a prompt, and the engine that has it."""
+
+    members: int = 0
+    engine: str = ""
+
+
 class EngineClient:
     """One or more engines behind one interface. Make and use it inside one event loop.
 
@@ -86,17 +114,31 @@ class EngineClient:
         self._timeout = timeout
         self._retry_for = retry_for
         self._in_flight: Counter[str] = Counter()
+        self._sessions: dict[str, _Session] = {}
         self._resting: dict[str, float] = {}
         """Until when an engine that could not be reached comes last."""
         self._session: aiohttp.ClientSession | None = None
 
+    def join(self, session: str) -> None:
+        """One more conversation of a session begins: all of a session prefer the engine that caches their prompt."""
+        self._sessions.setdefault(session, _Session()).members += 1
+
+    def leave(self, session: str) -> None:
+        self._sessions[session].members -= 1
+        if not self._sessions[session].members:
+            del self._sessions[session]
+
     async def generate(
-        self, token_ids: list[int], sampling: SamplingParams, cache_salt: str | None = None
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        cache_salt: str | None = None,
+        session: str | None = None,
     ) -> Completion:
         """Sample one completion."""
         sampling = msgspec.structs.replace(sampling, logprobs=0)
         body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt)
-        response = await self._call_one("/inference/v1/generate", body, GenerateResponse)
+        response = await self._call_one("/inference/v1/generate", body, _Generated, session)
         choice = response.choices[0]
         if choice.logprobs is None or choice.weight_versions is None:
             raise EngineFailed("the engine's answer has no logprobs or no weight_versions: it cannot serve a policy")
@@ -154,11 +196,11 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
-    async def _call_one(self, route: str, body: msgspec.Struct, kind: type[T]) -> T:
-        """Ask the engine with the fewest requests in flight."""
+    async def _call_one(self, route: str, body: msgspec.Struct, kind: type[T], session: str | None = None) -> T:
+        """Ask the session's engine, or the one with the least to do."""
 
         async def attempt() -> T:
-            url = self._least_busy()
+            url = self._choose(session)
             self._in_flight[url] += 1
             try:
                 return await self._request(url, route, body, kind, self._timeout)
@@ -228,9 +270,26 @@ class EngineClient:
             raise _failure(url, status, content)
         return msgspec.json.decode(content, type=kind)
 
+    def _choose(self, session: str | None) -> str:
+        known = self._sessions.get(session) if session is not None else None
+        if known is not None and known.engine in self._urls() and not self._is_resting(known.engine):
+            return known.engine
+        url = self._least_busy()
+        if known is not None:
+            known.engine = url
+        return url
+
     def _least_busy(self) -> str:
-        now = time.monotonic()
-        return min(self._urls(), key=lambda url: (self._resting.get(url, now) > now, self._in_flight[url]))
+        """By conversations where there are sessions: those that wait between two requests will be back."""
+        if len(urls := self._urls()) == 1:
+            return urls[0]
+        load = Counter(self._in_flight)
+        for session in self._sessions.values():
+            load[session.engine] += session.members
+        return min(urls, key=lambda url: (self._is_resting(url), load[url]))
+
+    def _is_resting(self, url: str) -> bool:
+        return self._resting.get(url, 0.0) > time.monotonic()
 
     def _urls(self, *, refresh: bool = False) -> Sequence[str]:
         if refresh or not self._known:

@@ -1,26 +1,33 @@
-"""Hands the run's metrics on to Weights & Biases and TensorBoard.
+"""Hands the run's metrics, and a few of its rollouts, on to Weights & Biases and TensorBoard.
 
 One thread follows `metrics.jsonl`, into which every process of the run writes, so that one monitor run shows them all
-and no process waits for a monitor. How far each monitor has come is kept in the run directory: a restart goes on from
-there. Only a kill between handing records on and noting it makes the last few of them appear twice, at the same step.
+and no process waits for a monitor. Tables of rollouts come from the Parquet files of the steps. How far each monitor
+has come is kept in the run directory: a restart goes on from there. Only a kill between handing something on and
+noting it makes the last of it appear twice, at the same step.
 
-Left out on purpose: sample tables and system statistics; rollouts are in the run directory as Parquet.
+Left out on purpose: system statistics, and tables of evaluation, whose rollouts are in no file.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+
 from headrace.config.base import read_toml
 from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.errors import BadInput
 from headrace.observe.history import Record, Tail
+from headrace.observe.metrics import read_metrics
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
@@ -29,6 +36,11 @@ log = logging.getLogger(__name__)
 INTERVAL = 2.0
 """Seconds between two looks for news."""
 NOT_METRICS = frozenset({"step", "time", "process"})
+SAMPLE_COLUMNS = ("env", "reward", "advantage_mean", "drop_reason", "stop_reason", "messages")
+GAUGES = ("dispatcher/", "event_loop_lag/")
+"""What is measured every few seconds, however long a step takes."""
+ELAPSED = "time/elapsed"
+"""The axis of the gauges: seconds since the run's first record."""
 
 
 class MonitorError(BadInput):
@@ -36,32 +48,47 @@ class MonitorError(BadInput):
 
 
 class Monitor(Protocol):
-    """Where records go. `send` returns once they will survive the end of this process."""
+    """Where records go. Both ways of sending return once what was sent will survive the end of this process."""
 
     def send(self, records: list[Record]) -> None: ...
+
+    def send_samples(self, step: int, samples: list[Record]) -> None: ...
 
     def close(self) -> None: ...
 
 
 @contextmanager
 def forwarding(run: RunDir, wandb: WandbConfig | None, tensorboard: TensorboardConfig | None) -> Iterator[None]:
-    """While inside, metrics are handed on to the monitors that are configured."""
+    """While inside, metrics and samples are handed on to the monitors that are configured."""
     with ExitStack() as stack:
         if tensorboard is not None and tensorboard.enabled:
-            monitor: Monitor = Tensorboard(run.root / "tensorboard")
-            stack.enter_context(Forwarder(run, "tensorboard", monitor))
+            stack.enter_context(_forwarder(run, "tensorboard", Tensorboard(run.root / "tensorboard"), tensorboard))
         if wandb is not None:
-            stack.enter_context(Forwarder(run, "wandb", Wandb(run, wandb)))
+            stack.enter_context(_forwarder(run, "wandb", Wandb(run, wandb), wandb))
         yield
+
+
+def _forwarder(run: RunDir, name: str, monitor: Monitor, config: WandbConfig | TensorboardConfig) -> Forwarder:
+    return Forwarder(run, name, monitor, samples=config.samples, samples_interval=config.samples_interval)
 
 
 class Forwarder:
     """A thread that keeps one monitor up to date."""
 
-    def __init__(self, run: RunDir, name: str, monitor: Monitor, interval: float = INTERVAL) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        name: str,
+        monitor: Monitor,
+        interval: float = INTERVAL,
+        *,
+        samples: int = 0,
+        samples_interval: int = 1,
+    ) -> None:
         self._name, self._monitor, self._interval = name, monitor, interval
-        self._mark = run.root / "monitors" / f"{name}.offset"
-        self._tail = Tail(run.metrics, int(self._mark.read_text()) if self._mark.exists() else 0)
+        self._mark, self._samples_mark = (run.root / "monitors" / f"{name}.{kind}" for kind in ("offset", "samples"))
+        self._tail = Tail(run.metrics, _read_mark(self._mark))
+        self._samples = SampleReader(run.rollouts, samples, samples_interval, _read_mark(self._samples_mark))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
 
@@ -86,6 +113,63 @@ class Forwarder:
         if records := self._tail.read():
             self._monitor.send(records)
             write_atomically(self._mark, str(self._tail.offset).encode())
+        for step, samples in self._samples.read():
+            self._monitor.send_samples(step, samples)
+            write_atomically(self._samples_mark, str(step).encode())
+
+
+class SampleReader:
+    """Hands out rollouts of every `interval`-th step whose file has appeared since the last call."""
+
+    def __init__(self, directory: Path, count: int, interval: int, step: int = 0) -> None:
+        self._directory, self._count, self._interval = directory, count, interval
+        self._step = step
+
+    def read(self) -> Iterator[tuple[int, list[Record]]]:
+        for path in sorted(self._directory.glob("step-*.parquet")) if self._count else ():
+            step = int(path.stem.removeprefix("step-"))
+            if step <= self._step or step % self._interval:
+                continue
+            self._step = step
+            try:
+                samples = read_samples(path, self._count, seed=step)
+            except FileNotFoundError:
+                log.info("%s: not shown, keep_rollouts had it deleted first", path)
+                continue
+            yield step, samples
+
+
+def read_samples(path: Path, count: int, seed: int) -> list[Record]:
+    """Some rollouts of a step, worst reward first, messages as text. Those that failed have no reward and stay out."""
+    with pq.ParquetFile(path) as file:
+        table = file.read(columns=list(SAMPLE_COLUMNS))
+    rewards = np.array(table.column("reward").to_pylist(), np.float64)
+    samples = [table.slice(row, 1).to_pylist()[0] for row in spread_over(rewards, count, seed)]
+    return [{**sample, "messages": as_text(msgspec.json.decode(sample["messages"]))} for sample in samples]
+
+
+def spread_over(rewards: np.ndarray, count: int, seed: int) -> list[int]:
+    """Indices of rewards that lie evenly between the lowest and the highest; which of several equal ones is chance."""
+    left = np.random.default_rng(seed).permutation(np.flatnonzero(np.isfinite(rewards)))
+    if not len(left):
+        return []
+    chosen: list[int] = []
+    for wanted in np.linspace(rewards[left].min(), rewards[left].max(), min(count, len(left))):
+        nearest = int(np.argmin(np.abs(rewards[left] - wanted)))
+        chosen.append(int(left[nearest]))
+        left = np.delete(left, nearest)
+    return sorted(chosen, key=lambda index: float(rewards[index]))
+
+
+def as_text(messages: list[dict[str, Any]]) -> str:
+    """Messages as one reads them. What is not plain text, such as a tool call, stays JSON."""
+    return "\n\n".join(f"{message.get('role', 'unknown')}: {_content(message)}" for message in messages)
+
+
+def _content(message: dict[str, Any]) -> str:
+    rest = {key: value for key, value in message.items() if key != "role" and value is not None}
+    text = rest.pop("content") if isinstance(rest.get("content"), str) else ""
+    return f"{text} {msgspec.json.encode(rest).decode()}".strip() if rest else text
 
 
 class Tensorboard:
@@ -95,10 +179,11 @@ class Tensorboard:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise MonitorError(_missing("tensorboard")) from error
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._text = Event, Summary, text_pb
         self._writer = EventFileWriter(str(directory))
 
     def send(self, records: list[Record]) -> None:
@@ -106,6 +191,12 @@ class Tensorboard:
             values = [self._summary.Value(tag=key, simple_value=value) for key, value in _numbers(record).items()]
             summary = self._summary(value=values)
             self._writer.add_event(self._event(wall_time=record["time"], step=record["step"], summary=summary))
+        self._writer.flush()
+
+    def send_samples(self, step: int, samples: list[Record]) -> None:
+        cells = [["" if sample[name] is None else str(sample[name]) for name in SAMPLE_COLUMNS] for sample in samples]
+        table = self._text("samples", np.array([SAMPLE_COLUMNS, *cells], object))  # shown as rows and columns
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=table))
         self._writer.flush()
 
     def close(self) -> None:
@@ -137,13 +228,37 @@ class Wandb:
         # Records of several processes arrive out of order, which W&B's own step does not allow.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self._run.define_metric(ELAPSED)
+        self._gauges: set[str] = set()
+        self._metrics = run.metrics
+        self._started: float | None = None
+        self._table = wandb.Table
 
     def send(self, records: list[Record]) -> None:
+        if self._started is None:
+            self._started = float(next(read_metrics(self._metrics))["time"])
         for record in records:
-            self._run.log({**_numbers(record), "step": record["step"], "time": record["time"]})
+            numbers = _numbers(record)
+            self._put_on_time_axis({name for name in numbers if name.startswith(GAUGES)})
+            self._run.log({**numbers, "step": record["step"], ELAPSED: record["time"] - self._started})
+
+    def send_samples(self, step: int, samples: list[Record]) -> None:
+        rows = [[step, *(sample[name] for name in SAMPLE_COLUMNS)] for sample in samples]
+        self._run.log({"samples": self._table(columns=["step", *SAMPLE_COLUMNS], data=rows), "step": step})
+
+    def _put_on_time_axis(self, gauges: set[str]) -> None:
+        """By full name: of two patterns that match, such as `dispatcher/*` and `*`, W&B takes either."""
+        for name in gauges - self._gauges:
+            self._run.define_metric(name, step_metric=ELAPSED)
+        self._gauges |= gauges
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _read_mark(path: Path) -> int:
+    """How far a monitor has come."""
+    return int(path.read_text()) if path.exists() else 0
 
 
 def _run_id(path: Path) -> str:

@@ -1,146 +1,213 @@
-"""Runs the episodes that the scheduler chose, and makes sure that each of them arrives exactly once.
+"""Runs the episodes that the pipeline chose, and makes sure that each of them arrives exactly once.
 
 Whatever happens to an episode (success, environment error, timeout, cancellation, nothing produced), it ends as an
-arrival with at least one rollout; a failure is a rollout with `error` set.
+arrival with at least one rollout; a failure is a rollout with `error` set. An environment that does not let itself be
+cancelled is left behind after a while: its episode arrives all the same, and what it still does counts for nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
-from headrace.environments.base import Context, Environment
+from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.inference.client import EngineCallError
-from headrace.orchestrator.scheduler import Episode
+from headrace.orchestrator.processing import check_reward
+from headrace.orchestrator.signals import Arrival, Episode
 from headrace.rollout.types import Rollout, RolloutError
 
 log = logging.getLogger(__name__)
 
+GRACE = 10.0
+"""Seconds that a cancelled episode gets to end before it is left behind."""
 
-class Arrival(msgspec.Struct):
-    """An episode that has ended, with what it produced."""
 
-    episode: Episode
-    rollouts: list[Rollout]
+class Line(Protocol):
+    """How episodes of one environment reach the model."""
+
+    def open(self, session: str) -> Context:
+        """A line for an episode of this session; all of a session prefer one engine."""
+        ...
+
+    def close(self, session: str) -> None:
+        """The episode is over."""
+        ...
 
 
 class EpisodeRunner(msgspec.Struct):
     """What it takes to run an episode of one environment; `process` is what happens to a rollout before it arrives."""
 
     environment: Environment
-    context: Context
+    line: Line
     timeout: float | None
     process: Callable[[Rollout], Awaitable[None]] | None = None
+
+
+class _Running:
+    """An episode in flight."""
+
+    def __init__(self, episode: Episode, task: asyncio.Task[list[Rollout]]) -> None:
+        self.episode = episode
+        self.task = task
+        self.started = time.monotonic()
+        self.ending: RolloutError | None = None
+        """Why we ended it, if we did."""
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class Dispatcher:
     """`runners` by (kind, environment name); `deliver` is called once per started episode."""
 
-    def __init__(self, runners: dict[tuple[str, str], EpisodeRunner], deliver: Callable[[Arrival], None]) -> None:
+    def __init__(
+        self,
+        runners: dict[tuple[str, str], EpisodeRunner],
+        deliver: Callable[[Arrival], None],
+        grace: float = GRACE,
+    ) -> None:
         self._runners = runners
         self._deliver = deliver
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._cancel_reason: dict[int, str] = {}
+        self._grace = grace
+        self._running: dict[int, _Running] = {}
         self._reported: set[str] = set()
 
     def start(self, episode: Episode) -> None:
-        task = self._tasks[episode.id] = asyncio.create_task(self._run(episode))
-        # `_run` turns a cancellation into an arrival itself, unless it came before its first step.
-        task.add_done_callback(lambda done: self._arrive_cancelled(episode) if done.cancelled() else None)
+        runner = self._runners[episode.kind, episode.env]
+        task = asyncio.create_task(self._run(episode, runner))
+        running = self._running[episode.id] = _Running(episode, task)
+        if runner.timeout is not None:
+            error = RolloutError("timeout", f"the episode took longer than {runner.timeout:g} s")
+            running.timer = asyncio.get_running_loop().call_later(runner.timeout, self._end, running, error)
+        task.add_done_callback(partial(self._on_end, running))
 
     def cancel(self, episode: Episode, reason: str) -> None:
         """Stop an episode; it still arrives, as an error with this reason."""
-        task = self._tasks.get(episode.id)
-        if task is not None:  # else its arrival is already on the way
-            self._cancel_reason[episode.id] = reason
-            task.cancel()
+        running = self._running.get(episode.id)
+        if running is not None:  # else its arrival is already on the way
+            self._end(running, RolloutError(reason))
 
     async def close(self) -> None:
         """Cancel whatever still runs and wait until all of it has arrived."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        left = list(self._running.values())
+        for running in left:
+            self._end(running, RolloutError("cancelled"))
+        if left:
+            await asyncio.wait([running.task for running in left], timeout=self._grace)
+        for running in left:
+            self._leave_behind(running)
 
-    async def _run(self, episode: Episode) -> None:
-        started = time.monotonic()
-        try:
-            rollouts = await self._attempt(episode)
-        except asyncio.CancelledError:
-            self._arrive_cancelled(episode)
-            return
-        for rollout in rollouts:
-            rollout.timings["episode"] = time.monotonic() - started
-        self._arrive(episode, rollouts)
+    # -- one episode ----------------------------------------------------------------------------------------------
 
-    def _arrive_cancelled(self, episode: Episode) -> None:
-        self._arrive(episode, [_failed(episode, self._cancel_reason.get(episode.id, "cancelled"), "")])
-
-    def _arrive(self, episode: Episode, rollouts: list[Rollout]) -> None:
-        del self._tasks[episode.id]
-        self._cancel_reason.pop(episode.id, None)
-        self._deliver(Arrival(episode, rollouts))
-
-    async def _attempt(self, episode: Episode) -> list[Rollout]:
+    async def _run(self, episode: Episode, runner: EpisodeRunner) -> list[Rollout]:
         """The episode's rollouts, processed; any failure but cancellation becomes a rollout that says so."""
-        runner = self._runners[episode.kind, episode.env]
-        limit = asyncio.timeout(runner.timeout)
+        context = runner.line.open(episode.group.id)
         try:
-            async with limit:
-                rollouts = await runner.environment.run(episode.group.task, runner.context)
+            rollouts = await runner.environment.run(episode.group.task, context)
         except EngineCallError as error:
-            return [_failed(episode, "engine", f"{type(error).__name__}: {error}")]
+            return [self._failed(episode, RolloutError("engine", f"{type(error).__name__}: {error}"))]
+        except EpisodeError as error:
+            return [self._failed(episode, RolloutError(error.reason, str(error)), error.place, error.remote_traceback)]
         except Exception as error:  # whatever a user's environment raises costs its episode, not the run
-            if limit.expired():
-                return [_failed(episode, "timeout", f"the episode took longer than {runner.timeout} s")]
             return [self._fault(episode, "environment", error)]
+        finally:
+            runner.line.close(episode.group.id)
         try:
             for rollout in rollouts:
                 _stamp(rollout, episode)
+                _check(rollout, runner.environment.scores_groups)
                 if runner.process is not None:
                     await runner.process(rollout)
         except Exception as error:  # likewise for a user's algorithm, or turns that do not fit together
             return [self._fault(episode, "algorithm", error)]
-        return rollouts or [_failed(episode, "empty", "the environment returned no rollout")]
+        for rollout in rollouts:
+            if rollout.error is not None:
+                self._report(episode, rollout.error)
+        return rollouts or [self._failed(episode, RolloutError("empty", "the environment returned no rollout"))]
 
-    def _fault(self, episode: Episode, reason: str, error: Exception) -> Rollout:
-        """A failed rollout. The first error from a place in the code gets its traceback; the rest are counted."""
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{episode.env} {type(error).__name__} {frame.filename}:{frame.lineno}"
-        if place not in self._reported:
-            self._reported.add(place)
+    def _end(self, running: _Running, error: RolloutError) -> None:
+        if running.ending is None:
+            running.ending = error
+            running.task.cancel()
+            self._stop_timer(running)
+            loop = asyncio.get_running_loop()
+            running.timer = loop.call_later(self._grace, self._leave_behind, running)
+
+    def _leave_behind(self, running: _Running) -> None:
+        if running.episode.id in self._running and running.ending is not None:
             log.error(
-                "an episode of %s failed (%s); further failures alike are only counted",
-                episode.env,
-                reason,
-                exc_info=error,
+                "an episode of %s does not end although it was cancelled (%s): it is left behind. An environment must "
+                "let CancelledError through and not compute for long on the event loop (workers = N helps)",
+                running.episode.env,
+                running.ending.reason,
             )
-        return _failed(episode, reason, f"{type(error).__name__}: {error}")
+            self._arrive(running, [self._failed(running.episode, running.ending)])
 
+    def _on_end(self, running: _Running, task: asyncio.Task[list[Rollout]]) -> None:
+        if running.episode.id not in self._running:  # it was left behind; its arrival is long in
+            if not task.cancelled():
+                task.exception()
+            return
+        if running.ending is not None or task.cancelled():
+            self._arrive(running, [self._failed(running.episode, running.ending or RolloutError("cancelled"))])
+        elif (error := task.exception()) is not None:
+            self._arrive(running, [self._fault(running.episode, "environment", error)])
+        else:
+            self._arrive(running, task.result())
 
-def _failed(episode: Episode, reason: str, detail: str) -> Rollout:
-    rollout = Rollout(error=RolloutError(reason, detail))
-    _stamp(rollout, episode)
-    return rollout
+    def _arrive(self, running: _Running, rollouts: list[Rollout]) -> None:
+        del self._running[running.episode.id]
+        self._stop_timer(running)
+        for rollout in rollouts:
+            rollout.timings["episode"] = time.monotonic() - running.started
+        self._deliver(Arrival(running.episode, rollouts))
+
+    def _stop_timer(self, running: _Running) -> None:
+        if running.timer is not None:
+            running.timer.cancel()
+
+    # -- failures -------------------------------------------------------------------------------------------------
+
+    def _fault(self, episode: Episode, reason: str, error: BaseException) -> Rollout:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
+        text = "".join(traceback.format_exception(error))
+        return self._failed(episode, RolloutError(reason, f"{type(error).__name__}: {error}"), place, text)
+
+    def _failed(self, episode: Episode, error: RolloutError, place: str = "", trace: str = "") -> Rollout:
+        rollout = Rollout(error=error)
+        _stamp(rollout, episode)
+        if error.detail:  # what we cancelled ourselves has no story to tell
+            self._report(episode, error, place, trace)
+        return rollout
+
+    def _report(self, episode: Episode, error: RolloutError, place: str = "", trace: str = "") -> None:
+        """The first failure of a kind, or from a place in the code, is told in full; the rest are counted."""
+        kind = f"{episode.env} {error.reason} {place}"
+        if kind not in self._reported:
+            self._reported.add(kind)
+            log.error(
+                "an episode of %s failed (%s: %s); further failures alike are only counted%s",
+                episode.env, error.reason, error.detail, f"\n{trace}" if trace else "",
+            )  # fmt: skip
 
 
 def _stamp(rollout: Rollout, episode: Episode) -> None:
-    """Fill in what environments must not know, and check what they returned."""
+    """Fill in what environments must not know."""
     rollout.env = episode.env
     rollout.task_key = episode.group.task.key
     rollout.group_id = episode.group.id
     rollout.draw_id = episode.group.draw_id
-    if rollout.error is not None:
-        return
-    if not any(turn.completion_ids for turn in rollout.turns):
+
+
+def _check(rollout: Rollout, scored_later: bool) -> None:
+    """Refuse what cannot be trained or counted. An environment that scores groups gives rewards when all are in."""
+    if rollout.error is None and not any(len(turn.completion_ids) for turn in rollout.turns):
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
-        return
-    rollout.reward = float(sum(rollout.rewards.values())) if rollout.rewards else math.nan
-    if not math.isfinite(rollout.reward):
-        rollout.error = RolloutError("invalid_reward", f"rewards {rollout.rewards} do not sum to a finite number")
+    if rollout.error is None and not scored_later:
+        check_reward(rollout)

@@ -1,15 +1,43 @@
-"""Every rollout of a step as one Parquet file: what was said, which token got which credit, and why it was dropped."""
+"""Every rollout of a step as one Parquet file: what was said, which token got which credit, and why it was dropped.
+
+The writer is a thread beside the event loop, so it must not hold the interpreter. Arrow arrays are laid over numpy
+arrays: Python touches rollouts and samples, never tokens. `pa.array` would import pandas where that is installed, which
+stalls the loop for a third of a second and stays in memory, so nothing here calls it.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.rollout.types import Rollout
+from headrace.rollout.types import KNOWN_STREAMS, Rollout, Sample
+
+ROLLOUTS_AT_ONCE = 64
+"""Rollouts in a row group: bounds how long Python runs between two writes, and the memory of long rollouts."""
+
+_TOKEN_COLUMNS = {"token_ids": pa.int32(), "mask": pa.bool_(), "logprobs": pa.float32(), "versions": pa.int32()}
+_STREAM_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in KNOWN_STREAMS.items()}
+_NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
+_OTHER_STREAMS = pa.map_(pa.string(), pa.list_(pa.float64()))
+
+_SAMPLES = pa.list_(
+    pa.struct(
+        [
+            ("prompt_length", pa.int32()),
+            ("temperature", pa.float64()),
+            *((name, pa.list_(kind)) for name, kind in {**_TOKEN_COLUMNS, **_STREAM_COLUMNS}.items()),
+            ("other_streams", _OTHER_STREAMS),
+        ]
+    )
+)
 
 _SCHEMA = pa.schema(
     [
@@ -19,31 +47,23 @@ _SCHEMA = pa.schema(
         ("group_id", pa.string()),
         ("draw_id", pa.int64()),
         ("agent", pa.string()),
+        ("trainable", pa.bool_()),
         ("reward", pa.float64()),
-        ("rewards", pa.map_(pa.string(), pa.float64())),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("rewards", _NAMED_NUMBERS),
+        ("metrics", _NAMED_NUMBERS),
+        ("advantage_mean", pa.float64()),
         ("messages", pa.string()),
         ("num_turns", pa.int32()),
         ("completion_tokens", pa.int32()),
+        ("version_min", pa.int32()),
+        ("version_max", pa.int32()),
         ("truncated", pa.bool_()),
         ("stop_reason", pa.string()),
         ("drop_reason", pa.string()),
+        ("error_reason", pa.string()),
         ("error", pa.string()),
         ("seconds", pa.float64()),
-        (
-            "samples",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("token_ids", pa.list_(pa.int32())),
-                        ("mask", pa.list_(pa.bool_())),
-                        ("logprobs", pa.list_(pa.float32())),
-                        ("versions", pa.list_(pa.int32())),
-                        ("advantages", pa.list_(pa.float32())),
-                    ]
-                )
-            ),
-        ),
+        ("samples", _SAMPLES),
     ]
 )
 
@@ -52,43 +72,130 @@ def write_rollouts(
     directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]], keep_last: int
 ) -> None:
     """Write `step-N.parquet`, and delete files older than the newest `keep_last`."""
-    rows = [_row(step, rollout, None) for rollout in kept] + [_row(step, r, reason) for r, reason in dropped]
     directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob("*.tmp"):  # of a process that was killed while it wrote
+        leftover.unlink()
     path = directory / f"step-{step:08d}.parquet"
     temporary = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), temporary, compression="zstd")
-    temporary.replace(path)
+    rows = [*((rollout, None) for rollout in kept), *dropped]
+    # No dictionaries: one of logprobs has as many entries as tokens, and zstd alone is faster and smaller.
+    with pq.ParquetWriter(temporary, _SCHEMA, compression="zstd", use_dictionary=False) as writer:
+        for start in range(0, len(rows), ROLLOUTS_AT_ONCE):
+            writer.write_table(_table(step, rows[start : start + ROLLOUTS_AT_ONCE]))
+    os.replace(temporary, path)
     for old in sorted(directory.glob("step-*.parquet"))[:-keep_last]:
         old.unlink()
 
 
-def _row(step: int, rollout: Rollout, drop_reason: str | None) -> dict[str, object]:
-    return {
-        "step": step,
-        "env": rollout.env,
-        "task_key": rollout.task_key,
-        "group_id": rollout.group_id,
-        "draw_id": rollout.draw_id,
-        "agent": rollout.agent,
-        "reward": rollout.reward,
-        "rewards": list(rollout.rewards.items()),
-        "metrics": list(rollout.metrics.items()),
-        "messages": msgspec.json.encode(rollout.messages).decode(),
-        "num_turns": len(rollout.turns),
-        "completion_tokens": rollout.completion_tokens,
-        "truncated": rollout.truncated,
-        "stop_reason": rollout.stop_reason,
-        "drop_reason": drop_reason,
-        "error": rollout.error.detail if rollout.error else None,
-        "seconds": rollout.timings.get("episode"),
-        "samples": [
-            {
-                "token_ids": sample.token_ids,
-                "mask": sample.mask,
-                "logprobs": sample.logprobs,
-                "versions": sample.versions,
-                "advantages": sample.streams.get("advantages"),
-            }
-            for sample in rollout.samples
-        ],
+def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
+    rollouts = [rollout for rollout, _ in rows]
+    columns: dict[str, Any] = {
+        "step": [step] * len(rows),
+        "env": [r.env for r in rollouts],
+        "task_key": [r.task_key for r in rollouts],
+        "group_id": [r.group_id for r in rollouts],
+        "draw_id": [r.draw_id for r in rollouts],
+        "agent": [r.agent for r in rollouts],
+        "trainable": [r.trainable for r in rollouts],
+        # Null, not NaN: a rollout that failed must not turn the average of a query into NaN.
+        "reward": [None if math.isnan(r.reward) else r.reward for r in rollouts],
+        "rewards": _maps([r.rewards for r in rollouts]),
+        "metrics": _maps([r.metrics for r in rollouts]),
+        "advantage_mean": [_mean_advantage(r) for r in rollouts],
+        "messages": [msgspec.json.encode(r.messages).decode() for r in rollouts],
+        "num_turns": [len(r.turns) for r in rollouts],
+        "completion_tokens": [r.completion_tokens for r in rollouts],
+        "version_min": [r.oldest_version for r in rollouts],
+        "version_max": [_newest_version(r) for r in rollouts],
+        "truncated": [r.truncated for r in rollouts],
+        "stop_reason": [r.stop_reason for r in rollouts],
+        "drop_reason": [reason for _, reason in rows],
+        "error_reason": [r.error.reason if r.error else None for r in rollouts],
+        "error": [r.error.detail if r.error else None for r in rollouts],
+        "seconds": [r.timings.get("episode") for r in rollouts],
+        "samples": _samples(rollouts),
     }
+    return pa.Table.from_arrays([_column(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
+
+
+def _mean_advantage(rollout: Rollout) -> float | None:
+    """Over the tokens that may be trained; None without credit."""
+    credit = [s.streams["advantages"][s.mask] for s in rollout.samples if "advantages" in s.streams]
+    tokens = sum(len(values) for values in credit)
+    return float(sum(values.sum() for values in credit)) / tokens if tokens else None
+
+
+def _newest_version(rollout: Rollout) -> int | None:
+    """The counterpart of `Rollout.oldest_version`."""
+    return max((int(np.max(turn.versions)) for turn in rollout.turns if len(turn.versions)), default=None)
+
+
+def _samples(rollouts: Sequence[Rollout]) -> pa.Array:
+    samples = [sample for rollout in rollouts for sample in rollout.samples]
+    columns = {
+        "prompt_length": _numbers([sample.prompt_length for sample in samples], pa.int32()),
+        "temperature": _numbers([sample.temperature for sample in samples], pa.float64()),
+        **{name: _lists([getattr(s, name) for s in samples], kind) for name, kind in _TOKEN_COLUMNS.items()},
+        **{name: _lists([s.streams.get(name) for s in samples], kind) for name, kind in _STREAM_COLUMNS.items()},
+        "other_streams": _other_streams(samples),
+    }
+    structs = pa.StructArray.from_arrays(list(columns.values()), fields=list(_SAMPLES.value_type))
+    return pa.ListArray.from_arrays(_offsets([len(rollout.samples) for rollout in rollouts]), structs, type=_SAMPLES)
+
+
+def _other_streams(samples: Sequence[Sample]) -> pa.Array:
+    """Streams that only some algorithm knows, by name."""
+    others = [[item for item in sample.streams.items() if item[0] not in KNOWN_STREAMS] for sample in samples]
+    names = _strings([name for items in others for name, _ in items])
+    values = _lists([values for items in others for _, values in items], pa.float64())
+    return pa.MapArray.from_arrays(_offsets([len(items) for items in others]), names, values, type=_OTHER_STREAMS)
+
+
+def _maps(maps: Sequence[dict[str, float]]) -> pa.Array:
+    names = _strings([name for entries in maps for name in entries])
+    values = _numbers([value for entries in maps for value in entries.values()], pa.float64())
+    return pa.MapArray.from_arrays(_offsets([len(entries) for entries in maps]), names, values, type=_NAMED_NUMBERS)
+
+
+def _lists(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
+    """One list per array; null for None."""
+    dtype = kind.to_pandas_dtype()
+    flat = np.concatenate([np.empty(0, dtype), *(array for array in arrays if array is not None)], dtype=dtype)
+    offsets = _offsets([0 if array is None else len(array) for array in arrays])
+    absent = _array(np.array([array is None for array in arrays], np.bool_), pa.bool_())
+    return pa.ListArray.from_arrays(offsets, _array(flat, kind), type=pa.list_(kind), mask=absent)
+
+
+def _column(values: Any, kind: pa.DataType) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
+    return _strings(values) if kind == pa.string() else _numbers(values, kind)
+
+
+def _strings(texts: Sequence[str | None]) -> pa.Array:
+    encoded = [b"" if text is None else text.encode() for text in texts]
+    offsets = _offsets([len(text) for text in encoded]).buffers()[1]
+    return pa.Array.from_buffers(pa.string(), len(texts), [_known(texts), offsets, pa.py_buffer(b"".join(encoded))])
+
+
+def _numbers(values: Sequence[float | None], kind: pa.DataType) -> pa.Array:
+    filled = np.array([0 if value is None else value for value in values], kind.to_pandas_dtype())
+    return _array(filled, kind, _known(values))
+
+
+def _array(values: np.ndarray, kind: pa.DataType, known: pa.Buffer | None = None) -> pa.Array:
+    content = _bits(values) if kind == pa.bool_() else pa.py_buffer(values)
+    return pa.Array.from_buffers(kind, len(values), [known, content])
+
+
+def _known(values: Sequence[object]) -> pa.Buffer:
+    """Arrow's map of what is not null."""
+    return _bits(np.array([value is not None for value in values], np.bool_))
+
+
+def _bits(flags: np.ndarray) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(flags, bitorder="little"))
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    return _array(np.cumsum([0, *lengths], dtype=np.int32), pa.int32())

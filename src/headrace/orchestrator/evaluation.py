@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from headrace.observe.metrics import spread
-from headrace.rollout.types import Group, Rollout, Task
+from headrace.orchestrator.signals import EvalBatch, ScoredGroup
+from headrace.rollout.types import Group, Task
 
 
 class EvalEnv(msgspec.Struct):
@@ -18,6 +19,10 @@ class EvalEnv(msgspec.Struct):
     tasks: Sequence[Task]
     interval: int
     group_size: int
+    pinned: bool = False
+    """Whether new weights wait until its epoch has closed."""
+    together: bool = False
+    """Whether a group's episodes start at once: the environment scores them against each other."""
 
 
 class EvalSource:
@@ -42,62 +47,75 @@ class EvalSource:
     def open(self, env: EvalEnv, version: int) -> list[Group]:
         """The groups of one epoch over an environment."""
         self._evaluated[env.name] = version
-        return [Group(f"eval-{env.name}-{next(self._ids)}", task, env.group_size, version) for task in env.tasks]
-
-
-class EvalResult(msgspec.Struct):
-    """One finished evaluation. `metrics` are named `eval/ENV/...`."""
-
-    env: str
-    version: int
-    metrics: dict[str, float]
+        return [
+            Group(f"eval-{env.name}-{next(self._ids)}", task, env.group_size, version, together=env.together)
+            for task in env.tasks
+        ]
 
 
 class _Epoch(msgspec.Struct):
-    env: EvalEnv
-    version: int
+    batch: EvalBatch
     missing: int
     """Groups that are not complete."""
-    groups: dict[str, list[Rollout]] = msgspec.field(default_factory=dict)
+    pinned: bool
 
 
 class EvalSink:
-    """Counts arrivals; the last one of an epoch yields its result. Epochs of one environment may overlap."""
+    """Counts groups; the last one of an epoch completes its batch. Epochs of one environment may overlap."""
 
     def __init__(self) -> None:
         self._epoch_of: dict[str, _Epoch] = {}
+        self.open_epochs = 0
+        """Epochs that have been opened and not reported."""
+        self._pinned: list[EvalBatch] = []
+
+    @property
+    def pins_version(self) -> bool:
+        """Whether an open epoch must be sampled from the current weights to its end."""
+        return bool(self._pinned)
 
     def open(self, env: EvalEnv, version: int, groups: Sequence[Group]) -> None:
-        epoch = _Epoch(env, version, len(groups))
+        batch = EvalBatch(env.name, version, env.group_size)
+        epoch = _Epoch(batch, len(groups), env.pinned)
         self._epoch_of.update({group.id: epoch for group in groups})
+        self.open_epochs += 1
+        if env.pinned:
+            self._pinned.append(batch)
 
-    def add(self, group: Group, rollouts: Sequence[Rollout], group_complete: bool) -> EvalResult | None:
-        epoch = self._epoch_of[group.id]
-        epoch.groups.setdefault(group.id, []).extend(rollouts)
-        if not group_complete:
-            return None
-        del self._epoch_of[group.id]
+    def add(self, scored: ScoredGroup) -> EvalBatch | None:
+        """A group is complete; its epoch's batch if it was the last of it."""
+        epoch = self._epoch_of.pop(scored.group.id)
+        epoch.batch.groups.append(scored)
         epoch.missing -= 1
-        return _result(epoch) if epoch.missing == 0 else None
+        if epoch.missing:
+            return None
+        if epoch.pinned:
+            self._pinned.remove(epoch.batch)
+        return epoch.batch
+
+    def close(self, batch: EvalBatch) -> None:
+        """Its numbers are out."""
+        self.open_epochs -= 1
 
 
-def _result(epoch: _Epoch) -> EvalResult:
+def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
     """avg@k over all episodes, pass@k over tasks (any episode with reward 1); failed episodes count only as errors."""
-    groups = [[r for r in rollouts if r.error is None] for rollouts in epoch.groups.values()]
-    finished = [rollout for rollouts in groups for rollout in rollouts]
-    arrived = sum(len(rollouts) for rollouts in epoch.groups.values())
-    k, values = epoch.env.group_size, {"errors": (arrived - len(finished)) / arrived}
+    finished = [rollout for group in batch.groups for rollout in group.rollouts]
+    arrived = sum(group.arrived for group in batch.groups)
+    k, values = batch.group_size, {"errors": (arrived - len(finished)) / arrived}
     if finished:
-        versions = [version for rollout in finished for turn in rollout.turns for version in turn.versions]
+        oldest = [version for rollout in finished if (version := rollout.oldest_version) is not None]
+        newest = [version for rollout in finished if (version := rollout.newest_version) is not None]
+        solved = [any(rollout.reward >= 1.0 for rollout in group.rollouts) for group in batch.groups]
         values |= {
             f"avg@{k}": sum(rollout.reward for rollout in finished) / len(finished),
-            f"pass@{k}": sum(any(r.reward >= 1.0 for r in rollouts) for rollouts in groups) / len(groups),
+            f"pass@{k}": sum(solved) / len(solved),
             "truncated": sum(rollout.truncated for rollout in finished) / len(finished),
-            "version/min": min(versions),
-            "version/max": max(versions),
+            "version/min": min(oldest),
+            "version/max": max(newest),
             **spread("decode_len", (rollout.completion_tokens for rollout in finished)),
         }
         for name in {name for rollout in finished for name in rollout.metrics}:
             known = [rollout.metrics[name] for rollout in finished if name in rollout.metrics]
             values[f"metrics/{name}"] = sum(known) / len(known)
-    return EvalResult(epoch.env.name, epoch.version, {f"eval/{epoch.env.name}/{n}": v for n, v in values.items()})
+    return {f"eval/{batch.env}/{name}": value for name, value in values.items()}

@@ -3,21 +3,27 @@
 SQLite, written by the orchestrator alone. A draw that was neither shipped nor dropped when the orchestrator died is
 sampled again under the same id: compute may be lost, prompts are not. Draws that were never recorded need no record:
 the source is deterministic and draws them again.
+
+Everything else is a fold over the draws: totals are sums of what became of each, and an algorithm's state is the one
+right after the last group, in the order of credit, whose fate is recorded. So both can be replayed and checked.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from headrace.rollout.batch import SCHEMA, check_schema
+from headrace.errors import BadInput
+from headrace.rollout.batch import check_schema
 
 log = logging.getLogger(__name__)
+
+JOURNAL_SCHEMA = 2
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS draws (
@@ -26,11 +32,18 @@ CREATE TABLE IF NOT EXISTS draws (
     task_key TEXT NOT NULL,
     position INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('drawn', 'shipped', 'trained', 'dropped')),
-    step INTEGER,
-    reason TEXT
+    step INTEGER,        -- the batch that carries it, or that was being collected when it was dropped
+    reason TEXT,         -- why it was dropped
+    rollouts INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0,
+    credit INTEGER,      -- its place in the order of credit
+    rewards TEXT         -- what was credited: [[agent, reward], ...]
 );
-CREATE INDEX IF NOT EXISTS draws_by_state ON draws (state);
+CREATE INDEX IF NOT EXISTS draws_by_state ON draws (state, step);
+CREATE TABLE IF NOT EXISTS drops (draw INTEGER NOT NULL, reason TEXT NOT NULL, rollouts INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, totals TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS algorithms (step INTEGER, env TEXT, state TEXT NOT NULL, PRIMARY KEY (step, env));
+CREATE TABLE IF NOT EXISTS clock (step INTEGER PRIMARY KEY, seconds REAL NOT NULL, eval_tokens INTEGER NOT NULL);
 """
 
 
@@ -43,16 +56,55 @@ class Draw(msgspec.Struct, frozen=True):
     position: int
 
 
+class Outcome(msgspec.Struct):
+    """What became of a draw, and of the rollouts that were made of it."""
+
+    draw: int
+    reason: str = ""
+    """Why it was dropped; empty: it was shipped."""
+    rollouts: int = 0
+    tokens: int = 0
+    drops: dict[str, int] = msgspec.field(default_factory=dict)
+    """Rollouts of it that were not shipped, by reason."""
+    credit: int | None = None
+    rewards: list[tuple[str, float]] = msgspec.field(default_factory=list)
+    """Agent and reward of each rollout, in the order in which the algorithm saw them."""
+
+
 class Totals(msgspec.Struct):
-    """Counts over the whole run, restarts included."""
+    """Sums over the draws whose outcome is known, restarts included."""
 
     rollouts: int = 0
-    tokens_sampled: int = 0
-    seconds: float = 0.0
-    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    tokens: int = 0
+    drops: dict[str, int] = msgspec.field(default_factory=dict)
 
-    def drop(self, reason: str, count: int = 1) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + count
+    def add(self, outcome: Outcome) -> None:
+        self.rollouts += outcome.rollouts
+        self.tokens += outcome.tokens
+        for reason, count in outcome.drops.items():
+            self.drops[reason] = self.drops.get(reason, 0) + count
+
+    def copy(self) -> Totals:
+        return Totals(self.rollouts, self.tokens, dict(self.drops))
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """What passes beside the draws, over the whole run."""
+
+    seconds: float = 0.0
+    eval_tokens: int = 0
+    """Sampled for evaluation."""
+
+
+class Entries(msgspec.Struct):
+    """What one commit takes with it. Totals and states are those after its outcomes."""
+
+    drawn: list[Draw]
+    outcomes: list[Outcome]
+    totals: Totals
+    states: dict[str, bytes] = msgspec.field(default_factory=dict)
+    """By environment, its algorithm's state as JSON."""
+    clock: Clock = Clock()
 
 
 class Journal:
@@ -63,36 +115,36 @@ class Journal:
         # The orchestrator calls from a worker thread, never from two at once.
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-        if mode != "wal":
-            log.info("journal: this file system has no shared memory for WAL, using a rollback journal (%s)", mode)
+        kind = "a write-ahead log" if mode == "wal" else f"a rollback journal ({mode}): no shared memory here for WAL"
+        log.info("journal: %s with %s", path, kind)
         self._db.execute("PRAGMA synchronous=FULL")
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        check_schema(version, str(path))
+        _check(self._db, path)
         self._db.executescript(_TABLES)
-        self._db.execute(f"PRAGMA user_version={SCHEMA}")
+        self._db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
 
     def close(self) -> None:
         self._db.close()
 
-    def ship(
-        self, step: int, drawn: Iterable[Draw], shipped: Iterable[int], dropped: dict[int, str], totals: Totals
-    ) -> None:
-        """Commit one step: which draws its batch carries, which were dropped since the last, and the counts so far."""
-        with self._transaction():
-            self._insert(drawn)
-            self._db.executemany(
-                "UPDATE draws SET state='shipped', step=? WHERE id=? AND state='drawn'", [(step, i) for i in shipped]
-            )
-            self._drop(step, dropped)
-            self._save_totals(step, totals)
+    # -- writing --------------------------------------------------------------------------------------------------
 
-    def close_session(self, drawn: Iterable[Draw], dropped: dict[int, str], totals: Totals) -> None:
-        """Commit what happened after the newest batch."""
-        step = self.last_step()
-        with self._transaction():
-            self._insert(drawn)
-            self._drop(step + 1, dropped)
-            self._save_totals(step, totals)
+    def commit(self, entries: Entries, shipped: int | None = None) -> None:
+        """One transaction. `shipped` is the step whose batch carries the draws that were not dropped."""
+        step = shipped if shipped is not None else self.last_step() + 1
+        with _transaction(self._db):
+            self._insert(entries.drawn)
+            for outcome in entries.outcomes:
+                self._seal(outcome, step)
+            self._db.executemany(
+                "INSERT OR REPLACE INTO algorithms VALUES (?, ?, ?)",
+                [(step, env, state.decode()) for env, state in entries.states.items()],
+            )
+            self._db.execute(
+                "INSERT OR REPLACE INTO clock VALUES (?, ?, ?)",
+                (step, entries.clock.seconds, entries.clock.eval_tokens),
+            )
+            if shipped is not None:
+                totals = msgspec.json.encode(entries.totals).decode()
+                self._db.execute("INSERT INTO steps VALUES (?, ?)", (shipped, totals))
 
     def drop_open(self, reason: str) -> None:
         """Nothing more will be trained: close whatever is still open."""
@@ -100,25 +152,89 @@ class Journal:
             "UPDATE draws SET state='dropped', reason=?, step=? WHERE state='drawn'", (reason, self.last_step() + 1)
         )
 
-    def _save_totals(self, step: int, totals: Totals) -> None:
-        self._db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, msgspec.json.encode(totals).decode()))
-
     def mark_trained(self, step: int) -> None:
         """A complete checkpoint covers every batch through `step`."""
         self._db.execute("UPDATE draws SET state='trained' WHERE state='shipped' AND step <= ?", (step,))
+
+    def rewind(self, step: int) -> None:
+        """Back to the moment when batch `step` had shipped: what came later is open again, under the same ids."""
+        with _transaction(self._db):
+            _rewind(self._db, step)
+
+    def _insert(self, draws: Iterable[Draw]) -> None:
+        self._db.executemany(
+            "INSERT OR IGNORE INTO draws (id, env, task_key, position, state) VALUES (?, ?, ?, ?, 'drawn')",
+            [(d.id, d.env, d.task_key, d.position) for d in draws],
+        )
+
+    def _seal(self, outcome: Outcome, step: int) -> None:
+        rewards = None if outcome.credit is None else msgspec.json.encode(outcome.rewards).decode()
+        changed = self._db.execute(
+            "UPDATE draws SET state=?, reason=?, step=?, rollouts=?, tokens=?, credit=?, rewards=? "
+            "WHERE id=? AND state='drawn'",
+            (
+                "dropped" if outcome.reason else "shipped", outcome.reason or None, step,
+                outcome.rollouts, outcome.tokens, outcome.credit, rewards, outcome.draw,
+            ),
+        )  # fmt: skip
+        if changed.rowcount != 1:
+            raise RuntimeError(f"the outcome of draw {outcome.draw} is already in the journal, or it was never drawn")
+        self._db.executemany(
+            "INSERT INTO drops VALUES (?, ?, ?)",
+            [(outcome.draw, reason, count) for reason, count in outcome.drops.items()],
+        )
+
+    # -- reading --------------------------------------------------------------------------------------------------
 
     def last_step(self) -> int:
         """The newest committed batch; 0 before the first."""
         return int(self._db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()[0])
 
-    def totals(self) -> Totals:
-        row = self._db.execute("SELECT totals FROM steps ORDER BY step DESC LIMIT 1").fetchone()
-        return msgspec.json.decode(row[0], type=Totals) if row else Totals()
+    def totals(self, through: int | None = None) -> Totals:
+        """The sums over every outcome, or over those of the steps through `through`."""
+        last = (1 << 62) if through is None else through
+        rollouts, tokens = self._db.execute(
+            "SELECT COALESCE(SUM(rollouts), 0), COALESCE(SUM(tokens), 0) FROM draws WHERE step <= ?", (last,)
+        ).fetchone()
+        drops = self._db.execute(
+            "SELECT drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw "
+            "WHERE draws.step <= ? GROUP BY 1",
+            (last,),
+        )
+        return Totals(rollouts, tokens, dict(drops.fetchall()))
+
+    def totals_at(self) -> dict[int, Totals]:
+        """By step, the totals that were committed with it."""
+        rows = self._db.execute("SELECT step, totals FROM steps ORDER BY step")
+        return {step: msgspec.json.decode(totals, type=Totals) for step, totals in rows}
+
+    def clock(self) -> Clock:
+        row = self._db.execute("SELECT seconds, eval_tokens FROM clock ORDER BY step DESC LIMIT 1").fetchone()
+        return Clock(*row) if row else Clock()
+
+    def algorithm_states(self) -> dict[str, bytes]:
+        """By environment, the newest state of its algorithm."""
+        rows = self._db.execute("SELECT env, state, MAX(step) FROM algorithms GROUP BY env")
+        return {env: state.encode() for env, state, _ in rows}
+
+    def credits(self) -> Iterator[tuple[str, list[tuple[str, float]]]]:
+        """Environment and rewards of every credited draw, in the order of credit."""
+        rows = self._db.execute("SELECT env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit")
+        for env, rewards in rows:
+            yield env, msgspec.json.decode(rewards, type=list[tuple[str, float]])
+
+    def next_credit(self) -> int:
+        """The place in the order of credit that comes next."""
+        return int(self._db.execute("SELECT COALESCE(MAX(credit) + 1, 0) FROM draws").fetchone()[0])
+
+    def draws(self) -> list[tuple[Draw, str, int | None, str | None]]:
+        """Every draw with its state, step and reason, oldest first."""
+        rows = self._db.execute("SELECT id, env, task_key, position, state, step, reason FROM draws ORDER BY id")
+        return [(Draw(*row[:4]), *row[4:]) for row in rows]
 
     def open_draws(self) -> list[Draw]:
         """Drawn but neither shipped nor dropped, oldest first."""
-        rows = self._db.execute("SELECT id, env, task_key, position FROM draws WHERE state='drawn' ORDER BY id")
-        return [Draw(*row) for row in rows]
+        return [draw for draw, state, _, _ in self.draws() if state == "drawn"]
 
     def drawn_per_env(self) -> dict[str, int]:
         return dict(self._db.execute("SELECT env, COUNT(*) FROM draws GROUP BY env").fetchall())
@@ -130,47 +246,50 @@ class Journal:
         )
         return dict(self._db.execute(query).fetchall())
 
-    def _insert(self, draws: Iterable[Draw]) -> None:
-        self._db.executemany(
-            "INSERT OR IGNORE INTO draws (id, env, task_key, position, state) VALUES (?, ?, ?, ?, 'drawn')",
-            [(d.id, d.env, d.task_key, d.position) for d in draws],
-        )
-
-    def _drop(self, step: int, dropped: dict[int, str]) -> None:
-        """`step` is the batch that was being collected."""
-        self._db.executemany(
-            "UPDATE draws SET state='dropped', reason=?, step=? WHERE id=? AND state='drawn'",
-            [(reason, step, draw_id) for draw_id, reason in dropped.items()],
-        )
-
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
-
-
-class _Transaction:
-    """BEGIN ... COMMIT, or ROLLBACK when the block raises."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self.db = db
-
-    def __enter__(self) -> None:
-        self.db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self.db.execute("COMMIT" if kind is None else "ROLLBACK")
-
 
 def fork(source: Path, target: Path, step: int) -> None:
-    """Copy a journal as it was when batch `step` had shipped: what came later is open again, under the same ids."""
+    """Copy a journal as it was when batch `step` had shipped."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    origin, copy = sqlite3.connect(source), sqlite3.connect(target)
+    origin, copy = sqlite3.connect(source), sqlite3.connect(target, isolation_level=None)
     try:
         origin.backup(copy)
-        with copy:
-            copy.execute(
-                "UPDATE draws SET state='drawn', step=NULL, reason=NULL WHERE state != 'drawn' AND step > ?", (step,)
-            )
-            copy.execute("DELETE FROM steps WHERE step > ?", (step,))
+        _check(copy, source)
+        with _transaction(copy):
+            _rewind(copy, step)
     finally:
         origin.close()
         copy.close()
+
+
+def _rewind(db: sqlite3.Connection, step: int) -> None:
+    db.execute("DELETE FROM drops WHERE draw IN (SELECT id FROM draws WHERE step > ?)", (step,))
+    db.execute(
+        "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, rewards=NULL "
+        "WHERE step > ?",
+        (step,),
+    )
+    for table in ("steps", "algorithms", "clock"):
+        db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a journal that this version does not understand."""
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if 0 < version < JOURNAL_SCHEMA:
+        raise BadInput(
+            f"{path} was written by an older Headrace (journal {version}, this one writes {JOURNAL_SCHEMA}): "
+            "finish the run with that version, or start a new one from its newest checkpoint's model"
+        )
+    check_schema(version, str(path), newest=JOURNAL_SCHEMA)
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """BEGIN ... COMMIT, or ROLLBACK when the block raises."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")

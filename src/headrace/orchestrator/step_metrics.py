@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.observe.metrics import spread
-from headrace.orchestrator.train_sink import ReadyBatch
+from headrace.orchestrator.signals import TrainBatch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import staleness
 
 
-def step_metrics(step: int, batch: ReadyBatch) -> dict[str, float]:
+def step_metrics(step: int, batch: TrainBatch) -> dict[str, float]:
     """Metrics of a batch, over every rollout that holds a slot in it."""
     rollouts = batch.rollouts
     values: dict[str, float] = {}
@@ -23,6 +23,7 @@ def step_metrics(step: int, batch: ReadyBatch) -> dict[str, float]:
         values |= _of_environment(env, chosen)
     values |= _of_groups(batch)
     values["effective_batch_size"] = len(batch.kept) / len(rollouts)
+    values["time/scoring"] = batch.seconds
     ages = [staleness(step, version) for r in batch.kept if (version := r.oldest_version) is not None]
     values |= spread("off_policy/staleness", ages)
     values |= spread("advantages", [_mean_advantage(rollout) for rollout in rollouts])
@@ -46,7 +47,7 @@ def _of_environment(env: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     return values
 
 
-def _of_groups(batch: ReadyBatch) -> dict[str, float]:
+def _of_groups(batch: TrainBatch) -> dict[str, float]:
     """Groups in which every reward is 1, or none is above 0: they teach nothing by comparison."""
     rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
     return {

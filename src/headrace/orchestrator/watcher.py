@@ -1,4 +1,4 @@
-"""Follows published weights: drives the engine's update, advances the policy version.
+"""Follows published weights, and brings the engines to them when the pipeline says so.
 
 Polls the directory: a rename is atomic on every file system we run on, notification of it is not portable.
 """
@@ -39,27 +39,33 @@ class WeightWatcher:
         self._status = status
         self._poll = poll
         self._deadline = deadline
+        self._one_at_a_time = asyncio.Lock()
 
     async def synchronize(self) -> None:
-        """At the start: bring the engine to the newest published version, if it is not there already."""
+        """At the start: bring the engines to the newest published version, if they are not there already."""
         served = {Version.parse(health.version) for health in await self._client.health()}
         self.version = min(served)
         latest = self._weights.latest()
         if latest is not None and served != {latest}:
-            await self._update(latest)
+            await self.load(latest)
 
-    async def run(self, notify: Callable[[Version], None]) -> None:
-        """For ever: bring the engine to each newer version and call `notify` with it."""
-        looked = time.monotonic()
+    async def follow(self, notify: Callable[[Version], None]) -> None:
+        """For ever: say which version is the newest, each once, and keep restarted engines up to date."""
+        newest, looked = self.version, time.monotonic()
         while True:
             latest = await asyncio.to_thread(self._weights.latest)
-            if latest is not None and latest > self.version:
-                await self._update(latest)
+            if latest is not None and latest > newest:
+                newest = latest
                 notify(latest)
             elif time.monotonic() - looked > LOOK_AT_ENGINES:
                 await self._catch_up()
                 looked = time.monotonic()
             await asyncio.sleep(self._poll)
+
+    async def load(self, version: Version) -> None:
+        """Bring every engine to a published version. Requests in flight go on and finish on the new weights."""
+        async with self._one_at_a_time:
+            await self._update(version)
 
     async def _catch_up(self) -> None:
         """An engine that was restarted alone is back at the initial model: give it the current version again."""
@@ -67,9 +73,11 @@ class WeightWatcher:
             served = {Version.parse(health.version) for health in await self._client.health()}
         except EngineCallError:
             return  # not up again; whoever has requests in flight reports that
-        if served != {self.version} and self.version in await asyncio.to_thread(self._weights.published):
+        if served == {self.version} or self._one_at_a_time.locked():
+            return
+        if self.version in await asyncio.to_thread(self._weights.published):
             log.warning("an engine serves %s instead of %s: loading it again", served - {self.version}, self.version)
-            await self._update(self.version)
+            await self.load(self.version)
 
     async def _update(self, version: Version) -> None:
         path = self._weights.path(version)

@@ -60,11 +60,11 @@ class _SchemaOnly(msgspec.Struct):
     schema: int
 
 
-def check_schema(schema: int, what: str) -> None:
+def check_schema(schema: int, what: str, newest: int = SCHEMA) -> None:
     """Refuse what a newer Headrace wrote."""
-    if schema > SCHEMA:
+    if schema > newest:
         raise SchemaError(
-            f"{what} has schema {schema}, but this Headrace reads up to {SCHEMA}: "
+            f"{what} has schema {schema}, but this Headrace reads up to {newest}: "
             "it was written by a newer version; upgrade this process"
         )
 

@@ -15,19 +15,19 @@ def is_gibberish(rollout: Rollout, vocab_size: int, token_id_threshold: int, log
     """A rare token (high id) that the policy itself found less likely than chance."""
     floor = -math.log(vocab_size) - logprob_offset
     return any(
-        bool(np.any(s.mask & (s.token_ids > token_id_threshold) & (s.logprobs < floor))) for s in rollout.samples
+        bool(np.any(s.mask & (s.token_ids > token_id_threshold) & (s.logprobs < floor)))
+        for s in rollout.samples
+        if s.token_ids.max(initial=0) > token_id_threshold  # few are: the rest is not worth looking at
     )
 
 
 def is_repetitive(rollout: Rollout, window: int, prob_threshold: float) -> bool:
     """`window` sampled tokens in a row that were all nearly certain; the streak spans turns."""
-    threshold, streak = math.log(prob_threshold), 0
-    for sample in rollout.samples:
-        for certain in sample.logprobs[sample.mask] > threshold:
-            streak = streak + 1 if certain else 0
-            if streak >= window:
-                return True
-    return False
+    if sum(np.count_nonzero(s.mask) for s in rollout.samples) < window:
+        return False
+    certain = np.concatenate([s.logprobs[s.mask] for s in rollout.samples]) > math.log(prob_threshold)
+    doubts = np.flatnonzero(~certain)
+    return bool(np.any(np.diff(doubts, prepend=-1, append=len(certain)) > window))
 
 
 def has_no_advantage(rollout: Rollout) -> bool:

@@ -14,44 +14,57 @@ from headrace.rollout.types import NOT_SAMPLED, Sample, Turn
 
 
 class _OpenSample:
-    """A sample under construction; `tokens` is also the prefix that a later turn's prompt must repeat."""
+    """A sample under construction, in pieces; all of its tokens are the prefix that a later turn's prompt repeats."""
 
     def __init__(self, turn: Turn) -> None:
-        self.tokens = list(turn.prompt_ids)
-        self.mask = [False] * len(self.tokens)
-        self.logprobs = [0.0] * len(self.tokens)
-        self.versions = [NOT_SAMPLED] * len(self.tokens)
-        self.prompt_length = len(self.tokens)
+        self.prompt_length = len(turn.prompt_ids)
         self.temperature = turn.temperature
+        self.length = 0
         self.obs_spans: list[tuple[int, int, int, int]] = []
-        self.append_completion(turn)
+        self._tokens: list[np.ndarray] = []
+        self._masks: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._versions: list[np.ndarray] = []
+        self._append_given(turn.prompt_ids)
+        self._append_sampled(turn)
 
     def continues_into(self, turn: Turn) -> bool:
-        return self.temperature == turn.temperature and turn.prompt_ids[: len(self.tokens)] == self.tokens
+        if self.temperature != turn.temperature or len(turn.prompt_ids) < self.length:
+            return False
+        start = 0
+        for piece in self._tokens:
+            if not np.array_equal(turn.prompt_ids[start : start + len(piece)], piece):
+                return False
+            start += len(piece)
+        return True
 
     def extend(self, turn: Turn, turn_index: int) -> None:
-        prefix = len(self.tokens)
-        tail = turn.prompt_ids[prefix:]
-        if tail:
-            self.obs_spans.append((prefix - self.prompt_length, turn_index, prefix, len(tail)))
-            self.tokens += tail
-            self.mask += [False] * len(tail)
-            self.logprobs += [0.0] * len(tail)
-            self.versions += [NOT_SAMPLED] * len(tail)
-        self.append_completion(turn)
+        tail = turn.prompt_ids[self.length :]
+        if len(tail):
+            self.obs_spans.append((self.length - self.prompt_length, turn_index, self.length, len(tail)))
+            self._append_given(tail)
+        self._append_sampled(turn)
 
-    def append_completion(self, turn: Turn) -> None:
-        self.tokens += turn.completion_ids
-        self.mask += [True] * len(turn.completion_ids)
-        self.logprobs += turn.logprobs
-        self.versions += turn.versions
+    def _append_given(self, tokens: np.ndarray) -> None:
+        count = len(tokens)
+        self._append(tokens, False, np.zeros(count, np.float32), np.full(count, NOT_SAMPLED, np.int32))
+
+    def _append_sampled(self, turn: Turn) -> None:
+        self._append(turn.completion_ids, True, turn.logprobs, turn.versions)
+
+    def _append(self, tokens: np.ndarray, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
+        self.length += len(tokens)
+        self._tokens.append(tokens)
+        self._masks.append(np.full(len(tokens), sampled))
+        self._logprobs.append(logprobs)
+        self._versions.append(versions)
 
     def close(self) -> Sample:
         return Sample(
-            np.array(self.tokens, np.int32),
-            np.array(self.mask, np.bool_),
-            np.array(self.logprobs, np.float32),
-            np.array(self.versions, np.int32),
+            np.concatenate(self._tokens),
+            np.concatenate(self._masks),
+            np.concatenate(self._logprobs),
+            np.concatenate(self._versions),
             self.prompt_length,
             self.temperature,
             self.obs_spans,
@@ -64,7 +77,7 @@ def merge_turns(turns: Sequence[Turn]) -> list[Sample]:
     for index, turn in enumerate(turns):
         matches = [sample for sample in open_samples if sample.continues_into(turn)]
         if matches:
-            max(matches, key=lambda sample: len(sample.tokens)).extend(turn, index)
+            max(matches, key=lambda sample: sample.length).extend(turn, index)
         else:
             open_samples.append(_OpenSample(turn))
     return [sample.close() for sample in open_samples]

@@ -41,17 +41,24 @@ class Task(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "key", hashlib.sha256(content).hexdigest()[:16])
 
 
-class Turn(msgspec.Struct):
-    """One call to the engine: exactly what was asked and what was answered, in tokens."""
+class Turn(msgspec.Struct, eq=False):
+    """One call to the engine: exactly what was asked and what was answered, in tokens.
 
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    The four sequences are kept as arrays, whatever they were given as: a tenth of the memory of lists.
+    """
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
     temperature: float
     finish_reason: str = "stop"
 
     def __post_init__(self) -> None:
+        self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
+        self.completion_ids = np.asarray(self.completion_ids, np.int32)
+        self.logprobs = np.asarray(self.logprobs, np.float32)
+        self.versions = np.asarray(self.versions, np.int32)
         lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
         if len(lengths) != 1:
             raise ValueError(
@@ -163,7 +170,11 @@ class Rollout(msgspec.Struct):
     @property
     def oldest_version(self) -> int | None:
         """The version of the oldest weights that sampled any of its tokens; None if nothing was sampled."""
-        return min((min(turn.versions) for turn in self.turns if turn.versions), default=None)
+        return min((int(turn.versions.min()) for turn in self.turns if len(turn.versions)), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        return max((int(turn.versions.max()) for turn in self.turns if len(turn.versions)), default=None)
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -174,3 +185,5 @@ class Group(msgspec.Struct, frozen=True):
     size: int
     opened_version: int
     draw_id: int = -1
+    together: bool = False
+    """Whether its episodes start at once, because the environment scores them against each other."""

@@ -64,3 +64,9 @@ class BatchStore:
         for covered in self.steps():
             if covered <= step:
                 self.path(covered).unlink(missing_ok=True)
+
+    def delete_after(self, step: int) -> None:
+        """Remove batches that will be made anew."""
+        for later in self.steps():
+            if later > step:
+                self.path(later).unlink(missing_ok=True)

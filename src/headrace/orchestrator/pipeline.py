@@ -1,0 +1,449 @@
+"""Every decision of a run, as a state machine: events and the time go in, actions come out.
+
+What to start next, when to evaluate, what to give up, when a group or a batch is complete, what is too old, when to
+ship, to commit, to load new weights, and when the run is over. It reads no clock and touches no socket, file or task,
+so that a test can run a week of traffic in a second and replay any failure from its seed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.errors import Failure
+from headrace.orchestrator.evaluation import EvalSink, EvalSource
+from headrace.orchestrator.ledger import Ledger
+from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
+from headrace.orchestrator.signals import (
+    Action,
+    Arrival,
+    BatchDone,
+    CancelEpisode,
+    Commit,
+    EvalBatch,
+    Event,
+    Failed,
+    GroupDone,
+    Kind,
+    Load,
+    Loaded,
+    ProcessBatch,
+    ProcessGroup,
+    Published,
+    ReportEval,
+    RunEpisode,
+    ScoredGroup,
+    Ship,
+    Shipped,
+    Stop,
+    Tick,
+    TrainBatch,
+)
+from headrace.orchestrator.source import TrainSource
+from headrace.orchestrator.train_sink import TrainSink
+from headrace.rollout.types import Group, Rollout
+from headrace.rollout.version import Version, may_ship, staleness
+
+log = logging.getLogger(__name__)
+
+COMMIT_INTERVAL = 1.0
+"""Seconds after which outcomes that no batch carries are committed: a kill then costs no more than that."""
+
+
+class RunFailed(Failure):
+    """The run cannot go on. The message names the cause."""
+
+
+class Settings(msgspec.Struct):
+    """The numbers that rule the pipeline, as plain values."""
+
+    max_steps: int
+    batch_size: int | None
+    token_batch_size: int | None
+    seq_len: int
+    group_sizes: dict[str, int]
+    max_inflight: int
+    max_async_level: int = 1
+    max_off_policy_steps: int = 8
+    max_empty_batches: int | None = None
+    tasks_per_minute: float | None = None
+    scored_together: frozenset[str] = frozenset()
+    """Environments that score groups: their groups start at once."""
+
+    @property
+    def oldest_allowed(self) -> int:
+        """Staleness that a rollout may have; at level 0 only the current policy will do."""
+        return self.max_off_policy_steps if self.max_async_level else 0
+
+
+class Pipeline:
+    """`step` is the batch being collected; `version` is what the engines sample from."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: TrainSource,
+        eval_source: EvalSource,
+        ledger: Ledger,
+        version: Version,
+        step: int,
+        now: float,
+    ) -> None:
+        self.settings = settings
+        self.version = version
+        self.step = step
+        self.scheduler = Scheduler(settings.max_inflight, self._open_group)
+        self.sink = TrainSink(settings.batch_size, settings.token_batch_size, settings.seq_len)
+        self.eval_sink = EvalSink()
+        self.ledger = ledger
+        self.stopped = False
+        self.wake_at: float | None = None
+        """When a `Tick` is due even if nothing happens."""
+        self._source = source
+        self._eval_source = eval_source
+        self._now = now
+        self._actions: list[Action] = []
+        self._in_hand: TrainBatch | None = None
+        """The batch for `step`, from the moment it is taken until it ships or proves empty."""
+        self._processed = False
+        """Whether the batch in hand is."""
+        self._shipping = False
+        self._groups_in_processing = 0
+        self._rollouts_in_processing = 0
+        """Of training groups, which may fill a batch."""
+        self._published = version
+        self._loading = False
+        self._final_eval_queued = False
+        self._failures_in_a_row = 0
+        self._empty_batches = 0
+        self._groups_opened = 0
+        self._next_task_at = now
+        self._rate_limited = False
+        self._commit_at: float | None = None
+        self._waits: defaultdict[str, float] = defaultdict(float)
+        ledger.drop_gone(source.gone)
+
+    # -- in and out -----------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[Action]:
+        """What to do first."""
+        self._now = now
+        self._queue_due_evals()
+        return self._advance()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in what happened; what is to be done about it comes back, in order."""
+        self._waits[self._bottleneck()] += now - self._now
+        self._now = now
+        match event:
+            case Arrival():
+                self._on_arrival(event)
+            case GroupDone():
+                self._on_group(event.scored)
+            case BatchDone(batch=TrainBatch() as batch):
+                self._on_batch(batch)
+            case BatchDone(batch=EvalBatch() as batch):
+                self.eval_sink.close(batch)
+                self._actions.append(ReportEval(batch))
+            case Shipped():
+                self._shipping = False
+            case Published():
+                self._published = max(self._published, event.version)
+            case Loaded():
+                self._on_loaded(event.version)
+            case Stop():
+                self.stopped = True
+            case Failed():
+                raise event.error
+            case Tick():
+                pass
+        return self._advance()
+
+    @property
+    def finished(self) -> bool:
+        """Stopped, or: the last batch is shipped, its weights are loaded, and every evaluation has closed."""
+        return self.stopped or (
+            self.step > self.settings.max_steps
+            and not self._shipping
+            and self._final_eval_queued
+            and self.scheduler.open_groups == 0
+            and self._groups_in_processing == 0
+            and self.eval_sink.open_epochs == 0
+        )
+
+    def awaited(self) -> tuple[str, str]:
+        """What everything waits for, and from whom."""
+        if self._loading:
+            return f"acknowledgement of weights {self._published}", "the inference server"
+        if self.scheduler.available_permits < self.scheduler.max_inflight:
+            return "rollouts", "the inference server"
+        if self._rate_limited:
+            return "the next task", "the limit tasks_per_minute"
+        if self._shipping:
+            return f"batch {self.step - 1}", "the disk"
+        if self._groups_in_processing:
+            return "credit", "the algorithm"
+        if self._in_hand is not None and not self._processed:
+            return f"scores of batch {self.step}", "the algorithm"
+        return f"weights after step {min(self.step - 1, self.settings.max_steps)}", "the trainer"
+
+    def gauges(self) -> dict[str, float]:
+        scheduler = self.scheduler
+        return {
+            "dispatcher/inflight_train": scheduler.inflight[Kind.TRAIN],
+            "dispatcher/inflight_eval": scheduler.inflight[Kind.EVAL],
+            "dispatcher/sched_mode": 1.0 if scheduler.queued_evals else 0.0,
+            "dispatcher/available_permits": scheduler.available_permits,
+            "dispatcher/queued": scheduler.queued_evals + self.sink.rollouts,
+        }
+
+    def _advance(self) -> list[Action]:
+        """After every event: whatever has become possible."""
+        if not self.stopped:
+            self._load_if_allowed()
+            self._ship_if_allowed()
+            self._take_batch_if_ready()
+            self._dispatch()
+            self._commit_if_due()
+            self._plan_wake()
+        actions, self._actions = self._actions, []
+        return actions
+
+    # -- what to start --------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        while (episode := self.scheduler.next_episode(self._wanted())) is not None:
+            self._actions.append(RunEpisode(episode))
+
+    def _wanted(self) -> int:
+        """Open training rollouts that are welcome: enough for every batch that could ship at the current version."""
+        last = min(self.version.step + 1 + self.settings.max_async_level, self.settings.max_steps)
+        batches = last - self.step + 1 - (self._in_hand is not None)
+        ahead = self.sink.rollouts + self._rollouts_in_processing
+        wanted = max(0, batches * self.sink.rollouts_per_batch - ahead) if batches > 0 else 0
+        self._rate_limited = wanted > 0 and self._next_task_at > self._now
+        return 0 if self._rate_limited else wanted
+
+    def _open_group(self) -> Group:
+        draw, task = self._source.draw()
+        self.ledger.draw(draw)
+        self._groups_opened += 1
+        if self.settings.tasks_per_minute is not None:
+            self._next_task_at = max(self._next_task_at, self._now) + 60 / self.settings.tasks_per_minute
+        return Group(
+            f"{draw.id}-{self._groups_opened}",
+            task,
+            self.settings.group_sizes[task.env],
+            self.version.step,
+            draw.id,
+            together=task.env in self.settings.scored_together,
+        )
+
+    # -- what came back -------------------------------------------------------------------------------------------
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        episode = arrival.episode
+        complete = self.scheduler.arrive(episode, arrival.rollouts)
+        self.ledger.arrived(arrival.rollouts, training=episode.kind is Kind.TRAIN)
+        if episode.kind is Kind.TRAIN:
+            for rollout in arrival.rollouts:
+                self._watch_failures(rollout)
+        if complete is not None:
+            self._on_complete(complete)
+
+    def _watch_failures(self, rollout: Rollout) -> None:
+        """End a run in which nothing works any more, with the reason; a lone failure costs only itself."""
+        if rollout.error is None:
+            self._failures_in_a_row = 0
+        elif rollout.error.reason not in OUR_CANCELS:
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= max(32, 2 * (self.settings.batch_size or 0)):
+                raise RunFailed(
+                    f"{self._failures_in_a_row} episodes in a row failed and none succeeded; the last, in environment "
+                    f"{rollout.env!r}: {rollout.error.reason}: {rollout.error.detail}"
+                )
+
+    def _on_complete(self, complete: CompleteGroup) -> None:
+        if complete.cancelled:
+            self.ledger.enter(_given_up(complete))
+            return
+        self._groups_in_processing += 1
+        if complete.kind is Kind.TRAIN:
+            self._rollouts_in_processing += complete.group.size
+        self._actions.append(ProcessGroup(complete.kind, complete.group, complete.rollouts))
+
+    def _on_group(self, scored: ScoredGroup) -> None:
+        self._groups_in_processing -= 1
+        if scored.kind is Kind.EVAL:
+            batch = self.eval_sink.add(scored)
+            if batch is not None:
+                self._actions.append(ProcessBatch(batch))
+            return
+        self._rollouts_in_processing -= scored.group.size
+        self.ledger.enter(scored)
+        if not scored.rollouts:
+            return
+        if self.step > self.settings.max_steps:  # its credit came too late
+            self.ledger.drop_groups([scored], "max_steps")
+        elif self._too_old(scored.oldest_version):
+            self.ledger.drop_groups([scored], self._reason_for_age())
+        else:
+            self.sink.add(scored)
+
+    def _on_loaded(self, version: Version) -> None:
+        self.version = version
+        self._loading = False
+        self._queue_due_evals()
+
+    def _load_if_allowed(self) -> None:
+        """One update at a time, and none while an evaluation is pinned to the current version."""
+        if self._published > self.version and not self._loading and not self.eval_sink.pins_version:
+            self._loading = True
+            self._actions.append(Load(self._published))
+
+    def _queue_due_evals(self) -> None:
+        version = self.version.step
+        self._final_eval_queued = version >= self.settings.max_steps
+        source = self._eval_source
+        for env in source.overdue_at_end(version) if self._final_eval_queued else source.due(version):
+            groups = source.open(env, version)
+            self.eval_sink.open(env, version, groups)
+            self.scheduler.queue_eval(groups)
+
+    # -- batches --------------------------------------------------------------------------------------------------
+
+    def _take_batch_if_ready(self) -> None:
+        if self._shipping or self._in_hand is not None or self.step > self.settings.max_steps:
+            return
+        if not self._may_ship():
+            return
+        self._in_hand = self.sink.take_batch()
+        if self._in_hand is not None:
+            self._actions.append(ProcessBatch(self._in_hand))
+
+    def _on_batch(self, batch: TrainBatch) -> None:
+        if batch.kept:
+            self._processed = True
+            self._empty_batches = 0
+        else:
+            self._in_hand = None
+            self.ledger.settle(batch)
+            self._report_empty(batch)
+
+    def _ship_if_allowed(self) -> None:
+        """Usually at once; a trainer that went back to an older checkpoint meanwhile has to catch up first."""
+        batch = self._in_hand
+        if batch is None or not self._processed or self._shipping or not self._may_ship():
+            return
+        self._in_hand, self._processed = None, False
+        self.ledger.settle(batch)  # not before: what is settled as shipped may be committed any moment
+        step, self.step = self.step, self.step + 1
+        self._shipping = True
+        if step == self.settings.max_steps:
+            self._give_up_everything("max_steps")
+        elif self.settings.max_async_level == 0:
+            self._give_up_everything("on_policy")
+        else:
+            self._give_up_the_aged()
+        self._actions.append(self._ship(step, batch))
+
+    def _ship(self, step: int, batch: TrainBatch) -> Ship:
+        waits = {f"time/{name}": seconds for name, seconds in self._waits.items() if name}
+        self._waits.clear()
+        self._commit_at = None
+        entries = self.ledger.take(self._now)
+        metrics = self.ledger.take_step_metrics(self._now) | waits | self.ledger.progress(self._now)
+        dropped = self.ledger.take_dropped()
+        return Ship(step, self.version.incarnation, batch, entries, dropped, metrics)
+
+    def _report_empty(self, batch: TrainBatch) -> None:
+        counts = Counter(reason for _, reason in batch.dropped)
+        cause = likely_cause(counts.most_common(1)[0][0], [rollout.reward for rollout in batch.rollouts])
+        self._empty_batches += 1
+        words = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
+        message = f"a batch for step {self.step} had nothing to train on ({words}); {cause}"
+        log.warning("%s", message)
+        limit = self.settings.max_empty_batches
+        if limit is not None and self._empty_batches >= limit:
+            raise RunFailed(f"{self._empty_batches} batches in a row without a signal: {message}")
+
+    def _may_ship(self) -> bool:
+        return may_ship(self.step, self.version.step, self.settings.max_async_level)
+
+    def _too_old(self, version: int) -> bool:
+        """Whether a rollout that began at `version` is past use for the batch that is being collected."""
+        return staleness(self.step, version) > self.settings.oldest_allowed
+
+    def _reason_for_age(self) -> str:
+        return "off_policy" if self.settings.max_async_level else "on_policy"
+
+    # -- giving up ------------------------------------------------------------------------------------------------
+
+    def _give_up_the_aged(self) -> None:
+        """Age is counted from the batch being collected: each step makes everything open one older."""
+        reason = self._reason_for_age()
+        self._give_up(reason, lambda group: self._too_old(group.opened_version))
+        self.ledger.drop_groups(self.sink.drop(lambda group: self._too_old(group.oldest_version)), reason)
+
+    def _give_up_everything(self, reason: str) -> None:
+        self._give_up(reason, lambda group: True)
+        self.ledger.drop_groups(self.sink.drop(lambda group: True), reason)
+
+    def _give_up(self, reason: str, unwanted: Callable[[Group], bool]) -> None:
+        """Cancel the open training groups that match; their episodes arrive as errors with this reason."""
+        inflight, finished = self.scheduler.cancel(unwanted, reason)
+        self._actions += [CancelEpisode(episode, reason) for episode in inflight]
+        for complete in finished:
+            self._on_complete(complete)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _commit_if_due(self) -> None:
+        """Outcomes that wait for no batch are committed a little later, several at once."""
+        if not self.ledger.has_outcomes:
+            self._commit_at = None
+        elif self._commit_at is None:
+            self._commit_at = self._now + COMMIT_INTERVAL
+        elif self._now >= self._commit_at:
+            self._commit_at = None
+            self._actions.append(Commit(self.ledger.take(self._now)))
+
+    def _plan_wake(self) -> None:
+        times = [self._commit_at, self._next_task_at if self._rate_limited else None]
+        self.wake_at = min((time for time in times if time is not None), default=None)
+
+    def _bottleneck(self) -> str:
+        """What keeps the next step from shipping right now, as a metric's name; none at the end."""
+        if self.step > self.settings.max_steps or self._shipping:
+            return ""
+        if not self._may_ship():
+            return "wait_for_weights"
+        if self._in_hand is not None:
+            return ""  # its processing is timed by itself
+        return "wait_for_batch"
+
+
+OUR_CANCELS = frozenset({"off_policy", "on_policy", "max_steps", "cancelled"})
+"""Reasons of episodes that we ended ourselves: they say nothing about the environment."""
+
+
+def _given_up(complete: CompleteGroup) -> ScoredGroup:
+    """A cancelled group: whatever arrived of it is dropped, without credit."""
+    reason = complete.cancelled
+    dropped = [(rollout, reason if rollout.error is None else rollout.error.reason) for rollout in complete.rollouts]
+    tokens = sum(rollout.completion_tokens for rollout in complete.rollouts)
+    return ScoredGroup(
+        complete.kind, complete.group, [], dropped, reason, arrived=len(complete.rollouts), sampled_tokens=tokens
+    )
+
+
+def likely_cause(reason: str, rewards: list[float]) -> str:
+    """What most likely emptied a batch."""
+    if reason != "zero_advantage":
+        return f"the filter {reason!r} matched them: is the model broken, or the filter too strict?"
+    if max(rewards) == min(rewards):
+        return f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"
+    return "rewards were equal within each group"

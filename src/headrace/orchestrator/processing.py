@@ -1,0 +1,210 @@
+"""The work on what arrives, at three levels, for training and evaluation alike.
+
+    level      training                                              evaluation
+    rollout    merge turns into samples, rollout-local credit        (nothing to prepare)
+    group      scores by the environment, drop errors, credit,       scores by the environment
+               pre-batch filters
+    batch      post-batch filters, score_batch                       the epoch's numbers
+
+All of it runs beside the event loop's intake, in bounded tasks: a slow algorithm or teacher delays its own group or
+batch and nothing else. What is decided with the results is the pipeline's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.environments.base import Environment, EpisodeError
+from headrace.errors import Failure
+from headrace.orchestrator.evaluation import epoch_metrics
+from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
+from headrace.rollout.merge import merge_turns
+from headrace.rollout.types import Group, Rollout, RolloutError
+
+log = logging.getLogger(__name__)
+
+
+class AlgorithmFailed(Failure):
+    """An algorithm or a filter raised on a group or a batch: its state may be half changed, so the run ends."""
+
+
+class Filter(msgspec.Struct):
+    """A named test on one rollout. Without `enforce` it only counts."""
+
+    name: str
+    matches: Callable[[Rollout], bool]
+    enforce: bool
+
+
+class GroupScores:
+    """Rewards from environments that score groups. One failed member costs the group: it cannot be scored without."""
+
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self._environments = environments
+        self._reported: set[tuple[str, str]] = set()
+
+    async def apply(self, group: Group, rollouts: Sequence[Rollout]) -> None:
+        environment = self._environments[group.task.env]
+        if not environment.scores_groups:
+            return
+        failed = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
+        if failed is not None:
+            _fail(rollouts, RolloutError("group_failed", f"another member of the group failed: {failed.reason}"))
+            return
+        try:
+            await environment.score_group(rollouts)
+        except EpisodeError as error:
+            self._report(group.task.env, error, error.place, error.remote_traceback)
+            _fail(rollouts, RolloutError(error.reason, f"score_group: {error}"))
+            return
+        except Exception as error:  # whatever a user's environment raises costs its group, not the run
+            self._report(group.task.env, error, type(error).__name__, "".join(traceback.format_exception(error)))
+            _fail(rollouts, RolloutError("environment", f"score_group: {type(error).__name__}: {error}"))
+            return
+        for rollout in rollouts:
+            check_reward(rollout)
+
+    def _report(self, env: str, error: Exception, place: str, trace: str) -> None:
+        """The first error from a place is told in full; the rest are counted."""
+        if (env, place) not in self._reported:
+            self._reported.add((env, place))
+            log.error("%s failed to score a group (%s); further failures alike are only counted\n%s", env, error, trace)
+
+
+def _fail(rollouts: Iterable[Rollout], error: RolloutError) -> None:
+    for rollout in rollouts:
+        if rollout.error is None:
+            rollout.error = error
+
+
+class TrainProcessing:
+    """`algorithms` and `environments` by environment name."""
+
+    def __init__(
+        self,
+        algorithms: Mapping[str, Algorithm],
+        environments: Mapping[str, Environment],
+        pre_filters: Sequence[Filter],
+        post_filters: Sequence[Filter],
+        seq_len: int,
+    ) -> None:
+        self._algorithms = algorithms
+        self._group_scores = GroupScores(environments)
+        self._pre_filters = pre_filters
+        self._post_filters = post_filters
+        self._seq_len = seq_len
+        self._in_order = {env: asyncio.Lock() for env in algorithms}
+
+    async def process_rollout(self, rollout: Rollout) -> None:
+        """On arrival: merge its turns into samples, give rollout-local credit."""
+        if rollout.error is not None:
+            return
+        rollout.samples = [sample.truncated(self._seq_len) for sample in merge_turns(rollout.turns)]
+        rollout.stop_reason = rollout.stop_reason or rollout.turns[-1].finish_reason
+        if rollout.trainable:
+            await self._algorithms[rollout.env].score_rollout(RolloutView(rollout))
+
+    async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
+        """The group is complete: drop errors, credit the survivors among themselves, apply pre-batch filters."""
+        await self._group_scores.apply(group, rollouts)
+        scored = _without_errors(Kind.TRAIN, group, rollouts)
+        alive = [rollout for rollout in scored.rollouts if rollout.trainable]
+        try:
+            if alive:
+                await self._credit(group.task.env, alive, scored)
+            scored.rollouts, filtered = _apply(self._pre_filters, alive, "pre_filters", scored.filter_hits)
+        except Exception as error:
+            raise AlgorithmFailed(
+                f"the algorithm or a filter of environment {group.task.env!r} failed on a group of task "
+                f"{group.task.key}: {type(error).__name__}: {error}"
+            ) from error
+        scored.dropped += filtered
+        return scored
+
+    async def _credit(self, env: str, alive: list[Rollout], scored: ScoredGroup) -> None:
+        algorithm = self._algorithms[env]
+        views = [RolloutView(rollout) for rollout in alive]
+        scored.credited = [(rollout.agent, rollout.reward) for rollout in alive]
+        if algorithm.state() is None:
+            await algorithm.score_group(views)
+            return
+        async with self._in_order[env]:  # the state after this group must not hold half of another
+            await algorithm.score_group(views)
+            scored.state = msgspec.json.encode(algorithm.state())
+
+    async def process_batch(self, batch: TrainBatch) -> None:
+        """Apply post-batch filters, then let each environment's algorithm see its survivors once more."""
+        started = time.monotonic()
+        by_env: dict[str, list[RolloutView]] = {}
+        try:
+            batch.kept, batch.dropped = _apply(self._post_filters, batch.rollouts, "filters", batch.filter_hits)
+            for rollout in batch.kept:
+                by_env.setdefault(rollout.env, []).append(RolloutView(rollout))
+            await asyncio.gather(*[self._algorithms[env].score_batch(views) for env, views in by_env.items()])
+        except Exception as error:
+            raise AlgorithmFailed(
+                f"an algorithm or a filter failed on a batch of {', '.join(by_env) or 'the run'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        batch.seconds = time.monotonic() - started
+
+
+class EvalProcessing:
+    """No credit, no filters."""
+
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self._group_scores = GroupScores(environments)
+
+    async def process_rollout(self, rollout: Rollout) -> None:
+        """Evaluation needs the reward alone."""
+
+    async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
+        await self._group_scores.apply(group, rollouts)
+        return _without_errors(Kind.EVAL, group, rollouts)
+
+    async def process_batch(self, batch: EvalBatch) -> None:
+        batch.metrics = epoch_metrics(batch)
+
+
+def check_reward(rollout: Rollout) -> None:
+    """Sum the components; a rollout without a finite reward is an error."""
+    rollout.reward = float(sum(rollout.rewards.values())) if rollout.rewards else math.nan
+    if not math.isfinite(rollout.reward):
+        rollout.error = RolloutError("invalid_reward", f"rewards {rollout.rewards} do not sum to a finite number")
+
+
+def _without_errors(kind: Kind, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
+    return ScoredGroup(
+        kind,
+        group,
+        [rollout for rollout in rollouts if rollout.error is None],
+        [(rollout, rollout.error.reason) for rollout in rollouts if rollout.error is not None],
+        arrived=len(rollouts),
+        sampled_tokens=sum(rollout.completion_tokens for rollout in rollouts),
+    )
+
+
+def _apply(
+    filters: Sequence[Filter], rollouts: Iterable[Rollout], slot: str, hits: dict[str, int]
+) -> tuple[list[Rollout], list[tuple[Rollout, str]]]:
+    """Keep or drop each rollout by the first filter that matches; count matches as `SLOT/NAME`, enforced or not."""
+    kept: list[Rollout] = []
+    dropped: list[tuple[Rollout, str]] = []
+    for rollout in rollouts:
+        match = next((entry for entry in filters if entry.matches(rollout)), None)
+        if match is not None:
+            key = f"{slot}/{match.name}"
+            hits[key] = hits.get(key, 0) + 1
+        if match is not None and match.enforce:
+            dropped.append((rollout, match.name))
+        else:
+            kept.append(rollout)
+    return kept, dropped

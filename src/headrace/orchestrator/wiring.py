@@ -1,0 +1,242 @@
+"""From configuration to components: each gets plain values and what it needs, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+from renderers.base import Renderer
+
+from headrace.algorithms.base import Algorithm
+from headrace.algorithms.grpo import Grpo
+from headrace.config.orchestrator import (
+    AlgoConfig,
+    CustomFilterConfig,
+    EnvConfig,
+    FilterConfig,
+    GibberishConfig,
+    OrchestratorConfig,
+    RepetitionConfig,
+    filter_name,
+)
+from headrace.environments.base import Environment
+from headrace.errors import BadInput
+from headrace.inference.client import EngineClient
+from headrace.inference.schema import Health
+from headrace.observe.history import Tail
+from headrace.observe.status import Status
+from headrace.orchestrator.dispatcher import EpisodeRunner
+from headrace.orchestrator.evaluation import EvalEnv, EvalSource
+from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.ledger import Ledger
+from headrace.orchestrator.orchestrator import Orchestrator
+from headrace.orchestrator.pipeline import Pipeline, Settings
+from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
+from headrace.orchestrator.sampler import Sampler
+from headrace.orchestrator.signals import Kind
+from headrace.orchestrator.source import TrainSource, TrainTasks
+from headrace.orchestrator.watcher import WeightWatcher
+from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
+from headrace.rollout.types import Task
+from headrace.transport.run_dir import RunDir
+
+Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]
+"""By slot (train or eval) and name."""
+
+
+class Model(msgspec.Struct):
+    """The policy as the orchestrator reaches it."""
+
+    client: EngineClient
+    engines: Sequence[Health]
+    watcher: WeightWatcher
+    renderer: Renderer
+    vocab_size: int
+
+
+def wire(
+    config: OrchestratorConfig, run: RunDir, status: Status, journal: Journal, environments: Environments, model: Model
+) -> Orchestrator:
+    """A run's orchestrator, ready to go on where the journal ends."""
+    now = time.monotonic()
+    algorithms = _algorithms(config, journal)
+    processing = TrainProcessing(
+        algorithms,
+        _by_name(environments, Kind.TRAIN),
+        _filters(config.pre_batch_filters, model.vocab_size),
+        _filters(config.post_batch_filters, model.vocab_size),
+        _seq_len(config),
+    )
+    eval_processing = EvalProcessing(_by_name(environments, Kind.EVAL))
+    pipeline = Pipeline(
+        _settings(config, environments, model.engines),
+        _train_source(config, environments, journal),
+        _eval_source(config, environments, run),
+        Ledger(journal.totals(), journal.clock(), journal.next_credit(), now),
+        model.watcher.version,
+        journal.last_step() + 1,
+        now,
+    )
+    process = {Kind.TRAIN: processing.process_rollout, Kind.EVAL: eval_processing.process_rollout}
+    return Orchestrator(
+        pipeline,
+        run,
+        processing,
+        eval_processing,
+        {
+            (kind, name): EpisodeRunner(environment, _sampler(config, model, kind, entry), entry.timeout, process[kind])
+            for (kind, name), (entry, environment, _) in environments.items()
+        },
+        model.watcher,
+        journal,
+        status,
+        log_loop_interval=config.log_loop_interval,
+        keep_rollouts=config.keep_rollouts,
+    )
+
+
+def _by_name(environments: Environments, kind: Kind) -> dict[str, Environment]:
+    return {name: environment for (slot, name), (_, environment, _) in environments.items() if slot is kind}
+
+
+def _seq_len(config: OrchestratorConfig) -> int:
+    assert config.seq_len is not None
+    return config.seq_len
+
+
+def _settings(config: OrchestratorConfig, environments: Environments, engines: Sequence[Health]) -> Settings:
+    assert config.max_steps is not None
+    longest = min(health.max_model_len for health in engines)
+    if _seq_len(config) > longest:
+        raise BadInput(
+            f"seq_len is {_seq_len(config)}, but the inference server takes at most {longest} tokens: "
+            "raise inference.max_model_len, or lower seq_len"
+        )
+    together = {(kind, name) for (kind, name), (_, env, _) in environments.items() if env.scores_groups}
+    settings = Settings(
+        max_steps=config.max_steps,
+        batch_size=config.batch_size,
+        token_batch_size=config.token_batch_size,
+        seq_len=_seq_len(config),
+        group_sizes={env.name: env.group_size or config.group_size for env in config.train.env},
+        max_inflight=_max_inflight(config, engines),
+        max_async_level=config.max_async_level,
+        max_off_policy_steps=config.max_off_policy_steps,
+        max_empty_batches=config.max_empty_batches,
+        tasks_per_minute=config.tasks_per_minute,
+        scored_together=frozenset(name for kind, name in together if kind is Kind.TRAIN),
+    )
+    sizes = [
+        settings.group_sizes[name] if kind is Kind.TRAIN else _eval_group_size(config, name) for kind, name in together
+    ]
+    if sizes and max(sizes) > settings.max_inflight:
+        raise BadInput(
+            f"max_inflight_rollouts is {settings.max_inflight}, but an environment scores groups of {max(sizes)}, "
+            "which must run at once: raise it, or lower group_size"
+        )
+    return settings
+
+
+def _max_inflight(config: OrchestratorConfig, engines: Sequence[Health]) -> int:
+    """`auto`: what the engines run at once, and half as many in line so that they never run dry."""
+    chosen = config.max_inflight_rollouts
+    return sum(health.capacity for health in engines) * 3 // 2 if chosen == "auto" else chosen
+
+
+def _eval_group_size(config: OrchestratorConfig, name: str) -> int:
+    (env,) = [env for env in config.eval.env if env.name == name]
+    return env.group_size or config.eval.group_size
+
+
+def _train_source(config: OrchestratorConfig, environments: Environments, journal: Journal) -> TrainSource:
+    """Weighted by `ratio` where any environment has one (1 for the others), else by the number of tasks."""
+    by_ratio = any(env.ratio is not None for env in config.train.env)
+    tasks = []
+    for env in config.train.env:
+        own = environments[Kind.TRAIN, env.name][2]
+        tasks.append(TrainTasks(env.name, own, (env.ratio or 1.0) if by_ratio else float(len(own))))
+    return TrainSource(tasks, config.seed, journal.drawn_per_env(), journal.open_draws())
+
+
+def _eval_source(config: OrchestratorConfig, environments: Environments, run: RunDir) -> EvalSource:
+    defaults = config.eval
+    evals = []
+    for env in defaults.env:
+        _, environment, tasks = environments[Kind.EVAL, env.name]
+        evals.append(
+            EvalEnv(
+                env.name,
+                tasks[: env.num_examples or defaults.num_examples or len(tasks)],
+                env.interval or defaults.interval,
+                _eval_group_size(config, env.name),
+                pinned=defaults.pin_version if env.pin_version is None else env.pin_version,
+                together=environment.scores_groups,
+            )
+        )
+    return EvalSource(evals, _evaluated(config, run))
+
+
+def _evaluated(config: OrchestratorConfig, run: RunDir) -> dict[str, int]:
+    """By environment, the last version that needs no evaluation."""
+    names = [env.name for env in config.eval.env]
+    resumed = run.latest_checkpoint_step()
+    if resumed and not config.eval.skip_eval_on_resume:
+        return dict.fromkeys(names, resumed - 1)
+    done = {} if config.eval.eval_base_model else dict.fromkeys(names, 0)
+    for record in Tail(run.metrics).read():
+        done.update({name: record["step"] for name in names if f"eval/{name}/errors" in record})
+    return done
+
+
+def _sampler(config: OrchestratorConfig, model: Model, kind: Kind, env: EnvConfig) -> Sampler:
+    defaults = config.train.sampling if kind is Kind.TRAIN else config.eval.sampling
+    sampling = env.sampling.over(defaults).model_dump(exclude_none=True)
+    return Sampler(
+        model.client, model.renderer, _seq_len(config), **sampling, cache_salt=lambda: str(model.watcher.version)
+    )
+
+
+def _algorithms(config: OrchestratorConfig, journal: Journal) -> dict[str, Algorithm]:
+    """One per training environment, where it was when the journal was last written."""
+    states = journal.algorithm_states()
+    algorithms = {env.name: _algorithm(env.algo or config.algo) for env in config.train.env}
+    for name, algorithm in algorithms.items():
+        if name in states:
+            algorithm.load_state(msgspec.json.decode(states[name]))
+    return algorithms
+
+
+def _algorithm(config: AlgoConfig) -> Algorithm:
+    return Grpo(config.normalize)
+
+
+def _filters(configs: Sequence[FilterConfig], vocab_size: int) -> list[Filter]:
+    return [_filter(config, vocab_size) for config in configs]
+
+
+def _filter(config: FilterConfig, vocab_size: int) -> Filter:
+    if isinstance(config, GibberishConfig):
+        threshold, offset = config.token_id_threshold, config.logprob_offset
+        test = partial(is_gibberish, vocab_size=vocab_size, token_id_threshold=threshold, logprob_offset=offset)
+    elif isinstance(config, RepetitionConfig):
+        test = partial(is_repetitive, window=config.window, prob_threshold=config.prob_threshold)
+    elif isinstance(config, CustomFilterConfig):
+        test = partial(_import_filter(config.import_path), **config.kwargs)
+    else:
+        test = partial(has_no_advantage)
+    return Filter(filter_name(config), test, config.enforce)
+
+
+def _import_filter(path: str) -> Callable[..., bool]:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(f"filter {path!r} cannot be imported as package.module:function: {error}") from error
+    if not callable(found):
+        raise BadInput(f"filter {path!r} is not a function")
+    test: Callable[..., bool] = found
+    return test

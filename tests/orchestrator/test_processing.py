@@ -1,0 +1,201 @@
+"""Three levels of work: errors dropped, credit among survivors, filters with and without a slot, scores by group."""
+
+import asyncio
+import math
+
+import pytest
+
+from headrace.algorithms.base import Algorithm
+from headrace.algorithms.grpo import Grpo
+from headrace.environments.base import Environment
+from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
+from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
+from headrace.rollout.filters import has_no_advantage
+from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
+
+ZERO_ADVANTAGE = Filter("zero_advantage", has_no_advantage, enforce=True)
+
+
+class Ranked(Environment):
+    """Scores a group: the longest answer wins."""
+
+    async def score_group(self, rollouts):
+        best = max(rollout.completion_tokens for rollout in rollouts)
+        for rollout in rollouts:
+            rollout.rewards = {"longest": float(rollout.completion_tokens == best)}
+
+
+class Unscored(Environment):
+    """Scores a group with nothing."""
+
+    async def score_group(self, rollouts):
+        for rollout in rollouts:
+            rollout.rewards = {"r": math.nan}
+
+
+class Broken(Environment):
+    async def score_group(self, rollouts):
+        raise ZeroDivisionError("no judge")
+
+
+class Counting(Algorithm):
+    """Keeps a count, and lets others run in the middle of its update."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def score_group(self, group):
+        before = self.seen
+        await asyncio.sleep(0)
+        self.seen = before + 1
+        for rollout in group:
+            rollout.assign_advantages(1.0)
+
+    def state(self):
+        return self.seen
+
+
+def make(
+    pre: list[Filter] | None = None,
+    post: list[Filter] | None = None,
+    algorithm: Algorithm | None = None,
+    environment: Environment | None = None,
+    seq_len: int = 64,
+) -> TrainProcessing:
+    return TrainProcessing(
+        {"env": algorithm or Grpo()}, {"env": environment or Environment()}, pre or [], post or [], seq_len
+    )
+
+
+def rollout(reward: float, error: str = "", tokens: int = 2) -> Rollout:
+    return Rollout(
+        env="env",
+        reward=reward,
+        turns=[Turn([1, 2], [3] * tokens, [-0.5] * tokens, [0] * tokens, 1.0)],
+        error=RolloutError(error) if error else None,
+    )
+
+
+async def process(processing: TrainProcessing | EvalProcessing, *members: Rollout) -> ScoredGroup:
+    for member in members:
+        await processing.process_rollout(member)
+    return await processing.process_group(Group("g", Task("env", {}), len(members), 0, draw_id=1), members)
+
+
+async def test_failed_rollouts_are_dropped_and_survivors_credited_among_themselves():
+    scored = await process(make(), rollout(1), rollout(0), rollout(9, error="timeout"))
+    assert [r.samples[0].streams["advantages"][-1] for r in scored.rollouts] == [0.5, -0.5]
+    assert [reason for _, reason in scored.dropped] == ["timeout"]
+    assert scored.credited == [("policy", 1.0), ("policy", 0.0)]
+    assert (scored.arrived, scored.sampled_tokens) == (3, 6)
+
+
+async def test_a_group_without_survivors_is_not_credited():
+    scored = await process(make(), rollout(0, error="timeout"), rollout(0, error="environment"))
+    assert scored.rollouts == []
+    assert scored.credited == []
+
+
+async def test_a_rollout_that_is_not_trainable_is_neither_credited_nor_dropped():
+    opponent = rollout(1)
+    opponent.trainable = False
+    scored = await process(make(), opponent, rollout(0), rollout(1))
+    assert len(scored.rollouts) == 2
+    assert scored.dropped == []
+    assert scored.arrived == 3
+
+
+async def test_a_pre_filtered_rollout_is_dropped_and_counted():
+    scored = await process(make(pre=[ZERO_ADVANTAGE]), rollout(1), rollout(1))
+    assert scored.rollouts == []
+    assert [reason for _, reason in scored.dropped] == ["zero_advantage"] * 2
+    assert scored.filter_hits == {"pre_filters/zero_advantage": 2}
+    assert scored.credited  # it was seen by the algorithm before the filter
+
+
+async def test_a_post_filtered_rollout_keeps_its_slot_and_is_not_shipped():
+    processing = make(post=[ZERO_ADVANTAGE])
+    batch = TrainBatch([await process(processing, rollout(1), rollout(1))])
+    await processing.process_batch(batch)
+    assert len(batch.rollouts) == 2
+    assert batch.kept == []
+    assert batch.filter_hits == {"filters/zero_advantage": 2}
+
+
+async def test_a_filter_that_is_not_enforced_only_counts():
+    watching = Filter("zero_advantage", has_no_advantage, enforce=False)
+    scored = await process(make(pre=[watching]), rollout(1), rollout(1))
+    assert len(scored.rollouts) == 2
+    assert scored.filter_hits == {"pre_filters/zero_advantage": 2}
+
+
+async def test_the_first_filter_that_matches_wins():
+    always = Filter("always", lambda r: True, enforce=False)
+    scored = await process(make(pre=[always, ZERO_ADVANTAGE]), rollout(1), rollout(1))
+    assert len(scored.rollouts) == 2
+    assert scored.filter_hits == {"pre_filters/always": 2}
+
+
+async def test_rollouts_are_cut_to_the_sequence_length():
+    scored = await process(make(seq_len=3), rollout(1), rollout(0))
+    assert [len(r.samples[0]) for r in scored.rollouts] == [3, 3]
+
+
+async def test_an_environment_that_scores_groups_does_so_when_all_are_in():
+    scored = await process(make(environment=Ranked()), rollout(math.nan, tokens=5), rollout(math.nan, tokens=2))
+    assert [r.reward for r in scored.rollouts] == [1.0, 0.0]
+    assert [r.samples[0].streams["advantages"][-1] for r in scored.rollouts] == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("kind", [TrainProcessing, EvalProcessing])
+async def test_one_failed_member_costs_a_group_that_is_scored_together(kind: type):
+    processing = make(environment=Ranked()) if kind is TrainProcessing else EvalProcessing({"env": Ranked()})
+    scored = await process(processing, rollout(math.nan), rollout(math.nan), rollout(math.nan, error="timeout"))
+    assert scored.rollouts == []
+    assert sorted(reason for _, reason in scored.dropped) == ["group_failed", "group_failed", "timeout"]
+
+
+async def test_scores_that_are_not_numbers_are_errors_of_their_rollouts():
+    scored = await process(make(environment=Unscored()), rollout(math.nan), rollout(math.nan))
+    assert [reason for _, reason in scored.dropped] == ["invalid_reward"] * 2
+
+
+async def test_an_environment_that_fails_to_score_costs_the_group_and_not_the_run():
+    scored = await process(make(environment=Broken()), rollout(math.nan), rollout(math.nan))
+    assert scored.rollouts == []
+    assert {r.error.detail for r, _ in scored.dropped if r.error} == {"score_group: ZeroDivisionError: no judge"}
+
+
+async def test_an_algorithm_that_raises_on_a_group_is_named_with_its_environment_and_task():
+    class Raises(Algorithm):
+        async def score_group(self, group):
+            raise KeyError("baseline")
+
+    with pytest.raises(AlgorithmFailed, match=r"'env' failed on a group of task .*: KeyError: 'baseline'"):
+        await process(make(algorithm=Raises()), rollout(1), rollout(0))
+
+
+async def test_groups_of_an_algorithm_with_state_are_credited_one_at_a_time():
+    processing = make(algorithm=Counting())
+    scored = await asyncio.gather(*[process(processing, rollout(1), rollout(0)) for _ in range(5)])
+    assert sorted(group.state for group in scored) == [b"1", b"2", b"3", b"4", b"5"]
+
+
+async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():
+    processing = EvalProcessing({"heldout": Environment()})
+
+    def episode(reward: float, versions: list[int]) -> Rollout:
+        turn = Turn([1], [2] * len(versions), [0.0] * len(versions), versions, 1.0)
+        return Rollout(reward=reward, rewards={"r": reward}, turns=[turn])
+
+    first = [episode(1.0, [0, 0]), episode(0.5, [0, 1])]
+    second = [episode(0.0, [1]), Rollout(error=RolloutError("timeout"))]
+    batch = EvalBatch("heldout", 0, 2)
+    for number, members in enumerate((first, second)):
+        batch.groups.append(await processing.process_group(Group(f"g{number}", Task("heldout", {}), 2, 0), members))
+    await processing.process_batch(batch)
+    # Three finished episodes: (1 + .5 + 0) / 3; one of two tasks was solved once; one of four failed.
+    assert batch.metrics["eval/heldout/avg@2"] == 0.5
+    assert batch.metrics["eval/heldout/pass@2"] == 0.5
+    assert batch.metrics["eval/heldout/errors"] == 0.25
+    assert (batch.metrics["eval/heldout/version/min"], batch.metrics["eval/heldout/version/max"]) == (0, 1)
