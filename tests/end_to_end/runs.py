@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,11 +56,12 @@ def write_run_file(directory: Path, model: Path, output: Path | None = None) -> 
     return path
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(*arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """`headrace ARGUMENTS` in the background."""
     return subprocess.Popen(
         [sys.executable, "-m", "headrace", *map(str, arguments)],
         cwd=REPOSITORY,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

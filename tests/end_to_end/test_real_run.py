@@ -11,6 +11,7 @@ import pytest
 
 from headrace.observe.metrics import read_metrics
 from headrace.orchestrator.journal import Journal
+from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
 
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.timeout(400)
 
 def steps_of(run: RunDir, process: str, key: str) -> list[int]:
     return [record["step"] for record in read_metrics(run.metrics) if record["process"] == process and key in record]
+
+
+def wait_for_new_work(run: RunDir) -> None:
+    """Until a batch has been trained that was not even shipped before: every process has done its part."""
+    shipped = max(steps_of(run, "orchestrator", "reward/all/mean"), default=0)
+    wait_until(lambda: max(steps_of(run, "trainer", "loss"), default=0) > shipped, f"step {shipped + 1}")
 
 
 def draws_trained_once(run: RunDir) -> bool:
@@ -76,9 +83,11 @@ def test_a_finished_run_resumed_with_more_steps_continues_where_it_ended(tmp_pat
     assert draws_trained_once(run)
 
 
-def test_a_killed_trainer_ends_the_run_by_name_and_a_resume_loses_nothing(tmp_path: Path, tiny_model: Path):
+def test_without_restarts_a_killed_trainer_ends_the_run_by_name_and_a_resume_loses_nothing(
+    tmp_path: Path, tiny_model: Path
+):
     file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
-    process = start("rl", file, "--max_steps", 4, "--trainer.ckpt.interval", 100)
+    process = start("rl", file, "--max_steps", 4, "--trainer.ckpt.interval", 100, "--launch.max_restarts", 0)
     wait_until(lambda: "loss" in run.metrics.read_text() if run.metrics.exists() else False, "the first training step")
     os.kill(processes_of(run.root)["trainer"], signal.SIGKILL)
     code, output = finish(process)
@@ -93,6 +102,28 @@ def test_a_killed_trainer_ends_the_run_by_name_and_a_resume_loses_nothing(tmp_pa
     assert draws_trained_once(run)
 
 
+def test_processes_killed_one_after_another_are_started_again_and_the_run_ends_as_if_nothing_had_been(
+    tmp_path: Path, tiny_model: Path
+):
+    file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
+    process = start("rl", file, "--max_steps", 20)
+    for name in ("trainer", "orchestrator", "inference"):
+        wait_for_new_work(run)
+        os.kill(processes_of(run.root)[name], signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    for name in ("trainer", "orchestrator", "inference"):
+        assert output.count(f"{name} was ended by SIGKILL; starting it again (1 of 3)") == 1
+    assert sorted(set(steps_of(run, "trainer", "loss"))) == list(range(1, 21))
+    shipped = steps_of(run, "orchestrator", "reward/all/mean")
+    assert shipped == sorted(set(shipped))  # none twice
+    assert Journal(run.journal).last_step() == 20
+    assert draws_trained_once(run)
+    assert run.weights.latest() == Version(1, 20)  # the trainer was restarted once
+    assert run.final_model.is_dir()
+    assert not processes_of(run.root)
+
+
 @pytest.mark.parametrize("moment", ["while models load", "between steps", "while the last step is saved"])
 def test_sigterm_ends_everything_in_order_and_says_how_to_go_on(moment: str, tmp_path: Path, tiny_model: Path):
     file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
@@ -102,7 +133,7 @@ def test_sigterm_ends_everything_in_order_and_says_how_to_go_on(moment: str, tmp
     elif moment == "between steps":
         wait_until(lambda: run.metrics.exists() and "loss" in run.metrics.read_text(), "the first training step")
     else:
-        wait_until(lambda: run.weights.path(run_version(3)).exists(), "the last weights")
+        wait_until(lambda: run.weights.path(Version(0, 3)).exists(), "the last weights")
     children = processes_of(run.root)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process, 60)
@@ -115,12 +146,6 @@ def test_sigterm_ends_everything_in_order_and_says_how_to_go_on(moment: str, tmp
         code, output = headrace("rl", file, "--resume")
         assert code == 0, output
         assert draws_trained_once(run)
-
-
-def run_version(step: int):
-    from headrace.rollout.version import Version
-
-    return Version(0, step)
 
 
 def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path):

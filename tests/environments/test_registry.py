@@ -5,6 +5,7 @@ import pytest
 from headrace.environments.base import Environment
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.reverse_text import ReverseText
+from headrace.errors import BadInput
 
 
 class Mine(Environment):
@@ -48,7 +49,7 @@ def test_a_name_like_none_lists_the_known():
     [("no_such_package.module:Class", "no_such_package"), ("headrace.environments.reverse_text:Absent", "Absent")],
 )
 def test_an_import_path_that_leads_nowhere_is_named(identifier: str, reason: str):
-    with pytest.raises(EnvironmentNotFound, match=f"{identifier!r} cannot be imported") as failure:
+    with pytest.raises(BadInput, match=f"{identifier!r} cannot be imported") as failure:
         load_environment(identifier, {})
     assert reason in str(failure.value)
 

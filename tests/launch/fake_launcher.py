@@ -1,4 +1,4 @@
-"""The supervisor over fake processes: `fake_launcher.py RUN_DIRECTORY NAME=BEHAVIOUR ... [option=seconds ...]`."""
+"""The supervisor over fake processes: `fake_launcher.py RUN_DIRECTORY NAME=BEHAVIOUR ... [option=number ...]`."""
 
 import sys
 from pathlib import Path
@@ -12,15 +12,16 @@ from headrace.observe.terminal import make_view
 from headrace.transport.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
-limits = {"start_timeout": 20.0, "stop_timeout": 1.0, "patience": 60.0}
+limits = {"start_timeout": 20.0, "stop_timeout": 1.0, "patience": 60.0, "max_restarts": 3, "restart_delay": 0.1}
 specs = []
 for argument in sys.argv[2:]:
     key, value = argument.split("=")
     if key in limits:
-        limits[key] = float(value)
+        limits[key] = type(limits[key])(value)
         continue
     argv = [sys.executable, str(Path(__file__).with_name("fake_process.py")), value, key, str(run.root)]
-    specs.append(ProcessSpec(key, argv, {"PYTHONUNBUFFERED": "1"}, service=key == "inference"))
+    again = [*argv, "--resume"]
+    specs.append(ProcessSpec(key, argv, {"PYTHONUNBUFFERED": "1"}, service=key == "inference", restart_argv=again))
 try:
     with hold(run.root) as held:
         sys.exit(Supervisor(specs, run, make_view("fake", 5), **limits, inherited=(held,)).run())

@@ -1,4 +1,4 @@
-"""A process of a run that does nothing but behave: `fake_process.py BEHAVIOUR NAME RUN_DIRECTORY`."""
+"""A process of a run that does nothing but behave: `fake_process.py BEHAVIOUR NAME RUN_DIRECTORY [--resume]`."""
 
 import os
 import signal
@@ -10,8 +10,11 @@ from pathlib import Path
 from headrace.launch import lifeline
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status
+from headrace.transport.endpoint import Endpoint, write_endpoint
 
 behaviour, name, run = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+resumed = "--resume" in sys.argv
+endpoint = run / "endpoint.json"
 
 
 def note(event: str) -> None:
@@ -24,33 +27,62 @@ def end(*_: object) -> None:
     sys.exit(0)
 
 
+def starts() -> int:
+    """How many processes of this name there have been, this one included."""
+    return (run / "events").read_text().count(f"{name} started")
+
+
+def train(step: int) -> None:
+    MetricsLog(run / "metrics.jsonl", name).log(step, {"loss": 0.5})
+
+
+def die() -> None:
+    print(f"start {starts()} ends here", flush=True)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 lifeline.watch(grace=1.0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else end)
+note("finds-traces" if endpoint.exists() or (run / "status" / f"{name}.json").exists() else "finds-nothing")
 status = Status(run / "status", name, interval=0.1)
 note("started")
-if behaviour == "parent":
+if resumed:
+    note("resumed")
+if behaviour == "parent" or (behaviour == "killed-then-works" and name == "trainer" and not resumed):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with open(run / "events", "a") as file:
         file.write(f"grandchild started {child.pid}\n")
-if behaviour == "never-up":
+if behaviour == "never-up" or (behaviour == "killed-then-never-up" and resumed):
     time.sleep(60)
 status.set("working")
 if behaviour == "waits":
     status.begin_wait("batch 7", "the orchestrator")
 if behaviour == "frozen":
     status.close("thinking")
-if behaviour == "fails-but-stays":
+if behaviour in ("fails-but-stays", "fails-and-is-killed"):
     status.close("failed")
 if behaviour in ("crash", "parent"):
     time.sleep(0.3)
     print("\n".join(f"line {index}" for index in range(40)))
     print("RuntimeError: the flux capacitor is missing", flush=True)
     os._exit(3)
-if behaviour == "killed":
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGKILL)
-if behaviour == "finishes":
-    MetricsLog(run / "metrics.jsonl", name).log(1, {"loss": 0.5})
+if behaviour == "terminated":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+if behaviour in ("killed", "fails-and-is-killed") or (behaviour.startswith("killed-then") and not resumed):
+    if name == "inference":
+        write_endpoint(endpoint, Endpoint("http://127.0.0.1:1", os.getpid()))
+    die()
+if behaviour == "killed-after-a-new-step":
+    train(starts())
+    if starts() <= 5:
+        die()
+if behaviour == "killed-after-the-same-step":
+    train(1)
+    die()
+if behaviour in ("finishes", "killed-then-finishes", "killed-after-a-new-step"):
+    train(starts())
     time.sleep(0.3)
     end()
 time.sleep(60)

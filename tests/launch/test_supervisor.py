@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,59 +12,9 @@ import pytest
 
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import hold
+from tests.launch.launching import assert_all_gone, events, finish, launch, next_line, pids, wait_for_start
 
-LAUNCHER = str(Path(__file__).with_name("fake_launcher.py"))
 ALL_WORK = ("inference=works", "trainer=works", "orchestrator=works")
-
-
-def launch(run: Path, *arguments: str) -> subprocess.Popen[str]:
-    run.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, LAUNCHER, str(run), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = launcher.communicate(timeout=30)
-    return launcher.returncode, out, err
-
-
-def next_line(launcher: subprocess.Popen[str], beginning: str) -> str:
-    """The next line of the launcher's output that begins so."""
-    assert launcher.stdout is not None
-    for line in launcher.stdout:
-        if line.startswith(beginning):
-            return line
-    raise AssertionError(f"no line begins with {beginning!r}")
-
-
-def events(run: Path) -> list[list[str]]:
-    path = run / "events"
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for_start(run: Path, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while len([event for event in events(run) if event[1] == "started"]) < count:
-        assert time.monotonic() < deadline, "the fake processes did not start"
-        time.sleep(0.02)
-
-
-def pids(run: Path) -> list[int]:
-    return [int(pid) for _, event, pid in events(run) if event == "started"]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process exists and is more than a zombie that nobody has collected."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    return bool(state.strip()) and not state.strip().startswith("Z")
-
-
-def assert_all_gone(run: Path, within: float = 0.0) -> None:
-    deadline = time.monotonic() + within
-    while any(is_alive(pid) for pid in pids(run)):
-        assert time.monotonic() < deadline, f"left behind: {[e for e in events(run) if is_alive(int(e[2]))]}"
-        time.sleep(0.05)
 
 
 def test_a_run_whose_workers_finish_ends_with_0_and_stops_the_service(tmp_path: Path) -> None:
@@ -87,13 +35,6 @@ def test_a_crash_stops_the_others_and_shows_who_how_and_the_last_lines(tmp_path:
     assert "line 20" not in err
     ended = [name for name, event, _ in events(tmp_path) if event == "ended"]
     assert sorted(ended) == ["inference", "orchestrator"]
-    assert_all_gone(tmp_path)
-
-
-def test_a_process_killed_by_a_signal_is_named_with_the_signal(tmp_path: Path) -> None:
-    code, _, err = finish(launch(tmp_path, "inference=killed", "trainer=works"))
-    assert code == 1
-    assert "headrace: inference was ended by SIGKILL" in err
     assert_all_gone(tmp_path)
 
 
@@ -198,7 +139,8 @@ def test_a_process_without_heartbeat_is_named(tmp_path: Path) -> None:
     finish(launcher)
 
 
-def test_a_process_that_failed_but_does_not_end_is_ended(tmp_path: Path) -> None:
-    code, _, err = finish(launch(tmp_path, "inference=works", "trainer=fails-but-stays"))
+def test_a_process_that_failed_but_does_not_end_is_ended_and_ends_the_run(tmp_path: Path) -> None:
+    code, out, err = finish(launch(tmp_path, "inference=works", "trainer=fails-but-stays"))
     assert code == 1
     assert "trainer was ended by SIGKILL" in err
+    assert "starting it again" not in out

@@ -44,20 +44,29 @@ class StandInEngine:
         self.broken = False
 
     async def __aenter__(self) -> StandInEngine:
+        await self.listen()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def listen(self) -> None:
+        """On a new port each time."""
         application = web.Application()
         application.router.add_get("/health", self.health)
         application.router.add_post("/inference/v1/generate", self.generate)
         application.router.add_post("/update_weights", self.update_weights)
-        self.runner = web.AppRunner(application)
+        self.runner = web.AppRunner(application, shutdown_timeout=0.05)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
         port = self.runner.addresses[0][1]
         write_endpoint(self.run.endpoint, Endpoint(f"http://127.0.0.1:{port}", pid=1))
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def die(self) -> None:
+        """Every connection breaks; whoever comes back has the initial model."""
         await self.runner.cleanup()
+        self.version = Version(0, 0)
 
     async def health(self, _: web.Request) -> web.Response:
         return _json(Health("ok", str(self.version), "stand-in", 0, 0, False, 16, 256, 320))

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,23 @@ import pytest
 from headrace.config.base import validate
 from headrace.config.run import RunConfig
 from headrace.environments.base import Environment
+from headrace.environments.reverse_text import ReverseText
+from headrace.errors import BadInput, Failure
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.orchestrator import main
+from headrace.orchestrator.audit import violations
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.pipeline import RunFailed
 from headrace.rollout.batch import Batch
+from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version, staleness
 from headrace.transport.batches import BatchStore
 from headrace.transport.run_dir import RunDir
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 
 STEPS = 4
+TIMES = {f"time/{name}" for name in ("step", "wait_for_batch", "wait_for_weights", "scoring", "write_batch")}
 
 
 class Broken(Environment):
@@ -34,6 +40,61 @@ class Broken(Environment):
 
     async def run(self, task, context):
         raise KeyError("no such column: question")
+
+
+class Mischief(ReverseText):
+    """Every second episode goes wrong, each in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.episodes = 0
+
+    async def run(self, task, context):
+        self.episodes += 1
+        match self.episodes % 12:
+            case 1:
+                raise KeyError("no such column: question")
+            case 3:
+                await asyncio.sleep(3600)
+            case 5:
+                return []
+            case 7:
+                return [Rollout(rewards={"similarity": 1.0})]
+            case 9:
+                (rollout,) = await super().run(task, context)
+                rollout.rewards = {"similarity": math.nan}
+                return [rollout]
+            case 11:
+                (rollout,) = await super().run(task, context)
+                rollout.rewards = {}
+                return [rollout]
+        return await super().run(task, context)
+
+
+class Tournament(ReverseText):
+    """Answers are scored against each other; now and then one is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.episodes = 0
+
+    async def run(self, task, context):
+        self.episodes += 1
+        if self.episodes % 9 == 0:
+            raise ConnectionError("the judge is away")
+        (rollout,) = await super().run(task, context)
+        rollout.rewards = {}
+        return [rollout]
+
+    async def score_group(self, rollouts):
+        assert len(rollouts) == 4
+        for place, rollout in enumerate(rollouts):
+            rollout.rewards = {"place": float(place)}
+
+
+def drop_short_answers(rollout: Rollout, shortest: int) -> bool:
+    """A user's own filter."""
+    return rollout.completion_tokens < shortest
 
 
 class Pipeline:
@@ -171,7 +232,7 @@ async def test_a_rewound_trainer_is_followed(tmp_path: Path, tiny_model: Path):
     pipeline.trainer.train = train  # type: ignore[method-assign]
     await pipeline.finish()
     assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 2, 3, 4]
-    assert str(pipeline.engine.version) == "1-4"
+    assert pipeline.run.weights.acknowledged() == Version(1, 4)
 
 
 async def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path):
@@ -179,6 +240,149 @@ async def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp
     pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "broken"}]})
     with pytest.raises(RunFailed, match="'broken': environment: KeyError: 'no such column: question'"):
         await pipeline.finish()
+
+
+async def test_every_kind_of_failure_is_counted_and_told_once_and_the_run_goes_on(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    location = "tests.orchestrator.test_orchestrator:Mischief"
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "mischief", "timeout": 1.0}]})
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+    journal = Journal(pipeline.run.journal)
+    assert {"environment", "timeout", "empty", "invalid_reward"} <= journal.totals().drops.keys()
+    told = [record.getMessage() for record in caplog.records if "an episode of mischief failed" in record.getMessage()]
+    reasons = sorted(message.split("failed (")[1].split(":")[0] for message in told)
+    assert reasons == ["empty", "environment", "invalid_reward", "timeout"]
+    errors = [key for record in read_metrics(pipeline.run.metrics) for key in record if key.startswith("errors/")]
+    assert {"errors/timeout", "errors/invalid_reward"} <= set(errors)
+    assert violations(pipeline.run, journal) == []
+
+
+async def test_a_group_scored_together_is_dropped_whole_when_one_member_failed(tmp_path: Path, tiny_model: Path):
+    location = "tests.orchestrator.test_orchestrator:Tournament"
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "tournament"}]})
+    await pipeline.finish()
+    journal = Journal(pipeline.run.journal)
+    drops, groups = journal.totals().drops, journal.states()
+    lost = groups["dropped:group_failed"]
+    assert lost > 0
+    assert drops["group_failed"] + drops["environment"] == 4 * lost
+    for batch in pipeline.trainer.batches:
+        assert len({entry.rollout for entry in batch.samples}) % 4 == 0
+
+
+async def test_groups_scored_together_that_cannot_run_at_once_are_refused_at_the_start(
+    tmp_path: Path, tiny_model: Path
+):
+    train = {"env": [{"id": "tests.orchestrator.test_orchestrator:Tournament", "name": "tournament"}]}
+    pipeline = Pipeline(tmp_path, tiny_model, train=train, max_inflight_rollouts=3)
+    with pytest.raises(BadInput, match="max_inflight_rollouts is 3, but an environment scores groups of 4"):
+        await pipeline.finish()
+
+
+async def test_an_engine_that_dies_and_returns_elsewhere_costs_time_and_nothing_else(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    pipeline.engine.delay = 0.01
+
+    async def train(first: int, last: int) -> None:
+        await StandInTrainer.train(pipeline.trainer, 1, 2)
+        await pipeline.engine.die()
+        await asyncio.sleep(0.2)
+        await pipeline.engine.listen()
+        await StandInTrainer.train(pipeline.trainer, 3, STEPS)
+
+    pipeline.trainer.train = train  # type: ignore[method-assign]
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+    assert "engine" not in Journal(pipeline.run.journal).totals().drops
+
+
+async def test_an_engine_that_hangs_is_named_and_the_run_goes_on_when_it_answers_again(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    pipeline = Pipeline(tmp_path, tiny_model, client={"timeout": 0.3})
+
+    async def train(first: int, last: int) -> None:
+        await StandInTrainer.train(pipeline.trainer, 1, 2)
+        pipeline.engine.delay = 3600.0
+        while "EngineTimeout" not in caplog.text:
+            await asyncio.sleep(0.02)
+        pipeline.engine.delay = 0.0
+        await StandInTrainer.train(pipeline.trainer, 3, STEPS)
+
+    pipeline.trainer.train = train  # type: ignore[method-assign]
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+    assert Journal(pipeline.run.journal).totals().drops["engine"] > 0
+    told = [line for line in caplog.text.splitlines() if "EngineTimeout" in line]
+    assert len(told) <= 2  # once for training, once for evaluation; the rest are counted
+
+
+async def test_an_engine_that_never_comes_back_ends_the_run_with_its_name(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model, client={"retry_for": 0.1})
+
+    async def train(first: int, last: int) -> None:
+        await StandInTrainer.train(pipeline.trainer, 1, 1)
+        await pipeline.engine.die()
+
+    pipeline.trainer.train = train  # type: ignore[method-assign]
+    with pytest.raises(Failure, match=r"cannot be reached|no engine"):
+        await pipeline.finish()
+
+
+async def test_a_waiting_loop_says_what_it_waits_for_and_from_whom(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace.observe.status.FIRST_NOTICE", 0.0)
+    pipeline = Pipeline(tmp_path, tiny_model)
+
+    async def train(first: int, last: int) -> None:
+        while "waiting for weights" not in caplog.text:
+            await asyncio.sleep(0.05)
+        await StandInTrainer.train(pipeline.trainer, 1, STEPS)
+
+    pipeline.trainer.train = train  # type: ignore[method-assign]
+    await pipeline.finish()
+    assert "waiting for weights after step 2 from the trainer" in caplog.text
+
+
+async def test_a_pinned_evaluation_is_sampled_from_one_version(tmp_path: Path, tiny_model: Path):
+    heldout = {"id": "reverse-text", "name": "heldout", "args": {"split": "eval", "num_tasks": 40}}
+    pipeline = Pipeline(tmp_path, tiny_model, eval={"interval": 1, "pin_version": True, "env": [heldout]})
+    pipeline.engine.delay = 0.01
+    await pipeline.finish()
+    oldest, newest = (pipeline.records(f"eval/heldout/version/{end}") for end in ("min", "max"))
+    assert oldest == newest == {version: version for version in oldest}
+    assert {0, STEPS} <= oldest.keys()
+
+
+async def test_an_environment_in_worker_processes_trains_alike(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": "reverse-text", "workers": 2}]})
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+    assert violations(pipeline.run, Journal(pipeline.run.journal)) == []
+
+
+async def test_a_filter_of_ones_own_is_named_by_import_path(tmp_path: Path, tiny_model: Path):
+    own = {
+        "type": "custom",
+        "import_path": "tests.orchestrator.test_orchestrator:drop_short_answers",
+        "kwargs": {"shortest": 7},
+        "enforce": True,
+    }
+    pipeline = Pipeline(tmp_path, tiny_model, pre_batch_filters=[own])
+    await pipeline.finish()
+    assert sum(pipeline.records("pre_filters/drop_short_answers").values()) > 0
+    for batch in pipeline.trainer.batches:
+        assert min(int(entry.sample.mask.sum()) for entry in batch.samples) >= 7
+
+
+async def test_what_a_step_waited_for_is_among_its_metrics(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    await pipeline.finish()
+    records = [r for r in read_metrics(pipeline.run.metrics) if "reward/all/mean" in r]
+    assert all(r.keys() >= TIMES for r in records)
 
 
 async def test_a_run_without_signal_ends_after_the_configured_number_of_empty_batches(tmp_path: Path, tiny_model: Path):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from headrace import __version__
-from headrace.cli import init_model, orchestrator, rl, serve, sft, summary, trainer
+from headrace.cli import audit, init_model, orchestrator, rl, serve, sft, summary, trainer
 from headrace.cli.arguments import separate_overrides
 from headrace.cli.errors import explain
 
@@ -19,6 +19,7 @@ COMMANDS: dict[str, ModuleType] = {
     "orchestrator": orchestrator,
     "trainer": trainer,
     "summary": summary,
+    "audit": audit,
     "init-model": init_model,
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config
 from headrace.config.model import ModelConfig, RendererConfig, SamplingConfig
@@ -19,7 +19,28 @@ class GrpoConfig(Config):
     """`std`: divide by the group's standard deviation."""
 
 
-AlgoConfig = GrpoConfig
+class ImportedAlgoConfig(Config):
+    """An algorithm of your own: a subclass of `headrace.algorithms.base.Algorithm`."""
+
+    type: str
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What it is constructed with."""
+
+
+def _kind_of_algorithm(value: Any) -> str:
+    chosen = value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", "grpo")
+    return "imported" if ":" in str(chosen) else str(chosen)
+
+
+AlgoConfig = Annotated[
+    Annotated[GrpoConfig, Tag("grpo")] | Annotated[ImportedAlgoConfig, Tag("imported")],
+    Discriminator(
+        _kind_of_algorithm,
+        custom_error_type="algorithm",
+        custom_error_message="no such algorithm. Known: grpo; your own is named by import path, package.module:Class",
+    ),
+]
 
 
 class GibberishConfig(Config):
@@ -172,7 +193,7 @@ class OrchestratorConfig(Config):
     log_loop_interval: float = Field(5.0, gt=0)
     keep_rollouts: int = Field(1000, ge=1)
     """Steps whose rollouts stay on disk."""
-    algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    algo: AlgoConfig = Field(default_factory=GrpoConfig)
     renderer: RendererConfig = Field(default_factory=RendererConfig)
     client: ClientConfig = Field(default_factory=ClientConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from typing import Any
 
+from headrace import imports
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
 
@@ -19,18 +19,14 @@ class EnvironmentNotFound(BadInput):
 def load_environment(identifier: str, args: dict[str, Any]) -> Environment:
     """Construct an environment from its id and the `args` of its config."""
     location = SHIPPED.get(identifier, identifier)
-    module_name, separator, class_name = location.partition(":")
-    if not separator:
+    if ":" not in location:
         close = difflib.get_close_matches(identifier, SHIPPED, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise EnvironmentNotFound(
             f"no environment {identifier!r}.{hint} Known: {', '.join(sorted(SHIPPED))}; "
             "your own is named by import path, package.module:Class"
         )
-    try:
-        kind = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise EnvironmentNotFound(f"environment {identifier!r} cannot be imported: {error}") from error
+    kind = imports.load(location, "environment")
     try:
         environment = kind(**args)
     except TypeError as error:

@@ -98,6 +98,10 @@ async def _serve(
     engine: Engine, chat: Chat, listener: socket.socket, status: Status | None, run: RunDir | None
 ) -> None:
     thread = EngineThread(engine)
+    if run is not None and (latest := run.weights.latest()) is not None:
+        # Restarted in the middle of a run: nobody shall sample from the initial model until someone notices.
+        await asyncio.to_thread(thread.update_weights, run.weights.path(latest), latest)
+        log.info("restarted at version %s", latest)
     server = HttpServer(App(thread, chat))
     url = url_of(listener)
     stop = asyncio.Event()

@@ -46,7 +46,7 @@ def make_supervisor(
     if isinstance(config, RunConfig):
         specs, limits = rl_processes(config, run, resume), config.launch
     else:
-        specs, limits = [sft_process(run, resume)], LaunchConfig()
+        specs, limits = [trainer_process(run, half_the_cores(), resume)], LaunchConfig()
     view = make_view(title, config.max_steps)
     return Supervisor(
         specs,
@@ -54,6 +54,7 @@ def make_supervisor(
         view,
         start_timeout=limits.start_timeout,
         stop_timeout=limits.stop_timeout,
+        max_restarts=limits.max_restarts,
         inherited=inherited,
     )
 
@@ -61,17 +62,18 @@ def make_supervisor(
 def rl_processes(config: RunConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
     """The three processes in the order they start: what others wait for comes first, and stops last."""
     half = config.launch.threads or half_the_cores()
-    trainer = ["trainer", str(run.root), *(["--resume"] if resume else [])]
     return [
         ProcessSpec("inference", _headrace("serve", str(run.root)), threads(half), service=True),
-        ProcessSpec("trainer", _headrace(*trainer), threads(half)),
+        trainer_process(run, half, resume),
         ProcessSpec("orchestrator", _headrace("orchestrator", str(run.root)), threads(1)),
     ]
 
 
-def sft_process(run: RunDir, resume: bool) -> ProcessSpec:
-    arguments = ["trainer", str(run.root), *(["--resume"] if resume else [])]
-    return ProcessSpec("trainer", _headrace(*arguments), threads(half_the_cores()))
+def trainer_process(run: RunDir, count: int, resume: bool) -> ProcessSpec:
+    """The trainer, of an RL run or an SFT run, with `count` threads. The others need no word to continue."""
+    first = _headrace("trainer", str(run.root))
+    again = [*first, "--resume"]
+    return ProcessSpec("trainer", again if resume else first, threads(count), restart_argv=again)
 
 
 def _headrace(*arguments: str) -> list[str]:

@@ -8,12 +8,14 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.launch.lifeline import VARIABLE, Lifeline
 
 LAST_LINES = 15
+ASKED_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals by which somebody wants a process to end."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class ProcessSpec:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     service: bool = False
+    restart_argv: Sequence[str] | None = None
+    """What continues its work after it died, where that is another command."""
+
+    def again(self) -> ProcessSpec:
+        return replace(self, argv=self.restart_argv or self.argv)
 
 
 class Process:
@@ -44,6 +51,7 @@ class Process:
                 start_new_session=True,
             )
         self.pid = self._popen.pid
+        self._is_cleared = False
 
     @property
     def exit_status(self) -> int | None:
@@ -58,8 +66,17 @@ class Process:
         if self.running:
             self._popen.terminate()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether it ended without a say in it: out of memory, a segmentation fault."""
+        status = self.exit_status
+        return status is not None and status < 0 and -status not in ASKED_TO_END
+
     def kill(self) -> None:
-        """End it and whatever it has started."""
+        """End it and whatever it has started. The first call after its end is the last that does anything."""
+        if self._is_cleared:
+            return  # the system may have given its number to another process since
+        self._is_cleared = not self.running
         with suppress(ProcessLookupError, PermissionError):  # nobody is left in its group; macOS says so with EPERM
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
 """Starts the processes of a run, watches over them, and ends them all in order whatever happens.
 
-Left out on purpose: restarting a process that died. The run directory loses nothing, so the launcher says what
-happened and the person (or a cluster's scheduler) starts it again with `--resume`.
+A process that a signal ended is started again alone: the run directory has lost nothing, and the others wait for it.
+One that ended with an exit status has said what is wrong, or was asked to end; that ends the run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from types import FrameType
 from headrace.launch.errors import LaunchError
 from headrace.launch.lifeline import Lifeline
 from headrace.launch.process import Process, ProcessSpec
-from headrace.launch.watch import PATIENCE, Watch, not_up
+from headrace.launch.restarts import DELAY, Restarts
+from headrace.launch.watch import PATIENCE, Watch, is_up, not_up
 from headrace.observe.history import History, Tail
 from headrace.observe.status import ProcessStatus, read_status
 from headrace.observe.terminal import View
+from headrace.transport.endpoint import read_endpoint
 from headrace.transport.run_dir import RunDir
 
 POLL = 0.1
@@ -35,6 +37,8 @@ class Supervisor:
         *,
         start_timeout: float,
         stop_timeout: float,
+        max_restarts: int,
+        restart_delay: float = DELAY,
         patience: float = PATIENCE,
         inherited: Sequence[int] = (),
     ) -> None:
@@ -44,7 +48,10 @@ class Supervisor:
         self._inherited = inherited
         self._tail = Tail(run.metrics)
         self._lifeline = Lifeline()
-        self._processes: list[Process] = []
+        self._processes: dict[str, Process] = {}
+        """By name, in the order of their first start; a process takes the place of the one that it continues."""
+        self._up: set[str] = set()
+        self._restarts = Restarts(max_restarts, restart_delay)
         self._statuses: dict[str, ProcessStatus] = {}
         self._signals: list[int] = []
         self._watch = Watch(time.time(), patience)
@@ -66,41 +73,83 @@ class Supervisor:
         for stale in (*self._run.status.glob("*.json"), self._run.endpoint):
             stale.unlink(missing_ok=True)
         self._read()
-        self._started = time.time()
-        self._moves_before = self.history.moves
         self._view.say(f"starting {', '.join(spec.name for spec in self._specs)}; logs in {self._run.logs}")
         for spec in self._specs:
-            log = self._run.logs / f"{spec.name}.log"
-            self._processes.append(Process(spec, log, self._lifeline, self._inherited))
+            self._start_process(spec)
+
+    def _start_process(self, spec: ProcessSpec) -> None:
+        log = self._run.logs / f"{spec.name}.log"
+        self._processes[spec.name] = Process(spec, log, self._lifeline, self._inherited)
+        self._up.discard(spec.name)
+        self._started = time.time()  # of the newest: others may be waiting for it to come up themselves
 
     def _supervise(self) -> int:
         while not self._signals:
             # Before the news are read: what a process reported before it ended is then always among them.
-            running = [process for process in self._processes if process.running]
+            running = [process for process in self._processes.values() if process.running]
+            ended = [process for process in self._processes.values() if process not in running]
             self._read()
             self._view.show(self.history, self._statuses)
-            self._check(running)
-            if all(process.spec.service for process in running):
+            finished = [process for process in ended if process.exit_status == 0]
+            if all(process.spec.service or process in finished for process in self._processes.values()):
                 return 0
+            self._bury(ended)
+            self._check(running)
+            for name in self._restarts.take_due(time.monotonic()):
+                self._start_process(self._processes[name].spec.again())
             time.sleep(POLL)
-        names = ", ".join(process.name for process in reversed(self._processes) if process.running)
-        self._view.say(f"{signal.Signals(self._signals[0]).name}: stopping {names}")
+        names = ", ".join(process.name for process in reversed(self._processes.values()) if process.running)
+        self._view.say(f"{signal.Signals(self._signals[0]).name}: stopping {names or 'while nothing runs'}")
         return 128 + self._signals[0]
 
     def _read(self) -> None:
         for record in self._tail.read():
             self.history.add(record)
+        self._restarts.look(self.history)
         self._statuses = read_status(self._run.status)
 
+    def _bury(self, ended: list[Process]) -> None:
+        """Plan to start again what died; raise if that would not help."""
+        died = [process for process in ended if process.exit_status != 0 or process.spec.service]
+        died = [process for process in died if not self._restarts.is_planned(process.name)]
+        if not all(self._may_start_again(process) for process in died):
+            raise LaunchError("\n".join(map(self._obituary, died)))
+        for process in died:
+            process.kill()  # what it had started, too
+            self._clear_traces(process)
+            delay = self._restarts.plan(process.name, time.monotonic())
+            when = f"starting it again in {delay:g} s" if delay else "starting it again"
+            attempt = f"{self._restarts.in_a_row[process.name]} of {self._restarts.most}"
+            self._view.say(f"{process.name} {process.how_it_ended()}; {when} ({attempt})")
+
+    def _may_start_again(self, process: Process) -> bool:
+        """One that had reported its failure is beyond help, whatever ended it then."""
+        status = self._statuses.get(process.name)
+        failed = status is not None and status.pid == process.pid and status.state == "failed"
+        return process.was_killed and not failed and self._restarts.allows(process.name)
+
+    def _clear_traces(self, process: Process) -> None:
+        """Remove what says that a dead process lives: its status, and the address it listened on."""
+        (self._run.status / f"{process.name}.json").unlink(missing_ok=True)
+        endpoint = read_endpoint(self._run.endpoint)
+        if endpoint is not None and endpoint.pid == process.pid:
+            self._run.endpoint.unlink(missing_ok=True)
+
+    def _obituary(self, process: Process) -> str:
+        head = f"{process.name} {process.how_it_ended()}"
+        if restarts := self._restarts.in_a_row.get(process.name):
+            times = "once" if restarts == 1 else f"{restarts} times"
+            head += f", after it had been started again {times} without progress"
+        lines = [f"    {line}" for line in process.last_lines()]
+        return "\n".join([f"{head}; the end of {process.log}:", *lines] if lines else [f"{head} and wrote no log"])
+
     def _check(self, running: list[Process]) -> None:
-        """Raise if the run cannot go on; say what looks wrong but may pass."""
+        """Raise if a process does not come up; say what looks wrong but may pass."""
         now = time.time()
-        ended = [process for process in self._processes if process not in running]
-        if failed := [process for process in ended if process.exit_status != 0 or process.spec.service]:
-            raise LaunchError("\n".join(_obituary(process) for process in failed))
         names = [process.name for process in running]
-        late = now - self._started > self._start_timeout and self.history.moves == self._moves_before
-        if late and (missing := not_up(names, self._statuses, now)):
+        self._up.update(name for name in names if is_up(self._statuses.get(name)))
+        missing = not_up([name for name in names if name not in self._up], self._statuses, now)
+        if missing and now - self._started > self._start_timeout:
             limit = f"not up after {self._start_timeout:.0f} s (launch.start_timeout)"
             raise LaunchError(f"{limit}: {', '.join(missing)}; their logs are in {self._run.logs}")
         alive = {name: status for name, status in self._statuses.items() if name in names}
@@ -109,11 +158,11 @@ class Supervisor:
         for process in running:
             status = alive.get(process.name)
             if status is not None and status.state == "failed" and now - status.time > self._stop_timeout:
-                process.kill()  # it has failed but some thread of it does not let go; the next look reports it
+                process.kill()  # it has failed but some thread of it does not let go; the next look buries it
 
     def _stop(self) -> None:
         """End what still runs, last started first. A second signal ends the patience."""
-        for process in reversed(self._processes):
+        for process in reversed(self._processes.values()):
             process.terminate()
             deadline = time.monotonic() + self._stop_timeout
             while process.running and time.monotonic() < deadline and len(self._signals) < 2:
@@ -123,12 +172,6 @@ class Supervisor:
             process.kill()  # even if it has ended: something that it started may not have
             process.wait(self._stop_timeout)
         self._read()
-
-
-def _obituary(process: Process) -> str:
-    lines = [f"    {line}" for line in process.last_lines()]
-    head = f"{process.name} {process.how_it_ended()}"
-    return "\n".join([f"{head}; the end of {process.log}:", *lines] if lines else [f"{head} and wrote no log"])
 
 
 @contextmanager

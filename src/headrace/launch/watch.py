@@ -51,13 +51,15 @@ class Watch:
         return [f"nothing has moved for {still:.0f} s. {doings or 'No process has reported anything yet'}"]
 
 
+def is_up(status: ProcessStatus | None) -> bool:
+    return status is not None and not status.state.startswith(("starting", "loading"))
+
+
 def not_up(names: Sequence[str], statuses: Mapping[str, ProcessStatus], now: float) -> list[str]:
     """The processes that are still starting, each with what it is doing."""
     missing = []
     for name in names:
         status = statuses.get(name)
-        if status is None:
-            missing.append(f"{name} (has not reported yet)")
-        elif status.state.startswith(("starting", "loading")):
-            missing.append(f"{name} ({activity(status, now)})")
+        if not is_up(status):
+            missing.append(f"{name} ({'has not reported yet' if status is None else activity(status, now)})")
     return missing

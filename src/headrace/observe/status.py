@@ -112,7 +112,11 @@ def read_status(directory: Path) -> dict[str, ProcessStatus]:
     """The status of every process that has one."""
     found = {}
     for path in sorted(directory.glob("*.json")):
-        status = msgspec.json.decode(path.read_bytes(), type=ProcessStatus)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # removed since we looked: its process has ended
+            continue
+        status = msgspec.json.decode(content, type=ProcessStatus)
         found[status.process] = status
     return found
 

@@ -110,7 +110,11 @@ class Entries(msgspec.Struct):
 class Journal:
     """One connection, used from one thread at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        if read_only:
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+            _check(self._db, path)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         # The orchestrator calls from a worker thread, never from two at once.
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)

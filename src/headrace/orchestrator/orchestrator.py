@@ -167,19 +167,22 @@ class Orchestrator:
         await self._on_disk(self._mark_trained)
 
     async def _ship(self, ship: Ship) -> None:
-        """File, journal, announcement: in this order, so that journal and files agree whatever is killed when."""
+        """Files, journal, announcement: in this order, so that they agree whatever is killed when.
+
+        A step that is killed before its commit is made anew, and its files and records with it.
+        """
         step, batch = ship.step, ship.batch
         values: dict[str, float] = {}
 
         def write() -> None:
             started = time.monotonic()
             self.run_dir.batches.prepare(_record(ship))
-            self.journal.commit(ship.entries, shipped=step)
-            self.run_dir.batches.announce(step)
+            write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
             values.update(step_metrics(step, batch), **ship.metrics)
             values["time/write_batch"] = time.monotonic() - started
             self.metrics.log(step, values)
-            write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
+            self.journal.commit(ship.entries, shipped=step)
+            self.run_dir.batches.announce(step)
 
         await self._on_disk(write)
         self.events.put_nowait(Shipped(step))

@@ -351,7 +351,7 @@ class Pipeline:
         self._actions.append(self._ship(step, batch))
 
     def _ship(self, step: int, batch: TrainBatch) -> Ship:
-        waits = {f"time/{name}": seconds for name, seconds in self._waits.items() if name}
+        waits = {f"time/{name}": self._waits[name] for name in ("wait_for_batch", "wait_for_weights")}
         self._waits.clear()
         self._commit_at = None
         entries = self.ledger.take(self._now)

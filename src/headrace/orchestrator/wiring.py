@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 from renderers.base import Renderer
 
+from headrace import imports
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.grpo import Grpo
 from headrace.config.orchestrator import (
@@ -18,6 +18,7 @@ from headrace.config.orchestrator import (
     EnvConfig,
     FilterConfig,
     GibberishConfig,
+    GrpoConfig,
     OrchestratorConfig,
     RepetitionConfig,
     filter_name,
@@ -210,7 +211,15 @@ def _algorithms(config: OrchestratorConfig, journal: Journal) -> dict[str, Algor
 
 
 def _algorithm(config: AlgoConfig) -> Algorithm:
-    return Grpo(config.normalize)
+    if isinstance(config, GrpoConfig):
+        return Grpo(config.normalize)
+    kind = imports.load(config.type, "algorithm")
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise BadInput(f"algorithm {config.type!r} is not a subclass of headrace.algorithms.base.Algorithm")
+    try:
+        return kind(**config.kwargs)
+    except TypeError as error:
+        raise BadInput(f"algorithm {config.type!r} does not take these kwargs: {error}") from error
 
 
 def _filters(configs: Sequence[FilterConfig], vocab_size: int) -> list[Filter]:
@@ -224,19 +233,7 @@ def _filter(config: FilterConfig, vocab_size: int) -> Filter:
     elif isinstance(config, RepetitionConfig):
         test = partial(is_repetitive, window=config.window, prob_threshold=config.prob_threshold)
     elif isinstance(config, CustomFilterConfig):
-        test = partial(_import_filter(config.import_path), **config.kwargs)
+        test = partial(imports.load(config.import_path, "filter"), **config.kwargs)
     else:
         test = partial(has_no_advantage)
     return Filter(filter_name(config), test, config.enforce)
-
-
-def _import_filter(path: str) -> Callable[..., bool]:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"filter {path!r} cannot be imported as package.module:function: {error}") from error
-    if not callable(found):
-        raise BadInput(f"filter {path!r} is not a function")
-    test: Callable[..., bool] = found
-    return test

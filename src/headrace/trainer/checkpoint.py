@@ -49,14 +49,20 @@ def save(directory: Path, model: PackedModel, optimizer: Optimizer, state: Train
         (draft / STATE).write_bytes(msgspec.json.encode(state))
         (draft / MARKER).write_bytes(msgspec.json.encode(_Marker(state.step)))
 
-    for leftover in directory.glob(".step-*"):  # of a trainer that was killed while saving
-        shutil.rmtree(leftover)
+    sweep(directory)
     path = directory / f"step-{state.step:08d}"
     write_directory(path, fill)
     for old in complete(directory)[:-keep_last]:
         (old / MARKER).unlink()  # first, so that a half-deleted one is not taken for complete
         shutil.rmtree(old)
     return path
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a trainer left behind that was killed while saving a checkpoint or deleting an old one."""
+    for path in (*directory.glob(".step-*"), *directory.glob("step-*")):
+        if path.name.startswith(".") or not (path / MARKER).is_file():
+            shutil.rmtree(path)
 
 
 def complete(directory: Path) -> list[Path]:

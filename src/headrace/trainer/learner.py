@@ -120,7 +120,7 @@ class Learner:
 
 
 def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
-    """The checkpoint to start from: none, the newest one, or the one that `resume` names."""
+    """The checkpoint to start from: none, the newest one, or the one that `resume` names. Unfinished ones go."""
     newest = checkpoint.latest(checkpoints)
     if resume is None:
         if newest is not None:
@@ -129,6 +129,7 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
                 "output_dir"
             )
         return None
+    checkpoint.sweep(checkpoints)
     if resume == "latest":
         return newest
     chosen = Path(resume)

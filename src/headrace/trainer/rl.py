@@ -35,8 +35,8 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
     learner = Learner(config, losses(config), starting_point(run.checkpoints, resume))
     enter_incarnation(learner, run, resuming=resume is not None)
     metrics = MetricsLog(run.metrics, "trainer")
+    watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
-        watch = Stopwatch()
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
         arrived = partial(run.batches.exists, step)
         if not wait_until(arrived, f"batch {step}", "the orchestrator", status, stopped=stopped):
@@ -56,6 +56,14 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
         if not final:
             publish(learner, run, config.keep_weights)
             watch.lap("time/publish")
+        # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
+        record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **ages(batch)}
+        metrics.log(step, record)
+        status.set(step=step, tokens_per_second=record["perf/trained_tokens_per_second"])
+        log.info(
+            "step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), record["perf/trained_tokens_per_second"]
+        )
+        watch = Stopwatch()  # saving counts as time of the step after it
         if learner.is_checkpoint_due:
             status.set(f"saving the checkpoint of step {step}")
             learner.save_checkpoint(run.checkpoints)
@@ -63,14 +71,6 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
             watch.lap("time/save_ckpt")
         if final:  # after its checkpoint: whoever sees the last version may take the run for saved
             publish(learner, run, config.keep_weights)
-            watch.lap("time/publish")
-
-        record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **ages(batch)}
-        metrics.log(step, record)
-        status.set(step=step, tokens_per_second=record["perf/trained_tokens_per_second"])
-        log.info(
-            "step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), record["perf/trained_tokens_per_second"]
-        )
     status.set("saving the final model")
     learner.save_final_model(run.final_model)
 

@@ -40,8 +40,8 @@ def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Ev
     conversations = open_conversations(config.data, config.seed, learner.state.examples)
     metrics = MetricsLog(run.metrics, "sft")
     status.set("training", step=learner.state.step, max_steps=learner.max_steps)
+    watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
-        watch = Stopwatch()
         samples = [render(conversation, renderer) for conversation in islice(conversations, config.data.batch_size)]
         watch.lap("time/render")
         lr = learner.learning_rate
@@ -50,10 +50,7 @@ def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Ev
             return run.final_model
         learner.state.examples += len(samples)
         watch.lap("time/forward_backward")
-        if learner.is_checkpoint_due:
-            learner.save_checkpoint(run.checkpoints)
-            watch.lap("time/save_ckpt")
-
+        # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
         record = {**learner.metrics(result, lr, watch.total()), **watch.laps}
         record["data/truncated"] = sum(len(sample) > learner.seq_len for sample in samples)
         metrics.log(step, record)
@@ -66,6 +63,10 @@ def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Ev
                 record["loss"],
                 record["perf/trained_tokens_per_second"],
             )
+        watch = Stopwatch()  # saving counts as time of the step after it
+        if learner.is_checkpoint_due:
+            learner.save_checkpoint(run.checkpoints)
+            watch.lap("time/save_ckpt")
     status.set("saving the final model")
     learner.save_final_model(run.final_model)
     return run.final_model

@@ -21,4 +21,8 @@ def write_endpoint(path: Path, endpoint: Endpoint) -> None:
 
 
 def read_endpoint(path: Path) -> Endpoint | None:
-    return decode_versioned(path.read_bytes(), Endpoint, str(path)) if path.exists() else None
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return decode_versioned(content, Endpoint, str(path))
