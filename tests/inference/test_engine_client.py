@@ -89,6 +89,37 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(serve: Serve)
         assert all(completion.token_ids for completion in await asyncio.gather(*tasks))
 
 
+async def test_a_session_keeps_its_engine_and_the_next_goes_where_fewer_are(serve: Serve) -> None:
+    async with serve() as first, serve() as second, client_of([first, second]) as client:
+        asked: list[str] = []
+        request = client._request
+
+        async def noting(url: str, *arguments: Any, **options: Any) -> Any:
+            asked.append(url)
+            return await request(url, *arguments, **options)
+
+        client._request = noting  # type: ignore[method-assign]
+        for _ in range(3):
+            client.join("group")
+        client.join("another")
+        for session in ("group", "group", "another", "group", "another"):
+            await client.generate([1, 2, 3], ONE, session=session)
+        assert [url == asked[0] for url in asked] == [True, True, False, True, False]
+        for _ in range(3):
+            client.leave("group")
+        client.join("third")
+        await client.generate([1, 2, 3], ONE, session="third")
+        assert asked[-1] == asked[0]  # "another" still counts on the other one
+
+
+async def test_a_session_moves_when_its_engine_is_down(serve: Serve) -> None:
+    async with serve() as alive, client_of(["http://127.0.0.1:9", alive], retry_for=5.0) as client:
+        client.join("group")
+        for _ in range(2):
+            completion = await client.generate([1, 2, 3], ONE, session="group")
+            assert len(completion.token_ids) == 1
+
+
 async def test_an_engine_that_is_down_does_not_stop_the_other(serve: Serve) -> None:
     with bind("127.0.0.1", 0) as silent:  # bound, not listening: connections are refused
         async with serve() as alive, client_of([url_of(silent), alive]) as client:

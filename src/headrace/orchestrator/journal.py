@@ -245,9 +245,7 @@ class Journal:
 
     def states(self) -> dict[str, int]:
         """How many draws are in each state, dropped ones by reason (`dropped:REASON`)."""
-        query = (
-            "SELECT CASE state WHEN 'dropped' THEN 'dropped:' || reason ELSE state END, COUNT(*) FROM draws GROUP BY 1"
-        )
+        query = "SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*) FROM draws GROUP BY 1"
         return dict(self._db.execute(query).fetchall())
 
 

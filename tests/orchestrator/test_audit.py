@@ -1,0 +1,71 @@
+"""The audit finds what a journal must not say."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.orchestrator.audit import violations
+from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Two steps of two draws, and one that is still open."""
+    run, totals = RunDir(tmp_path), Totals()
+    journal = Journal(run.journal)
+    for step in (1, 2):
+        drawn = [Draw(i, "env", f"key{i}", i) for i in (2 * step - 2, 2 * step - 1)]
+        outcomes = [
+            Outcome(drawn[0].id, "", 4, 40, {"timeout": 1}, credit=step, rewards=[("policy", 1.0)]),
+            Outcome(drawn[1].id, "off_policy", 4, 40, {"off_policy": 4}),
+        ]
+        for outcome in outcomes:
+            totals.add(outcome)
+        journal.commit(Entries(drawn, outcomes, totals.copy()), shipped=step)
+    journal.commit(Entries([Draw(4, "env", "key4", 4)], [], totals))
+    journal.close()
+    return run
+
+
+def found(run: RunDir) -> str:
+    return "\n".join(violations(run, Journal(run.journal, read_only=True)))
+
+
+def change(run: RunDir, statement: str) -> None:
+    with sqlite3.connect(run.journal) as db:
+        db.execute(statement)
+
+
+def test_a_run_that_adds_up_has_nothing_to_report(run: RunDir, capsys: pytest.CaptureFixture[str]):
+    assert found(run) == ""
+    assert main(["audit", str(run.root)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "       1 drawn", "       2 dropped: off_policy", "       2 shipped", "everything adds up",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("DELETE FROM draws WHERE id = 1", "draw 1 is missing: the next one in the journal is 2"),
+        ("UPDATE draws SET position = 9 WHERE id = 3", "draw 3 is at position 9 of env, not 3"),
+        ("UPDATE draws SET reason = NULL WHERE id = 1", "draw 1 was dropped without a reason"),
+        ("UPDATE draws SET step = 1 WHERE id = 2", "step 2 carries no draw"),
+        ("DELETE FROM steps WHERE step = 1", "the committed steps are [2]"),
+        ("UPDATE draws SET rollouts = 5 WHERE id = 0", "the totals of step 1 are Totals(rollouts=8"),
+        ("DELETE FROM drops WHERE draw = 1", "but its draws sum to"),
+        ("UPDATE draws SET state = 'trained' WHERE id = 2", "counts as trained in step 2, which no checkpoint covers"),
+    ],
+)
+def test_each_kind_of_damage_is_named(statement: str, says: str, run: RunDir):
+    change(run, statement)
+    assert says in found(run)
+    assert main(["audit", str(run.root)]) == 1
+
+
+def test_a_directory_without_a_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "there is no journal" in capsys.readouterr().err
