@@ -11,24 +11,34 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.observe.metrics import read_metrics
 from headrace.rollout.batch import Batch, read_batch
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import is_alive, processes_of, wait_until
+from tests.end_to_end.slow_renames.sitecustomize import LENGTH
 
-MOMENTS: dict[str, tuple[str, Callable[[RunDir], Path], str]] = {
-    "between the writing of a batch and its announcement": (
-        "orchestrator",
-        lambda run: run.batches.directory,
-        ".step-*.prepared",
+
+class Moment(NamedTuple):
+    """When a process is killed: once a file is there that becomes another by a rename, and a little later."""
+
+    process: str
+    directory: Callable[[RunDir], Path]
+    pattern: str
+    delay: float = 0.0
+
+
+MOMENTS = {
+    "when a batch is written, before its commit": Moment(
+        "orchestrator", lambda run: run.batches.directory, ".step-*.prepared"
     ),
-    "in the middle of a checkpoint": ("trainer", lambda run: run.checkpoints, ".step-*.tmp"),
-    "in the middle of publishing weights": ("trainer", lambda run: run.weights.directory, ".v-*.tmp"),
+    "between the commit of a batch and its announcement": Moment(
+        "orchestrator", lambda run: run.batches.directory, ".step-*.prepared", delay=1.4 * LENGTH
+    ),
+    "in the middle of a checkpoint": Moment("trainer", lambda run: run.checkpoints, ".step-*.tmp"),
+    "in the middle of publishing weights": Moment("trainer", lambda run: run.weights.directory, ".v-*.tmp"),
 }
-"""Moments that a kill is aimed at: whom it hits, and the file that shows it."""
-
-
 LAUNCHER = "launcher"
 
 
@@ -84,21 +94,26 @@ class Chaos:
 
     def _kill_at(self, moment: str) -> None:
         """Wait for the moment, kill, and see that it was in time: the rename has not happened."""
-        name, directory, pattern = MOMENTS[moment]
-        deadline = time.monotonic() + 120
+        name, directory, pattern, delay = MOMENTS[moment]
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             pid, found = processes_of(self.run.root).get(name), list(directory(self.run).glob(pattern))
             if pid is None or not found:
                 time.sleep(0.005)
                 continue
+            time.sleep(delay)
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda pid=pid: not is_alive(pid), f"the end of {name}")
-            if found[0].exists() or not list(directory(self.run).glob(found[0].name.strip(".").split(".")[0])):
-                self.done.append(moment)
+            in_time = not self._is_renamed(found[0])
             wait_until(lambda pid=pid: processes_of(self.run.root).get(name) not in (None, pid), f"{name} again")
-            if moment in self.done:
+            if in_time:
+                self.done.append(moment)
                 return
         raise AssertionError(f"never seen: {moment}")
+
+    def _is_renamed(self, hidden: Path) -> bool:
+        """`.step-00000003.prepared` becomes `step-00000003.safetensors`, `.v-0-3.tmp` becomes `v-0-3`."""
+        return any(hidden.parent.glob(hidden.stem.removeprefix(".") + "*"))
 
 
 class Evidence:

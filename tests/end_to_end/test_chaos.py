@@ -50,7 +50,8 @@ def survive(directory: Path, model: Path, seed: int, kills: int, max_steps: int,
     file.write_text(file.read_text() + SECOND_ENVIRONMENT)
     chaos = Chaos(run, seed, kills, max_steps, victims)
     command = ["rl", file, "--max_steps", max_steps, "--trainer.ckpt.interval", 3, "--launch.max_restarts", 100]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "slow_renames")}
+    path = [str(Path(__file__).parent / "slow_renames"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     with Evidence(run, directory / "evidence") as evidence:
         chaos.launcher = start(*command, env=env)
         killing = threading.Thread(target=chaos.carry_out, daemon=True)

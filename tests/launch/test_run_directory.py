@@ -30,8 +30,8 @@ def run(tmp_path: Path) -> Path:
         log.log(step, {"loss": 1.0 / step})
     journal = Journal(directory / "journal.sqlite")
     for step in range(1, 13):
-        draw = Draw(step, "env", f"task-{step}", step)
-        journal.commit(Entries([draw], [Outcome(step, rollouts=8)], Totals(rollouts=8 * step)), shipped=step)
+        draw = Draw(step - 1, "env", f"task-{step}", step - 1)
+        journal.commit(Entries([draw], [Outcome(draw.id, rollouts=8)], Totals(rollouts=8 * step)), shipped=step)
     journal.close()
     return directory
 

@@ -342,7 +342,7 @@ class _Process:
         assert episode.id not in self.running
         self.running[episode.id] = episode
         self.started_at[episode.id] = self.world.engine
-        if episode.kind is Kind.TRAIN and episode.index == 0:
+        if episode.index == 0:
             self.groups_begun += 1
             self._check_rate()
         seconds = self.world.pace * self.rng.lognormvariate(0.7, 1.0)

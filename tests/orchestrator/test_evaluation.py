@@ -1,5 +1,8 @@
 """Evaluation: when it is due, and its numbers."""
 
+import pytest
+
+from headrace.errors import BadInput
 from headrace.orchestrator.evaluation import EvalEnv, EvalSink, EvalSource
 from headrace.orchestrator.signals import Kind, ScoredGroup
 from headrace.rollout.types import Group, Task
@@ -56,7 +59,7 @@ def test_the_last_group_of_an_epoch_completes_it_whichever_that_is():
     assert batch is not None
     assert (batch.env, batch.version, len(batch.groups)) == ("heldout", 7, 3)
     assert sink.open_epochs == 1
-    sink.close(batch)
+    sink.close()
     assert sink.open_epochs == 0
 
 
@@ -80,3 +83,15 @@ def test_a_pinned_epoch_holds_the_version_until_its_last_group_is_in():
     assert sink.pins_version
     sink.add(scored(second))
     assert not sink.pins_version
+
+
+def test_an_environment_without_tasks_is_refused_by_name():
+    with pytest.raises(BadInput, match="'heldout' has no tasks"):
+        EvalSource([env(tasks=0)], {})
+
+
+def test_a_rewound_trainer_has_what_it_lost_evaluated_again():
+    source = EvalSource([env()], evaluated={"heldout": 0})
+    due_versions(source, [10, 20])
+    source.rewind(15)
+    assert due_versions(source, [15, 16, 20, 21]) == [20]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Failure
-from headrace.orchestrator.journal import Clock, Draw, Entries, Journal, Outcome, Totals, fork
+from headrace.orchestrator.journal import Clock, Draw, Entries, Journal, Outcome, Totals, fork, network_file_system
 
 
 def draws(*ids: int) -> list[Draw]:
@@ -82,19 +82,20 @@ def test_an_outcome_is_recorded_once_or_not_at_all(tmp_path: Path):
 def test_a_fork_reopens_what_shipped_after_its_step_and_takes_state_and_totals_back(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     for step in (1, 2, 3):
-        outcomes = [shipped(step), dropped(10 + step, "zero_advantage")]
+        first, second = 2 * step - 2, 2 * step - 1
+        outcomes = [shipped(first), dropped(second, "zero_advantage")]
         seconds = Clock(seconds=float(step))
-        journal.commit(entries(draws(step, 10 + step), *outcomes, state=f"[{step}]", clock=seconds), shipped=step)
+        journal.commit(entries(draws(first, second), *outcomes, state=f"[{step}]", clock=seconds), shipped=step)
     journal.mark_trained(2)
     fork(tmp_path / "journal.sqlite", tmp_path / "fork" / "journal.sqlite", step=1)
     copy = Journal(tmp_path / "fork" / "journal.sqlite")
     assert copy.last_step() == 1
-    assert copy.open_draws() == draws(2, 3, 12, 13)
+    assert copy.open_draws() == draws(2, 3, 4, 5)
     assert copy.states() == {"trained": 1, "dropped:zero_advantage": 1, "drawn": 4}
     assert copy.totals() == Totals(8, 80, {"zero_advantage": 4})
     assert copy.algorithm_states() == {"env": b"[1]"}
     assert copy.clock().seconds == 1.0
-    assert copy.next_credit() == 2
+    assert copy.next_credit() == 1
     assert journal.last_step() == 3
     assert journal.algorithm_states() == {"env": b"[3]"}
 
@@ -114,6 +115,18 @@ def test_rewards_come_back_in_the_order_of_credit(tmp_path: Path):
     late, early = (Outcome(i, "", 1, 1, {}, credit, [("a", float(i))]) for i, credit in ((0, 1), (1, 0)))
     journal.commit(entries(draws(0, 1), late, early), shipped=1)
     assert list(journal.credits()) == [("env", [("a", 1.0)]), ("env", [("a", 0.0)])]
+
+
+def test_a_commit_that_would_leave_out_a_draw_is_refused(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.commit(entries(draws(0, 1)))
+    with pytest.raises(RuntimeError, match=r"has 2 draws and cannot go on with \[3\]"):
+        journal.commit(entries(draws(3)))
+    assert journal.drawn_per_env() == {"env": 2}
+
+
+def test_a_local_disk_is_no_network_file_system(tmp_path: Path):
+    assert network_file_system(tmp_path) is None
 
 
 def test_what_is_still_open_at_the_end_of_a_run_is_dropped_with_a_reason(tmp_path: Path):

@@ -3,7 +3,12 @@
 import asyncio
 import errno
 import math
+import os
+import random
+import signal
 import sqlite3
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +74,37 @@ class Mischief(ReverseText):
                 rollout.rewards = {}
                 return [rollout]
         return await super().run(task, context)
+
+
+class Careless(ReverseText):
+    """Returns what cannot be recorded, or tries to leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.episodes = 0
+
+    async def run(self, task, context):
+        self.episodes += 1
+        (rollout,) = await super().run(task, context)
+        match self.episodes % 10:
+            case 1:
+                rollout.metrics = {"score": None}
+            case 3:
+                rollout.messages = [{"role": "user", "content": object()}]
+            case 5:
+                rollout.rewards = {"similarity": None}
+            case 7:
+                sys.exit()
+            case 9:
+                return rollout
+        return [rollout]
+
+
+class Unscorable(ReverseText):
+    """A judge that is never there."""
+
+    async def score_group(self, rollouts):
+        raise ConnectionError("the judge is away")
 
 
 class Tournament(ReverseText):
@@ -259,6 +295,76 @@ async def test_every_kind_of_failure_is_counted_and_told_once_and_the_run_goes_o
     assert violations(pipeline.run, journal) == []
 
 
+async def test_what_cannot_be_recorded_costs_its_episode_and_names_the_environment(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    location = "tests.orchestrator.test_orchestrator:Careless"
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "careless"}]})
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+    drops = Journal(pipeline.run.journal).totals().drops
+    assert {"environment", "invalid_rollout", "invalid_reward"} <= drops.keys()
+    assert "algorithm" not in drops
+    assert "metric 'score' is None, not a number" in caplog.text
+    assert "SystemExit" in caplog.text
+
+
+async def test_an_environment_that_can_never_score_a_group_ends_the_run_with_its_error(
+    tmp_path: Path, tiny_model: Path
+):
+    location = "tests.orchestrator.test_orchestrator:Unscorable"
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "unscorable"}]})
+    with pytest.raises(RunFailed, match="'unscorable': environment: score_group: ConnectionError: the judge is away"):
+        await pipeline.finish()
+
+
+async def test_a_filter_that_takes_every_rollout_is_said_and_ends_the_run_where_asked(tmp_path: Path, tiny_model: Path):
+    everything = {
+        "type": "custom",
+        "import_path": "tests.orchestrator.test_orchestrator:drop_short_answers",
+        "kwargs": {"shortest": 1000},
+        "enforce": True,
+    }
+    pipeline = Pipeline(tmp_path, tiny_model, pre_batch_filters=[everything], max_empty_batches=2)
+    with pytest.raises(RunFailed, match=r"2 batches in a row without a signal.*drop_short_answers 16"):
+        await pipeline.finish()
+
+
+async def test_a_second_orchestrator_in_a_run_directory_is_refused(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    with main._only_orchestrator(pipeline.run), pytest.raises(BadInput, match="another orchestrator is at work"):
+        await pipeline.finish()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_stopped_at_any_moment_with_a_slow_disk_it_loses_no_draw(
+    seed: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rng, commit = random.Random(seed), Journal.commit
+
+    def slowly(journal: Journal, *arguments: Any, **options: Any) -> None:
+        time.sleep(rng.uniform(0, 0.3))
+        commit(journal, *arguments, **options)
+
+    monkeypatch.setattr(Journal, "commit", slowly)
+    monkeypatch.setattr("headrace.orchestrator.pipeline.COMMIT_INTERVAL", 0.02)
+    trained = 0
+    for life in range(12):
+        pipeline = Pipeline(tmp_path, tiny_model)
+        pipeline.engine.delay = 0.02
+        loop = asyncio.get_running_loop()
+        stop = loop.call_later(rng.uniform(0.1, 0.5) if life < 4 else 100.0, os.kill, os.getpid(), signal.SIGTERM)
+        await pipeline.finish(first=trained + 1)
+        stop.cancel()
+        trained += len(pipeline.trainer.batches)
+        assert violations(pipeline.run, Journal(pipeline.run.journal)) == []
+        if trained == STEPS and Journal(pipeline.run.journal).states().get("drawn", 0) == 0:
+            break
+    assert trained == STEPS
+    assert life > 0  # it was stopped at least once
+    assert Journal(pipeline.run.journal).states().get("drawn", 0) == 0
+
+
 async def test_a_group_scored_together_is_dropped_whole_when_one_member_failed(tmp_path: Path, tiny_model: Path):
     location = "tests.orchestrator.test_orchestrator:Tournament"
     pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "tournament"}]})
@@ -334,8 +440,8 @@ async def test_an_engine_that_never_comes_back_ends_the_run_with_its_name(tmp_pa
 async def test_a_waiting_loop_says_what_it_waits_for_and_from_whom(
     tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace.observe.status.FIRST_NOTICE", 0.0)
-    pipeline = Pipeline(tmp_path, tiny_model)
+    monkeypatch.setattr("headrace.orchestrator.orchestrator.FIRST_NOTICE", 0.0)
+    pipeline = Pipeline(tmp_path, tiny_model, log_loop_interval=0.1)
 
     async def train(first: int, last: int) -> None:
         while "waiting for weights" not in caplog.text:
@@ -344,7 +450,7 @@ async def test_a_waiting_loop_says_what_it_waits_for_and_from_whom(
 
     pipeline.trainer.train = train  # type: ignore[method-assign]
     await pipeline.finish()
-    assert "waiting for weights after step 2 from the trainer" in caplog.text
+    assert "waiting for weights after step 1 from the trainer" in caplog.text  # batch 3 needs no more at level 1
 
 
 async def test_a_pinned_evaluation_is_sampled_from_one_version(tmp_path: Path, tiny_model: Path):

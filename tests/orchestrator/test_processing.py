@@ -194,8 +194,8 @@ async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():
     for number, members in enumerate((first, second)):
         batch.groups.append(await processing.process_group(Group(f"g{number}", Task("heldout", {}), 2, 0), members))
     await processing.process_batch(batch)
-    # Three finished episodes: (1 + .5 + 0) / 3; one of two tasks was solved once; one of four failed.
-    assert batch.metrics["eval/heldout/avg@2"] == 0.5
+    # Four episodes, the failed one as 0: (1 + .5 + 0 + 0) / 4; one of two tasks was solved once; one of four failed.
+    assert batch.metrics["eval/heldout/avg@2"] == 0.375
     assert batch.metrics["eval/heldout/pass@2"] == 0.5
     assert batch.metrics["eval/heldout/errors"] == 0.25
     assert (batch.metrics["eval/heldout/version/min"], batch.metrics["eval/heldout/version/max"]) == (0, 1)

@@ -42,7 +42,7 @@ def test_finishes_an_open_group_before_it_opens_another():
 def test_opens_no_group_beyond_what_is_wanted_but_completes_the_one_it_opened():
     scheduler = make_scheduler(group_size=4)
     assert len(start_all(scheduler, wanted=1)) == 4
-    assert scheduler.open_rollouts == 4
+    assert scheduler.open_episodes == 4
     assert scheduler.next_episode(wanted=4) is None
 
 
@@ -66,7 +66,7 @@ def test_a_group_is_complete_when_its_last_straggler_arrives_whichever_that_is()
     assert said[:2] == [None, None]
     assert said[2] is not None
     assert [rollout.agent for rollout in said[2].rollouts] == ["2", "0", "1"]
-    assert scheduler.open_rollouts == 0
+    assert scheduler.open_episodes == 0
 
 
 def test_cancelling_a_group_returns_what_is_in_flight_and_stops_its_dispatch():
@@ -89,7 +89,7 @@ def test_cancelling_a_group_with_nothing_in_flight_completes_it_at_once():
     inflight, finished = scheduler.cancel(lambda group: True, "max_steps")
     assert inflight == []
     assert [(complete.group.id, complete.cancelled) for complete in finished] == [("g0", "max_steps")]
-    assert scheduler.open_rollouts == 0
+    assert scheduler.open_episodes == 0
 
 
 def test_a_group_that_belongs_together_waits_until_it_has_all_its_permits():
@@ -144,4 +144,4 @@ def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed
     _, finished = scheduler.cancel(lambda group: True, "max_steps")
     completed += [complete.group.id for complete in finished]
     assert sorted(completed) == sorted(opened)
-    assert scheduler.open_rollouts == 0
+    assert scheduler.open_episodes == 0

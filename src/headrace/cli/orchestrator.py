@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import threading
 from pathlib import Path
 
-from headrace.cli.process import process
+from headrace.cli.process import leave_at_once, process
 
 STOPPED = 143
 """What a shell reports for a process that SIGTERM has ended."""
@@ -17,14 +18,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.launch.saved_config import read_rl_run, run_directory
-    from headrace.observe.history import History, Tail
     from headrace.observe.monitors import forwarding
     from headrace.orchestrator import main
 
     config = read_rl_run(arguments.run)
     run = run_directory(config)
     with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
-        main.run(config.orchestrator, run=run, status=status)
+        over = main.run(config.orchestrator, run=run, status=status)
     # It stops in order when asked to; whoever supervises must be able to tell that from the end of the run.
-    shipped = History(Tail(run.metrics).read()).steps
-    return 0 if max(shipped, default=0) >= (config.max_steps or 0) else STOPPED
+    code = 0 if over else STOPPED
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(main.GRACE)
+            if thread.is_alive():
+                leave_at_once(code)
+    return code

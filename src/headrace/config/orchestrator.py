@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from headrace.config.base import Config
 from headrace.config.model import ModelConfig, RendererConfig, SamplingConfig
@@ -152,7 +152,7 @@ class ClientConfig(Config):
     """How the orchestrator reaches the engine."""
 
     base_url: list[str] = Field(default_factory=list)
-    """Engines started elsewhere; empty: the one that this run's directory names."""
+    """Engines started elsewhere, as http://host:port; empty: the one that this run's directory names."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that one request may take."""
     retry_for: float = Field(300.0, ge=0)
@@ -161,6 +161,14 @@ class ClientConfig(Config):
     """Seconds until the engine must answer for the first time."""
     update_timeout: float = Field(600.0, gt=0)
     """Seconds that an engine may take to load new weights."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not a URL: write http://{url}")
+        return urls
 
 
 def _default_pre_filters() -> list[FilterConfig]:
@@ -185,6 +193,7 @@ class OrchestratorConfig(Config):
     max_inflight_rollouts: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Episodes at once, train and eval together; `auto`: what the engines run at once, and half as many in line."""
     tasks_per_minute: float | None = Field(None, gt=0)
+    """Tasks that may begin, of training and evaluation together; each counts once, whatever its group_size."""
     max_off_policy_steps: int = Field(8, ge=0)
     max_async_level: int = Field(1, ge=0)
     max_empty_batches: int | None = Field(None, ge=1)

@@ -260,7 +260,7 @@ class EngineClient:
                 status, schema = answer.status, answer.headers.get(SCHEMA_HEADER)
         except TimeoutError as error:
             raise EngineTimeout(f"{url}{route} gave no answer within {timeout:g} s") from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except aiohttp.ClientError as error:
             raise EngineUnavailable(
                 f"the engine at {url} cannot be reached: {error or type(error).__name__}"
             ) from error
@@ -268,7 +268,10 @@ class EngineClient:
             raise EngineFailed(f"the engine at {url} speaks schema {schema}; this version understands up to {SCHEMA}")
         if status != 200:
             raise _failure(url, status, content)
-        return msgspec.json.decode(content, type=kind)
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineFailed(f"{url}{route} answered what no engine of ours does: {error}") from error
 
     def _choose(self, session: str | None) -> str:
         known = self._sessions.get(session) if session is not None else None

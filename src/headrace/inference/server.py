@@ -22,6 +22,7 @@ from headrace.inference.chat import Chat
 from headrace.inference.engine import Engine
 from headrace.inference.engine_thread import EngineThread
 from headrace.inference.loading import check_engine, eos_token_ids, load_model, max_model_len, refuse_unsupported
+from headrace.inference.weights import WeightsError
 from headrace.observe.status import Status
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
@@ -98,10 +99,8 @@ async def _serve(
     engine: Engine, chat: Chat, listener: socket.socket, status: Status | None, run: RunDir | None
 ) -> None:
     thread = EngineThread(engine)
-    if run is not None and (latest := run.weights.latest()) is not None:
-        # Restarted in the middle of a run: nobody shall sample from the initial model until someone notices.
-        await asyncio.to_thread(thread.update_weights, run.weights.path(latest), latest)
-        log.info("restarted at version %s", latest)
+    if run is not None:
+        await asyncio.to_thread(_catch_up, thread, run)
     server = HttpServer(App(thread, chat))
     url = url_of(listener)
     stop = asyncio.Event()
@@ -126,6 +125,18 @@ async def _serve(
         await asyncio.to_thread(thread.stop)  # answers what is in flight, before connections close
         server.should_exit = True
         await serving
+
+
+def _catch_up(thread: EngineThread, run: RunDir) -> None:
+    """Restarted in the middle of a run: nobody shall sample from the initial model until someone notices."""
+    for version in reversed(run.weights.published()):
+        try:
+            thread.update_weights(run.weights.path(version), version)
+        except WeightsError as error:  # damaged by a power loss, say: the trainer publishes its own anew
+            log.warning("weights %s cannot be loaded: %s", version, error)
+        else:
+            log.info("starting at version %s", version)
+            return
 
 
 async def _wait(event: asyncio.Event, serving: asyncio.Task[None]) -> None:

@@ -90,7 +90,7 @@ class Supervisor:
             ended = [process for process in self._processes.values() if process not in running]
             self._read()
             self._view.show(self.history, self._statuses)
-            finished = [process for process in ended if process.exit_status == 0]
+            finished = [process for process in ended if process.exit_status == 0 and not self._has_failed(process)]
             if all(process.spec.service or process in finished for process in self._processes.values()):
                 return 0
             self._bury(ended)
@@ -110,7 +110,7 @@ class Supervisor:
 
     def _bury(self, ended: list[Process]) -> None:
         """Plan to start again what died; raise if that would not help."""
-        died = [process for process in ended if process.exit_status != 0 or process.spec.service]
+        died = [p for p in ended if p.exit_status != 0 or p.spec.service or self._has_failed(p)]
         died = [process for process in died if not self._restarts.is_planned(process.name)]
         if not all(self._may_start_again(process) for process in died):
             raise LaunchError("\n".join(map(self._obituary, died)))
@@ -124,9 +124,12 @@ class Supervisor:
 
     def _may_start_again(self, process: Process) -> bool:
         """One that had reported its failure is beyond help, whatever ended it then."""
+        return process.was_killed and not self._has_failed(process) and self._restarts.allows(process.name)
+
+    def _has_failed(self, process: Process) -> bool:
+        """Whether it has said so itself."""
         status = self._statuses.get(process.name)
-        failed = status is not None and status.pid == process.pid and status.state == "failed"
-        return process.was_killed and not failed and self._restarts.allows(process.name)
+        return status is not None and status.pid == process.pid and status.state == "failed"
 
     def _clear_traces(self, process: Process) -> None:
         """Remove what says that a dead process lives: its status, and the address it listened on."""

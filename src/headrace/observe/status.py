@@ -67,10 +67,10 @@ class Status:
         if changed:
             self._write()
 
-    def begin_wait(self, what: str, whom: str) -> int:
+    def begin_wait(self, what: str) -> int:
         """Show that something is awaited; returns the key with which `end_wait` takes it back."""
         self._wait_key += 1
-        self._waits[self._wait_key] = (f"{what} from {whom}", time.time())
+        self._waits[self._wait_key] = (what, time.time())
         self._show_wait()
         return self._wait_key
 
@@ -152,7 +152,7 @@ def wait_until(
     if ready():
         return True
     patience = _Patience(what, whom, deadline)
-    key = status.begin_wait(what, whom)
+    key = status.begin_wait(f"{what} from {whom}")
     try:
         while not ready():
             if stopped is not None and stopped.is_set():
@@ -170,7 +170,7 @@ async def wait_for(
     """Await something, saying after a minute what it is and from whom; cancelled at the deadline."""
     task = asyncio.ensure_future(awaitable)
     patience = _Patience(what, whom, deadline)
-    key = status.begin_wait(what, whom)
+    key = status.begin_wait(f"{what} from {whom}")
     try:
         while True:
             done, _ = await asyncio.wait({task}, timeout=1.0)

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -92,6 +92,13 @@ class Dispatcher:
         if running is not None:  # else its arrival is already on the way
             self._end(running, RolloutError(reason))
 
+    def oldest(self) -> tuple[str, float] | None:
+        """Environment and age in seconds of the episode that runs longest."""
+        if not self._running:
+            return None
+        running = next(iter(self._running.values()))
+        return running.episode.env, time.monotonic() - running.started
+
     async def close(self) -> None:
         """Cancel whatever still runs and wait until all of it has arrived."""
         left = list(self._running.values())
@@ -113,7 +120,9 @@ class Dispatcher:
             return [self._failed(episode, RolloutError("engine", f"{type(error).__name__}: {error}"))]
         except EpisodeError as error:
             return [self._failed(episode, RolloutError(error.reason, str(error)), error.place, error.remote_traceback)]
-        except Exception as error:  # whatever a user's environment raises costs its episode, not the run
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # whatever a user's environment raises costs its episode, even sys.exit()
             return [self._fault(episode, "environment", error)]
         finally:
             runner.line.close(episode.group.id)
@@ -121,9 +130,13 @@ class Dispatcher:
             for rollout in rollouts:
                 _stamp(rollout, episode)
                 _check(rollout, runner.environment.scores_groups)
+        except Exception as error:  # not a list of rollouts
+            return [self._fault(episode, "environment", error)]
+        try:
+            for rollout in rollouts:
                 if runner.process is not None:
                     await runner.process(rollout)
-        except Exception as error:  # likewise for a user's algorithm, or turns that do not fit together
+        except Exception as error:  # a user's algorithm, or turns that do not fit together
             return [self._fault(episode, "algorithm", error)]
         for rollout in rollouts:
             if rollout.error is not None:
@@ -209,5 +222,20 @@ def _check(rollout: Rollout, scored_later: bool) -> None:
     """Refuse what cannot be trained or counted. An environment that scores groups gives rewards when all are in."""
     if rollout.error is None and not any(len(turn.completion_ids) for turn in rollout.turns):
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
+    if rollout.error is None and (complaint := _unfit(rollout)):
+        rollout.error = RolloutError("invalid_rollout", complaint)
     if rollout.error is None and not scored_later:
         check_reward(rollout)
+
+
+def _unfit(rollout: Rollout) -> str:
+    """Why it could not be recorded, if it could not."""
+    given: dict[str, Any] = rollout.metrics  # by users' code, whatever the types say
+    for name, value in given.items():
+        if not isinstance(value, int | float):
+            return f"metric {name!r} is {value!r:.60}, not a number"
+    try:
+        msgspec.json.encode(rollout.messages)
+    except TypeError as error:
+        return f"its messages are not JSON: {error}"
+    return ""

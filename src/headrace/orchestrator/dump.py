@@ -101,12 +101,12 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
         "reward": [None if math.isnan(r.reward) else r.reward for r in rollouts],
         "rewards": _maps([r.rewards for r in rollouts]),
         "metrics": _maps([r.metrics for r in rollouts]),
-        "advantage_mean": [_mean_advantage(r) for r in rollouts],
+        "advantage_mean": [r.mean_advantage for r in rollouts],
         "messages": [msgspec.json.encode(r.messages).decode() for r in rollouts],
         "num_turns": [len(r.turns) for r in rollouts],
         "completion_tokens": [r.completion_tokens for r in rollouts],
         "version_min": [r.oldest_version for r in rollouts],
-        "version_max": [_newest_version(r) for r in rollouts],
+        "version_max": [r.newest_version for r in rollouts],
         "truncated": [r.truncated for r in rollouts],
         "stop_reason": [r.stop_reason for r in rollouts],
         "drop_reason": [reason for _, reason in rows],
@@ -116,18 +116,6 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
         "samples": _samples(rollouts),
     }
     return pa.Table.from_arrays([_column(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
-
-
-def _mean_advantage(rollout: Rollout) -> float | None:
-    """Over the tokens that may be trained; None without credit."""
-    credit = [s.streams["advantages"][s.mask] for s in rollout.samples if "advantages" in s.streams]
-    tokens = sum(len(values) for values in credit)
-    return float(sum(values.sum() for values in credit)) / tokens if tokens else None
-
-
-def _newest_version(rollout: Rollout) -> int | None:
-    """The counterpart of `Rollout.oldest_version`."""
-    return max((int(np.max(turn.versions)) for turn in rollout.turns if len(turn.versions)), default=None)
 
 
 def _samples(rollouts: Sequence[Rollout]) -> pa.Array:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from headrace.errors import BadInput
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup
 from headrace.rollout.types import Group, Task
@@ -30,6 +31,9 @@ class EvalSource:
 
     def __init__(self, environments: Sequence[EvalEnv], evaluated: Mapping[str, int]) -> None:
         """`evaluated`: by environment, the last version that was evaluated or shall not be; none: version 0 is due."""
+        for env in environments:
+            if not env.tasks:
+                raise BadInput(f"evaluation environment {env.name!r} has no tasks")
         self._environments = environments
         self._evaluated = {env.name: evaluated.get(env.name, -1) for env in environments}
         self._ids = itertools.count()
@@ -43,6 +47,10 @@ class EvalSource:
     def overdue_at_end(self, version: int) -> list[EvalEnv]:
         """Environments that the final version has not been evaluated on."""
         return [env for env in self._environments if self._evaluated[env.name] < version]
+
+    def rewind(self, version: int) -> None:
+        """The trainer went back to `version`: what was evaluated after it belongs to a lineage that is lost."""
+        self._evaluated = {name: min(done, version) for name, done in self._evaluated.items()}
 
     def open(self, env: EvalEnv, version: int) -> list[Group]:
         """The groups of one epoch over an environment."""
@@ -93,23 +101,29 @@ class EvalSink:
             self._pinned.remove(epoch.batch)
         return epoch.batch
 
-    def close(self, batch: EvalBatch) -> None:
-        """Its numbers are out."""
+    def close(self) -> None:
+        """The numbers of one are out."""
         self.open_epochs -= 1
 
 
 def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
-    """avg@k over all episodes, pass@k over tasks (any episode with reward 1); failed episodes count only as errors."""
+    """avg@k over all episodes, pass@k over tasks (any episode with reward 1). A failed episode counts as 0 in both.
+
+    So an evaluation that times out on what is hard does not look better for it; `errors` says how many failed.
+    """
     finished = [rollout for group in batch.groups for rollout in group.rollouts]
     arrived = sum(group.arrived for group in batch.groups)
-    k, values = batch.group_size, {"errors": (arrived - len(finished)) / arrived}
+    solved = [any(rollout.reward >= 1.0 for rollout in group.rollouts) for group in batch.groups]
+    k = batch.group_size
+    values = {
+        f"avg@{k}": sum(rollout.reward for rollout in finished) / arrived,
+        f"pass@{k}": sum(solved) / len(solved),
+        "errors": (arrived - len(finished)) / arrived,
+    }
     if finished:
         oldest = [version for rollout in finished if (version := rollout.oldest_version) is not None]
         newest = [version for rollout in finished if (version := rollout.newest_version) is not None]
-        solved = [any(rollout.reward >= 1.0 for rollout in group.rollouts) for group in batch.groups]
         values |= {
-            f"avg@{k}": sum(rollout.reward for rollout in finished) / len(finished),
-            f"pass@{k}": sum(solved) / len(solved),
             "truncated": sum(rollout.truncated for rollout in finished) / len(finished),
             "version/min": min(oldest),
             "version/max": max(newest),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from headrace.rollout.batch import check_schema
 log = logging.getLogger(__name__)
 
 JOURNAL_SCHEMA = 2
+
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS draws (
@@ -118,9 +120,10 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The orchestrator calls from a worker thread, never from two at once.
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-        kind = "a write-ahead log" if mode == "wal" else f"a rollback journal ({mode}): no shared memory here for WAL"
-        log.info("journal: %s with %s", path, kind)
+        network = network_file_system(path.parent)
+        wanted = "DELETE" if network else "WAL"  # a write-ahead log needs memory that all its readers share
+        mode = self._db.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0]
+        log.info("journal: %s, SQLite's journal mode %s%s", path, mode, f" because of {network}" if network else "")
         self._db.execute("PRAGMA synchronous=FULL")
         _check(self._db, path)
         self._db.executescript(_TABLES)
@@ -165,7 +168,12 @@ class Journal:
         with _transaction(self._db):
             _rewind(self._db, step)
 
-    def _insert(self, draws: Iterable[Draw]) -> None:
+    def _insert(self, draws: Sequence[Draw]) -> None:
+        """Draws that are known already, because they were drawn again, stay as they are. None may be left out."""
+        known = self._db.execute("SELECT COUNT(*) FROM draws").fetchone()[0]
+        fresh = [draw.id for draw in draws if draw.id >= known]
+        if fresh != list(range(known, known + len(fresh))):
+            raise RuntimeError(f"the journal has {known} draws and cannot go on with {fresh[:3]}: some are missing")
         self._db.executemany(
             "INSERT OR IGNORE INTO draws (id, env, task_key, position, state) VALUES (?, ?, ?, ?, 'drawn')",
             [(d.id, d.env, d.task_key, d.position) for d in draws],
@@ -245,7 +253,10 @@ class Journal:
 
     def states(self) -> dict[str, int]:
         """How many draws are in each state, dropped ones by reason (`dropped:REASON`)."""
-        query = "SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*) FROM draws GROUP BY 1"
+        query = """
+            SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*)
+            FROM draws GROUP BY 1
+        """
         return dict(self._db.execute(query).fetchall())
 
 
@@ -283,6 +294,20 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
             "finish the run with that version, or start a new one from its newest checkpoint's model"
         )
     check_schema(version, str(path), newest=JOURNAL_SCHEMA)
+
+
+def network_file_system(directory: Path) -> str | None:
+    """The kind of file system that a directory is on, if it is one that several machines share."""
+    table = Path("/proc/self/mountinfo")
+    if not table.exists():
+        return None
+    place, best = directory.resolve(), (0, "")
+    for line in table.read_text().splitlines():
+        fields, _, source = line.partition(" - ")
+        point, kind = Path(fields.split()[4]), source.split()[0]
+        if place.is_relative_to(point):
+            best = max(best, (len(point.parts), kind))
+    return best[1] if best[1].startswith(_NETWORK) else None
 
 
 @contextmanager

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import signal
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, closing, contextmanager
 
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
 from headrace.environments.registry import load_environment
 from headrace.environments.worker_process import WorkerLimits
 from headrace.environments.workers import WorkerPool
+from headrace.errors import BadInput
 from headrace.inference.client import EngineClient
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.journal import Journal
@@ -28,12 +30,30 @@ from headrace.transport.run_dir import RunDir
 log = logging.getLogger(__name__)
 
 
-def run(config: OrchestratorConfig, *, run: RunDir, status: Status) -> None:
-    """Run until `max_steps`, or until SIGTERM or SIGINT."""
-    asyncio.run(_run(config, run, status))
+GRACE = 2.0
+"""Seconds for what has been left behind to end before the process ends without it."""
 
 
-async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> None:
+def run(config: OrchestratorConfig, *, run: RunDir, status: Status) -> bool:
+    """Run until `max_steps`, or until SIGTERM or SIGINT; returns whether the run is over, rather than stopped.
+
+    An environment that ignores its cancellation does not keep the process: what it runs in is not waited for.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(_run(config, run, status))
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=GRACE))
+        if not any(not task.done() for task in left):
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+
+async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> bool:
     starting = asyncio.current_task()
     assert starting is not None and config.model.name is not None
     loop = asyncio.get_running_loop()
@@ -44,6 +64,7 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> None:
     renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump())
     async with AsyncExitStack() as stack:
         try:
+            stack.enter_context(_only_orchestrator(run))
             environments = await _load_environments(config, stack)
             journal = stack.enter_context(closing(Journal(run.journal)))
             _reconcile(run, journal)
@@ -57,11 +78,24 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> None:
             await watcher.synchronize()
             model = Model(client, engines, watcher, renderer, tokenizer.vocab_size)
             orchestrator = wire(config, run, status, journal, environments, model)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, orchestrator.stop)
-            await orchestrator.run()
         except asyncio.CancelledError:
             log.info("stopped before the run began")
+            return False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, orchestrator.stop)
+        return await orchestrator.run()
+
+
+@contextmanager
+def _only_orchestrator(run: RunDir) -> Iterator[None]:
+    """A second one would write over the first one's batches. The lock goes with the process, however it ends."""
+    run.root.mkdir(parents=True, exist_ok=True)
+    with open(run.root / ".orchestrator.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInput(f"another orchestrator is at work in {run.root}: stop it first") from error
+        yield
 
 
 async def _load_environments(config: OrchestratorConfig, stack: AsyncExitStack) -> Environments:

@@ -7,15 +7,17 @@ intake never stalls. No decision is made here.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.status import Status, wait_for
+from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.journal import Entries, Journal
@@ -55,7 +57,12 @@ from headrace.transport.run_dir import RunDir
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 32
-"""Groups and batches in processing at once."""
+"""Groups of one environment in processing at once."""
+GRACE = 5.0
+"""Seconds that work beside the loop gets to end before it is left behind."""
+COLLECT_RARELY = (50_000, 10, 10)
+"""Thresholds of the garbage collector. Episodes leave next to no cycles behind, and at the usual thresholds it walks
+through all that is in flight again and again: an eighth of the CPU, and pauses of a third of a second."""
 
 
 class Orchestrator:
@@ -87,17 +94,26 @@ class Orchestrator:
         self.periodic = PeriodicLogger(log_loop_interval, pipeline.gauges, self._log_gauges)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(runners, self.events.put_nowait)
-        self._processing_slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._slots: defaultdict[tuple[Kind, str], asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(MAX_CONCURRENT)
+        )
         self._background: set[asyncio.Task[None]] = set()
         # One thread: the journal's connection is used by one caller at a time, in order.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         self._disk_failed = False
         """Entries have left the ledger and are not in the journal: nothing later may be committed."""
+        self._waiting = Waiting(status)
 
-    async def run(self) -> None:
-        """Until the last step is shipped, its weights are loaded and every evaluation has closed; or until stopped."""
+    async def run(self) -> bool:
+        """Until the last step is shipped, its weights are loaded and every evaluation has closed; or until stopped.
+
+        Returns whether the run is over, rather than stopped.
+        """
+        self._loop = asyncio.get_running_loop()
         self._spawn(self.watcher.follow(self._on_published))
         self._spawn(self.periodic.run())
+        usual = gc.get_threshold()
+        gc.set_threshold(*COLLECT_RARELY)
         try:
             self._perform(self.pipeline.start(time.monotonic()))
             while not self.pipeline.finished:
@@ -105,7 +121,9 @@ class Orchestrator:
                 self._perform(self.pipeline.handle(event, time.monotonic()))
             if self.pipeline.stopped:
                 log.info("stopping: %d steps shipped; a resumed run continues from here", self.pipeline.step - 1)
+            return not self.pipeline.stopped
         finally:
+            gc.set_threshold(*usual)
             await self._close()
 
     def stop(self) -> None:
@@ -116,7 +134,7 @@ class Orchestrator:
             return self.events.get_nowait()
         wake_at = self.pipeline.wake_at
         if wake_at is None:
-            return await wait_for(self.events.get(), *self.pipeline.awaited(), self.status)
+            return await self.events.get()
         try:
             async with asyncio.timeout(wake_at - time.monotonic()):
                 return await self.events.get()
@@ -137,55 +155,48 @@ class Orchestrator:
                 case ProcessBatch():
                     self._spawn(self._process_batch(action.batch))
                 case Ship():
-                    self._spawn(self._ship(action))
+                    self._write(partial(self._ship, action), Shipped(action.step))
                 case Commit():
-                    self._spawn(self._on_disk(partial(self.journal.commit, action.entries)))
+                    self._write(partial(self.journal.commit, action.entries))
                 case Load():
                     self._spawn(self._load(action.version))
                 case ReportEval():
-                    self._report_eval(action.batch)
+                    self._write(partial(self._report_eval, action.batch))
         last = self.pipeline.step > self.pipeline.settings.max_steps
         self.status.set("every batch is shipped" if last else f"collecting batch {self.pipeline.step}")
 
     async def _process_group(self, action: ProcessGroup) -> None:
         levels = self.processing if action.kind is Kind.TRAIN else self.eval_processing
-        async with self._processing_slots:
+        async with self._slots[action.kind, action.group.task.env]:
             scored = await levels.process_group(action.group, action.rollouts)
             self.events.put_nowait(GroupDone(scored))
 
     async def _process_batch(self, batch: TrainBatch | EvalBatch) -> None:
-        async with self._processing_slots:
-            if isinstance(batch, TrainBatch):
-                await self.processing.process_batch(batch)
-            else:
-                await self.eval_processing.process_batch(batch)
+        if isinstance(batch, TrainBatch):
+            await self.processing.process_batch(batch)
+        else:
+            await self.eval_processing.process_batch(batch)
         self.events.put_nowait(BatchDone(batch))
 
     async def _load(self, version: Version) -> None:
         await self.watcher.load(version)
         self.events.put_nowait(Loaded(version))
-        await self._on_disk(self._mark_trained)
+        self._write(self._mark_trained)
 
-    async def _ship(self, ship: Ship) -> None:
+    def _ship(self, ship: Ship) -> None:
         """Files, journal, announcement: in this order, so that they agree whatever is killed when.
 
         A step that is killed before its commit is made anew, and its files and records with it.
         """
         step, batch = ship.step, ship.batch
-        values: dict[str, float] = {}
-
-        def write() -> None:
-            started = time.monotonic()
-            self.run_dir.batches.prepare(_record(ship))
-            write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
-            values.update(step_metrics(step, batch), **ship.metrics)
-            values["time/write_batch"] = time.monotonic() - started
-            self.metrics.log(step, values)
-            self.journal.commit(ship.entries, shipped=step)
-            self.run_dir.batches.announce(step)
-
-        await self._on_disk(write)
-        self.events.put_nowait(Shipped(step))
+        started = time.monotonic()
+        self.run_dir.batches.prepare(_record(ship))
+        write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
+        values = {**step_metrics(step, batch), **ship.metrics}
+        values["time/write_batch"] = time.monotonic() - started
+        self.metrics.log(step, values)
+        self.journal.commit(ship.entries, shipped=step)
+        self.run_dir.batches.announce(step)
         log.info(
             "step %d shipped: reward %.3f, %d of %d rollouts, %.1f s",
             step, values["reward/all/mean"], len(batch.kept), len(batch.rollouts), values["time/step"],
@@ -203,8 +214,14 @@ class Orchestrator:
         self.events.put_nowait(Published(version))
 
     def _log_gauges(self, values: dict[str, float]) -> None:
-        self.metrics.log(self.pipeline.step - 1, values)
+        self._write(partial(self.metrics.log, self.pipeline.step - 1, values))
         self.status.set(None, **values)
+        what, whom = self.pipeline.awaited()
+        oldest = self.dispatcher.oldest()
+        story = (
+            f" (the oldest of the episodes in flight, of {oldest[0]}, runs since {oldest[1]:.0f} s)" if oldest else ""
+        )
+        self._waiting.look(f"{what} from {whom}", self.pipeline.progress, story)
 
     def _mark_trained(self) -> None:
         covered = self.run_dir.latest_checkpoint_step()
@@ -222,28 +239,36 @@ class Orchestrator:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.events.put_nowait(Failed(error))
 
-    async def _on_disk(self, work: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._disk, self._write, work)
+    def _write(self, work: Callable[[], None], then: Event | None = None) -> None:
+        """Hand work to the disk, in order, at once: what has left the ledger is never dropped on the way."""
 
-    def _write(self, work: Callable[[], None]) -> None:
-        if self._disk_failed:  # a later commit would leave a hole; all of it is drawn again instead
-            return
-        try:
-            work()
-        except BaseException:
-            self._disk_failed = True
-            raise
+        def write() -> None:
+            if self._disk_failed:  # a later commit would leave a hole; all of it is drawn again instead
+                return
+            try:
+                work()
+            except BaseException as error:
+                self._disk_failed = True
+                self._loop.call_soon_threadsafe(self.events.put_nowait, Failed(error))
+            else:
+                if then is not None:
+                    self._loop.call_soon_threadsafe(self.events.put_nowait, then)
+
+        self._disk.submit(write)
 
     async def _close(self) -> None:
-        """Cancel what runs, commit what is known, and leave the rest to be drawn again."""
-        for task in list(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        await self.dispatcher.close()
+        """Commit what is known, then cancel what runs; what is open is drawn again. Ends within a bounded time."""
         now = time.monotonic()
+        if self.pipeline.undelivered:  # an error came between a decision and its being carried out
+            self._disk_failed = True
         entries, progress = self.pipeline.ledger.take(now), self.pipeline.ledger.progress(now)
-        await self._on_disk(lambda: self._commit_at_end(entries, progress))
-        self._disk.shutdown()
+        self._write(partial(self._commit_at_end, entries, progress))
+        for task in self._background:
+            task.cancel()
+        if self._background:
+            await asyncio.wait(self._background, timeout=GRACE)
+        await self.dispatcher.close()
+        await asyncio.to_thread(self._disk.shutdown)
 
     def _commit_at_end(self, entries: Entries, progress: dict[str, float]) -> None:
         """What was dropped since the last step, and the totals with it."""
@@ -252,6 +277,31 @@ class Orchestrator:
         if self.pipeline.finished and not self.pipeline.stopped:
             self.journal.drop_open("max_steps")
         self._mark_trained()
+
+
+class Waiting:
+    """Says what is awaited from whom once nothing has moved for a minute, then at growing intervals."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._subject: object = None
+        self._since = time.monotonic()
+        self._next_notice = FIRST_NOTICE
+        self._shown: int | None = None
+
+    def look(self, what: str, progress: object, story: str) -> None:
+        """`progress` is anything that changes when the run gets further; `story` is told along."""
+        subject = (what, progress)
+        if subject != self._subject:
+            if self._shown is not None:
+                self._status.end_wait(self._shown)
+            self._shown = self._status.begin_wait(what)
+            self._subject, self._since, self._next_notice = subject, time.monotonic(), FIRST_NOTICE
+            return
+        waited = time.monotonic() - self._since
+        if waited > self._next_notice:
+            log.warning("waiting for %s since %.0f s%s", what, waited, story)
+            self._next_notice = 2 * waited
 
 
 def _record(ship: Ship) -> Batch:

@@ -8,6 +8,7 @@ so that a test can run a week of traffic in a second and replay any failure from
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ import msgspec
 from headrace.errors import Failure
 from headrace.orchestrator.evaluation import EvalSink, EvalSource
 from headrace.orchestrator.ledger import Ledger
+from headrace.orchestrator.processing import GROUP_FAILED
 from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
 from headrace.orchestrator.signals import (
     Action,
@@ -44,13 +46,13 @@ from headrace.orchestrator.signals import (
 )
 from headrace.orchestrator.source import TrainSource
 from headrace.orchestrator.train_sink import TrainSink
-from headrace.rollout.types import Group, Rollout
+from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
 
 log = logging.getLogger(__name__)
 
 COMMIT_INTERVAL = 1.0
-"""Seconds after which outcomes that no batch carries are committed: a kill then costs no more than that."""
+"""Seconds after which outcomes that wait for no batch are committed, several at once."""
 
 
 class RunFailed(Failure):
@@ -112,13 +114,17 @@ class Pipeline:
         """Whether the batch in hand is."""
         self._shipping = False
         self._groups_in_processing = 0
-        self._rollouts_in_processing = 0
+        self._episodes_in_processing = 0
         """Of training groups, which may fill a batch."""
+        self._rollouts_per_episode = _Ratio()
         self._published = version
         self._loading = False
         self._final_eval_queued = False
         self._failures_in_a_row = 0
+        self._lost_in_a_row: Counter[str] = Counter()
+        """Why rollouts were lost since a group last had something to train on."""
         self._empty_batches = 0
+        self._evals_reported = 0
         self._groups_opened = 0
         self._next_task_at = now
         self._rate_limited = False
@@ -146,7 +152,8 @@ class Pipeline:
             case BatchDone(batch=TrainBatch() as batch):
                 self._on_batch(batch)
             case BatchDone(batch=EvalBatch() as batch):
-                self.eval_sink.close(batch)
+                self.eval_sink.close()
+                self._evals_reported += 1
                 self._actions.append(ReportEval(batch))
             case Shipped():
                 self._shipping = False
@@ -174,21 +181,33 @@ class Pipeline:
             and self.eval_sink.open_epochs == 0
         )
 
+    @property
+    def undelivered(self) -> bool:
+        """Whether entries have left the ledger in actions that nobody got, because of an error."""
+        return any(isinstance(action, Ship | Commit) for action in self._actions)
+
+    @property
+    def progress(self) -> tuple[int, str, int]:
+        """Changes when the run gets further."""
+        return self.step, str(self.version), self._evals_reported
+
     def awaited(self) -> tuple[str, str]:
         """What everything waits for, and from whom."""
         if self._loading:
             return f"acknowledgement of weights {self._published}", "the inference server"
-        if self.scheduler.available_permits < self.scheduler.max_inflight:
-            return "rollouts", "the inference server"
-        if self._rate_limited:
-            return "the next task", "the limit tasks_per_minute"
         if self._shipping:
             return f"batch {self.step - 1}", "the disk"
-        if self._groups_in_processing:
-            return "credit", "the algorithm"
         if self._in_hand is not None and not self._processed:
-            return f"scores of batch {self.step}", "the algorithm"
-        return f"weights after step {min(self.step - 1, self.settings.max_steps)}", "the trainer"
+            return f"scores of batch {self.step}", "the algorithms"
+        if self.step <= self.settings.max_steps and not self._may_ship():
+            return f"weights after step {self.step - 1 - self.settings.max_async_level}", "the trainer"
+        if self._rate_limited:
+            return "the next task", "the limit tasks_per_minute"
+        if self.scheduler.available_permits < self.scheduler.max_inflight:
+            return "rollouts", "the environments and the inference server"
+        if self._groups_in_processing:
+            return "scores of groups", "the environments and the algorithms"
+        return f"weights after step {self.settings.max_steps}", "the trainer"
 
     def gauges(self) -> dict[str, float]:
         scheduler = self.scheduler
@@ -215,24 +234,29 @@ class Pipeline:
     # -- what to start --------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        while (episode := self.scheduler.next_episode(self._wanted())) is not None:
+        while (episode := self.scheduler.next_episode(self._wanted(), may_begin=self._may_begin())) is not None:
             self._actions.append(RunEpisode(episode))
+            if episode.index == 0 and self.settings.tasks_per_minute is not None:
+                self._next_task_at = max(self._next_task_at, self._now) + 60 / self.settings.tasks_per_minute
 
     def _wanted(self) -> int:
-        """Open training rollouts that are welcome: enough for every batch that could ship at the current version."""
+        """Open training episodes that are welcome: enough for every batch that could ship at the current version."""
         last = min(self.version.step + 1 + self.settings.max_async_level, self.settings.max_steps)
         batches = last - self.step + 1 - (self._in_hand is not None)
-        ahead = self.sink.rollouts + self._rollouts_in_processing
-        wanted = max(0, batches * self.sink.rollouts_per_batch - ahead) if batches > 0 else 0
-        self._rate_limited = wanted > 0 and self._next_task_at > self._now
-        return 0 if self._rate_limited else wanted
+        if batches <= 0:
+            return 0
+        rollouts = batches * self.sink.rollouts_per_batch - self.sink.rollouts
+        return max(0, math.ceil(rollouts / self._rollouts_per_episode.value) - self._episodes_in_processing)
+
+    def _may_begin(self) -> bool:
+        """Whether the rate allows another task to begin, be it of training or of evaluation."""
+        self._rate_limited = self._next_task_at > self._now
+        return not self._rate_limited
 
     def _open_group(self) -> Group:
         draw, task = self._source.draw()
         self.ledger.draw(draw)
         self._groups_opened += 1
-        if self.settings.tasks_per_minute is not None:
-            self._next_task_at = max(self._next_task_at, self._now) + 60 / self.settings.tasks_per_minute
         return Group(
             f"{draw.id}-{self._groups_opened}",
             task,
@@ -248,23 +272,8 @@ class Pipeline:
         episode = arrival.episode
         complete = self.scheduler.arrive(episode, arrival.rollouts)
         self.ledger.arrived(arrival.rollouts, training=episode.kind is Kind.TRAIN)
-        if episode.kind is Kind.TRAIN:
-            for rollout in arrival.rollouts:
-                self._watch_failures(rollout)
         if complete is not None:
             self._on_complete(complete)
-
-    def _watch_failures(self, rollout: Rollout) -> None:
-        """End a run in which nothing works any more, with the reason; a lone failure costs only itself."""
-        if rollout.error is None:
-            self._failures_in_a_row = 0
-        elif rollout.error.reason not in OUR_CANCELS:
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row >= max(32, 2 * (self.settings.batch_size or 0)):
-                raise RunFailed(
-                    f"{self._failures_in_a_row} episodes in a row failed and none succeeded; the last, in environment "
-                    f"{rollout.env!r}: {rollout.error.reason}: {rollout.error.detail}"
-                )
 
     def _on_complete(self, complete: CompleteGroup) -> None:
         if complete.cancelled:
@@ -272,7 +281,7 @@ class Pipeline:
             return
         self._groups_in_processing += 1
         if complete.kind is Kind.TRAIN:
-            self._rollouts_in_processing += complete.group.size
+            self._episodes_in_processing += complete.group.size
         self._actions.append(ProcessGroup(complete.kind, complete.group, complete.rollouts))
 
     def _on_group(self, scored: ScoredGroup) -> None:
@@ -282,10 +291,12 @@ class Pipeline:
             if batch is not None:
                 self._actions.append(ProcessBatch(batch))
             return
-        self._rollouts_in_processing -= scored.group.size
+        self._episodes_in_processing -= scored.group.size
         self.ledger.enter(scored)
+        self._watch_losses(scored)
         if not scored.rollouts:
             return
+        self._rollouts_per_episode.add(len(scored.rollouts), scored.group.size)
         if self.step > self.settings.max_steps:  # its credit came too late
             self.ledger.drop_groups([scored], "max_steps")
         elif self._too_old(scored.oldest_version):
@@ -293,7 +304,29 @@ class Pipeline:
         else:
             self.sink.add(scored)
 
+    def _watch_losses(self, scored: ScoredGroup) -> None:
+        """End a run in which nothing works any more, with the reason; what is lost now and then costs only itself."""
+        errors = [rollout for rollout, reason in scored.dropped if rollout.error is not None and reason != GROUP_FAILED]
+        self._failures_in_a_row = 0 if len(errors) < scored.arrived else self._failures_in_a_row + len(errors)
+        if self._failures_in_a_row >= max(32, 2 * (self.settings.batch_size or 0)):
+            last = errors[-1]
+            assert last.error is not None
+            raise RunFailed(
+                f"{self._failures_in_a_row} episodes in a row failed and none succeeded; the last, in environment "
+                f"{last.env!r}: {last.error.reason}: {last.error.detail}"
+            )
+        if scored.rollouts:
+            self._lost_in_a_row.clear()
+            return
+        self._lost_in_a_row.update(reason for _, reason in scored.dropped)
+        self._lost_in_a_row["not_trainable"] += scored.arrived - len(scored.dropped)
+        if self._lost_in_a_row.total() >= self.sink.rollouts_per_batch:
+            self._report_empty(self._lost_in_a_row, [rollout.reward for rollout, _ in scored.dropped])
+            self._lost_in_a_row.clear()
+
     def _on_loaded(self, version: Version) -> None:
+        if version.incarnation > self.version.incarnation:
+            self._eval_source.rewind(version.step)
         self.version = version
         self._loading = False
         self._queue_due_evals()
@@ -331,7 +364,9 @@ class Pipeline:
         else:
             self._in_hand = None
             self.ledger.settle(batch)
-            self._report_empty(batch)
+            self._report_empty(
+                Counter(reason for _, reason in batch.dropped), [rollout.reward for rollout in batch.rollouts]
+            )
 
     def _ship_if_allowed(self) -> None:
         """Usually at once; a trainer that went back to an older checkpoint meanwhile has to catch up first."""
@@ -359,9 +394,9 @@ class Pipeline:
         dropped = self.ledger.take_dropped()
         return Ship(step, self.version.incarnation, batch, entries, dropped, metrics)
 
-    def _report_empty(self, batch: TrainBatch) -> None:
-        counts = Counter(reason for _, reason in batch.dropped)
-        cause = likely_cause(counts.most_common(1)[0][0], [rollout.reward for rollout in batch.rollouts])
+    def _report_empty(self, counts: Counter[str], rewards: list[float]) -> None:
+        counts = +counts
+        cause = likely_cause(counts.most_common(1)[0][0], rewards)
         self._empty_batches += 1
         words = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
         message = f"a batch for step {self.step} had nothing to train on ({words}); {cause}"
@@ -412,7 +447,7 @@ class Pipeline:
             self._actions.append(Commit(self.ledger.take(self._now)))
 
     def _plan_wake(self) -> None:
-        times = [self._commit_at, self._next_task_at if self._rate_limited else None]
+        times = [self._commit_at, self._next_task_at if self._next_task_at > self._now else None]
         self.wake_at = min((time for time in times if time is not None), default=None)
 
     def _bottleneck(self) -> str:
@@ -426,8 +461,20 @@ class Pipeline:
         return "wait_for_batch"
 
 
-OUR_CANCELS = frozenset({"off_policy", "on_policy", "max_steps", "cancelled"})
-"""Reasons of episodes that we ended ourselves: they say nothing about the environment."""
+class _Ratio:
+    """Trainable rollouts per episode so far: several agents may play in one."""
+
+    def __init__(self) -> None:
+        self._rollouts = self._episodes = 0
+
+    def add(self, rollouts: int, episodes: int) -> None:
+        self._rollouts += rollouts
+        self._episodes += episodes
+
+    @property
+    def value(self) -> float:
+        """At least 1: episodes that failed are replaced, not foreseen."""
+        return max(1.0, self._rollouts / self._episodes) if self._episodes else 1.0
 
 
 def _given_up(complete: CompleteGroup) -> ScoredGroup:
@@ -442,8 +489,10 @@ def _given_up(complete: CompleteGroup) -> ScoredGroup:
 
 def likely_cause(reason: str, rewards: list[float]) -> str:
     """What most likely emptied a batch."""
+    if reason == "not_trainable":
+        return "no rollout was trainable: does the environment set `trainable`?"
     if reason != "zero_advantage":
-        return f"the filter {reason!r} matched them: is the model broken, or the filter too strict?"
+        return f"{reason!r} took them: is the model broken, a filter too strict, or the environment failing?"
     if max(rewards) == min(rewards):
         return f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"
     return "rewards were equal within each group"

@@ -6,8 +6,8 @@
                pre-batch filters
     batch      post-batch filters, score_batch                       the epoch's numbers
 
-All of it runs beside the event loop's intake, in bounded tasks: a slow algorithm or teacher delays its own group or
-batch and nothing else. What is decided with the results is the pipeline's business.
+All of it runs beside the intake, in bounded tasks: a slow judge, algorithm or teacher delays its own environment's
+groups, or its batch, and nothing else. What is decided with the results is the pipeline's business.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -30,6 +31,9 @@ from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Group, Rollout, RolloutError
 
 log = logging.getLogger(__name__)
+
+GROUP_FAILED = "group_failed"
+"""The reason of a rollout that was good, in a group that could not be scored for want of another."""
 
 
 class AlgorithmFailed(Failure):
@@ -45,10 +49,14 @@ class Filter(msgspec.Struct):
 
 
 class GroupScores:
-    """Rewards from environments that score groups. One failed member costs the group: it cannot be scored without."""
+    """Rewards from environments that score groups. One failed member costs the group: it cannot be scored without.
 
-    def __init__(self, environments: Mapping[str, Environment]) -> None:
+    `timeouts` are those of an episode, by environment: scoring its group may take as long.
+    """
+
+    def __init__(self, environments: Mapping[str, Environment], timeouts: Mapping[str, float | None]) -> None:
         self._environments = environments
+        self._timeouts = timeouts
         self._reported: set[tuple[str, str]] = set()
 
     async def apply(self, group: Group, rollouts: Sequence[Rollout]) -> None:
@@ -57,10 +65,17 @@ class GroupScores:
             return
         failed = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
         if failed is not None:
-            _fail(rollouts, RolloutError("group_failed", f"another member of the group failed: {failed.reason}"))
+            _fail(rollouts, RolloutError(GROUP_FAILED, f"another member of the group failed: {failed.reason}"))
             return
+        limit = self._timeouts.get(group.task.env)
         try:
-            await environment.score_group(rollouts)
+            async with asyncio.timeout(limit):
+                await environment.score_group(rollouts)
+        except TimeoutError as error:
+            text = f"score_group took longer than {limit} s" if limit else f"score_group: {error}"
+            self._report(group.task.env, error, "timeout", text)
+            _fail(rollouts, RolloutError("timeout", text))
+            return
         except EpisodeError as error:
             self._report(group.task.env, error, error.place, error.remote_traceback)
             _fail(rollouts, RolloutError(error.reason, f"score_group: {error}"))
@@ -95,9 +110,10 @@ class TrainProcessing:
         pre_filters: Sequence[Filter],
         post_filters: Sequence[Filter],
         seq_len: int,
+        timeouts: Mapping[str, float | None] = MappingProxyType({}),
     ) -> None:
         self._algorithms = algorithms
-        self._group_scores = GroupScores(environments)
+        self._group_scores = GroupScores(environments, timeouts)
         self._pre_filters = pre_filters
         self._post_filters = post_filters
         self._seq_len = seq_len
@@ -160,8 +176,10 @@ class TrainProcessing:
 class EvalProcessing:
     """No credit, no filters."""
 
-    def __init__(self, environments: Mapping[str, Environment]) -> None:
-        self._group_scores = GroupScores(environments)
+    def __init__(
+        self, environments: Mapping[str, Environment], timeouts: Mapping[str, float | None] = MappingProxyType({})
+    ) -> None:
+        self._group_scores = GroupScores(environments, timeouts)
 
     async def process_rollout(self, rollout: Rollout) -> None:
         """Evaluation needs the reward alone."""
@@ -176,7 +194,8 @@ class EvalProcessing:
 
 def check_reward(rollout: Rollout) -> None:
     """Sum the components; a rollout without a finite reward is an error."""
-    rollout.reward = float(sum(rollout.rewards.values())) if rollout.rewards else math.nan
+    numbers = all(isinstance(value, int | float) for value in rollout.rewards.values())
+    rollout.reward = float(sum(rollout.rewards.values())) if rollout.rewards and numbers else math.nan
     if not math.isfinite(rollout.reward):
         rollout.error = RolloutError("invalid_reward", f"rewards {rollout.rewards} do not sum to a finite number")
 

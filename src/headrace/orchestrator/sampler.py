@@ -66,7 +66,6 @@ class Sampler:
                 top_k=self._top_k,
                 max_tokens=min(room, self._max_tokens or room),
                 stop_token_ids=self._stop_token_ids,
-                logprobs=1,
             ),
             cache_salt=self._cache_salt(),
             session=session,

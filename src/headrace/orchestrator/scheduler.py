@@ -51,8 +51,8 @@ class Scheduler:
         self._eval_queue: deque[_OpenGroup] = deque()
         self._inflight: dict[int, Episode] = {}
         self._next_id = 0
-        self.open_rollouts = 0
-        """Training rollouts of groups that are neither complete nor cancelled, dispatched or still to be."""
+        self.open_episodes = 0
+        """Training episodes of groups that are neither complete nor cancelled, dispatched or still to be."""
         self.queued_evals = 0
         """Evaluation episodes that wait for a permit."""
         self.inflight = {Kind.TRAIN: 0, Kind.EVAL: 0}
@@ -72,20 +72,23 @@ class Scheduler:
             self._eval_queue.append(open_group)
             self.queued_evals += group.size
 
-    def next_episode(self, wanted: int) -> Episode | None:
-        """The episode to start now, if there is a permit and work; `wanted` open training rollouts are welcome."""
+    def next_episode(self, wanted: int, may_begin: bool = True) -> Episode | None:
+        """The episode to start now, if there is a permit and work.
+
+        `wanted` open training episodes are welcome; `may_begin` is whether another task may begin at all.
+        """
         if self.available_permits <= 0:
             return None
-        if self._eval_queue:
+        if self._eval_queue and (may_begin or self._eval_queue[0].dispatched):
             return self._next_of_eval()
         if self._starting is None:
-            if self.open_rollouts >= wanted:
+            if self.open_episodes >= wanted or not may_begin or self._eval_queue:
                 return None
             group = self._open_group()
             self._starting = self._groups[group.id] = _OpenGroup(group, Kind.TRAIN)
-            self.open_rollouts += group.size
+            self.open_episodes += group.size
         open_group = self._starting
-        if not self._has_room_for(open_group):
+        if not self._has_room_for(open_group) or not (may_begin or open_group.dispatched):
             return None
         episode = self._dispatch(open_group)
         if open_group.dispatched == open_group.group.size:
@@ -129,7 +132,7 @@ class Scheduler:
         ]
         for open_group in matching:
             open_group.cancelled = reason
-            self.open_rollouts -= open_group.group.size
+            self.open_episodes -= open_group.group.size
             if self._starting is open_group:
                 self._starting = None
         finished = [self._close(open_group) for open_group in matching if open_group.complete]
@@ -148,5 +151,5 @@ class Scheduler:
     def _close(self, open_group: _OpenGroup) -> CompleteGroup:
         del self._groups[open_group.group.id]
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
-            self.open_rollouts -= open_group.group.size
+            self.open_episodes -= open_group.group.size
         return CompleteGroup(open_group.kind, open_group.group, open_group.rollouts, open_group.cancelled)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import TrainBatch
 from headrace.rollout.types import Rollout
@@ -26,7 +24,7 @@ def step_metrics(step: int, batch: TrainBatch) -> dict[str, float]:
     values["time/scoring"] = batch.seconds
     ages = [staleness(step, version) for r in batch.kept if (version := r.oldest_version) is not None]
     values |= spread("off_policy/staleness", ages)
-    values |= spread("advantages", [_mean_advantage(rollout) for rollout in rollouts])
+    values |= spread("advantages", [mean for r in rollouts if (mean := r.mean_advantage) is not None])
     for reason in {rollout.stop_reason for rollout in rollouts}:
         values[f"stop_condition/{reason}"] = sum(r.stop_reason == reason for r in rollouts) / len(rollouts)
     return values
@@ -54,8 +52,3 @@ def _of_groups(batch: TrainBatch) -> dict[str, float]:
         "solve_all": sum(all(r >= 1.0 for r in group) for group in rewards) / len(rewards),
         "solve_none": sum(all(r <= 0.0 for r in group) for group in rewards) / len(rewards),
     }
-
-
-def _mean_advantage(rollout: Rollout) -> float:
-    streams = [s.streams["advantages"][s.mask] for s in rollout.samples if "advantages" in s.streams]
-    return float(np.concatenate(streams).mean()) if streams else 0.0

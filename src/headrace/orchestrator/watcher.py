@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from headrace.inference.client import EngineCallError, EngineClient
+from headrace.inference.client import EngineCallError, EngineClient, EngineFailed, EngineRejected
 from headrace.observe.status import Status, wait_for
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker
@@ -43,11 +43,17 @@ class WeightWatcher:
 
     async def synchronize(self) -> None:
         """At the start: bring the engines to the newest published version, if they are not there already."""
-        served = {Version.parse(health.version) for health in await self._client.health()}
+        served = await self._served()
         self.version = min(served)
         latest = self._weights.latest()
         if latest is not None and served != {latest}:
-            await self.load(latest)
+            try:
+                await self.load(latest)
+            except (
+                EngineFailed,
+                EngineRejected,
+            ) as error:  # damaged by a power loss, say: the trainer publishes its own anew
+                log.warning("weights %s cannot be loaded, going on with %s: %s", latest, self.version, error)
 
     async def follow(self, notify: Callable[[Version], None]) -> None:
         """For ever: say which version is the newest, each once, and keep restarted engines up to date."""
@@ -68,16 +74,18 @@ class WeightWatcher:
             await self._update(version)
 
     async def _catch_up(self) -> None:
-        """An engine that was restarted alone is back at the initial model: give it the current version again."""
-        try:
-            served = {Version.parse(health.version) for health in await self._client.health()}
-        except EngineCallError:
-            return  # not up again; whoever has requests in flight reports that
-        if served == {self.version} or self._one_at_a_time.locked():
-            return
-        if self.version in await asyncio.to_thread(self._weights.published):
-            log.warning("an engine serves %s instead of %s: loading it again", served - {self.version}, self.version)
-            await self.load(self.version)
+        """An engine that was restarted alone may serve another version: give it the current one again."""
+        async with self._one_at_a_time:
+            try:
+                served = await self._served()
+            except EngineCallError:
+                return  # not up again; whoever has requests in flight reports that
+            if served != {self.version} and self.version in await asyncio.to_thread(self._weights.published):
+                log.warning("an engine serves %s instead of %s", served - {self.version}, self.version)
+                await self._update(self.version)
+
+    async def _served(self) -> set[Version]:
+        return {Version.parse(health.version) for health in await self._client.health()}
 
     async def _update(self, version: Version) -> None:
         path = self._weights.path(version)
@@ -90,7 +98,7 @@ class WeightWatcher:
             deadline=self._deadline,
         )
         if acknowledged != expected:
-            raise RuntimeError(
+            raise EngineFailed(
                 f"the inference server did not load what {path} holds (checksum {acknowledged}, not {expected}): "
                 "was the directory changed meanwhile?"
             )

@@ -27,7 +27,7 @@ from headrace.environments.base import Environment
 from headrace.errors import BadInput
 from headrace.inference.client import EngineClient
 from headrace.inference.schema import Health
-from headrace.observe.history import Tail
+from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.dispatcher import EpisodeRunner
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
@@ -70,8 +70,11 @@ def wire(
         _filters(config.pre_batch_filters, model.vocab_size),
         _filters(config.post_batch_filters, model.vocab_size),
         _seq_len(config),
+        {env.name: env.timeout for env in config.train.env},
     )
-    eval_processing = EvalProcessing(_by_name(environments, Kind.EVAL))
+    eval_processing = EvalProcessing(
+        _by_name(environments, Kind.EVAL), {env.name: env.timeout for env in config.eval.env}
+    )
     pipeline = Pipeline(
         _settings(config, environments, model.engines),
         _train_source(config, environments, journal),
@@ -187,9 +190,8 @@ def _evaluated(config: OrchestratorConfig, run: RunDir) -> dict[str, int]:
     if resumed and not config.eval.skip_eval_on_resume:
         return dict.fromkeys(names, resumed - 1)
     done = {} if config.eval.eval_base_model else dict.fromkeys(names, 0)
-    for record in Tail(run.metrics).read():
-        done.update({name: record["step"] for name in names if f"eval/{name}/errors" in record})
-    return done
+    evals = History(Tail(run.metrics).read()).evals  # without those of a lineage that was lost
+    return done | {name: max(evals[name]) for name in names if evals.get(name)}
 
 
 def _sampler(config: OrchestratorConfig, model: Model, kind: Kind, env: EnvConfig) -> Sampler:

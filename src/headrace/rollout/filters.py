@@ -35,7 +35,7 @@ def has_no_advantage(rollout: Rollout) -> bool:
     if any(np.any(s.streams[name]) for s in rollout.samples for name in _OTHER_COMPONENTS if name in s.streams):
         return False
     credit = [s.streams["advantages"][_in_rl_loss(s)] for s in rollout.samples if "advantages" in s.streams]
-    return any(len(values) for values in credit) and not any(np.any(values) for values in credit)
+    return any(len(values) for values in credit) and not any(np.count_nonzero(values) for values in credit)
 
 
 def _in_rl_loss(sample: Sample) -> np.ndarray:

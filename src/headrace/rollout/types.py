@@ -176,6 +176,13 @@ class Rollout(msgspec.Struct):
     def newest_version(self) -> int | None:
         return max((int(turn.versions.max()) for turn in self.turns if len(turn.versions)), default=None)
 
+    @property
+    def mean_advantage(self) -> float | None:
+        """Over the tokens that the policy sampled; None without credit."""
+        credit = [s.streams["advantages"][s.mask] for s in self.samples if "advantages" in s.streams]
+        tokens = sum(len(values) for values in credit)
+        return float(sum(values.sum() for values in credit)) / tokens if tokens else None
+
 
 class Group(msgspec.Struct, frozen=True):
     """`size` episodes of one task. The id is unique: the same task may be open twice."""
