@@ -102,6 +102,8 @@ class Simulation:
         self.journal = Journal(Path(":memory:"))
         self.failure_rate = rng.choice([0.0, 0.05, 0.3])
         self.equal_rewards = rng.choice([0.0, 0.5, 0.9])
+        self.two_agents = rng.choice([0.0, 0.0, 0.5])
+        self.early_filter = rng.random() < 0.3
         self.trainer = _Trainer(self, crash_rate=rng.choice([0.0, 0.1, 0.3]))
         self.engine = Version(0, 0)
         self.evaluated: dict[str, int] = {}
@@ -259,7 +261,11 @@ class _Process:
         }
         no_signal = [Filter("zero_advantage", has_no_advantage, enforce=True)]
         self.processing = TrainProcessing(
-            {"plain": Grpo(), "stateful": stateful}, environments, [], no_signal, settings.seq_len
+            {"plain": Grpo(), "stateful": stateful},
+            environments,
+            no_signal if world.early_filter else [],
+            no_signal,
+            settings.seq_len,
         )
         evals: dict[str, Environment] = {
             env.name: ScoredTogether() if env.together else Environment() for env in world.eval_envs
@@ -355,9 +361,13 @@ class _Process:
         assert episode.id not in self.arrived
         self.arrived.add(episode.id)
         levels = self.processing if episode.kind is Kind.TRAIN else self.eval_processing
-        rollout = self._rollout(episode)
-        await levels.process_rollout(rollout)
-        await self.handle(Arrival(episode, [rollout]))
+        rollouts = [self._rollout(episode)]
+        if episode.kind is Kind.TRAIN and rollouts[0].error is None and self.rng.random() < self.world.two_agents:
+            rollouts.append(self._rollout(episode))
+            rollouts[1].agent, rollouts[1].trainable = "other", self.rng.random() < 0.7
+        for rollout in rollouts:
+            await levels.process_rollout(rollout)
+        await self.handle(Arrival(episode, rollouts))
 
     def _rollout(self, episode: Episode) -> Rollout:
         group, rng = episode.group, self.rng

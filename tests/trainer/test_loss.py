@@ -1,12 +1,25 @@
-"""The losses against the worked example of their specification, and gradients against the formulas written out."""
+"""The losses on a worked example, what they report, and what broken tokens do to them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.trainer.loss import LossInputs, ce_loss, default_loss, ipo_loss, ref_kl_loss
+from headrace.trainer.loss import (
+    LossInputs,
+    LossOutputs,
+    PackedInputs,
+    ce_loss,
+    cispo_loss,
+    default_loss,
+    gspo_loss,
+    icepop_loss,
+    ipo_loss,
+    ppo_clip_loss,
+    ref_kl_loss,
+    reinforce_loss,
+)
 
 # The worked example (float64): six tokens, all members.
 T = torch.tensor([-0.10, -0.50, -2.0, -0.05, -1.2, -0.30], dtype=torch.float64)
@@ -14,13 +27,17 @@ I = torch.tensor([-0.20, -0.40, -0.90, -0.90, -1.1, -0.35], dtype=torch.float64)
 A = torch.tensor([1, -1, -1, 1, 0, 0.5], dtype=torch.float64)
 REF = torch.tensor([-0.3, -0.1, -0.5, -0.2, -2.0, -0.25], dtype=torch.float64)
 ALL = torch.ones(6, dtype=torch.bool)
+ONE_SEQUENCE = torch.zeros(6, dtype=torch.int64)
+
+RATIO_LOSSES = [default_loss, ipo_loss, ppo_clip_loss, gspo_loss, icepop_loss, ref_kl_loss]
+LOSSES = [*RATIO_LOSSES, cispo_loss, reinforce_loss, ce_loss]
 
 
-def example(mask: Tensor = ALL, weights: Tensor | None = None) -> LossInputs:
-    return LossInputs(T.clone().requires_grad_(), I, REF, A, mask, weights)
+def example(mask: Tensor = ALL, weights: Tensor | None = None, sequences: Tensor = ONE_SEQUENCE) -> PackedInputs:
+    return PackedInputs(T.clone().requires_grad_(), I, REF, A, mask, weights, sequences=sequences)
 
 
-def mean(outputs, name: str) -> float:
+def mean(outputs: LossOutputs, name: str) -> float:
     total, count = outputs.metrics[name]
     return float(total / count)
 
@@ -68,39 +85,71 @@ def test_ce_loss_is_the_weighted_negative_logprob_of_members():
     assert mean(outputs, "ce/nll") == pytest.approx((0.10 + 2.0 + 0.05 + 0.30) / 4)  # the metric is unweighted
 
 
-def default_formula(t: Tensor, w: Tensor) -> Tensor:
-    d = t.detach().exp() - I.exp()
-    keep = ~torch.where(A > 0, d > 0.2, d < -0.2)
-    return (w * (-(keep * A) * (t - I).exp() + 1e-3 * (t - I) ** 2)).sum()
+# rho = [1.105171, 0.904837, 0.332871, 2.339647, 0.904837, 1.051271]
 
 
-def ipo_formula(t: Tensor, w: Tensor) -> Tensor:
-    keep = (t.detach().exp() - I.exp()).abs() <= 0.1
-    return (w * (-(keep * A) * (t - I).exp() + 1e-3 * (t - I) ** 2)).sum()
+def test_ppo_clip_loss_of_the_worked_example():
+    outputs = ppo_clip_loss(example())
+    # Token 2 (A = -1) is held at 0.8, token 3 (A = 1) at 1.2.
+    assert outputs.loss.item() == pytest.approx(-(1.105171 - 0.904837 - 0.8 + 1.2 + 0.5 * 1.051271), abs=1e-6)
+    assert mean(outputs, "is_clipped") == pytest.approx(2 / 6)
+    assert mean(outputs, "is_clipped_low") == pytest.approx(1 / 6)
+    assert mean(outputs, "is_clipped_high") == pytest.approx(1 / 6)
+    assert mean(outputs, "mismatch_kl") == pytest.approx(float(((T - I).exp() - (T - I) - 1).mean()))
 
 
-def ref_kl_formula(t: Tensor, w: Tensor) -> Tensor:
-    keep = t.detach().exp() - I.exp() >= -0.2
-    return (w * (-(keep * (REF - t).detach()) * (t - I).exp() + 1e-3 * (t - I) ** 2)).sum()
+def test_ppo_clips_higher_where_it_is_told_to():
+    outputs = ppo_clip_loss(example(), eps_low=0.05, eps_high=2.0)
+    # Tokens 1 and 2 are held at 0.95; token 3 keeps its ratio.
+    assert outputs.loss.item() == pytest.approx(-(1.105171 - 0.95 - 0.95 + 2.339647 + 0.5 * 1.051271), abs=1e-6)
+    assert mean(outputs, "is_clipped_high") == 0.0
 
 
-def ce_formula(t: Tensor, w: Tensor) -> Tensor:
-    return (-t * w).sum()
+def test_gspo_loss_of_the_worked_example_as_one_sequence():
+    outputs = gspo_loss(example())
+    # The mean of l is -0.05, so s = 0.951229: below the clip range, which holds negative advantages at 0.9997.
+    assert outputs.loss.item() == pytest.approx(-(2.5 * 0.9512294 - 2 * 0.9997), abs=1e-6)
+    assert mean(outputs, "sequence_ratio") == pytest.approx(0.951229, abs=1e-6)
+    assert mean(outputs, "is_clipped") == mean(outputs, "is_clipped_low") == pytest.approx(2 / 6)
+    assert mean(outputs, "is_clipped_high") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("loss", "formula"),
-    [(default_loss, default_formula), (ipo_loss, ipo_formula), (ref_kl_loss, ref_kl_formula), (ce_loss, ce_formula)],
-)
-def test_value_and_gradient_equal_the_plain_formula(loss, formula):
-    weights = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.1, -1.0], dtype=torch.float64)
-    for members in (ALL, torch.tensor([True, False, True, False, True, False])):
-        inputs, t = example(members, weights), T.clone().requires_grad_()
-        outputs = loss(inputs)
-        expected = formula(t, weights * members)
-        torch.testing.assert_close(outputs.loss, expected)
-        wanted = torch.autograd.grad(expected, t)[0]
-        torch.testing.assert_close(torch.autograd.grad(outputs.loss, inputs.trainer_logprobs)[0], wanted)
+def test_gspo_has_a_ratio_per_sequence_over_members_alone():
+    members = torch.tensor([True, True, False, True, False, True])
+    outputs = gspo_loss(example(members, sequences=torch.tensor([1, 1, 1, 0, 0, 0])))
+    # Sequence 1: members 0 and 1, l = 0.1 and -0.1, s = 1. Sequence 0: members 3 and 5, l = 0.85 and 0.05, s = e**0.45,
+    # above the clip range, which holds positive advantages at 1.0004.
+    assert outputs.loss.item() == pytest.approx(-(1.0 - 1.0 + 1.5 * 1.0004), abs=1e-6)
+    assert mean(outputs, "sequence_ratio") == pytest.approx((2 * 1.0 + 2 * 1.568312) / 4, abs=1e-6)
+    assert mean(outputs, "is_clipped_high") == pytest.approx(2 / 4)
+
+
+def test_cispo_loss_of_the_worked_example():
+    outputs = cispo_loss(example(), eps_max=2.0)
+    products = [1.105171 * -0.10, 0.904837 * 0.50, 0.332871 * 2.0, 2.0 * -0.05, 1.051271 * 0.5 * -0.30]
+    assert outputs.loss.item() == pytest.approx(-sum(products), abs=1e-6)
+    assert mean(outputs, "is_clipped") == pytest.approx(1 / 6)  # token 3
+    assert mean(cispo_loss(example()), "is_clipped") == 0.0
+    assert "mismatch_kl" in outputs.metrics
+
+
+def test_icepop_loss_of_the_worked_example():
+    outputs = icepop_loss(example())
+    assert outputs.loss.item() == pytest.approx(-(1.105171 - 0.904837 + 2.339647 + 0.5 * 1.051271), abs=1e-6)
+    assert mean(outputs, "is_masked") == mean(outputs, "is_masked_low") == pytest.approx(1 / 6)  # token 2
+    assert mean(icepop_loss(example(), beta=2.0), "is_masked_high") == pytest.approx(1 / 6)  # token 3
+    assert {"mismatch_kl", "masked_mismatch_kl", "unmasked_mismatch_kl"} <= outputs.metrics.keys()
+
+
+def test_icepop_keeps_ratios_at_its_bounds():
+    inputs = one_token(1.0, 0.5, 0.5)  # a ratio of exactly 1
+    assert mean(icepop_loss(inputs, alpha=1.0, beta=1.0), "is_masked") == 0.0
+
+
+def test_reinforce_loss_of_the_worked_example():
+    outputs = reinforce_loss(example())
+    assert outputs.loss.item() == pytest.approx(-(-0.10 + 0.50 + 2.0 - 0.05 + 0.5 * -0.30))
+    assert set(outputs.metrics) == {"mismatch_kl"}
 
 
 def test_masked_tokens_keep_the_gradient_of_the_squared_log_ratio():
@@ -148,24 +197,102 @@ def test_absent_weights_mean_one():
     assert torch.equal(default_loss(example()).loss, default_loss(example(weights=torch.ones_like(T))).loss)
 
 
-def test_no_members_give_a_zero_that_still_reaches_the_logprobs():
-    for loss in (default_loss, ipo_loss, ce_loss, ref_kl_loss):
-        inputs = example(~ALL)
-        outputs = loss(inputs)
-        outputs.loss.backward()
-        assert outputs.loss.item() == 0.0
-        assert not inputs.trainer_logprobs.grad.any()
-        assert all(float(count) == 0 and float(total) == 0 for total, count in outputs.metrics.values())
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_members_give_a_zero_that_still_reaches_the_logprobs(loss):
+    inputs = example(~ALL)
+    outputs = loss(inputs)
+    outputs.loss.backward()
+    assert outputs.loss.item() == 0.0
+    assert not inputs.trainer_logprobs.grad.any()
+    assert all(float(count) == 0 and float(total) == 0 for total, count in outputs.metrics.values())
 
 
-def test_an_infinite_ratio_outside_the_members_does_not_poison_the_gradient():
-    members = ALL.clone()
-    members[0] = False
-    inputs = replace(example(members), inference_logprobs=torch.where(members, I, -torch.inf))
-    for loss in (default_loss, ipo_loss, ref_kl_loss):
-        inputs = replace(inputs, trainer_logprobs=T.clone().requires_grad_())
-        loss(inputs).loss.backward()
-        assert inputs.trainer_logprobs.grad.isfinite().all()
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_tokens_at_all_give_a_zero(loss):
+    none = torch.zeros(0, dtype=torch.float64, requires_grad=True)
+    empty = none.detach()
+    inputs = PackedInputs(none, empty, empty, empty, empty.bool(), sequences=empty.long())
+    outputs = loss(inputs)
+    outputs.loss.backward()
+    assert outputs.loss.item() == 0.0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("stream", ["trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages", "weights"])
+def test_what_a_token_holds_that_is_no_member_changes_nothing(loss, broken: float, stream: str):
+    members = torch.tensor([False, True, True, True, False, True])
+    stream = "loss_weights" if stream == "weights" else stream
+    whole, inputs = example(members, torch.ones_like(T)), example(members, torch.ones_like(T))
+    holed = getattr(inputs, stream).detach().where(members, broken)
+    inputs = replace(inputs, **{stream: holed.requires_grad_(stream == "trainer_logprobs")})
+    expected, outputs = loss(whole), loss(inputs)
+    expected.loss.backward()
+    outputs.loss.backward()
+    assert torch.equal(outputs.loss, expected.loss)
+    assert torch.equal(inputs.trainer_logprobs.grad, whole.trainer_logprobs.grad)
+    assert outputs.metrics == expected.metrics
+
+
+def one_member_beside_a_plain_one(advantage: float, t: float, i: float) -> PackedInputs:
+    """In float32, as in training; each token is a sequence."""
+    logprobs = torch.tensor([t, -1.0], requires_grad=True)
+    sampled, reference = torch.tensor([i, -1.1]), torch.tensor([t + advantage, -0.5])
+    return PackedInputs(
+        logprobs, sampled, reference, torch.tensor([advantage, 1.0]), ALL[:2], sequences=torch.tensor([0, 1])
+    )
+
+
+@pytest.mark.parametrize("loss", [default_loss, ppo_clip_loss, gspo_loss, cispo_loss, icepop_loss, reinforce_loss])
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_ratio_beyond_all_numbers_is_masked_or_clipped_without_a_nan(loss, advantage: float):
+    inputs = one_member_beside_a_plain_one(advantage, t=-1e-4, i=-200.0)  # exp(200) is no float32
+    outputs = loss(inputs)
+    outputs.loss.backward()
+    assert outputs.loss.isfinite()
+    assert inputs.trainer_logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_token_that_the_trainer_finds_impossible_gives_no_nan(loss, advantage: float):
+    inputs = one_member_beside_a_plain_one(advantage, t=-1e4, i=-0.1)
+    outputs = loss(inputs)
+    outputs.loss.backward()
+    assert outputs.loss.isfinite()
+    assert inputs.trainer_logprobs.grad.isfinite().all()
+
+
+def test_an_unbounded_ratio_that_a_loss_keeps_breaks_the_gradient_visibly():
+    # PPO does not bound the ratio of a negative advantage from above. The step is then skipped, and said.
+    inputs = one_member_beside_a_plain_one(-1.0, t=-1e-4, i=-200.0)
+    ppo_clip_loss(inputs).loss.backward()
+    assert not inputs.trainer_logprobs.grad[0].isfinite()
+
+
+@pytest.mark.parametrize(
+    "loss", [default_loss, ipo_loss, ppo_clip_loss, gspo_loss, cispo_loss, icepop_loss, reinforce_loss]
+)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("token", range(6))
+def test_a_member_with_a_broken_advantage_breaks_the_gradient_masked_or_not(loss, broken: float, token: int):
+    advantages = A.clone()
+    advantages[token] = broken
+    inputs = replace(example(), advantages=advantages)
+    loss(inputs).loss.backward()
+    assert not inputs.trainer_logprobs.grad.isfinite().all()
+
+
+def test_what_a_loss_of_ones_own_may_read_and_returns():
+    assert [field.name for field in fields(LossInputs)] == [
+        "trainer_logprobs",
+        "inference_logprobs",
+        "ref_logprobs",
+        "advantages",
+        "loss_mask",
+        "loss_weights",
+    ]
+    assert [field.name for field in fields(LossOutputs)] == ["loss", "metrics"]
 
 
 def test_ref_kl_without_reference_logprobs_names_the_algorithms_that_provide_them():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, Mist
 from headrace.config.model import ModelConfig
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.lm_head import label_logprobs
-from headrace.trainer.model import PackedModel, initial_model
+from headrace.trainer.model import PackedModel, hidden_states, initial_model
 from headrace.trainer.row import make_row
 from tests.trainer.training_samples import ARCHITECTURES, SIZES, write_random_model
 
@@ -33,12 +33,14 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(name: str, tmp_path: P
     sequences = mixed_sequences()
     row = make_row([sequence[:-1] if len(sequence) > 1 else sequence for sequence in sequences], CPU)
     assert row.token_ids.shape[1] < sum(map(len, sequences)) - 80  # prefixes are shared
-    hidden = packed.hidden(row)
+    hidden = hidden_states(packed.module, row)
     for sequence, places in zip(sequences, row.places, strict=True):
         if len(sequence) == 1:
             continue
         labels = torch.from_numpy(sequence[1:])
-        given, _ = label_logprobs(hidden[places], packed.head, labels, torch.ones(len(labels)), 8)
+        given, _ = label_logprobs(
+            hidden[places], packed.module.get_output_embeddings().weight, labels, torch.ones(len(labels)), 8
+        )
         logits = plain(torch.from_numpy(sequence)[None]).logits[0, :-1]
         expected = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
@@ -51,7 +53,7 @@ def test_gradients_of_sequences_that_share_a_prefix_add_up(tmp_path: Path, check
     plain = AutoModelForCausalLM.from_pretrained(directory)
     sequences = mixed_sequences()
     row = make_row(sequences, CPU)
-    hidden = packed.hidden(row)
+    hidden = hidden_states(packed.module, row)
     direction = torch.randn(hidden.shape[1])
     sum((hidden[places] @ direction).sum() for places in row.places).backward()
     sum((plain.model(torch.from_numpy(s)[None]).last_hidden_state @ direction).sum() for s in sequences).backward()
@@ -97,9 +99,9 @@ def test_missing_tensors_are_an_error_that_names_them(tiny_model: Path, tmp_path
 def test_sliding_window_is_refused_only_for_longer_sequences(tmp_path: Path):
     config = MistralConfig(sliding_window=16, **SIZES)
     model = PackedModel(write_random_model(tmp_path, config), CPU)
-    model.hidden(make_row([np.arange(16)], CPU))
+    hidden_states(model.module, make_row([np.arange(16)], CPU))
     with pytest.raises(UnsupportedModel, match="last 16 tokens only, but a sequence has 17"):
-        model.hidden(make_row([np.arange(17)], CPU))
+        hidden_states(model.module, make_row([np.arange(17)], CPU))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Checkpoints: exact resume, whole or absent, the newest few kept."""
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from headrace.trainer.checkpoint import MARKER, TrainState
 from headrace.trainer.learner import ResumeError, starting_point
 from headrace.trainer.loss import default_loss
 from headrace.trainer.model import PackedModel
-from headrace.trainer.optim import Optimizer
+from headrace.trainer.optim import Optimizer, adamw
 from headrace.trainer.step import TrainStep
 from headrace.transport.files import write_directory
 from tests.trainer.training_samples import random_samples
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 def load(directory: Path) -> tuple[PackedModel, Optimizer]:
     model = PackedModel(directory, CPU)
-    return model, Optimizer(model.named_parameters(), weight_decay=0.1)
+    return model, Optimizer(model.named_parameters(), partial(adamw, weight_decay=0.1))
 
 
 def train(model: PackedModel, optimizer: Optimizer, first: int, last: int) -> None:

@@ -5,29 +5,106 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config
 from headrace.config.model import ModelConfig
 
 
-class AdamWConfig(Config):
-    type: Literal["adamw"] = "adamw"
+def _by_type(default: str, what: str, known: str) -> Discriminator:
+    """Which member of a union a table is, by its `type`."""
+
+    def chosen(value: Any) -> str:
+        return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
+
+    message = f"no such {what}. Known: {known}"
+    return Discriminator(chosen, custom_error_type=f"unknown_{what}", custom_error_message=message)
+
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AnyOptimConfig(Config):
+    """What all optimizers have in common."""
+
     lr: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
+    """Of every parameter, also of norms and biases."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to this norm; 0: never."""
+    offload_state: bool = False
+    """Keep the optimizer's state in CPU memory, and bring each parameter's to the GPU for its own update only."""
 
 
-class SchedulerConfig(Config):
+class AdamWConfig(AnyOptimConfig):
+    type: Literal["adamw"] = "adamw"
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+
+
+class MuonConfig(AnyOptimConfig):
+    """Muon for the matrices of hidden layers; AdamW, with `betas` and `eps`, for embeddings, head, norms and biases.
+
+    Muon's updates are scaled to the size of AdamW's, so that one `lr`, of the size that AdamW needs, serves both.
+    """
+
+    type: Literal["muon"] = "muon"
+    momentum: Rate = 0.95
+    nesterov: bool = True
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Newton-Schulz iterations that make an update orthogonal."""
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+
+
+class SgdConfig(AnyOptimConfig):
+    type: Literal["sgd"] = "sgd"
+    momentum: Rate = 0.0
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> SgdConfig:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov looks ahead along the momentum: set a momentum above 0, or leave nesterov out")
+        return self
+
+
+OptimConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")] | Annotated[MuonConfig, Tag("muon")] | Annotated[SgdConfig, Tag("sgd")],
+    _by_type("adamw", "optimizer", "adamw, muon, sgd"),
+]
+
+
+class BasicSchedulerConfig(Config):
     """The learning rate over the run, as a multiple of `optim.lr`."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     min_factor: float = Field(0.0, ge=0, le=1)
     """Where linear and cosine end, at `max_steps`."""
+
+
+class WsdSchedulerConfig(Config):
+    """Warmup, stable, decay: the learning rate falls over the last steps alone."""
+
+    type: Literal["wsd"] = "wsd"
+    warmup_steps: int = Field(0, ge=0)
+    min_factor: float = Field(0.0, ge=0, le=1)
+    """Where it ends, at `max_steps`."""
+    decay_steps: int | None = Field(None, ge=1)
+    """Unset: `decay_fraction` of the run."""
+    decay_fraction: float = Field(0.1, gt=0, le=1)
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    """`sqrt` falls with the square root of the progress: fast first, slowly at the end."""
+
+
+SchedulerConfig = Annotated[
+    Annotated[BasicSchedulerConfig, Tag("constant")]
+    | Annotated[BasicSchedulerConfig, Tag("linear")]
+    | Annotated[BasicSchedulerConfig, Tag("cosine")]
+    | Annotated[WsdSchedulerConfig, Tag("wsd")],
+    _by_type("constant", "scheduler", "constant, linear, cosine, wsd"),
+]
 
 
 class DefaultLossConfig(Config):
@@ -49,12 +126,68 @@ class IpoLossConfig(Config):
     kl_tau: float = Field(1e-3, ge=0)
 
 
-def _loss_type(value: Any) -> str:
-    return str(value.get("type", "default") if isinstance(value, dict) else value.type)
+class PpoClipLossConfig(Config):
+    """PPO's clip of each token's ratio; DAPO's clip-higher is 0.2 and 0.28."""
+
+    type: Literal["ppo_clip"] = "ppo_clip"
+    eps_low: float = Field(0.2, ge=0, le=1)
+    eps_high: float = Field(0.2, ge=0)
+
+
+class GspoLossConfig(Config):
+    """PPO's clip of one ratio per sequence."""
+
+    type: Literal["gspo"] = "gspo"
+    eps_low: float = Field(3e-4, ge=0, le=1)
+    eps_high: float = Field(4e-4, ge=0)
+
+
+class CispoLossConfig(Config):
+    """REINFORCE with an importance weight of at most `eps_max`."""
+
+    type: Literal["cispo"] = "cispo"
+    eps_max: float = Field(5.0, gt=0)
+
+
+class IcepopLossConfig(Config):
+    """Only tokens whose ratio is between `alpha` and `beta`."""
+
+    type: Literal["icepop"] = "icepop"
+    alpha: float = Field(0.5, ge=0)
+    beta: float = Field(5.0, gt=0)
+
+    @model_validator(mode="after")
+    def _some_ratio_is_kept(self) -> IcepopLossConfig:
+        if self.alpha > self.beta:
+            raise ValueError(f"alpha {self.alpha} is above beta {self.beta}: no token would be trained")
+        return self
+
+
+class ReinforceLossConfig(Config):
+    """The plain policy gradient."""
+
+    type: Literal["reinforce"] = "reinforce"
+
+
+class CustomLossConfig(Config):
+    """A loss of your own: a function from one sequence's `LossInputs` to `LossOutputs` (`headrace.trainer.loss`)."""
+
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """`package.module:function`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 LossConfig = Annotated[
-    Annotated[DefaultLossConfig, Tag("default")] | Annotated[IpoLossConfig, Tag("ipo")], Discriminator(_loss_type)
+    Annotated[DefaultLossConfig, Tag("default")]
+    | Annotated[IpoLossConfig, Tag("ipo")]
+    | Annotated[PpoClipLossConfig, Tag("ppo_clip")]
+    | Annotated[GspoLossConfig, Tag("gspo")]
+    | Annotated[CispoLossConfig, Tag("cispo")]
+    | Annotated[IcepopLossConfig, Tag("icepop")]
+    | Annotated[ReinforceLossConfig, Tag("reinforce")]
+    | Annotated[CustomLossConfig, Tag("custom")],
+    _by_type("default", "loss", "default, ipo, ppo_clip, gspo, cispo, icepop, reinforce, custom (with import_path)"),
 ]
 
 
@@ -80,8 +213,8 @@ class TrainingConfig(Config):
     seq_len: int | None = Field(None, ge=2)
     """Tokens per packed bin, and the longest sequence that is trained."""
     seed: int = 0
-    optim: AdamWConfig = Field(default_factory=AdamWConfig)
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    optim: OptimConfig = Field(default_factory=AdamWConfig)
+    scheduler: SchedulerConfig = Field(default_factory=BasicSchedulerConfig)
     ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig)
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput
-from headrace.rollout.packing import pack
+from headrace.rollout.packing import Bin, pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import TrainState
 from headrace.trainer.loss import Loss
-from headrace.trainer.model import PackedModel, choose_device, compute_dtype, initial_model
-from headrace.trainer.optim import Optimizer, learning_rate_factor
+from headrace.trainer.model import PackedModel, compute_dtype, initial_model
+from headrace.trainer.optim import Optimizer, update_rule
+from headrace.trainer.ranks import Ranks
+from headrace.trainer.schedule import learning_rate_factor
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.transport.files import write_directory
 
@@ -38,21 +40,26 @@ class Learner:
             raise ValueError("output_dir, max_steps and seq_len must be set to train")
         self.config = config
         self.max_steps, self.seq_len = config.max_steps, config.seq_len
-        device = choose_device()
+        self.ranks = Ranks()
         self.model = PackedModel(
             start / checkpoint.MODEL if start else initial_model(config.model),
-            device,
-            dtype=compute_dtype(config.model.dtype, device),
+            self.ranks.device,
+            dtype=compute_dtype(config.model.dtype, self.ranks.device),
             activation_checkpointing=config.activation_checkpointing,
             trust_remote_code=config.model.trust_remote_code,
         )
+        if self.ranks.size > 1:
+            self.model.shard(self.ranks.mesh())
         optim = config.optim
         self.optimizer = Optimizer(
             self.model.named_parameters(),
-            weight_decay=optim.weight_decay,
-            betas=optim.betas,
-            eps=optim.eps,
+            update_rule(
+                optim.type,
+                self.model.module,
+                **optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"}),
+            ),
             max_grad_norm=optim.max_grad_norm or None,
+            offload_state=optim.offload_state,
         )
         self.state = TrainState()
         if start is not None:
@@ -64,6 +71,7 @@ class Learner:
             losses,
             lm_head_chunk=config.lm_head_chunk,
             micro_batch_tokens=_micro_batch_tokens(self.model, config.seq_len),
+            ranks=self.ranks,
         )
 
     @property
@@ -77,9 +85,8 @@ class Learner:
         factor = learning_rate_factor(
             self.state.step + 1,
             kind=scheduler.type,
-            warmup_steps=scheduler.warmup_steps,
-            min_factor=scheduler.min_factor,
             max_steps=self.max_steps,
+            **scheduler.model_dump(exclude={"type"}),
         )
         return self.config.optim.lr * factor
 
@@ -88,12 +95,18 @@ class Learner:
     ) -> StepResult | None:
         """One optimizer step on all samples; None, with nothing changed, if it was stopped."""
         skipped = self.optimizer.skipped
-        result = self._step.run(pack(samples, self.seq_len), self.learning_rate, envs=envs, stopped=stopped)
+        result = self._step.run(self._bins(samples), self.learning_rate, envs=envs, stopped=stopped)
         if result is not None:
             self.state.step += 1
             self.state.tokens_trained += result.tokens
             self.state.skipped_steps += self.optimizer.skipped - skipped
         return result
+
+    def _bins(self, samples: list[Sample]) -> list[Bin]:
+        """This rank's share of a step."""
+        if self.ranks.size == 1:
+            return pack(samples, self.seq_len)
+        return pack_for_worker(self.ranks.index, samples, self.seq_len, self.ranks.size, self.model.cost)
 
     def metrics(self, result: StepResult, lr: float, seconds: float) -> dict[str, float]:
         """The record of a step that took `seconds` in all."""

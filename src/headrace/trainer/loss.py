@@ -1,24 +1,37 @@
 """The training losses: pure functions of per-token tensors.
 
 Per token: `t` is the trainer's logprob, `i` the one it was sampled with, `A` its advantage, `m` whether it is a member
-of the component, `w` its weight in it; l = t - i, rho = exp(l), d = exp(t) - exp(i). Masks compare `d`, which has no
-gradient; rho is never clipped.
+of the component, `w` its weight in it; l = t - i, rho = exp(l), d = exp(t) - exp(i). Each line is multiplied by w * m;
+masks and bounds have no gradient.
 
-    default   w * (-keep * adv_tau * A * rho + kl_tau * m * l**2)    keep: d <= high where A > 0, else d >= -low
-    ipo       the same                                               keep: |d| <= threshold
-    ce        w * -t
-    ref_kl    w * (-keep * stopgrad(ref - t) * rho + kl_tau * m * l**2)    keep: d >= -low
+    default    -keep * adv_tau * A * rho + kl_tau * l**2          keep: d <= high where A > 0, else d >= -low
+    ipo        the same                                           keep: |d| <= threshold
+    ppo_clip   -min(rho * A, clip(rho) * A)                       clip: to 1 - eps_low .. 1 + eps_high
+    gspo       the same, with s for rho                           s = exp(mean of l over the sequence's members)
+    cispo      -stopgrad(min(rho, eps_max)) * A * t
+    icepop     -keep * A * rho                                    keep: alpha <= rho <= beta
+    reinforce  -A * t
+    ce         -t
+    ref_kl     -keep * stopgrad(ref - t) * rho + kl_tau * l**2    keep: d >= -low
 
-Each returns a sum over its members; the step divides it by the number of members in the whole step. Metrics are sums
-and counts over members. Left for later: losses that need a whole sequence at once.
+All but the last two are losses of the rl component. Each returns a sum over its members; the step divides it by the
+number of members in the whole step. Metrics are sums and counts over members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import repeat
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from headrace.errors import BadInput, Failure
+from headrace.imports import load
 
 MISSING_REFERENCE = (
     "tokens have ref_kl weights but no ref_logprobs: these come from the algorithms that score with a reference model "
@@ -26,6 +39,8 @@ MISSING_REFERENCE = (
 )
 Metrics = dict[str, tuple[Tensor, Tensor]]
 """Sum and count by name."""
+TAKEN_METRICS = {"loss", "entropy"}
+"""What the step itself reports."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,14 @@ class LossInputs:
     loss_weights: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackedInputs(LossInputs):
+    """The tokens of several whole sequences, end to end."""
+
+    sequences: Tensor
+    """Which sequence each token is of, by a number below the number of tokens."""
+
+
 @dataclass(frozen=True)
 class LossOutputs:
     loss: Tensor
@@ -47,7 +70,23 @@ class LossOutputs:
     metrics: Metrics = field(default_factory=dict)
 
 
-Loss = Callable[[LossInputs], LossOutputs]
+Loss = Callable[[PackedInputs], LossOutputs]
+
+
+def policy_loss(kind: str, **settings: Any) -> Loss:
+    """The loss of the rl component by its name in the configuration, with its settings bound."""
+    if kind == "custom":
+        return CustomLoss(**settings)
+    losses: dict[str, Callable[..., LossOutputs]] = {
+        "default": default_loss,
+        "ipo": ipo_loss,
+        "ppo_clip": ppo_clip_loss,
+        "gspo": gspo_loss,
+        "cispo": cispo_loss,
+        "icepop": icepop_loss,
+        "reinforce": reinforce_loss,
+    }
+    return partial(losses[kind], **settings)
 
 
 def default_loss(
@@ -64,7 +103,7 @@ def default_loss(
     too_high = positive & (difference > dppo_mask_high)
     too_low = ~positive & (difference < -dppo_mask_low)
     masked = too_high | too_low
-    outputs = _policy_loss(inputs, adv_tau * inputs.advantages, masked, kl_tau)
+    outputs = _masked_ratio_loss(inputs, adv_tau * inputs.advantages, masked, kl_tau)
     members = inputs.loss_mask
     outputs.metrics["is_masked_low"] = _mean(too_low, members)
     outputs.metrics["is_masked_high"] = _mean(too_high, members)
@@ -78,14 +117,50 @@ def ipo_loss(
 ) -> LossOutputs:
     """The default loss with a symmetric mask."""
     masked = _probability_difference(inputs).abs() > ipo_threshold
-    return _policy_loss(inputs, adv_tau * inputs.advantages, masked, kl_tau)
+    return _masked_ratio_loss(inputs, adv_tau * inputs.advantages, masked, kl_tau)
+
+
+def ppo_clip_loss(inputs: LossInputs, *, eps_low: float = 0.2, eps_high: float = 0.2) -> LossOutputs:
+    """PPO's pessimistic clip of each token's ratio. DAPO's clip-higher is 0.2 and 0.28."""
+    return _clipped_ratio_loss(inputs, _log_ratio(inputs), eps_low, eps_high)
+
+
+def gspo_loss(inputs: PackedInputs, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> LossOutputs:
+    """PPO's clip of one ratio per sequence, the geometric mean of its members' ratios."""
+    log_ratio = _mean_of_sequence(_log_ratio(inputs), inputs)
+    outputs = _clipped_ratio_loss(inputs, log_ratio, eps_low, eps_high)
+    outputs.metrics["sequence_ratio"] = _mean(log_ratio.exp(), inputs.loss_mask)
+    return outputs
+
+
+def cispo_loss(inputs: LossInputs, *, eps_max: float = 5.0) -> LossOutputs:
+    """REINFORCE with a truncated importance weight: unlike a clipped ratio, no token loses its gradient."""
+    ratio = _log_ratio(inputs).detach().exp()
+    per_token = -ratio.clamp(max=eps_max) * inputs.advantages * _of_members(inputs.trainer_logprobs, inputs)
+    metrics = {"mismatch_kl": _mismatch_kl(inputs), "is_clipped": _mean(ratio > eps_max, inputs.loss_mask)}
+    return LossOutputs(_weighted_sum(per_token, inputs), metrics)
+
+
+def icepop_loss(inputs: LossInputs, *, alpha: float = 0.5, beta: float = 5.0) -> LossOutputs:
+    """Drops the tokens on which trainer and engine disagree too much, in either direction."""
+    ratio = _log_ratio(inputs).detach().exp()
+    too_low, too_high = ratio < alpha, ratio > beta
+    outputs = _masked_ratio_loss(inputs, inputs.advantages, too_low | too_high, kl_tau=0.0)
+    outputs.metrics["is_masked_low"] = _mean(too_low, inputs.loss_mask)
+    outputs.metrics["is_masked_high"] = _mean(too_high, inputs.loss_mask)
+    return outputs
+
+
+def reinforce_loss(inputs: LossInputs) -> LossOutputs:
+    """The plain policy gradient: no correction for the policy that sampled."""
+    per_token = -inputs.advantages * _of_members(inputs.trainer_logprobs, inputs)
+    return LossOutputs(_weighted_sum(per_token, inputs), {"mismatch_kl": _mismatch_kl(inputs)})
 
 
 def ce_loss(inputs: LossInputs) -> LossOutputs:
     """Cross-entropy with the token itself as the label."""
-    nll = -inputs.trainer_logprobs
-    loss = _weighted(nll, inputs).sum()
-    return LossOutputs(loss, {"ce/nll": _mean(nll, inputs.loss_mask)})
+    nll = -_of_members(inputs.trainer_logprobs, inputs)
+    return LossOutputs(_weighted_sum(nll, inputs), {"ce/nll": _mean(nll, inputs.loss_mask)})
 
 
 def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> LossOutputs:
@@ -94,37 +169,145 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
         raise ValueError(MISSING_REFERENCE)
     gap = (inputs.ref_logprobs - inputs.trainer_logprobs).detach()
     masked = _probability_difference(inputs) < -mask_low
-    outputs = _policy_loss(inputs, gap, masked, kl_tau)
+    outputs = _masked_ratio_loss(inputs, gap, masked, kl_tau)
     named = {
         f"ref_kl/{name}": outputs.metrics[name] for name in ("masked_mismatch_kl", "unmasked_mismatch_kl", "is_masked")
     }
     return LossOutputs(outputs.loss, {**named, "ref_kl": _mean(-gap, inputs.loss_mask)})
 
 
-def _policy_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_tau: float) -> LossOutputs:
-    """The part that all ratio losses share."""
-    # Cut non-members off here: further down an infinite ratio times a zero gradient would still be a NaN.
-    log_ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).where(inputs.loss_mask, 0.0)
-    ratio = log_ratio.exp()
-    per_token = -(credit * ratio).where(~masked, 0.0) + kl_tau * log_ratio**2
-    mismatch, members = (ratio - log_ratio - 1).detach(), inputs.loss_mask
+class CustomLoss:
+    """A user's own function of one sequence, `package.module:function`.
+
+    It sees the sequence's trained tokens of all components, in order; `loss_mask` says which are members of this one.
+    Sequences without members are not shown to it. It is called once at the start, with a sequence of one token, since
+    every rank must report the same metrics, also one that has no sequence.
+    """
+
+    def __init__(self, import_path: str, kwargs: dict[str, Any]) -> None:
+        self.import_path = import_path
+        function = load(import_path, "loss")
+        try:
+            inspect.signature(function).bind(None, **kwargs)
+        except TypeError as error:
+            raise BadInput(f"loss {import_path!r} does not take these kwargs: {error}") from error
+        self._function = partial(function, **kwargs)
+        one = torch.ones(1)
+        outputs = self._function(LossInputs(-one, -one, -one, one, one.bool(), one))
+        self._check(outputs)
+        self._metrics = list(outputs.metrics)
+
+    def __call__(self, inputs: PackedInputs) -> LossOutputs:
+        loss = inputs.trainer_logprobs.new_zeros(())
+        sums = {name: (torch.zeros_like(loss), torch.zeros_like(loss)) for name in self._metrics}
+        for sequence in _split(inputs):
+            outputs = self._function(sequence)
+            self._check(outputs)
+            if outputs.metrics.keys() != sums.keys():
+                raise Failure(
+                    f"loss {self.import_path!r} reported {', '.join(outputs.metrics) or 'no metrics'} for one sequence "
+                    f"and {', '.join(sums) or 'none'} for another: report the same metrics always"
+                )
+            loss = loss + outputs.loss
+            sums = {name: (s + outputs.metrics[name][0], c + outputs.metrics[name][1]) for name, (s, c) in sums.items()}
+        return LossOutputs(loss, {"mismatch_kl": _mismatch_kl(inputs), **sums})
+
+    def _check(self, outputs: Any) -> None:
+        if not isinstance(outputs, LossOutputs):
+            raise Failure(
+                f"loss {self.import_path!r} returned {type(outputs).__name__}: return headrace.trainer.loss.LossOutputs"
+            )
+        if not isinstance(outputs.loss, Tensor) or outputs.loss.ndim != 0:
+            raise Failure(f"loss {self.import_path!r} returned a loss that is no scalar tensor: return a sum")
+        for name in TAKEN_METRICS & outputs.metrics.keys():
+            raise Failure(f"loss {self.import_path!r} reports {name!r}, which the step reports itself: rename it")
+
+
+def _split(inputs: PackedInputs) -> Iterator[LossInputs]:
+    """Each sequence that has members, alone."""
+    lengths = torch.unique_consecutive(inputs.sequences, return_counts=True)[1].tolist()
+
+    def parts(values: Tensor | None) -> Iterable[Any]:
+        return repeat(None, len(lengths)) if values is None else torch.split(values, lengths)
+
+    columns = [parts(getattr(inputs, column.name)) for column in fields(LossInputs)]
+    sequences = (LossInputs(*values) for values in zip(*columns, strict=True))
+    return (sequence for sequence in sequences if sequence.loss_mask.any())
+
+
+def _masked_ratio_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_tau: float) -> LossOutputs:
+    """-credit * rho where it is not masked, plus kl_tau * l**2 everywhere."""
+    log_ratio = _log_ratio(inputs)
+    per_token = -_credited_ratio(credit, log_ratio, ~masked)
+    if kl_tau:
+        per_token = per_token + kl_tau * log_ratio**2
+    mismatch, members = _mismatch(log_ratio), inputs.loss_mask
     metrics = {
         "mismatch_kl": _mean(mismatch, members),
         "masked_mismatch_kl": _mean(mismatch, members & masked),
         "unmasked_mismatch_kl": _mean(mismatch, members & ~masked),
         "is_masked": _mean(masked, members),
     }
-    return LossOutputs(_weighted(per_token, inputs).sum(), metrics)
+    return LossOutputs(_weighted_sum(per_token, inputs), metrics)
+
+
+def _clipped_ratio_loss(inputs: LossInputs, log_ratio: Tensor, eps_low: float, eps_high: float) -> LossOutputs:
+    """-min(ratio * A, clip(ratio) * A). The clipped side, where it is the smaller, has no gradient."""
+    advantages, ratio = _of_members(inputs.advantages, inputs), log_ratio.detach().exp()
+    too_low = (advantages < 0) & (ratio < 1 - eps_low)
+    too_high = (advantages > 0) & (ratio > 1 + eps_high)
+    bounded = (1 - eps_low) * advantages.where(too_low, 0.0) + (1 + eps_high) * advantages.where(too_high, 0.0)
+    per_token = -(_credited_ratio(advantages, log_ratio, ~(too_low | too_high)) + bounded)
+    metrics = {
+        "mismatch_kl": _mismatch_kl(inputs),
+        "is_clipped": _mean(too_low | too_high, inputs.loss_mask),
+        "is_clipped_low": _mean(too_low, inputs.loss_mask),
+        "is_clipped_high": _mean(too_high, inputs.loss_mask),
+    }
+    return LossOutputs(_weighted_sum(per_token, inputs), metrics)
+
+
+def _credited_ratio(credit: Tensor, log_ratio: Tensor, keep: Tensor) -> Tensor:
+    """credit * ratio where it is kept, else 0."""
+    # A credit that is no finite number is kept, so that the step is skipped and said, rather than the token unnoticed.
+    keep = (keep & (credit != 0)) | ~credit.isfinite()
+    # Cut before the exponential: behind it an infinite ratio times a zero gradient would still be a NaN.
+    return (credit * log_ratio.where(keep, 0.0).exp()).where(keep, 0.0)
+
+
+def _log_ratio(inputs: LossInputs) -> Tensor:
+    return _of_members(inputs.trainer_logprobs - inputs.inference_logprobs, inputs)
+
+
+def _of_members(values: Tensor, inputs: LossInputs) -> Tensor:
+    """0 elsewhere, early on, so that nothing that other tokens hold reaches the gradient."""
+    return values.where(inputs.loss_mask, 0.0)
+
+
+def _mean_of_sequence(values: Tensor, inputs: PackedInputs) -> Tensor:
+    """For each token the mean over its sequence's members, where `values` is 0 outside them."""
+    count = torch.zeros_like(values).index_add(0, inputs.sequences, inputs.loss_mask.to(values.dtype))
+    total = torch.zeros_like(values).index_add(0, inputs.sequences, values)
+    return (total / count.clamp(min=1)).index_select(0, inputs.sequences)
 
 
 def _probability_difference(inputs: LossInputs) -> Tensor:
     return inputs.trainer_logprobs.detach().exp() - inputs.inference_logprobs.exp()
 
 
-def _weighted(per_token: Tensor, inputs: LossInputs) -> Tensor:
+def _mismatch(log_ratio: Tensor) -> Tensor:
+    """An estimate of the divergence between trainer and engine that is never negative."""
+    return (log_ratio.exp() - log_ratio - 1).detach()
+
+
+def _mismatch_kl(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    return _mean(_mismatch(_log_ratio(inputs)), inputs.loss_mask)
+
+
+def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
     if inputs.loss_weights is not None:
         per_token = per_token * inputs.loss_weights
-    return per_token.where(inputs.loss_mask, 0.0)
+    return _of_members(per_token, inputs).sum()
 
 
 def _mean(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,20 +8,26 @@ or sound. Left for later: sharded parameters, compiled layers.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from headrace.config.model import ModelConfig
+from headrace.rollout.cost import Cost, cost_of_model
 from headrace.text.hub import model_directory
 from headrace.trainer import attention
 from headrace.trainer.attention import UnsupportedModel
+from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.row import Row, make_row
 
 _NOT_COMPUTED_HERE = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
@@ -72,25 +78,46 @@ class PackedModel:
         self.module.train()
         if activation_checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._scorer = _Scorer(self.module, dtype)
+        self._autocast = dtype == torch.bfloat16
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spread parameters, gradients and optimizer state over the ranks of a mesh, layer by layer.
+
+        What is in no layer, the embeddings above all, tied or not, is in the root's group. Gradients are summed, not
+        averaged: the loss is divided by counts over all ranks already.
+        """
+        precision = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
+        for part in (*_layers(self.module), self._scorer):
+            fully_shard(part, mesh=mesh, mp_policy=precision)
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo and some of NCCL's sums cannot scale on the way
+        self._autocast = False  # parameters arrive in the compute type
+
+    def score(
+        self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+    ) -> Scores:
+        """Logprob and entropy of `labels`, each read off the place of the row that predicts it."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            return self._scorer(row, predictors, labels, temperatures, chunk)  # type: ignore[no-any-return]
 
     @property
-    def head(self) -> torch.Tensor:
-        """The output embedding, [vocabulary, hidden]."""
-        return self.module.get_output_embeddings().weight  # type: ignore[no-any-return]
+    def cost(self) -> Cost:
+        """What its sequences cost to train on, for balancing."""
+        config = self.module.config
+        heads = config.num_attention_heads
+        return cost_of_model(
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+        )
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-
-    def hidden(self, row: Row) -> torch.Tensor:
-        """The last hidden state of each place in the row, in the compute type."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return self._forward(row).to(self.dtype)
-
-    def _forward(self, row: Row) -> torch.Tensor:
-        output = self.module.base_model(
-            input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
-        )
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def save_for_engine(self, directory: Path) -> None:
         """Write the model in the type it computes in, which is what an engine loads."""
@@ -106,7 +133,7 @@ class PackedModel:
         settings["dtype"] = str(dtype).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         # Parameters listed once: tied ones are tied again on load, and safetensors refuses to write them twice.
-        tensors = {name: tensor.detach().to(dtype) for name, tensor in self.module.named_parameters()}
+        tensors = {name: _whole(tensor.detach()).to(dtype) for name, tensor in self.module.named_parameters()}
         stored = self.module.state_dict()
         tensors |= {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
         tensors = {name: t.contiguous().cpu() for name, t in revert_weight_conversion(self.module, tensors).items()}
@@ -124,7 +151,7 @@ class PackedModel:
             ]
             self.module.set_attn_implementation(attention.NAME)
             row = make_row(sequences, self.device)
-            packed = self._forward(row) @ self.head.t()
+            packed = hidden_states(self.module, row) @ self.module.get_output_embeddings().weight.t()
         for expected, places in zip(own, row.places, strict=True):
             error = (packed[places] - expected).abs().max()
             if not error <= 1e-3 * expected.abs().max() + 1e-6:
@@ -135,6 +162,44 @@ class PackedModel:
                 )
 
 
+class Scores(NamedTuple):
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    nothing: torch.Tensor
+    """A zero whose gradient reaches every parameter: ranks without a member run backward all the same."""
+
+
+class _Scorer(torch.nn.Module):
+    """The model and its loss head as one module, since parameters are whole only inside a module's forward pass."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self._dtype = dtype
+
+    def forward(
+        self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+    ) -> Scores:
+        hidden = hidden_states(self.model, row).to(self._dtype)
+        head = self.model.get_output_embeddings().weight
+        logprobs, entropy = label_logprobs(hidden.index_select(0, predictors), head, labels, temperatures, chunk)
+        return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum())
+
+
+def hidden_states(model: Any, row: Row) -> torch.Tensor:
+    """The last hidden state of each place in the row."""
+    output = model.base_model(
+        input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
+    )
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def _layers(model: Any) -> Iterable[Any]:
+    """The decoder's layers: the longest list of modules that the model has."""
+    lists = [part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList)]
+    return max(lists, key=len, default=())
+
+
 def _read_other_files(directory: Path) -> dict[str, bytes]:
     """What is not tensors: configuration, tokenizer, chat template, code."""
     skipped = {path.name for pattern in _NOT_COPIED for path in directory.glob(pattern)}
@@ -142,8 +207,9 @@ def _read_other_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in found if path.name not in skipped}
 
 
-def choose_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the parts that other ranks have."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

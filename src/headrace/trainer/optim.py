@@ -1,48 +1,134 @@
-"""AdamW, its learning rate over the run, and the rule that a broken gradient is never applied."""
+"""The optimizers, and the rule that a broken gradient is never applied.
+
+An update rule makes torch optimizers for parameters by name. Every rule treats each parameter by itself, which is why
+its state can be named, saved and brought to the GPU by parameter. Left out on purpose: a learning rate per kind of
+parameter, since Muon's updates are scaled to fit AdamW's.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from headrace.errors import BadInput
+from headrace.trainer.muon import Muon
 
 log = logging.getLogger(__name__)
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+Parameters = dict[str, Parameter]
+UpdateRule = Callable[[Parameters], list[torch.optim.Optimizer]]
+
+_STATE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    Muon: ("momentum_buffer",),
+    torch.optim.SGD: ("momentum_buffer",),
+}
+
+
+def adamw(
+    parameters: Parameters,
+    *,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> list[torch.optim.Optimizer]:
+    if not parameters:
+        return []
+    return [torch.optim.AdamW(parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)]
+
+
+def muon(
+    parameters: Parameters,
+    *,
+    hidden: Collection[str],
+    weight_decay: float = 0.0,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> list[torch.optim.Optimizer]:
+    """Muon for the `hidden` matrices, AdamW for the rest."""
+    matrices = [parameter for name, parameter in parameters.items() if name in hidden]
+    rest = {name: parameter for name, parameter in parameters.items() if name not in hidden}
+    others = adamw(rest, weight_decay=weight_decay, betas=betas, eps=eps)
+    if not matrices:
+        return others
+    own = Muon(
+        matrices,
+        lr=0.0,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=ns_steps,
+    )
+    return [own, *others]
+
+
+def sgd(
+    parameters: Parameters, *, weight_decay: float = 0.0, momentum: float = 0.0, nesterov: bool = False
+) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD(parameters.values(), lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+    ]
+
+
+def update_rule(kind: str, module: torch.nn.Module, **settings: Any) -> UpdateRule:
+    """The rule by its name in the configuration, with its settings bound."""
+    if kind == "muon":
+        return partial(muon, hidden=hidden_matrices(module), **settings)
+    rules: dict[str, Callable[..., list[torch.optim.Optimizer]]] = {"adamw": adamw, "sgd": sgd}
+    return partial(rules[kind], **settings)
+
+
+def hidden_matrices(module: torch.nn.Module) -> set[str]:
+    """The matrices of a Hugging Face model, and its stacks of them, that are neither an embedding nor the head."""
+    other = [part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.Conv1d)]
+    other.append(module.get_output_embeddings())  # type: ignore[operator]
+    tables = {parameter for part in other for parameter in part.parameters()}
+    return {name for name, value in module.named_parameters() if value.ndim in (2, 3) and value not in tables}
 
 
 class Optimizer:
-    """AdamW over named parameters. A step whose gradient is not finite is skipped, counted and said."""
+    """An update rule over named parameters. A step whose gradient is not finite is skipped, counted and said.
+
+    With `offload_state` the state is in CPU memory between steps, and on the GPU for one parameter at a time.
+    """
 
     def __init__(
         self,
-        parameters: dict[str, torch.nn.Parameter],
+        parameters: Parameters,
+        rule: UpdateRule = adamw,
         *,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         max_grad_norm: float | None = 1.0,
+        offload_state: bool = False,
     ) -> None:
         self.parameters = parameters
         self.max_grad_norm = max_grad_norm
         self.skipped = 0
-        self._adamw = torch.optim.AdamW(
-            parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
-        )
+        self._offloads = offload_state and any(p.device.type != "cpu" for p in parameters.values())
+        groups = [{name: p} for name, p in parameters.items()] if self._offloads else [parameters]
+        self._parts = [part for group in groups for part in rule(group)]
+        self._part_of = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
 
     def step(self, lr: float) -> float:
         """Apply the gradients that have accumulated, and clear them. Returns their norm before clipping."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = get_total_norm(gradients, foreach=True)
+        if hasattr(norm, "full_tensor"):  # parameters that are spread over ranks have a norm that is, too
+            norm = norm.full_tensor()
         value = float(norm)
         if math.isfinite(value):
             if self.max_grad_norm is not None:
                 clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, norm, foreach=True)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
+            self._update(lr)
         else:
             self.skipped += 1
             log.warning("the gradient's norm is %s: this step changes nothing (%d skipped so far)", value, self.skipped)
@@ -51,41 +137,52 @@ class Optimizer:
 
     def discard(self) -> None:
         """Forget the gradients that have accumulated."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The moments by parameter name; empty before the first step."""
-        state = self._adamw.state
+        """The state by parameter name; empty before the first step."""
+        if self._offloads:
+            torch.accelerator.synchronize()  # the copies to the CPU are not waited for
         return {
-            f"{name}.{moment}": state[parameter][moment]
+            f"{name}.{key}": value
             for name, parameter in self.parameters.items()
-            if parameter in state
-            for moment in _MOMENTS
+            for key, value in self._part_of[parameter].state.get(parameter, {}).items()
         }
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over moments; they must be those of this model's parameters."""
+        """Take over a state; it must be that of this rule for these parameters."""
+        left = dict(tensors)
         for name, parameter in self.parameters.items():
-            found = {moment: tensors.get(f"{name}.{moment}") for moment in _MOMENTS}
-            if not tensors:
-                continue
-            missing = [moment for moment, value in found.items() if value is None]
-            if missing:
-                raise ValueError(f"the optimizer state has no {', '.join(missing)} for parameter {name}")
-            # `step` stays on the CPU unless the kernel wants it beside the parameter, as the fused one does.
-            self._adamw.state[parameter] = {m: v.to(parameter.device) for m, v in found.items() if v is not None}
+            part = self._part_of[parameter]
+            keys = _STATE[type(part)]
+            found = {key: left.pop(f"{name}.{key}") for key in keys if f"{name}.{key}" in left}
+            if found and len(found) < len(keys):
+                missing = [key for key in keys if key not in found]
+                raise BadInput(f"the optimizer state has no {', '.join(missing)} for parameter {name}")
+            if found:  # a parameter that never had a gradient has no state
+                # `step` too goes beside the parameter, as the fused kernel wants it.
+                device = torch.device("cpu") if self._offloads else parameter.device
+                part.state[parameter] = {key: value.to(device) for key, value in found.items()}
+        if left:
+            raise BadInput(
+                f"the optimizer state has {min(left)}, which this optimizer has no use for: it was saved for another "
+                "model or with another optim.type; resume with the type it was saved with"
+            )
+
+    def _update(self, lr: float) -> None:
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            if self._offloads:
+                _move_state(part, None)
+            part.step()
+            if self._offloads:
+                _move_state(part, torch.device("cpu"))
 
 
-def learning_rate_factor(step: int, *, kind: str, warmup_steps: int, min_factor: float, max_steps: int) -> float:
-    """The multiple of the base rate at optimizer step 1, 2, ...; `min_factor` is reached right after `max_steps`."""
-    done = step - 1
-    if done < warmup_steps:
-        return step / warmup_steps
-    progress = min(1.0, (done - warmup_steps) / max(1, max_steps - warmup_steps))
-    if kind == "constant":
-        return 1.0
-    if kind == "linear":
-        return 1.0 - (1.0 - min_factor) * progress
-    if kind == "cosine":
-        return min_factor + (1.0 - min_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(f"unknown schedule {kind!r}; known: constant, linear, cosine")
+def _move_state(part: torch.optim.Optimizer, device: torch.device | None) -> None:
+    """To a device, or beside its parameter. Not waited for: work that follows on the GPU is queued behind it."""
+    for parameter, state in part.state.items():
+        for key, value in state.items():
+            state[key] = value.to(device or parameter.device, non_blocking=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from functools import partial
 
 from headrace.config.trainer import TrainerConfig
@@ -19,7 +18,7 @@ from headrace.rollout.batch import Batch
 from headrace.rollout.types import NOT_SAMPLED
 from headrace.rollout.version import staleness
 from headrace.trainer.learner import Learner, ResumeError, starting_point
-from headrace.trainer.loss import Loss, LossOutputs, ce_loss, default_loss, ipo_loss, ref_kl_loss
+from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.transport.run_dir import RunDir
 
@@ -77,9 +76,8 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
 
 def losses(config: TrainerConfig) -> dict[str, Loss]:
     """The loss of each component, with its settings bound."""
-    policy_losses: dict[str, Callable[..., LossOutputs]] = {"default": default_loss, "ipo": ipo_loss}
     return {
-        "rl": partial(policy_losses[config.loss.type], **config.loss.model_dump(exclude={"type"})),
+        "rl": policy_loss(config.loss.type, **config.loss.model_dump(exclude={"type"})),
         "ce": ce_loss,
         "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump()),
     }

@@ -1,8 +1,7 @@
 """One optimizer step: packed bins in, new parameters and metrics out.
 
-Each component's loss is divided by the number of its member tokens in the whole step, counted before the first
-backward pass, so the gradient does not depend on how the step is cut into micro-batches. Left for many ranks: one
-all-reduce of the three counts, and undoing the gradient average.
+Each component's loss is divided by the number of its member tokens in the whole step, counted over all ranks before the
+first backward pass, so the gradient does not depend on how the step is cut into micro-batches or spread over ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from headrace.rollout.packing import Bin
-from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.loss import Loss, Metrics
-from headrace.trainer.model import PackedModel
+from headrace.trainer.model import PackedModel, Scores
 from headrace.trainer.optim import Optimizer
+from headrace.trainer.ranks import Ranks
 from headrace.trainer.tokens import COMPONENTS, MicroBatch, StepTokens
 
 MICRO_BATCH_TOKENS = 16384
@@ -47,12 +46,14 @@ class TrainStep:
         *,
         lm_head_chunk: int,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.losses = losses
         self.lm_head_chunk = lm_head_chunk
         self.micro_batch_tokens = micro_batch_tokens
+        self.ranks = ranks or Ranks()
 
     def run(
         self, bins: list[Bin], lr: float, *, envs: Sequence[str] = (), stopped: Callable[[], bool] = lambda: False
@@ -62,32 +63,43 @@ class TrainStep:
         `envs` names the environment of each sample that was packed.
         """
         tokens = StepTokens(bins)
+        groups = tokens.cut(self.micro_batch_tokens)
+        counts = dict(
+            zip(COMPONENTS, self.ranks.sum([tokens.count(component) for component in COMPONENTS]), strict=True)
+        )
         sums = _Sums()
         computed = 0
-        for batch in tokens.micro_batches(self.micro_batch_tokens, self.model.device):
-            if stopped():
+        # Every rank runs as often as the one with the most to do, and at least once: collectives must meet.
+        for number in range(max(1, self.ranks.most(len(groups)))):
+            if self.ranks.any(stopped()):
                 self.optimizer.discard()
                 return None
-            loss = self._loss(tokens, batch, _members_by_env(tokens, batch, envs), sums)
+            batch = tokens.micro_batch(groups[number] if number < len(groups) else [], self.model.device)
+            loss = self._loss(tokens, batch, counts, _members_by_env(tokens, batch, envs), sums)
             loss.backward()  # type: ignore[no-untyped-call]
             computed += batch.row.token_ids.shape[1]
-        return StepResult(sums.means(), self.optimizer.step(lr), len(tokens), computed)
+        trained, computed = self.ranks.sum([tokens.real, computed])
+        return StepResult(sums.means(self.ranks), self.optimizer.step(lr), trained, computed)
 
-    def _loss(self, tokens: StepTokens, batch: MicroBatch, by_env: dict[str, Tensor], sums: _Sums) -> Tensor:
+    def _loss(
+        self,
+        tokens: StepTokens,
+        batch: MicroBatch,
+        counts: dict[str, int],
+        by_env: dict[str, Tensor],
+        sums: _Sums,
+    ) -> Tensor:
         """A micro-batch's share of the step's loss."""
-        hidden = self.model.hidden(batch.row)
-        logprobs, entropy = self._score(tokens, batch, hidden)
+        logprobs, entropy, total = self._score(tokens, batch)
         sums.add({"entropy": (entropy.sum(), torch.tensor(len(entropy)))})
         for env, inside in by_env.items():
             sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})
-        total = hidden.sum() * 0.0  # keeps the graph attached where no component has a member
         for component in COMPONENTS:
-            count = tokens.count(component)
-            if count == 0:
+            if counts[component] == 0:
                 continue
-            inputs = tokens.loss_inputs(component, batch.scored, logprobs)
+            inputs = tokens.loss_inputs(component, batch, logprobs)
             outputs = self.losses[component](inputs)
-            total = total + outputs.loss / count
+            total = total + outputs.loss / counts[component]
             sums.add(outputs.metrics)
             for env, inside in by_env.items():
                 with torch.no_grad():
@@ -97,12 +109,12 @@ class TrainStep:
         sums.add_total("loss", total.detach())
         return total
 
-    def _score(self, tokens: StepTokens, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of each scored token, read off the place before it."""
-        labels = torch.from_numpy(tokens.token_ids[batch.scored].astype(np.int64)).to(hidden.device)
-        temperatures = torch.from_numpy(tokens.temperatures[batch.scored]).to(hidden.device)
-        predicting = hidden.index_select(0, batch.predictors)
-        return label_logprobs(predicting, self.model.head, labels, temperatures, self.lm_head_chunk)
+    def _score(self, tokens: StepTokens, batch: MicroBatch) -> Scores:
+        """Logprob and entropy of each scored token, and the zero that the loss starts from."""
+        device = self.model.device
+        labels = torch.from_numpy(tokens.token_ids[batch.scored].astype(np.int64)).to(device)
+        temperatures = torch.from_numpy(tokens.temperatures[batch.scored]).to(device)
+        return self.model.score(batch.row, batch.predictors, labels, temperatures, self.lm_head_chunk)
 
 
 def _members_by_env(tokens: StepTokens, batch: MicroBatch, envs: Sequence[str]) -> dict[str, Tensor]:
@@ -119,6 +131,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
 
     def add(self, metrics: Metrics, suffix: str = "") -> None:
         for name, (total, count) in metrics.items():
@@ -127,12 +140,13 @@ class _Sums:
             self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
     def add_total(self, name: str, value: Tensor) -> None:
-        """A quantity whose parts add up to the value itself."""
-        known = self._pairs.get(name)
-        self._pairs[name] = torch.stack(
-            [value.double() if known is None else known[0] + value, torch.ones_like(value).double()]
-        )
+        """A quantity whose parts, over micro-batches and ranks, add up to the value itself."""
+        known = self._totals.get(name)
+        self._totals[name] = value.double() if known is None else known + value
 
-    def means(self) -> dict[str, float]:
-        values = torch.stack(list(self._pairs.values())).tolist()
-        return {name: total / count for name, (total, count) in zip(self._pairs, values, strict=True) if count}
+    def means(self, ranks: Ranks) -> dict[str, float]:
+        """Over all ranks, which have the same names."""
+        pairs = ranks.add_up(torch.stack(list(self._pairs.values()))).tolist()
+        totals = ranks.add_up(torch.stack(list(self._totals.values()))).tolist()
+        means = {name: total / count for name, (total, count) in zip(self._pairs, pairs, strict=True) if count}
+        return {**means, **dict(zip(self._totals, totals, strict=True))}

@@ -6,14 +6,13 @@ nothing. A token is *scored* when any component has it as a member; nothing else
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from headrace.rollout.packing import STREAM_DEFAULTS, Bin
-from headrace.trainer.loss import MISSING_REFERENCE, LossInputs
+from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS, Bin
+from headrace.trainer.loss import MISSING_REFERENCE, PackedInputs
 from headrace.trainer.row import Row, make_row
 
 COMPONENTS = ("rl", "ce", "ref_kl")
@@ -27,6 +26,8 @@ class MicroBatch:
     predictors: torch.Tensor
     """For each scored token, the place in the row that predicts it."""
     scored: np.ndarray
+    sequences: torch.Tensor
+    """For each scored token, which of the micro-batch's sequences it is of: 0, 1, ..."""
 
 
 class StepTokens:
@@ -47,6 +48,11 @@ class StepTokens:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def real(self) -> int:
+        """Tokens of samples: padding does not count."""
+        return int(self.lengths[self.sources != NO_SAMPLE].sum())
+
     def count(self, component: str) -> int:
         """Member tokens of a component in the whole step."""
         return int(self.members[component].sum())
@@ -55,35 +61,35 @@ class StepTokens:
         """For each token, the number of the packed sample it belongs to."""
         return self.sources[np.searchsorted(self.starts, scored, side="right") - 1]
 
-    def micro_batches(self, limit: int, device: torch.device) -> Iterator[MicroBatch]:
-        """Cut the step into rows of at most `limit` tokens (or one longer sequence), neighbours sharing prefixes."""
-        group: list[int] = []
+    def cut(self, limit: int) -> list[list[int]]:
+        """The sequences that are trained, in groups of at most `limit` tokens, neighbours sharing prefixes."""
+        groups: list[list[int]] = []
         size = 0
         for index in self._trained_in_order():
-            if group and size + self.lengths[index] > limit:
-                yield self._micro_batch(group, device)
-                group, size = [], 0
-            group.append(index)
+            if not groups or size + self.lengths[index] > limit:
+                groups.append([])
+                size = 0
+            groups[-1].append(index)
             size += self.lengths[index]
-        # A step without any member still runs once, so that every rank would issue the same collectives.
-        yield self._micro_batch(group or [0], device)
+        return groups
 
-    def loss_inputs(self, component: str, scored: np.ndarray, logprobs: torch.Tensor) -> LossInputs:
+    def loss_inputs(self, component: str, batch: MicroBatch, logprobs: torch.Tensor) -> PackedInputs:
         """The component's view of a micro-batch's scored tokens."""
 
         def at(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values[scored]).to(logprobs.device)
+            return torch.from_numpy(values[batch.scored]).to(logprobs.device)
 
         weights = self.streams.get(f"{component}_weights")
         reference = self.streams.get("ref_logprobs")
         advantages = self.streams.get("advantages")
-        return LossInputs(
+        return PackedInputs(
             logprobs,
             at(self.logprobs),
             None if reference is None else at(reference),
             torch.zeros_like(logprobs) if advantages is None else at(advantages),
             at(self.members[component]),
             None if weights is None else at(weights),
+            sequences=batch.sequences,
         )
 
     def _members(self, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -106,19 +112,24 @@ class StepTokens:
     def _sequence(self, index: int) -> np.ndarray:
         return self.token_ids[self.starts[index] : self.starts[index] + self.lengths[index]]
 
-    def _micro_batch(self, group: list[int], device: torch.device) -> MicroBatch:
+    def micro_batch(self, group: list[int], device: torch.device) -> MicroBatch:
+        """A group as one row; for an empty group a row that scores nothing, since every rank must run as often."""
+        if not group:
+            nothing = torch.zeros(0, dtype=torch.int64, device=device)
+            return MicroBatch(make_row([self.token_ids[:1]], device), nothing, np.zeros(0, np.int64), nothing)
         inputs: list[np.ndarray] = []
         scored: list[np.ndarray] = []
         for index in group:
             start = self.starts[index]
             targets = np.flatnonzero(self.scored[start : start + self.lengths[index]])
             # Nothing after the last scored token's predecessor matters.
-            inputs.append(self._sequence(index)[: targets[-1] if len(targets) else 1])
+            inputs.append(self._sequence(index)[: targets[-1]])
             scored.append(targets)
         row = make_row(inputs, device)
         predictors = np.concatenate([places[targets - 1] for places, targets in zip(row.places, scored, strict=True)])
         flat = np.concatenate([self.starts[index] + targets for index, targets in zip(group, scored, strict=True)])
-        return MicroBatch(row, torch.from_numpy(predictors).to(device), flat)
+        sequences = np.repeat(np.arange(len(group)), [len(targets) for targets in scored])
+        return MicroBatch(row, torch.from_numpy(predictors).to(device), flat, torch.from_numpy(sequences).to(device))
 
 
 def _joined(bins: list[Bin], name: str) -> np.ndarray:

@@ -1,0 +1,99 @@
+"""The processes that train one model together, and the few things that they say to each other.
+
+`torchrun` starts them and tells each its place through the environment; without it there is one. A process group always
+exists, so that one rank and many run the same code; on one it costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from headrace.transport.files import write_directory
+
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for the others in a collective before it gives up."""
+
+
+class Ranks:
+    """This process among its peers."""
+
+    def __init__(self) -> None:
+        self.index = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+        if not dist.is_initialized():
+            _join(self.index, self.size, self.device)
+
+    @property
+    def first(self) -> bool:
+        """Whether this one speaks for all: it writes records and status."""
+        return self.index == 0
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.device.type, (self.size,))
+
+    def sum(self, values: Sequence[int]) -> list[int]:
+        """Of each number over all ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def most(self, value: int) -> int:
+        return self._reduce([value], dist.ReduceOp.MAX)[0]
+
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on any rank; every rank gets the same answer."""
+        return bool(self.most(int(condition)))
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on each of them."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def wait_for_all(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def write_directory(self, final: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
+        """Like `transport.files.write_directory`, with every rank writing its part into the one draft."""
+        if self.size == 1:
+            write_directory(final, fill, durable=durable)
+            return
+        if self.first:
+            write_directory(final, lambda draft: self._fill_together(draft, fill), durable=durable)
+        else:
+            self._fill_together(final.with_name(f".{final.name}.tmp"), fill)
+        self.wait_for_all()
+
+    def _fill_together(self, draft: Path, fill: Callable[[Path], None]) -> None:
+        self.wait_for_all()  # the first has made the draft
+        fill(draft)
+        self.wait_for_all()
+
+    def _reduce(self, values: Sequence[int], how: dist.ReduceOp.RedOpType) -> list[int]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, how)
+        return [int(value) for value in tensor.tolist()]
+
+
+def _device(local_rank: int) -> torch.device:
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _join(index: int, size: int, device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group(backend, timeout=PATIENCE)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

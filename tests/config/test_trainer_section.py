@@ -1,0 +1,122 @@
+"""`[trainer]`: losses, optimizers and schedules are chosen by type, and their numbers are checked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config.base import ConfigError
+from headrace.trainer.rl import losses
+from tests.config.run_files import MINIMAL, load_text, run
+
+
+def problem(**trainer: Any) -> str:
+    """The only line of the refusal."""
+    with pytest.raises(ConfigError) as refusal:
+        run(trainer=trainer)
+    (line,) = str(refusal.value).splitlines()
+    return line
+
+
+def test_losses_have_the_defaults_of_the_spec():
+    defaults: dict[str, dict[str, float]] = {
+        "default": {"dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "adv_tau": 1.0, "kl_tau": 1e-3},
+        "ipo": {"ipo_threshold": 0.1, "adv_tau": 1.0, "kl_tau": 1e-3},
+        "ppo_clip": {"eps_low": 0.2, "eps_high": 0.2},
+        "gspo": {"eps_low": 3e-4, "eps_high": 4e-4},
+        "cispo": {"eps_max": 5.0},
+        "icepop": {"alpha": 0.5, "beta": 5.0},
+        "reinforce": {},
+    }
+    for kind, expected in defaults.items():
+        trainer = run(trainer={"loss": {"type": kind}}).trainer
+        assert trainer.loss.model_dump() == {"type": kind, **expected}
+        bound = losses(trainer)["rl"]
+        assert bound.func.__kwdefaults__ in (expected, None)  # the functions have the same ones
+    assert run().trainer.ref_kl.model_dump() == {"mask_low": 0.2, "kl_tau": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "key"),
+    [
+        ({"type": "default", "kl_tau": -1}, "kl_tau"),
+        ({"type": "ppo_clip", "eps_low": 1.5}, "eps_low"),
+        ({"type": "ppo_clip", "eps_high": -0.1}, "eps_high"),
+        ({"type": "gspo", "eps_low": -1e-4}, "eps_low"),
+        ({"type": "cispo", "eps_max": 0}, "eps_max"),
+        ({"type": "icepop", "alpha": -0.5}, "alpha"),
+        ({"type": "custom"}, "import_path"),
+        ({"type": "reinforce", "kl_tau": 0.1}, "kl_tau"),
+    ],
+)
+def test_a_loss_with_a_wrong_key_or_number_is_refused(loss: dict[str, Any], key: str):
+    assert problem(loss=loss).startswith(f"run.toml: trainer.loss.{key}: ")
+
+
+def test_icepop_must_keep_some_ratio():
+    line = problem(loss={"type": "icepop", "alpha": 2.0, "beta": 1.0})
+    assert line == "run.toml: trainer.loss: alpha 2.0 is above beta 1.0: no token would be trained"
+
+
+@pytest.mark.parametrize(
+    ("section", "known"),
+    [
+        ("loss", "no such loss. Known: default, ipo, ppo_clip, gspo, cispo, icepop, reinforce, custom"),
+        ("optim", "no such optimizer. Known: adamw, muon, sgd"),
+        ("scheduler", "no such scheduler. Known: constant, linear, cosine, wsd"),
+    ],
+)
+def test_an_unknown_type_names_the_known_ones(section: str, known: str):
+    line = problem(**{section: {"type": "nonsense"}})
+    assert line.startswith(f"run.toml: trainer.{section}: {known}")
+    assert "nonsense" in line
+
+
+@pytest.mark.parametrize("section", ["loss", "optim", "scheduler"])
+def test_a_value_where_one_of_several_sections_belongs_is_refused(section: str):
+    assert problem(**{section: 3}).startswith(f"run.toml: trainer.{section}: ")
+
+
+def test_an_optimizer_without_a_type_is_adamw():
+    assert run(trainer={"optim": {"lr": 0.1}}).trainer.optim.type == "adamw"
+    assert run(trainer={"optim": {"type": "muon"}}).trainer.optim.momentum == 0.95
+
+
+@pytest.mark.parametrize(
+    ("optim", "key"),
+    [
+        ({"type": "sgd", "momentum": 1.0}, "momentum"),
+        ({"type": "sgd", "betas": [0.9, 0.99]}, "betas"),
+        ({"type": "muon", "ns_steps": 0}, "ns_steps"),
+        ({"type": "muon", "weight_decay": -0.1}, "weight_decay"),
+        ({"betas": [0.9, 1.0]}, "betas"),
+        ({"momentum": 0.9}, "momentum"),
+    ],
+)
+def test_an_optimizer_with_a_wrong_key_or_number_is_refused(optim: dict[str, Any], key: str):
+    assert problem(optim=optim).startswith(f"run.toml: trainer.optim.{key}")
+
+
+def test_nesterov_needs_momentum():
+    assert "set a momentum above 0" in problem(optim={"type": "sgd", "nesterov": True})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "key"),
+    [
+        ({"type": "wsd", "decay_steps": 0}, "decay_steps"),
+        ({"type": "wsd", "decay_fraction": 1.5}, "decay_fraction"),
+        ({"type": "wsd", "decay_shape": "cosine"}, "decay_shape"),
+        ({"type": "cosine", "decay_steps": 5}, "decay_steps"),
+        ({"type": "linear", "min_factor": 2}, "min_factor"),
+    ],
+)
+def test_a_schedule_with_a_wrong_key_or_number_is_refused(scheduler: dict[str, Any], key: str):
+    assert problem(scheduler=scheduler).startswith(f"run.toml: trainer.scheduler.{key}: ")
+
+
+def test_types_may_be_chosen_on_the_command_line(tmp_path: Path):
+    overrides = ["--trainer.loss.type", "ppo_clip", "--trainer.loss.eps_high", "0.28", "--trainer.optim.type", "muon"]
+    config, _ = load_text(tmp_path, MINIMAL, *overrides, "--trainer.scheduler.type", "wsd")
+    assert (config.trainer.loss.type, config.trainer.loss.eps_high) == ("ppo_clip", 0.28)
+    assert (config.trainer.optim.type, config.trainer.scheduler.type) == ("muon", "wsd")

@@ -1,0 +1,42 @@
+"""Losses as a user would write them, for `trainer.loss.type = "custom"`."""
+
+import torch
+
+from headrace.trainer.loss import LossInputs, LossOutputs
+
+
+def cispo(inputs: LossInputs, limit: float) -> LossOutputs:
+    """CISPO, with a Python number as a metric's count."""
+    ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).detach().exp()
+    per_token = -ratio.clamp(max=limit) * inputs.advantages * inputs.trainer_logprobs
+    if inputs.loss_weights is not None:
+        per_token = per_token * inputs.loss_weights
+    return LossOutputs(per_token[inputs.loss_mask].sum(), {"own/sequences": (torch.tensor(1.0), 1)})
+
+
+def mean_advantage(inputs: LossInputs) -> LossOutputs:
+    """Trains every member of a sequence by the sequence's mean advantage: needs whole sequences, and one at a time."""
+    assert type(inputs) is LossInputs
+    assert inputs.loss_mask.any()
+    members = inputs.loss_mask
+    credit = inputs.advantages[members].mean()
+    loss = -credit * inputs.trainer_logprobs[members].sum()
+    return LossOutputs(loss, {"own/credit": (credit * members.sum(), members.sum())})
+
+
+def changes_its_metrics(inputs: LossInputs) -> LossOutputs:
+    names = {"own/long": (torch.tensor(1.0), torch.tensor(1))} if len(inputs.loss_mask) > 1 else {}
+    return LossOutputs(inputs.trainer_logprobs.sum(), names)
+
+
+def returns_a_tensor(inputs: LossInputs) -> torch.Tensor:
+    return inputs.trainer_logprobs.sum()
+
+
+def returns_a_loss_per_token(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(-inputs.trainer_logprobs)
+
+
+def reports_the_loss(inputs: LossInputs) -> LossOutputs:
+    loss = -inputs.trainer_logprobs.sum()
+    return LossOutputs(loss, {"loss": (loss, inputs.loss_mask.sum())})

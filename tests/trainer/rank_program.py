@@ -1,0 +1,59 @@
+"""What each rank of a test runs, under torchrun or alone: a step on each batch of a directory, and what came of it."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from headrace.config.trainer import TrainerConfig
+from headrace.rollout.batch import read_batch
+from headrace.rollout.packing import pack, pack_for_worker
+from headrace.trainer.loss import ce_loss
+from headrace.trainer.model import PackedModel
+from headrace.trainer.optim import Optimizer
+from headrace.trainer.ranks import Ranks
+from headrace.trainer.rl import losses
+from headrace.trainer.step import TrainStep
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class Keeping(Optimizer):
+    """Keeps the gradients of the last step, as they were before clipping."""
+
+    def step(self, lr: float) -> float:
+        self.kept = {name: whole(p.grad).clone() for name, p in self.parameters.items() if p.grad is not None}
+        return super().step(lr)
+
+
+def main(model_directory: Path, batches: Path, output: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks()
+    for path in sorted(batches.iterdir()):
+        model = PackedModel(model_directory, ranks.device)
+        if ranks.size > 1:
+            model.shard(ranks.mesh())
+        optimizer = Keeping(model.named_parameters())
+        kinds = {**losses(TrainerConfig()), "ce": ce_loss}
+        step = TrainStep(model, optimizer, kinds, lm_head_chunk=16, micro_batch_tokens=48, ranks=ranks)
+        batch = read_batch(str(path))
+        samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
+        bins = pack(samples, 32)
+        if ranks.size > 1:
+            bins = pack_for_worker(ranks.index, samples, 32, ranks.size, model.cost)
+        result = step.run(bins, 1e-3, envs=envs)
+        assert result is not None
+        tensors = {f"gradient.{name}": gradient for name, gradient in optimizer.kept.items()}
+        tensors |= {f"parameter.{name}": whole(p.detach()) for name, p in model.named_parameters().items()}
+        if ranks.first:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, output / f"{path.name}.safetensors")
+            told = {"metrics": result.metrics, "norm": result.grad_norm, "tokens": result.tokens}
+            (output / f"{path.name}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,204 @@
+"""Every loss through a whole step: mixed components, nothing to train, several environments, a loss of one's own."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from headrace.config.trainer import TrainerConfig
+from headrace.errors import BadInput, Failure
+from headrace.observe.metrics import read_metrics
+from headrace.observe.status import Status
+from headrace.rollout.batch import Batch, BatchSample
+from headrace.rollout.packing import pack
+from headrace.rollout.types import Sample
+from headrace.trainer import rl
+from headrace.trainer.loss import policy_loss
+from headrace.trainer.model import PackedModel
+from headrace.trainer.optim import Optimizer
+from headrace.trainer.step import StepResult, TrainStep
+from headrace.trainer.tokens import COMPONENTS
+from headrace.transport.run_dir import RunDir
+from tests.trainer.training_samples import ARCHITECTURES, make_sample, random_samples, write_random_model
+
+OWN = "tests.trainer.custom_losses"
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ipo": {},
+    "ppo_clip": {},
+    "gspo": {},
+    "cispo": {},
+    "icepop": {},
+    "reinforce": {},
+    "custom": {"import_path": f"{OWN}:mean_advantage"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    directory = write_random_model(tmp_path_factory.mktemp("model"), ARCHITECTURES["qwen3"])
+    return PackedModel(directory, torch.device("cpu"))
+
+
+class Gradients(Optimizer):
+    """Keeps the gradients instead of applying them."""
+
+    def step(self, lr: float) -> float:
+        self.kept = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
+        self.discard()
+        return 0.0
+
+
+def run(
+    model: PackedModel, kind: str, samples: list[Sample], envs: Sequence[str] = (), micro_batch_tokens: int = 16384
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    optimizer = Gradients(model.named_parameters())
+    losses = rl.losses(TrainerConfig(loss={"type": kind, **KINDS[kind]}))
+    step = TrainStep(model, optimizer, losses, lm_head_chunk=64, micro_batch_tokens=micro_batch_tokens)
+    result = step.run(pack(samples, 32), lr=1.0, envs=envs)
+    assert result is not None
+    return result, optimizer.kept
+
+
+def assert_same(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, gradient in expected.items():
+        torch.testing.assert_close(given[name], gradient, atol=1e-5 * float(gradient.abs().max()) + 1e-8, rtol=1e-3)
+
+
+def mixed_samples(seed: int) -> list[Sample]:
+    """Rollouts whose tokens belong to none, one, two or all three components."""
+    rng = np.random.default_rng(seed)
+    samples = random_samples(seed, 8)
+    for sample in samples:
+        sample.logprobs = np.where(sample.mask, -4.5 + 0.3 * rng.normal(size=len(sample)), 0.0)  # near 1/96 each
+        for component in COMPONENTS:
+            weights = rng.normal(1.0, 0.3, len(sample)) * (rng.random(len(sample)) < 0.6)
+            sample.set_stream(f"{component}_weights", weights.tolist())
+        sample.set_stream("ref_logprobs", (-4.0 + rng.normal(size=len(sample))).tolist())
+    samples[3].set_stream("rl_weights", [0.0] * len(samples[3]))
+    return samples
+
+
+def only(component: str, samples: list[Sample]) -> list[Sample]:
+    """The same samples with the weights of one component, the others' at 0."""
+
+    def streams(sample: Sample) -> dict[str, np.ndarray]:
+        others = [f"{other}_weights" for other in COMPONENTS if other != component]
+        return {name: np.zeros_like(v) if name in others else v for name, v in sample.streams.items()}
+
+    return [msgspec.structs.replace(sample, streams=streams(sample)) for sample in samples]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_components_in_one_micro_batch_equal_the_components_apart(model: PackedModel, kind: str):
+    samples = mixed_samples(seed=1)
+    mixed, gradients = run(model, kind, samples)
+    apart = [run(model, kind, only(component, samples)) for component in COMPONENTS]
+    assert mixed.metrics["loss"] == pytest.approx(sum(result.metrics["loss"] for result, _ in apart), rel=1e-4)
+    assert_same(gradients, {name: sum(kept[name] for _, kept in apart) for name in gradients})
+    for name, value in apart[0][0].metrics.items():
+        if name not in ("loss", "entropy"):
+            assert mixed.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "custom"])
+def test_a_loss_of_whole_sequences_does_not_depend_on_how_the_step_is_cut(model: PackedModel, kind: str):
+    samples = random_samples(seed=2, count=9)
+    whole, expected = run(model, kind, samples)
+    cut, gradients = run(model, kind, samples, micro_batch_tokens=1)
+    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-6)
+    assert_same(gradients, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_sample_without_members_adds_nothing(model: PackedModel, kind: str):
+    samples = random_samples(seed=3, count=4)
+    cut_off = make_sample(
+        list(range(40)), 35, advantages=[1.0] * 40
+    )  # its completion starts beyond the sequence length
+    without, expected = run(model, kind, samples)
+    result, gradients = run(model, kind, [*samples, cut_off])
+    assert result.metrics == pytest.approx(without.metrics, rel=1e-5, abs=1e-7)
+    assert_same(gradients, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_any_member_changes_nothing(model: PackedModel, kind: str):
+    sample = make_sample([1, 2, 3], 1, advantages=[0, 1, 1], rl_weights=[0, 0, 0])
+    result, gradients = run(model, kind, [sample])
+    assert result.metrics["loss"] == 0.0
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("kind", ["gspo", "custom"])
+def test_metrics_by_environment_are_those_of_its_sequences_alone(model: PackedModel, kind: str):
+    samples, envs = random_samples(seed=4, count=6), ("letters", "numbers", "numbers", "letters", "letters", "numbers")
+    result, _ = run(model, kind, samples, envs)
+    for env in set(envs):
+        alone, _ = run(model, kind, [s for s, e in zip(samples, envs, strict=True) if e == env])
+        for name in alone.metrics:
+            assert result.metrics[f"{name}/{env}"] == pytest.approx(alone.metrics[name], rel=1e-4, abs=1e-6)
+
+
+def test_a_loss_of_ones_own_trains_a_run_by_its_import_path(tmp_path: Path, tiny_model: Path):
+    run_dir = RunDir(tmp_path / "run")
+    samples = [BatchSample(sample, "letters", i) for i, sample in enumerate(random_samples(1, 6))]
+    for entry in samples:
+        entry.sample.versions[entry.sample.mask] = 0
+    run_dir.batches.prepare(Batch(1, 0, samples))
+    run_dir.batches.announce(1)
+    config = TrainerConfig.model_validate(
+        {
+            "model": {"name": str(tiny_model)},
+            "output_dir": run_dir.root,
+            "max_steps": 1,
+            "seq_len": 32,
+            "loss": {"type": "custom", "import_path": f"{OWN}:cispo", "kwargs": {"limit": 2.0}},
+        }
+    )
+    status = Status(tmp_path / "status", "trainer")
+    rl.train(config, stopped=threading.Event(), status=status)
+    status.close("done")
+    (record,) = read_metrics(run_dir.metrics)
+    assert record["own/sequences"] == 1.0
+    assert record["mismatch_kl"] > 0  # every loss reports it
+    assert record["optim/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("import_path", "kwargs", "message"),
+    [
+        ("nowhere", {}, "loss 'nowhere' is not an import path: write package.module:Name"),
+        (f"{OWN}:nothing", {}, "loss 'tests.trainer.custom_losses:nothing' cannot be imported"),
+        (f"{OWN}:cispo", {}, "does not take these kwargs: missing a required argument: 'limit'"),
+        (f"{OWN}:cispo", {"limt": 1.0}, "does not take these kwargs"),
+    ],
+)
+def test_a_loss_that_cannot_be_loaded_is_refused_at_the_start(import_path: str, kwargs: dict[str, Any], message: str):
+    with pytest.raises(BadInput, match=message):
+        policy_loss("custom", import_path=import_path, kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("returns_a_tensor", r"returned Tensor: return headrace\.trainer\.loss\.LossOutputs"),
+        ("returns_a_loss_per_token", "returned a loss that is no scalar tensor"),
+        ("reports_the_loss", "reports 'loss', which the step reports itself"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused_at_the_start(name: str, message: str):
+    with pytest.raises(Failure, match=message):
+        policy_loss("custom", import_path=f"{OWN}:{name}", kwargs={})
+
+
+def test_a_loss_that_reports_other_metrics_for_other_sequences_is_refused(model: PackedModel, monkeypatch):
+    monkeypatch.setitem(KINDS, "custom", {"import_path": f"{OWN}:changes_its_metrics"})
+    with pytest.raises(Failure, match="reported own/long for one sequence and none for another"):
+        run(model, "custom", random_samples(seed=5, count=4))

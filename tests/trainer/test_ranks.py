@@ -1,0 +1,84 @@
+"""Two ranks under torchrun do what one process does: gradients, parameters, metrics."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.rollout.batch import Batch, BatchSample, encode_batch
+from headrace.rollout.types import Sample
+from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model
+
+PROGRAM = Path(__file__).parent / "rank_program.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def random_samples(count: int) -> list[Sample]:
+    """Lengths that differ; every third sample has a second component, which may overlap with the first."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for index in range(count):
+        tokens = rng.integers(0, 96, rng.integers(4, 30)).tolist()
+        streams = {"advantages": rng.normal(size=len(tokens)).tolist()}
+        if index % 3 == 1:
+            streams["ce_weights"] = (0.1 * (rng.random(len(tokens)) < 0.5)).tolist()
+        samples.append(make_sample(tokens, 2, **streams))
+    return samples
+
+
+BATCHES = {
+    "thirteen samples": random_samples(13),
+    "one sample, so that a rank has none": random_samples(1),
+    "a component that only one of the ranks has": random_samples(2),
+    "no member of anything": [make_sample([1, 2, 3, 4], 4, rl_weights=[0.0] * 4) for _ in range(3)],
+}
+
+
+class Outcome:
+    def __init__(self, directory: Path, name: str) -> None:
+        self.tensors = load_file(directory / f"{name}.safetensors")
+        self.told: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"], ids=["tied embeddings", "untied embeddings"])
+def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Where one process, and where two ranks, have left their outcome for every batch."""
+    root = tmp_path_factory.mktemp("ranks")
+    model = write_random_model(root / "model", ARCHITECTURES[request.param])
+    batches, one, two = (root / name for name in ("batches", "one", "two"))
+    for directory in (batches, one, two):
+        directory.mkdir()
+    for name, samples in BATCHES.items():
+        entries = [BatchSample(sample, f"env{index % 2}", index) for index, sample in enumerate(samples)]
+        (batches / name).write_bytes(encode_batch(Batch(1, 0, entries, [], {})))
+    for start, output in (([], one), (TORCHRUN, two)):
+        command = [sys.executable, *start, PROGRAM, model, batches, output]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return one, two
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_two_ranks_come_to_what_one_process_comes_to(name: str, directories: tuple[Path, Path]):
+    one, two = (Outcome(directory, name) for directory in directories)
+    assert one.tensors.keys() == two.tensors.keys()
+    for key, tensor in one.tensors.items():
+        torch.testing.assert_close(two.tensors[key], tensor, atol=1e-6, rtol=1e-5, msg=key)
+    assert two.told["tokens"] == one.told["tokens"]
+    assert two.told["norm"] == pytest.approx(one.told["norm"], rel=1e-5)
+    assert two.told["metrics"].keys() == one.told["metrics"].keys()
+    for key, value in one.told["metrics"].items():
+        assert two.told["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def test_a_batch_without_members_runs_backward_and_leaves_every_gradient_at_zero(directories: tuple[Path, Path]):
+    outcome = Outcome(directories[1], "no member of anything")
+    gradients = [tensor for key, tensor in outcome.tensors.items() if key.startswith("gradient.")]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)
