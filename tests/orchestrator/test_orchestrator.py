@@ -85,8 +85,9 @@ class Careless(ReverseText):
 
     async def run(self, task, context):
         self.episodes += 1
+        number = self.episodes
         (rollout,) = await super().run(task, context)
-        match self.episodes % 10:
+        match number % 10:
             case 1:
                 rollout.metrics = {"score": None}
             case 3:

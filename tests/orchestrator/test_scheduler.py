@@ -11,7 +11,11 @@ from headrace.rollout.types import Group, Rollout, Task
 
 
 def make_scheduler(
-    max_inflight: int = 8, group_size: int = 2, together: bool = False, opened: set[str] | None = None
+    max_inflight: int = 8,
+    group_size: int = 2,
+    together: bool = False,
+    opened: set[str] | None = None,
+    whole_groups: bool = False,
 ) -> Scheduler:
     ids = itertools.count()
 
@@ -23,7 +27,7 @@ def make_scheduler(
             f"g{draw}", Task("env", {"n": draw}), group_size, opened_version=0, draw_id=draw, together=together
         )
 
-    return Scheduler(max_inflight, open_group)
+    return Scheduler(max_inflight, open_group, whole_groups)
 
 
 def eval_groups(count: int, size: int = 1) -> list[Group]:
@@ -90,6 +94,18 @@ def test_cancelling_a_group_with_nothing_in_flight_completes_it_at_once():
     assert inflight == []
     assert [(complete.group.id, complete.cancelled) for complete in finished] == [("g0", "max_steps")]
     assert scheduler.open_episodes == 0
+
+
+@pytest.mark.parametrize(("whole_groups", "next_group"), [(False, "g1"), (True, None)])
+def test_a_straggler_leaves_the_permits_of_its_group_idle_only_where_nothing_may_be_sampled_in_vain(
+    whole_groups: bool, next_group: str | None
+):
+    scheduler = make_scheduler(group_size=4, whole_groups=whole_groups)
+    running = start_all(scheduler, wanted=4)
+    for episode in running[:3]:
+        scheduler.arrive(episode, [])
+    following = scheduler.next_episode(wanted=4)
+    assert (following.group.id if following else None) == next_group
 
 
 def test_a_group_that_belongs_together_waits_until_it_has_all_its_permits():

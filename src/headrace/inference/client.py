@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import aiohttp
 import msgspec
+import numpy as np
 
 from headrace.errors import Failure
+from headrace.inference.http import HttpClient, Unreachable
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     ErrorResponse,
@@ -64,8 +65,19 @@ class Completion(msgspec.Struct):
 
     token_ids: list[int]
     logprobs: list[float]
-    versions: list[Version]
+    spans: list[WeightVersionSpan]
+    """Which version sampled which tokens; `versions` has one entry per token."""
     finish_reason: str
+
+    @property
+    def versions(self) -> list[Version]:
+        return expand_versions(self.spans)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The step of each token's version."""
+        steps = [Version.parse(span.version).step for span in self.spans]
+        return np.repeat(np.array(steps, np.int32), [span.end - span.start for span in self.spans])
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -117,7 +129,7 @@ class EngineClient:
         self._sessions: dict[str, _Session] = {}
         self._resting: dict[str, float] = {}
         """Until when an engine that could not be reached comes last."""
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpClient()
 
     def join(self, session: str) -> None:
         """One more conversation of a session begins: all of a session prefer the engine that caches their prompt."""
@@ -145,10 +157,11 @@ class EngineClient:
         completion = Completion(
             choice.token_ids,
             [entry.logprob for entry in choice.logprobs.content],
-            expand_versions(choice.weight_versions),
+            choice.weight_versions,
             choice.finish_reason,
         )
-        if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
+        covered = sum(span.end - span.start for span in completion.spans)
+        if not len(completion.token_ids) == len(completion.logprobs) == covered:
             raise EngineFailed("the engine's answer has token_ids, logprobs and weight_versions of different lengths")
         return completion
 
@@ -192,9 +205,7 @@ class EngineClient:
         return checksums.pop()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def _call_one(self, route: str, body: msgspec.Struct, kind: type[T], session: str | None = None) -> T:
         """Ask the session's engine, or the one with the least to do."""
@@ -249,21 +260,15 @@ class EngineClient:
         post: bool = False,
     ) -> T:
         """One HTTP exchange, its failures told apart."""
-        session = self._open_session()
         method = "POST" if post or body is not None else "GET"
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with session.request(
-                method, url + route, data=data, timeout=aiohttp.ClientTimeout(total=timeout)
-            ) as answer:
-                content = await answer.read()
-                status, schema = answer.status, answer.headers.get(SCHEMA_HEADER)
+            status, headers, content = await self._http.request(method, url, route, data, timeout)
         except TimeoutError as error:
             raise EngineTimeout(f"{url}{route} gave no answer within {timeout:g} s") from error
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(
-                f"the engine at {url} cannot be reached: {error or type(error).__name__}"
-            ) from error
+        except Unreachable as error:
+            raise EngineUnavailable(f"the engine at {url} cannot be reached: {error}") from error
+        schema = headers.get(SCHEMA_HEADER.lower())
         if schema is not None and int(schema) > SCHEMA:
             raise EngineFailed(f"the engine at {url} speaks schema {schema}; this version understands up to {SCHEMA}")
         if status != 200:
@@ -300,14 +305,6 @@ class EngineClient:
         if not self._known:
             raise EngineUnavailable("no engine has said where it listens yet")
         return self._known
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # The orchestrator bounds what is in flight; a limit here would only hide requests in a second queue.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
-            )
-        return self._session
 
 
 def expand_versions(spans: Sequence[WeightVersionSpan]) -> list[Version]:

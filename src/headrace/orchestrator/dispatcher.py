@@ -224,6 +224,7 @@ def _check(rollout: Rollout, scored_later: bool) -> None:
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
     if rollout.error is None and (complaint := _unfit(rollout)):
         rollout.error = RolloutError("invalid_rollout", complaint)
+        rollout.metrics, rollout.messages = {}, []  # so that at least the rest of it can be recorded
     if rollout.error is None and not scored_later:
         check_reward(rollout)
 

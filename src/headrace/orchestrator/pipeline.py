@@ -97,7 +97,7 @@ class Pipeline:
         self.settings = settings
         self.version = version
         self.step = step
-        self.scheduler = Scheduler(settings.max_inflight, self._open_group)
+        self.scheduler = Scheduler(settings.max_inflight, self._open_group, whole_groups=settings.max_async_level == 0)
         self.sink = TrainSink(settings.batch_size, settings.token_batch_size, settings.seq_len)
         self.eval_sink = EvalSink()
         self.ledger = ledger
@@ -240,7 +240,11 @@ class Pipeline:
                 self._next_task_at = max(self._next_task_at, self._now) + 60 / self.settings.tasks_per_minute
 
     def _wanted(self) -> int:
-        """Open training episodes that are welcome: enough for every batch that could ship at the current version."""
+        """Open training episodes that are welcome: enough for every batch that could ship at the current version.
+
+        Above level 0 those that have arrived in groups that are not complete are left out of the count: permits would
+        idle until the last straggler of each group is in, and what is sampled meanwhile is for the next batch.
+        """
         last = min(self.version.step + 1 + self.settings.max_async_level, self.settings.max_steps)
         batches = last - self.step + 1 - (self._in_hand is not None)
         if batches <= 0:

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -161,7 +162,11 @@ class TrainProcessing:
         started = time.monotonic()
         by_env: dict[str, list[RolloutView]] = {}
         try:
-            batch.kept, batch.dropped = _apply(self._post_filters, batch.rollouts, "filters", batch.filter_hits)
+            for group in batch.groups:
+                kept, dropped = _apply(self._post_filters, group.rollouts, "filters", batch.filter_hits)
+                batch.kept += kept
+                batch.dropped += dropped
+                await asyncio.sleep(0)  # a large batch must not hold up the intake
             for rollout in batch.kept:
                 by_env.setdefault(rollout.env, []).append(RolloutView(rollout))
             await asyncio.gather(*[self._algorithms[env].score_batch(views) for env, views in by_env.items()])
@@ -194,10 +199,12 @@ class EvalProcessing:
 
 def check_reward(rollout: Rollout) -> None:
     """Sum the components; a rollout without a finite reward is an error."""
-    numbers = all(isinstance(value, int | float) for value in rollout.rewards.values())
-    rollout.reward = float(sum(rollout.rewards.values())) if rollout.rewards and numbers else math.nan
+    given: dict[str, Any] = rollout.rewards  # by users' code, whatever the types say
+    numbers = {name: float(value) for name, value in given.items() if isinstance(value, int | float)}
+    rollout.reward = sum(numbers.values()) if given and len(numbers) == len(given) else math.nan
     if not math.isfinite(rollout.reward):
-        rollout.error = RolloutError("invalid_reward", f"rewards {rollout.rewards} do not sum to a finite number")
+        rollout.error = RolloutError("invalid_reward", f"rewards {given} do not sum to a finite number")
+        rollout.rewards = numbers
 
 
 def _without_errors(kind: Kind, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:

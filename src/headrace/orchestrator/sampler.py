@@ -78,7 +78,7 @@ class Sampler:
             np.array(prompt_ids, np.int32),
             np.array(completion.token_ids, np.int32),
             np.array(completion.logprobs, np.float32),
-            np.array([version.step for version in completion.versions], np.int32),
+            completion.steps,
             self._temperature,
             completion.finish_reason,
         )

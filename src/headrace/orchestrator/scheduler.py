@@ -40,10 +40,16 @@ class CompleteGroup(msgspec.Struct):
 
 
 class Scheduler:
-    """`open_group` draws the next training prompt and makes a group of it."""
+    """`open_group` draws the next training prompt and makes a group of it.
 
-    def __init__(self, max_inflight: int, open_group: Callable[[], Group]) -> None:
+    Groups are opened as long as fewer training episodes are open than are wanted. With `whole_groups` an episode that
+    has arrived counts until its group is complete, so that nothing is started in vain; without, it does not, so that
+    permits stay busy while groups wait for their stragglers.
+    """
+
+    def __init__(self, max_inflight: int, open_group: Callable[[], Group], whole_groups: bool = False) -> None:
         self.max_inflight = max_inflight
+        self._whole_groups = whole_groups
         self._open_group = open_group
         self._groups: dict[str, _OpenGroup] = {}
         self._starting: _OpenGroup | None = None
@@ -52,7 +58,9 @@ class Scheduler:
         self._inflight: dict[int, Episode] = {}
         self._next_id = 0
         self.open_episodes = 0
-        """Training episodes of groups that are neither complete nor cancelled, dispatched or still to be."""
+        """Training episodes of groups that are neither complete nor cancelled."""
+        self._missing = 0
+        """Of them, those that have not arrived."""
         self.queued_evals = 0
         """Evaluation episodes that wait for a permit."""
         self.inflight = {Kind.TRAIN: 0, Kind.EVAL: 0}
@@ -82,11 +90,13 @@ class Scheduler:
         if self._eval_queue and (may_begin or self._eval_queue[0].dispatched):
             return self._next_of_eval()
         if self._starting is None:
-            if self.open_episodes >= wanted or not may_begin or self._eval_queue:
+            counted = self.open_episodes if self._whole_groups else self._missing
+            if counted >= wanted or not may_begin or self._eval_queue:
                 return None
             group = self._open_group()
             self._starting = self._groups[group.id] = _OpenGroup(group, Kind.TRAIN)
             self.open_episodes += group.size
+            self._missing += group.size
         open_group = self._starting
         if not self._has_room_for(open_group) or not (may_begin or open_group.dispatched):
             return None
@@ -116,6 +126,8 @@ class Scheduler:
         self.inflight[episode.kind] -= 1
         open_group = self._groups[episode.group.id]
         open_group.arrived += 1
+        if open_group.kind is Kind.TRAIN and not open_group.cancelled:
+            self._missing -= 1
         open_group.rollouts.extend(rollouts)
         return self._close(open_group) if open_group.complete else None
 
@@ -133,6 +145,7 @@ class Scheduler:
         for open_group in matching:
             open_group.cancelled = reason
             self.open_episodes -= open_group.group.size
+            self._missing -= open_group.group.size - open_group.arrived
             if self._starting is open_group:
                 self._starting = None
         finished = [self._close(open_group) for open_group in matching if open_group.complete]

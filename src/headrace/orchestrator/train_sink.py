@@ -52,6 +52,8 @@ class TrainSink:
 
     def take_batch(self) -> TrainBatch | None:
         """The oldest groups that make a batch; None if there are too few."""
+        if not self.full:
+            return None
         rollouts = tokens = 0
         for count, group in enumerate(self._ready, 1):
             rollouts += len(group.rollouts)

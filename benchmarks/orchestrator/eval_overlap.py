@@ -1,0 +1,239 @@
+"""Evaluation beside training: how full the permits stay, and how much sooner a run ends than with one that blocks.
+
+    python benchmarks/orchestrator/eval_overlap.py [--steps 101] [--async-level 1] [--real 60]
+
+256 permits, steps of 256 rollouts in groups of 8, 256 evaluation episodes every 5 steps; latency is lognormal with a
+median of 2 s and sigma 1. The pipeline itself runs in simulated time: without evaluation, as it is, and in a harness
+that blocks, where training drains, evaluation runs alone to its last straggler, and training resumes. `--real` adds
+that many seconds of a real orchestrator process over sockets, as its own gauges show it. Busy is the share of permits
+with a running episode, over time: in all, and from an evaluation's trigger to the close of its epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import heapq
+import itertools
+import math
+import random
+import tempfile
+from pathlib import Path
+
+import msgspec
+from fake_engine import FakeEngine
+from fake_run import COMPLETION_TOKENS, FOREVER, running
+
+from headrace.observe.history import Tail
+from headrace.orchestrator.evaluation import EvalEnv, EvalSource
+from headrace.orchestrator.journal import Clock, Totals
+from headrace.orchestrator.ledger import Ledger
+from headrace.orchestrator.pipeline import Pipeline, Settings
+from headrace.orchestrator.signals import (
+    Action,
+    Arrival,
+    BatchDone,
+    CancelEpisode,
+    Episode,
+    Event,
+    GroupDone,
+    Kind,
+    Load,
+    Loaded,
+    ProcessBatch,
+    ProcessGroup,
+    Published,
+    RunEpisode,
+    ScoredGroup,
+    Ship,
+    Shipped,
+    Tick,
+    TrainBatch,
+)
+from headrace.orchestrator.source import TrainSource, TrainTasks
+from headrace.rollout.types import Rollout, RolloutError, Task, Turn
+from headrace.rollout.version import Version
+from headrace.trainer.tiny import write_tiny_model
+
+PERMITS = BATCH = EVAL_EPISODES = 256
+GROUP = 8
+INTERVAL = 5
+MEDIAN, SIGMA = 2.0, 1.0
+TRAINING, WRITING, LOADING = 1.0, 0.05, 0.1
+"""Seconds for a training step, a batch file, and new weights in the engine."""
+
+
+class Busy(msgspec.Struct):
+    """Episode seconds over permit seconds."""
+
+    episodes: float = 0.0
+    permits: float = 0.0
+
+    def add(self, running: int, seconds: float) -> None:
+        self.episodes += running * seconds
+        self.permits += PERMITS * seconds
+
+    @property
+    def shown(self) -> str:
+        return f"{self.episodes / self.permits:.1%}" if self.permits else ""
+
+
+class SimulatedRun:
+    """The real pipeline; everything that it asks for takes simulated time."""
+
+    def __init__(self, interval: int, async_level: int, *, blocking: bool = False, seed: int = 0) -> None:
+        self.now = 0.0
+        self.always, self.across = Busy(), Busy()
+        self.dropped = 0
+        self._blocking = blocking
+        self._rng = random.Random(seed)
+        self._agenda: list[tuple[float, int, Event]] = []
+        self._numbers = itertools.count()
+        self._running: dict[int, Episode] = {}
+        self._held: dict[int, Episode] = {}
+        """Episodes that the pipeline has started and the blocking harness has not."""
+        self._trained_at = 0.0
+        settings = Settings(FOREVER, BATCH, None, 512, {"train": GROUP}, PERMITS, max_async_level=async_level)
+        tasks, evals = ([Task(name, {"n": n}) for n in range(EVAL_EPISODES)] for name in ("train", "heldout"))
+        source = TrainSource([TrainTasks("train", tasks, 1.0)], seed)
+        eval_source = EvalSource([EvalEnv("heldout", evals, interval, group_size=1)], {"heldout": 0})
+        ledger = Ledger(Totals(), Clock(), 0, self.now)
+        self.pipeline = Pipeline(settings, source, eval_source, ledger, Version(0, 0), 1, self.now)
+
+    def run(self, steps: int) -> None:
+        """Until so many batches have shipped; the run would go on."""
+        self._carry_out(self.pipeline.start(self.now))
+        while self.pipeline.step <= steps:
+            wake_at = self.pipeline.wake_at
+            if wake_at is not None and wake_at <= self._agenda[0][0]:
+                self._advance(wake_at, Tick())
+            else:
+                time, _, event = heapq.heappop(self._agenda)
+                self._advance(time, event)
+
+    def _advance(self, time: float, event: Event) -> None:
+        self.always.add(len(self._running), time - self.now)
+        if self.pipeline.eval_sink.open_epochs:
+            self.across.add(len(self._running), time - self.now)
+        self.now = time
+        if isinstance(event, Arrival):
+            if event.episode.id not in self._running and event.episode.id not in self._held:
+                return  # it was cancelled and has arrived
+            self._running.pop(event.episode.id, None)
+            self._held.pop(event.episode.id, None)
+        self._carry_out(self.pipeline.handle(event, time))
+        self._start_held()
+
+    def _after(self, seconds: float, event: Event) -> None:
+        heapq.heappush(self._agenda, (self.now + seconds, next(self._numbers), event))
+
+    # -- what the pipeline asks for -------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case RunEpisode():
+                    self._held[action.episode.id] = action.episode
+                case CancelEpisode():
+                    self._after(0.0, Arrival(action.episode, [_rollout(action.episode, 0, 0.0, action.reason)]))
+                case ProcessGroup():
+                    self._after(0.0, GroupDone(_scored(action)))
+                case ProcessBatch():
+                    if isinstance(action.batch, TrainBatch):
+                        action.batch.kept = action.batch.rollouts
+                    self._after(0.0, BatchDone(action.batch))
+                case Ship():
+                    self.dropped += len(action.dropped)
+                    self._after(WRITING, Shipped(action.step))
+                    self._trained_at = max(self._trained_at, self.now + WRITING) + TRAINING
+                    self._after(self._trained_at - self.now, Published(Version(0, action.step)))
+                case Load():
+                    self._after(LOADING, Loaded(action.version))
+        self._start_held()
+
+    def _start_held(self) -> None:
+        for episode in list(self._held.values()):
+            if self._may_start(episode):
+                del self._held[episode.id]
+                self._running[episode.id] = episode
+                rollout = _rollout(episode, self.pipeline.version.step, self._rng.random())
+                self._after(self._rng.lognormvariate(math.log(MEDIAN), SIGMA), Arrival(episode, [rollout]))
+
+    def _may_start(self, episode: Episode) -> bool:
+        if not self._blocking or not self.pipeline.eval_sink.open_epochs:
+            return True
+        return episode.kind is Kind.EVAL and all(other.kind is Kind.EVAL for other in self._running.values())
+
+
+def _rollout(episode: Episode, version: int, reward: float, cancelled: str = "") -> Rollout:
+    error = RolloutError(cancelled) if cancelled else None
+    turn = Turn([0], [0], [0.0], [version], 1.0)  # type: ignore[arg-type]
+    return Rollout(episode.env, draw_id=episode.group.draw_id, reward=reward, turns=[turn], error=error)
+
+
+def _scored(action: ProcessGroup) -> ScoredGroup:
+    credited = [(rollout.agent, rollout.reward) for rollout in action.rollouts]
+    return ScoredGroup(action.kind, action.group, action.rollouts, [], arrived=len(action.rollouts), credited=credited)
+
+
+async def real_busy(model: Path, seconds: float, async_level: int) -> tuple[Busy, Busy]:
+    """The same as a process over sockets, with a trainer that needs no time: busy in all, and across evaluations."""
+    engine = FakeEngine(model, COMPLETION_TOKENS, MEDIAN, SIGMA)
+    settings = {
+        "batch_size": BATCH,
+        "max_inflight_rollouts": PERMITS,
+        "max_async_level": async_level,
+        "max_off_policy_steps": 8,
+        "log_loop_interval": 0.25,
+        "eval": {
+            "interval": INTERVAL,
+            "num_examples": EVAL_EPISODES,
+            "eval_base_model": False,
+            "env": [{"id": "fake_run:OneTurn", "name": "heldout"}],
+        },
+    }
+    always, across = Busy(), Busy()
+    async with running(engine, model, settings) as orchestrator:
+        while engine.in_flight < PERMITS:
+            orchestrator.check()
+            await asyncio.sleep(0.05)
+        gauges = Tail(orchestrator.run.metrics)
+        gauges.read()
+        await asyncio.sleep(seconds)
+        orchestrator.check()
+        records = [record for record in gauges.read() if "dispatcher/inflight_eval" in record]
+    for record in records:
+        train, evaluation = record["dispatcher/inflight_train"], record["dispatcher/inflight_eval"]
+        always.add(train + evaluation, 1.0)
+        if evaluation:
+            across.add(train + evaluation, 1.0)
+    return always, across
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=101)
+    parser.add_argument("--async-level", type=int, default=1)
+    parser.add_argument("--real", type=float, default=0.0, metavar="SECONDS")
+    arguments = parser.parse_args()
+    level = arguments.async_level
+    print(f"{'evaluation':<26}{'busy':>8}{'across evaluations':>20}{'seconds':>10}{'ratio':>7}{'dropped':>9}")
+    runs = {
+        "none": SimulatedRun(FOREVER, level),
+        "overlapping": SimulatedRun(INTERVAL, level),
+        "blocking": SimulatedRun(INTERVAL, level, blocking=True),
+    }
+    for run in runs.values():
+        run.run(arguments.steps)
+    for name, run in runs.items():
+        ratio = run.now / runs["overlapping"].now
+        print(f"{name:<26}{run.always.shown:>8}{run.across.shown:>20}{run.now:>10.0f}{ratio:>7.2f}{run.dropped:>9}")
+    if arguments.real:
+        with tempfile.TemporaryDirectory() as directory:
+            write_tiny_model(Path(directory))
+            always, across = asyncio.run(real_busy(Path(directory), arguments.real, level))
+        print(f"{'overlapping, over sockets':<26}{always.shown:>8}{across.shown:>20}")
+
+
+if __name__ == "__main__":
+    main()
