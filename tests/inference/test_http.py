@@ -123,6 +123,23 @@ async def test_a_kept_connection_that_broke_meanwhile_costs_nothing():
         await client.close()
 
 
+async def test_what_a_server_says_unasked_is_not_the_next_answer():
+    told = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+    unasked = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n"
+    async with server(answering(told, unasked, pause=0.02)) as (url, connections):
+        client = HttpClient()
+        for _ in range(3):
+            assert (await client.request("GET", url, "/", None, 5.0)).status == 200
+            await asyncio.sleep(0.05)
+        await client.close()
+    assert connections == [1, 1, 1]
+
+
+async def test_an_answer_without_a_body_needs_no_length():
+    async with server(answering(b"HTTP/1.1 204 No Content\r\n\r\n")) as (url, _):
+        assert (await ask(url)).content == b""
+
+
 async def test_an_answer_that_breaks_off_is_no_answer():
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhello")

@@ -57,7 +57,7 @@ if behaviour == "never-up" or (behaviour == "killed-then-never-up" and resumed):
     time.sleep(60)
 status.set("working")
 if behaviour == "waits":
-    status.begin_wait("batch 7", "the orchestrator")
+    status.begin_wait("batch 7 from the orchestrator")
 if behaviour == "frozen":
     status.close("thinking")
 if behaviour in ("fails-but-stays", "fails-and-is-killed"):

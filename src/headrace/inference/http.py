@@ -121,6 +121,9 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if self._answer is None:  # nobody asked: it must not be taken for the answer to the next request
+            self.close()
+            return
         self._received += data
         try:
             self._read_head()
@@ -150,7 +153,9 @@ class _Connection(asyncio.Protocol):
     def _body(self, *, ended: bool) -> bytes | None:
         """The whole of it, or None as long as some is missing. `ended`: the server has closed the connection."""
         assert self._head is not None
-        _, headers, start = self._head
+        status, headers, start = self._head
+        if status in (204, 304):
+            return b""
         if "content-length" in headers:
             end = start + int(headers["content-length"])
             return bytes(self._received[start:end]) if len(self._received) >= end else None
