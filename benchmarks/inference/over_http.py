@@ -92,7 +92,7 @@ def main() -> None:
         run_dir.root.mkdir()
         process = subprocess.Popen([sys.executable, "-c", SERVE, str(model), str(run_dir.root)])
         try:
-            Console().print(asyncio.run(run(process.pid, run_dir.endpoint)))
+            Console().print(asyncio.run(run(process.pid, run_dir.endpoints)))
         finally:
             process.terminate()
             process.wait()

@@ -75,7 +75,7 @@ async def running(engine: FakeEngine, model: Path, orchestrator: dict[str, Any])
     with tempfile.TemporaryDirectory() as root:
         run = RunDir(Path(root))
         save(run_config(run, model, orchestrator), run)
-        server = await engine.listen(run.endpoint)
+        server = await engine.listen(run.endpoints / "inference.json")
         process = await _start(run)
         trainer = asyncio.create_task(train_nothing(run))
         try:

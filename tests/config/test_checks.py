@@ -6,7 +6,6 @@ import pytest
 
 from headrace.config.base import ConfigError, validate
 from headrace.config.run import RunConfig
-from headrace.config.sft import SftConfig
 from tests.config.run_files import minimal, run
 
 
@@ -239,10 +238,3 @@ def test_an_environment_needs_an_id():
 @pytest.mark.parametrize("top_k", [0, -2])
 def test_top_k_is_positive_or_off(top_k: int):
     assert "top_k" in problem(orchestrator={"eval": {"sampling": {"top_k": top_k}}})
-
-
-@pytest.mark.parametrize("data", [{}, {"path": "a.jsonl", "env": "reverse-text"}])
-def test_an_sft_run_has_exactly_one_source_of_data(data: dict[str, Any]):
-    tree = {"max_steps": 1, "seq_len": 8, "model": {"init": "tiny"}, "data": data}
-    with pytest.raises(ConfigError, match="exactly one of path and env"):
-        validate(SftConfig, tree, "sft.toml")

@@ -120,3 +120,16 @@ def test_types_may_be_chosen_on_the_command_line(tmp_path: Path):
     config, _ = load_text(tmp_path, MINIMAL, *overrides, "--trainer.scheduler.type", "wsd")
     assert (config.trainer.loss.type, config.trainer.loss.eps_high) == ("ppo_clip", 0.28)
     assert (config.trainer.optim.type, config.trainer.scheduler.type) == ("muon", "wsd")
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [(False, False), ("none", False), (True, "full"), ("full", "full"), ("selective", "selective")],
+)
+def test_activation_checkpointing_has_modes_and_true_is_full(given: Any, mode: Any):
+    assert run(trainer={"activation_checkpointing": given}).trainer.activation_checkpointing == mode
+
+
+def test_unknown_attention_and_checkpointing_are_refused_with_those_that_exist():
+    assert "'auto', 'cudnn', 'flash', 'varlen' or 'sdpa'" in problem(attention="eager")
+    assert "'full' or 'selective'" in problem(activation_checkpointing="some")

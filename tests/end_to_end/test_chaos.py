@@ -105,7 +105,7 @@ def the_model_is_that_of_an_uninterrupted_trainer(run: RunDir, batches: dict[int
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     try:
         config = read_run(run.root).trainer
-        learner = Learner(config, losses(config), None)
+        learner = Learner(config, losses(config), run.root / "replayed checkpoints")
         for batch in batches.values():
             samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
             learner.learn(samples, envs=envs, stopped=lambda: False)

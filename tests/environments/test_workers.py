@@ -114,6 +114,14 @@ def test_a_sample_survives_the_channel():
     read.logprobs[0] = 0.0  # what has been read can be written to
 
 
+@pytest.mark.parametrize("truncated", [None, [-0.25, 0.0]])
+def test_a_turn_survives_the_channel(truncated: list[float] | None):
+    turn = Turn([1], [2, 3], [-0.5, -0.1], [4, 5], 0.9, truncated_logprobs=truncated)
+    [read] = decoder(list[Rollout]).decode(encode([Rollout(turns=[turn])]))[0].turns
+    assert encode(read) == encode(turn)
+    assert (read.truncated_logprobs is None) == (truncated is None)
+
+
 async def test_an_exception_says_what_it_was_and_where():
     async with pool() as workers:
         with pytest.raises(EpisodeError, match=r"^KeyError: 'no such column'$") as failure:

@@ -138,8 +138,8 @@ async def test_weights_go_to_every_engine(
 
 
 async def test_a_restarted_engine_is_found_at_its_new_address(serve: Serve, tmp_path: Path) -> None:
-    file = tmp_path / "endpoint.json"
-    async with client_of(file, retry_for=30) as client:
+    file = tmp_path / "inference.json"
+    async with client_of(tmp_path, retry_for=30) as client:
         async with serve() as old:
             write_endpoint(file, Endpoint(old, pid=1))
             assert (await client.generate([5], ONE)).token_ids
@@ -160,7 +160,7 @@ async def test_an_engine_that_cannot_be_reached_is_given_up_after_a_while() -> N
 
 
 async def test_no_endpoint_yet_is_unavailable(tmp_path: Path) -> None:
-    async with client_of(tmp_path / "endpoint.json") as client:
+    async with client_of(tmp_path) as client:
         with pytest.raises(EngineUnavailable, match="where it listens"):
             await client.wait_ready(0.1)
 

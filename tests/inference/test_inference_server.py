@@ -35,7 +35,7 @@ Publish = Callable[[Any, Version], Path]
 
 @pytest_asyncio.fixture
 async def client(served_run: RunDir) -> AsyncIterator[EngineClient]:
-    client = EngineClient(served_run.endpoint)
+    client = EngineClient(served_run.endpoints)
     await client.wait_ready(START)
     yield client
     await client.resume()
@@ -44,7 +44,7 @@ async def client(served_run: RunDir) -> AsyncIterator[EngineClient]:
 
 @pytest_asyncio.fixture
 async def http(client: EngineClient, served_run: RunDir) -> AsyncIterator[aiohttp.ClientSession]:
-    endpoint = read_endpoint(served_run.endpoint)
+    endpoint = read_endpoint(served_run.endpoints / "inference.json")
     assert endpoint is not None
     async with aiohttp.ClientSession(endpoint.url) as session:
         yield session
@@ -80,10 +80,24 @@ async def test_many_completions_at_once_have_the_logprobs_of_a_plain_forward(cli
 
 async def test_scores_are_the_prompts_logprobs(client: EngineClient, model: Any) -> None:
     tokens = list(range(50, 80))
-    scores = await client.score(tokens)
-    assert scores[0] == 0.0
-    near(scores[1:], plain_logprobs(model, tokens))
-    assert await client.score([5]) == [0.0]
+    [health] = await client.health()
+    for temperature in (1.0, 0.7):
+        scores = await client.score(tokens, temperature)
+        assert scores.version == Version.parse(health.version)
+        assert scores.logprobs[0] == 0.0
+        near(scores.logprobs[1:], plain_logprobs(model, tokens, temperature))
+    assert (await client.score([5])).logprobs == [0.0]
+
+
+async def test_what_truncation_left_to_choose_from_is_told_and_the_logprobs_stay_whole(
+    client: EngineClient, model: Any
+) -> None:
+    prompt = list(range(50, 60))
+    cut = await client.generate(prompt, SamplingParams(top_k=1, max_tokens=4, ignore_eos=True))
+    near(cut.logprobs, plain_logprobs(model, prompt + cut.token_ids)[len(prompt) - 1 :])
+    assert cut.truncated_logprobs == pytest.approx([0.0] * 4, abs=1e-6)  # one choice: certain
+    whole = await client.generate(prompt, SamplingParams(max_tokens=4))
+    assert whole.truncated_logprobs is None
 
 
 async def test_generate_answers_in_vllms_form(http: aiohttp.ClientSession) -> None:
@@ -233,7 +247,7 @@ async def test_the_status_file_says_how_it_goes(client: EngineClient, served_run
 
 async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(mortal_server: Any) -> None:
     run, process = mortal_server.run, mortal_server.process
-    client = EngineClient(run.endpoint, retry_for=0)
+    client = EngineClient(run.endpoints, retry_for=0)
     await client.wait_ready(START)
     await client.pause()
     task = asyncio.create_task(client.generate([5], SamplingParams()))
@@ -242,7 +256,7 @@ async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(mortal_server:
     with pytest.raises(EngineUnavailable, match="shutting down"):
         await task
     assert await asyncio.to_thread(process.wait, 10) == 0
-    assert not run.endpoint.exists()
+    assert not list(run.endpoints.iterdir())
     assert read_status(run.status)["inference"].state == "done"
     await client.close()
 

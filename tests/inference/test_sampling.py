@@ -45,7 +45,7 @@ def test_logprobs_are_scaled_by_temperature_over_the_whole_vocabulary() -> None:
         SamplingParams(temperature=1.0, top_p=0.5),
         SamplingParams(temperature=0),
     ]
-    tokens, logprobs = sample(logits, params, [0.99, 0.99, 0.0])
+    tokens, logprobs, _ = sample(logits, params, [0.99, 0.99, 0.0])
     roots = math.sqrt(0.1) + math.sqrt(0.6) + math.sqrt(0.3)
     assert tokens.tolist() == [1, 1, 1]
     assert logprobs.tolist() == pytest.approx(
@@ -55,5 +55,24 @@ def test_logprobs_are_scaled_by_temperature_over_the_whole_vocabulary() -> None:
 
 def test_each_row_has_its_own_settings() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.6, 0.3]])).repeat(2, 1)
-    tokens, _ = sample(logits, [SamplingParams(), SamplingParams(top_k=2)], [0.05, 0.05])
+    tokens = sample(logits, [SamplingParams(), SamplingParams(top_k=2)], [0.05, 0.05]).tokens
     assert tokens.tolist() == [0, 1]
+
+
+def test_the_mass_that_truncation_leaves_is_told() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.5, 0.3, 0.1]])).repeat(5, 1)
+    params = [
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.4),
+        SamplingParams(top_k=3, top_p=0.9),  # of .5, .3 and .1, the shares 5/9 and 3/9 do not reach .9: all three
+        SamplingParams(),
+        SamplingParams(temperature=0, top_k=2),
+    ]
+    log_mass = sample(logits, params, [0.5] * 5).log_mass
+    assert log_mass is not None
+    assert log_mass.exp().tolist() == pytest.approx([0.8, 0.5, 0.9, 1.0, 1.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0, top_p=0.5)])
+def test_what_is_not_truncated_pays_for_no_mass(params: SamplingParams) -> None:
+    assert sample(torch.zeros(2, 4), [params] * 2, [0.1, 0.9]).log_mass is None

@@ -14,7 +14,7 @@ from headrace.transport.endpoint import Endpoint, write_endpoint
 
 behaviour, name, run = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 resumed = "--resume" in sys.argv
-endpoint = run / "endpoint.json"
+endpoint = run / "endpoints" / "inference.json"
 
 
 def note(event: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.config.base import ConfigError
 from headrace.config.model import ModelConfig
+from headrace.config.sft import SftDataConfig
 from headrace.launch import origin
 from headrace.launch.origin import resolve
 from headrace.text.hub import ModelNotFound
@@ -101,3 +102,23 @@ def test_an_sft_file_from_a_model_that_is_missing_names_the_model(tmp_path: Path
     file.write_text('max_steps = 1\nseq_len = 8\n[model]\nname = "/no/model"\n[data]\nenv = "reverse-text"\n')
     with pytest.raises(ModelNotFound, match="/no/model"):
         resolve(ModelConfig(sft=file))
+
+
+def test_data_is_known_by_its_content(tmp_path: Path) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    file = directory / "a.jsonl"
+    file.write_text("1\n")
+    sources = [SftDataConfig(path=file), SftDataConfig(path=directory), SftDataConfig(name=str(directory))]
+    before = [origin._content(source) for source in sources]
+    assert [origin._content(source) for source in sources] == before
+    assert before[1] == before[2] != before[0]
+    file.write_text("2\n")
+    changed = [origin._content(source) for source in sources]
+    assert not set(before) & set(changed)
+    (directory / "b.jsonl").write_text("3\n")
+    assert origin._content(sources[0]) == changed[0]
+    assert origin._content(sources[1]) != changed[1]
+    assert origin._content(SftDataConfig(name="openai/gsm8k")) == ""
+    with pytest.raises(ConfigError, match=r"data\.path: .*none\.jsonl: no such file or directory"):
+        origin._content(SftDataConfig(path=tmp_path / "none.jsonl"))

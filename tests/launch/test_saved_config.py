@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.config.base import dump, load
 from headrace.config.run import RunConfig
+from headrace.config.sft import SftConfig
 from headrace.launch.saved_config import changes, pin, read_rl_run, read_run, save
 from headrace.transport.run_dir import RunDir
 
@@ -69,3 +71,16 @@ def test_changes_are_listed_by_key_and_shared_keys_once(config: RunConfig, tmp_p
         "trainer.optim.lr: 1e-06 -> 0.5",
         "orchestrator.train.env.0.ratio: unset -> 2.0",
     ]
+
+
+def test_a_saved_sft_run_finds_its_data_from_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    data: dict[str, Any] = {"max_steps": 1, "seq_len": 8, "data": {"name": "set"}, "validation": {"path": "b.jsonl"}}
+    pinned = pin(SftConfig.model_validate(data), tmp_path / "run", "model")
+    assert pinned.data.name == str(tmp_path / "set")
+    assert pinned.validation is not None and pinned.validation.path == tmp_path / "b.jsonl"
+    data["data"]["name"] = "openai/gsm8k"
+    assert pin(SftConfig.model_validate(data), tmp_path / "run", "model").data.name == "openai/gsm8k"

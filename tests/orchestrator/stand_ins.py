@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from headrace.inference.schema import (
     GenerateRequest,
     GenerateResponse,
     Health,
+    PromptLogprob,
     TokenLogprob,
     UpdateWeightsRequest,
     UpdateWeightsResponse,
@@ -42,6 +44,8 @@ class StandInEngine:
         self.version = Version(0, 0)
         self.answered = 0
         self.broken = False
+        self.score_token: Callable[[Version, int, float], float] = lambda version, token, temperature: -0.5
+        """The logprob of a token, by version and temperature, where a sequence is to be scored."""
 
     async def __aenter__(self) -> StandInEngine:
         await self.listen()
@@ -61,7 +65,7 @@ class StandInEngine:
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
         port = self.runner.addresses[0][1]
-        write_endpoint(self.run.endpoint, Endpoint(f"http://127.0.0.1:{port}", pid=1))
+        write_endpoint(self.run.endpoints / "inference.json", Endpoint(f"http://127.0.0.1:{port}", pid=1))
 
     async def die(self) -> None:
         """Every connection breaks; whoever comes back has the initial model."""
@@ -83,6 +87,8 @@ class StandInEngine:
             return web.json_response({"error": {"message": "out of order", "type": "internal"}}, status=500)
         version = self.version
         await asyncio.sleep(self.delay)
+        if body.sampling_params.prompt_logprobs is not None:
+            return self.score(body, version)
         self.answered += 1
         word = self.tokenizer.decode(body.token_ids).split("user\n")[1].split("<|im_end|>")[0]
         right = self.rng.random() < 0.3 + 0.05 * version.step
@@ -91,6 +97,12 @@ class StandInEngine:
         spans = [WeightVersionSpan(str(version), 0, len(ids))]
         choice = GenerateChoice(0, ids, "stop", ChoiceLogprobs(content), spans)
         return _json(GenerateResponse("r", [choice]))
+
+    def score(self, body: GenerateRequest, version: Version) -> web.Response:
+        temperature = body.sampling_params.temperature
+        known = [{t: PromptLogprob(self.score_token(version, t, temperature))} for t in body.token_ids[1:]]
+        choice = GenerateChoice(0, [0], "length", weight_versions=[WeightVersionSpan(str(version), 0, 1)])
+        return _json(GenerateResponse("r", [choice], prompt_logprobs=[None, *known]))
 
 
 class StandInTrainer:

@@ -20,7 +20,7 @@ class NoModel:
     def __init__(self) -> None:
         self.open_sessions: list[str] = []
 
-    def open(self, session: str):
+    def open(self, session: str, episode: str):
         self.open_sessions.append(session)
 
     def close(self, session: str) -> None:

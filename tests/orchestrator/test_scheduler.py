@@ -69,7 +69,7 @@ def test_a_group_is_complete_when_its_last_straggler_arrives_whichever_that_is()
     said = [scheduler.arrive(e, [Rollout(agent=str(e.index))]) for e in (third, first, second)]
     assert said[:2] == [None, None]
     assert said[2] is not None
-    assert [rollout.agent for rollout in said[2].rollouts] == ["2", "0", "1"]
+    assert [rollout.agent for rollout in said[2].rollouts] == ["0", "1", "2"]  # by place, not by arrival
     assert scheduler.open_episodes == 0
 
 

@@ -52,6 +52,11 @@ def test_a_turn_refuses_answers_without_a_logprob_and_a_version_each(logprobs: l
         Turn([1], [2, 3], logprobs, versions, 1.0)
 
 
+def test_a_turn_refuses_truncated_logprobs_of_another_length():
+    with pytest.raises(ValueError, match="a turn of 2 tokens has 1 truncated_logprobs"):
+        Turn([1], [2, 3], [-1.0, -1.0], [0, 0], 1.0, truncated_logprobs=[-0.5])
+
+
 def test_truncation_cuts_every_stream_at_the_same_token():
     whole = sample(2, 3, advantages=[0, 0, 1, 2, 3], teacher_entropy=[9, 8, 7, 6, 5])
     cut = whole.truncated(4)

@@ -40,3 +40,14 @@ def returns_a_loss_per_token(inputs: LossInputs) -> LossOutputs:
 def reports_the_loss(inputs: LossInputs) -> LossOutputs:
     loss = -inputs.trainer_logprobs.sum()
     return LossOutputs(loss, {"loss": (loss, inputs.loss_mask.sum())})
+
+
+def drops_long_shots(inputs: LossInputs, below: float) -> LossOutputs:
+    """REINFORCE without the tokens whose logprob is below a limit, and says which those are."""
+    masked = inputs.trainer_logprobs.detach() < below
+    kept = inputs.loss_mask & ~masked
+    return LossOutputs(-(inputs.advantages * inputs.trainer_logprobs)[kept].sum(), masked=masked)
+
+
+def says_masked_for_two_tokens(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(inputs.trainer_logprobs.sum(), masked=torch.zeros(2, dtype=torch.bool))

@@ -16,6 +16,7 @@ from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.rl import losses
 from headrace.trainer.step import TrainStep
+from headrace.trainer.token_table import write_token_table
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,19 +35,18 @@ def main(model_directory: Path, batches: Path, output: Path) -> None:
     torch.set_num_threads(1)
     ranks = Ranks()
     for path in sorted(batches.iterdir()):
-        model = PackedModel(model_directory, ranks.device)
-        if ranks.size > 1:
-            model.shard(ranks.mesh())
+        model = PackedModel(model_directory, ranks)
         optimizer = Keeping(model.named_parameters())
         kinds = {**losses(TrainerConfig()), "ce": ce_loss}
-        step = TrainStep(model, optimizer, kinds, lm_head_chunk=16, micro_batch_tokens=48, ranks=ranks)
+        step = TrainStep(model, optimizer, kinds, lm_head_chunk=16, micro_batch_tokens=48)
         batch = read_batch(str(path))
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
         bins = pack(samples, 32)
         if ranks.size > 1:
             bins = pack_for_worker(ranks.index, samples, 32, ranks.size, model.cost)
-        result = step.run(bins, 1e-3, envs=envs)
-        assert result is not None
+        result = step.run(bins, 1e-3, envs=envs, traced=True)
+        assert result is not None and result.trace is not None
+        write_token_table(output / f"{path.name}.tokens", result.trace, batch, ranks)
         tensors = {f"gradient.{name}": gradient for name, gradient in optimizer.kept.items()}
         tensors |= {f"parameter.{name}": whole(p.detach()) for name, p in model.named_parameters().items()}
         if ranks.first:

@@ -1,5 +1,7 @@
 """Logprob, entropy and gradients from hidden states equal the plain computation, whatever the chunk."""
 
+import math
+
 import pytest
 import torch
 
@@ -63,3 +65,36 @@ def test_no_tokens_at_all_still_run_backward():
     logprobs, _ = label_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), torch.ones(0), 8)
     logprobs.sum().backward()
     assert weight.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_fp32_head_equals_the_plain_computation_in_float32_with_narrow_hidden_states(chunk: int):
+    hidden, weight, labels, temperatures = (tensor.detach() for tensor in inputs())
+    narrow, weight = hidden.bfloat16().requires_grad_(), weight.float().requires_grad_()
+    direction = torch.randn(23, generator=torch.Generator().manual_seed(1))
+    expected, expected_entropy = plain(narrow.float(), weight, labels, temperatures.float())
+    wanted = torch.autograd.grad((expected * direction).sum(), (narrow, weight))
+    logprobs, entropy = label_logprobs(narrow, weight, labels, temperatures.float(), chunk, fp32=True)
+    given = torch.autograd.grad((logprobs * direction).sum(), (narrow, weight))
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    torch.testing.assert_close(given, wanted)
+    rounded, _ = label_logprobs(narrow, weight, labels, temperatures.float(), chunk)
+    assert (rounded - expected).abs().max() > 1e-3
+
+
+def test_fp32_head_stays_float32_under_autocast():
+    hidden, weight, labels, temperatures = (tensor.detach().float() for tensor in inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = label_logprobs(hidden.bfloat16(), weight, labels.long(), temperatures, 5, fp32=True)
+    expected, _ = plain(hidden.bfloat16().float(), weight, labels.long(), temperatures)
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_gradient_of_a_nearly_certain_label_is_not_lost_to_rounding():
+    hidden = torch.tensor([[1.0]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[8.0], [0.0]])
+    logprobs, _ = label_logprobs(hidden, weight, torch.tensor([0]), torch.ones(1), 1)
+    logprobs.sum().backward()
+    # d log p / d hidden = (1 - p) * (8 - 0), with 1 - p = 1 / (1 + e^8)
+    torch.testing.assert_close(hidden.grad.float(), torch.tensor([[8 / (1 + math.exp(8))]]), rtol=1e-2, atol=0)

@@ -1,6 +1,7 @@
 """The losses on a worked example, what they report, and what broken tokens do to them."""
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -283,6 +284,27 @@ def test_a_member_with_a_broken_advantage_breaks_the_gradient_masked_or_not(loss
     assert not inputs.trainer_logprobs.grad.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("loss", "masked"),
+    [
+        (default_loss, {2, 3}),
+        (partial(ipo_loss, ipo_threshold=0.05), {0, 1, 2, 3}),
+        (ppo_clip_loss, {2, 3}),  # ratios 0.33 with A < 0 and 2.34 with A > 0
+        (gspo_loss, {1, 2}),  # the sequence's ratio is exp(-0.05): clipped where A < 0
+        (partial(cispo_loss, eps_max=2.0), {3}),
+        (icepop_loss, {2}),
+        (ref_kl_loss, {2}),
+    ],
+)
+def test_losses_say_which_tokens_of_the_worked_example_they_mask(loss, masked: set[int]):
+    assert set(loss(example()).masked.nonzero()[:, 0].tolist()) == masked
+
+
+def test_losses_without_a_mask_say_nothing_of_one():
+    assert reinforce_loss(example()).masked is None
+    assert ce_loss(example()).masked is None
+
+
 def test_what_a_loss_of_ones_own_may_read_and_returns():
     assert [field.name for field in fields(LossInputs)] == [
         "trainer_logprobs",
@@ -292,7 +314,7 @@ def test_what_a_loss_of_ones_own_may_read_and_returns():
         "loss_mask",
         "loss_weights",
     ]
-    assert [field.name for field in fields(LossOutputs)] == ["loss", "metrics"]
+    assert [field.name for field in fields(LossOutputs)] == ["loss", "metrics", "masked"]
 
 
 def test_ref_kl_without_reference_logprobs_names_the_algorithms_that_provide_them():

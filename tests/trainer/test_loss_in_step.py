@@ -24,7 +24,13 @@ from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tokens import COMPONENTS
 from headrace.transport.run_dir import RunDir
-from tests.trainer.training_samples import ARCHITECTURES, make_sample, random_samples, write_random_model
+from tests.trainer.training_samples import (
+    ARCHITECTURES,
+    make_sample,
+    mixed_samples,
+    random_samples,
+    write_random_model,
+)
 
 OWN = "tests.trainer.custom_losses"
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     directory = write_random_model(tmp_path_factory.mktemp("model"), ARCHITECTURES["qwen3"])
-    return PackedModel(directory, torch.device("cpu"))
+    return PackedModel(directory)
 
 
 class Gradients(Optimizer):
@@ -68,20 +74,6 @@ def run(
 def assert_same(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, gradient in expected.items():
         torch.testing.assert_close(given[name], gradient, atol=1e-5 * float(gradient.abs().max()) + 1e-8, rtol=1e-3)
-
-
-def mixed_samples(seed: int) -> list[Sample]:
-    """Rollouts whose tokens belong to none, one, two or all three components."""
-    rng = np.random.default_rng(seed)
-    samples = random_samples(seed, 8)
-    for sample in samples:
-        sample.logprobs = np.where(sample.mask, -4.5 + 0.3 * rng.normal(size=len(sample)), 0.0)  # near 1/96 each
-        for component in COMPONENTS:
-            weights = rng.normal(1.0, 0.3, len(sample)) * (rng.random(len(sample)) < 0.6)
-            sample.set_stream(f"{component}_weights", weights.tolist())
-        sample.set_stream("ref_logprobs", (-4.0 + rng.normal(size=len(sample))).tolist())
-    samples[3].set_stream("rl_weights", [0.0] * len(samples[3]))
-    return samples
 
 
 def only(component: str, samples: list[Sample]) -> list[Sample]:
@@ -191,6 +183,7 @@ def test_a_loss_that_cannot_be_loaded_is_refused_at_the_start(import_path: str, 
         ("returns_a_tensor", r"returned Tensor: return headrace\.trainer\.loss\.LossOutputs"),
         ("returns_a_loss_per_token", "returned a loss that is no scalar tensor"),
         ("reports_the_loss", "reports 'loss', which the step reports itself"),
+        ("says_masked_for_two_tokens", r"returned \(2,\) as `masked` for a sequence of 1 tokens"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_refused_at_the_start(name: str, message: str):

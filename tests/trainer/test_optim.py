@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config.trainer import AdamWConfig, MuonConfig, OptimConfig, SgdConfig, TrainerConfig
 from headrace.errors import BadInput
-from headrace.trainer.checkpoint import latest
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import default_loss
 from headrace.trainer.optim import Optimizer, UpdateRule, adamw, hidden_matrices, muon, sgd, update_rule
@@ -318,9 +317,11 @@ def test_a_learner_resumes_with_any_optimizer(optim: dict[str, Any], tmp_path: P
             assert learner.learn(random_samples(step, 4), stopped=lambda: False) is not None
         return learner
 
-    straight = learn(Learner(config, {"rl": default_loss}, None), 1, 4)
-    learn(Learner(config, {"rl": default_loss}, None), 1, 2).save_checkpoint(tmp_path)
-    resumed = learn(Learner(config, {"rl": default_loss}, latest(tmp_path)), 3, 4)
+    straight = learn(Learner(config, {"rl": default_loss}, tmp_path), 1, 4)
+    saved = learn(Learner(config, {"rl": default_loss}, tmp_path), 1, 2)
+    saved.begin_checkpoint()
+    saved.checkpoints.finish(wait=True)
+    resumed = learn(Learner(config, {"rl": default_loss}, tmp_path, "latest"), 3, 4)
     assert resumed.learning_rate == straight.learning_rate
     for name, value in straight.model.named_parameters().items():
         assert torch.equal(value, resumed.model.named_parameters()[name])

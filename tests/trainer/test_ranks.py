@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from headrace.rollout.batch import Batch, BatchSample, encode_batch
 from headrace.rollout.types import Sample
+from headrace.transport.token_exports import read_header
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model
 
 PROGRAM = Path(__file__).parent / "rank_program.py"
@@ -75,6 +79,25 @@ def test_two_ranks_come_to_what_one_process_comes_to(name: str, directories: tup
     assert two.told["metrics"].keys() == one.told["metrics"].keys()
     for key, value in one.told["metrics"].items():
         assert two.told["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_two_ranks_export_the_tokens_that_one_process_exports(name: str, directories: tuple[Path, Path]):
+    one, two = (pq.read_table(directory / f"{name}.tokens") for directory in directories)
+    assert len(list((directories[1] / f"{name}.tokens").iterdir())) == 2
+    two = two.sort_by([("sample", "ascending"), ("position", "ascending")])
+    assert two.schema.equals(one.schema)
+    headers = [read_header(table.schema.metadata, name) for table in (one, two)]
+    assert headers[1].counts == headers[0].counts
+    assert headers[1].gradient_sum == pytest.approx(headers[0].gradient_sum, rel=1e-4)
+    for column in one.column_names:
+        expected, given = one[column], two[column]
+        if pa.types.is_floating(expected.type):
+            assert given.is_null() == expected.is_null(), column
+            np.testing.assert_allclose(given.drop_null(), expected.drop_null(), rtol=1e-3, atol=1e-6, err_msg=column)
+        else:
+            assert given == expected, column
+    assert pc.sum(two["share"]).as_py() in (None, pytest.approx(1, abs=1e-5))
 
 
 def test_a_batch_without_members_runs_backward_and_leaves_every_gradient_at_zero(directories: tuple[Path, Path]):

@@ -1,6 +1,7 @@
 """How sequences are laid out: every distinct prefix once, and attention over exactly a token's own past."""
 
 import numpy as np
+import pytest
 import torch
 
 from headrace.trainer.row import make_row
@@ -34,29 +35,70 @@ def test_order_is_by_token_and_not_by_its_bytes():
     assert row_of([256], [1], [65536]).token_ids.tolist() == [[1, 256, 65536]]
 
 
-def test_every_place_is_answered_by_a_query_that_sees_exactly_its_past():
+def overlapping_sequences() -> list[np.ndarray]:
     rng = np.random.default_rng(1)
     prompt = rng.integers(0, 50, 30)
-    sequences = [
+    return [
         np.concatenate([prompt[: rng.integers(0, 31)], rng.integers(0, 50, rng.integers(1, 20))]) for _ in range(40)
     ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_every_place_is_answered_by_a_query_that_sees_exactly_its_past(window: int | None):
+    sequences = overlapping_sequences()
     row = make_row(sequences, CPU)
+    blocks = row.layout.sequences
     asked, seen = [], []
-    for block in row.layout.blocks:
+    for block, visible in zip(blocks.blocks, blocks.visible(window), strict=True):
         width = block.keys.shape[1]
-        visible = torch.ones(width, width).tril().bool() if block.visible is None else block.visible[:, 0]
+        visible = torch.ones(width, width).tril().bool() if visible is None else visible[:, 0]
         visible = visible.expand(len(block.keys), *visible.shape[-2:])
+        assert visible.any(-1).all()  # padding, too, sees something
         for line, queries in enumerate(block.queries):
             asked += queries.tolist()
             seen += [block.keys[line][mask].tolist() for mask in visible[line]]
     for sequence, places in zip(sequences, row.places, strict=True):
         assert row.token_ids[0, places].tolist() == sequence.tolist()
         for position, place in enumerate(places):
-            query = int(row.layout.outputs[place])
+            query = int(blocks.outputs[place])
             assert asked[query] == place
-            assert seen[query] == places[: position + 1].tolist()
+            assert seen[query] == places[: position + 1][-(window or 1000) :].tolist()
+
+
+def test_masks_are_made_once_for_each_window():
+    blocks = make_row(overlapping_sequences(), CPU).layout.sequences
+    assert blocks.visible(7) is blocks.visible(7)
+    assert blocks.visible(None) is not blocks.visible(7)
+
+
+def test_runs_end_with_their_queries_and_hold_exactly_the_past_of_each():
+    sequences = overlapping_sequences()
+    row = make_row(sequences, CPU, "varlen")
+    runs = row.layout.sequences
+    past = {}
+    for start, stop, first, end in zip(
+        runs.query_starts[:-1], runs.query_starts[1:], runs.key_starts[:-1], runs.key_starts[1:], strict=True
+    ):
+        keys = runs.keys[first:end].tolist()
+        asking = range(int(start), int(stop))
+        assert len(asking) <= runs.longest_query
+        assert len(keys) <= runs.longest_key
+        for behind, place in enumerate(reversed(asking)):
+            past[place] = keys[: len(keys) - behind]
+    assert sorted(past) == list(range(row.token_ids.shape[1]))
+    for places in row.places:
+        for position, place in enumerate(places):
+            assert past[place] == places[: position + 1].tolist()
+
+
+def test_runs_that_share_nothing_are_the_row_itself():
+    runs = make_row([np.array([5, 6]), np.array([1, 2, 3]), np.array([5])], CPU, "varlen").layout.sequences
+    assert runs.keys is None
+    assert runs.query_starts.tolist() == runs.key_starts.tolist() == [0, 3, 5]
+    assert (runs.longest_query, runs.longest_key, runs.are_one) == (3, 3, False)
+    assert make_row([np.array([5, 6]), np.array([5])], CPU, "varlen").layout.sequences.are_one
 
 
 def test_one_long_sequence_does_not_pad_the_short_ones():
     row = make_row([np.arange(1000), *(np.array([2000 + n, 1]) for n in range(50))], CPU)
-    assert sum(block.keys.numel() for block in row.layout.blocks) < 1500
+    assert sum(block.keys.numel() for block in row.layout.sequences.blocks) < 1500

@@ -1,84 +1,37 @@
-"""Conversations from files and environments: order, resuming, what is learned, and errors that name the row."""
+"""Which conversation comes when: order, resuming, what is held out, and what is cut."""
 
-import json
+import logging
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 import pytest
 
 from headrace.environments.reverse_text import ReverseText
-from headrace.text.renderer import make_renderer
-from headrace.text.tokenizer import Tokenizer
-from headrace.trainer.sft_data import Conversation, DataError, from_environment, from_rows, read_rows, render
-
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-
-
-def write_lines(path: Path, *rows: Any) -> Path:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
-    return path
+from headrace.rollout.types import Sample
+from headrace.trainer.conversation import Conversation, DataError
+from headrace.trainer.sft_data import Conversations, Cuts, drawn, from_environment, from_rows, hold_out
+from tests.trainer.training_samples import make_sample
 
 
-def learned_text(conversation: Conversation, model: Path, name: str = "qwen3") -> str:
-    tokenizer = Tokenizer(model)
-    options = {"enable_thinking": False} if name == "qwen3" else {}
-    sample = render(conversation, make_renderer(model, tokenizer, name, **options))
-    assert not sample.streams["rl_weights"].any()
-    assert sample.streams["ce_weights"].tolist() == sample.mask.tolist()
-    return tokenizer.decode(sample.token_ids[sample.mask].tolist())
+def numbered(count: int) -> list[Conversation]:
+    return [Conversation([{"role": "assistant", "content": str(number)}]) for number in range(count)]
 
 
-def test_jsonl_takes_messages_or_prompt_and_completion(tmp_path: Path):
-    path = write_lines(
-        tmp_path / "a.jsonl",
-        {"messages": CHAT, "other": 1},
-        "",
-        {"prompt": "hi", "completion": "yo"},
-        {"prompt": CHAT[:1], "completion": CHAT[1:]},
-    )
-    rows = read_rows(path)
-    assert [row.messages for row in rows] == [CHAT, CHAT, CHAT]
-
-
-def test_parquet_gives_the_same_conversations(tmp_path: Path):
-    calls = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": "{}"}]}]
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    table = pa.Table.from_pylist([{"messages": CHAT + calls, "tools": json.dumps(tools)}, {"messages": CHAT}])
-    pq.write_table(table, tmp_path / "a.parquet")
-    first, second = read_rows(tmp_path / "a.parquet")
-    assert first.messages == [*CHAT, {"role": "assistant", "tool_calls": calls[0]["tool_calls"]}]
-    assert first.tools == tools
-    assert (second.messages, second.tools) == (CHAT, None)
-
-
-def test_only_what_the_assistant_says_is_learned(tiny_model: Path):
-    messages = [{"role": "system", "content": "s"}, *CHAT, {"role": "user", "content": "more"}, CHAT[1]]
-    turn = "<think>\n\n</think>\n\nyo<|im_end|>"
-    assert learned_text(Conversation(messages), tiny_model) == turn + turn
-
-
-def test_assistant_turns_in_a_prompt_are_context(tiny_model: Path):
-    messages = [*CHAT, {"role": "user", "content": "more"}, {"role": "assistant", "content": "ok"}]
-    assert learned_text(Conversation(messages, context=3), tiny_model) == "<think>\n\n</think>\n\nok<|im_end|>"
-
-
-def test_models_own_template_can_be_learned_from_too(tiny_model: Path):
-    assert "yo<|im_end|>" in learned_text(Conversation(CHAT), tiny_model, name="default")
+def numbers(rows: Conversations) -> list[int]:
+    return [int(rows[index].messages[0]["content"]) for index in range(len(rows))]
 
 
 def test_each_pass_has_its_own_order_and_any_position_continues_it():
-    rows = [Conversation([{"role": "assistant", "content": str(n)}]) for n in range(7)]
+    rows = numbered(7)
 
-    def contents(seed: int, position: int, count: int) -> list[str]:
-        return [row.messages[0]["content"] for row in islice(from_rows(rows, seed, position), count)]
+    def contents(seed: int, position: int, count: int) -> list[int]:
+        return numbers(list(islice(from_rows(rows, seed, position), count)))
 
     whole = contents(0, 0, 21)
     assert sorted(whole[:7]) == sorted(whole[7:14]) == sorted(whole[14:])
     assert whole[:7] != whole[7:14]
     assert contents(1, 0, 21) != whole
+    assert sorted(contents(-1, 0, 7)) == list(range(7))
     for position in (0, 3, 7, 13, 20):
         assert contents(0, position, 21 - position) == whole[position:]
 
@@ -89,31 +42,46 @@ def test_demonstrations_continue_at_any_position():
     assert [c.messages for c in islice(from_environment(environment, 3, 6), 4)] == whole[6:]
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ("{not json", "not valid JSON"),
-        ([1], "expected an object"),
-        ({"text": "hi"}, r"neither `messages` nor `prompt` and `completion`; its keys are \['text'\]"),
-        ({"messages": []}, "non-empty list of messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: expected a role"),
-        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]: content must be text, not 5"),
-        ({"messages": CHAT[:1]}, "no assistant message"),
-        ({"prompt": "hi", "completion": [CHAT[0]]}, "no assistant message"),
-        ({"messages": CHAT, "tools": "["}, "tools is not valid JSON"),
-        ({"messages": CHAT, "tools": "{}"}, "tools must be a list"),
-    ],
-)
-def test_a_bad_row_is_an_error_that_names_file_and_line(tmp_path: Path, row: Any, problem: str):
-    path = write_lines(tmp_path / "a.jsonl", {"messages": CHAT}, row)
-    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{problem}|a\.jsonl, line 2: {problem}"):
-        read_rows(path)
+@pytest.mark.parametrize(("count", "fraction", "held"), [(20, 0.25, 5), (7, 0.2, 1), (3, 0.01, 1), (2, 0.5, 1)])
+def test_a_fraction_is_held_out_exactly_and_trained_on_never(count: int, fraction: float, held: int):
+    rows = numbered(count)
+    kept, out = (numbers(part) for part in hold_out(rows, fraction, seed=0))
+    assert (len(out), sorted(kept + out)) == (held, list(range(count)))
+    assert [numbers(part) for part in hold_out(rows, fraction, seed=0)] == [kept, out]
 
 
-def test_files_that_cannot_be_data_are_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="no such file"):
-        read_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"expected a \.jsonl or \.parquet"):
-        read_rows(write_lines(tmp_path / "a.csv", "x"))
-    with pytest.raises(DataError, match="has no rows"):
-        read_rows(write_lines(tmp_path / "a.jsonl", ""))
+def test_another_seed_holds_out_other_rows():
+    first, second = (numbers(hold_out(numbered(50), 0.2, seed)[1]) for seed in (0, 1))
+    assert sorted(first) != sorted(second)
+
+
+@pytest.mark.parametrize(("count", "fraction"), [(1, 0.1), (2, 0.9)])
+def test_holding_out_everything_is_refused(count: int, fraction: float):
+    with pytest.raises(DataError, match=rf"fraction {fraction} of {count} rows leaves none to train on"):
+        hold_out(numbered(count), fraction, seed=0)
+
+
+def test_at_most_so_many_are_drawn_all_different_and_always_the_same():
+    rows = numbered(30)
+    few = numbers(drawn(rows, 10))
+    assert (len(few), len(set(few))) == (10, 10)
+    assert few != list(range(10))
+    assert numbers(drawn(rows, 10)) == few
+    assert sorted(numbers(drawn(rows, 100))) == list(range(30))
+
+
+def example(prompt: int, length: int) -> Sample:
+    return make_sample(np.zeros(length, int).tolist(), prompt)
+
+
+def test_examples_that_are_cut_are_counted_and_said_once(caplog: pytest.LogCaptureFixture):
+    cuts = Cuts(seq_len=8)
+    with caplog.at_level(logging.WARNING):
+        assert cuts.of([example(4, 8)]) == {"data/truncated": 0, "data/not_learned": 0}
+        assert not caplog.messages
+        # 9 tokens of which the last is cut; 12 of which 8 are prompt; 10 of which one learned token is left
+        counts = cuts.of([example(4, 9), example(8, 12), example(7, 10), example(2, 3)])
+        assert counts == {"data/truncated": 3, "data/not_learned": 1}
+        cuts.of([example(4, 9)])
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("3 of 4 examples are longer than seq_len 8 and are cut; of 1 nothing is left")

@@ -41,7 +41,7 @@ def run(
     micro_batch_tokens: int = 16384,
     envs: tuple[str, ...] = (),
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
-    model = PackedModel(directory, CPU)
+    model = PackedModel(directory)
     optimizer = Gradients(model.named_parameters())
     step = TrainStep(model, optimizer, LOSSES, lm_head_chunk=7, micro_batch_tokens=micro_batch_tokens)
     result = step.run(pack(samples, seq_len), lr=1.0, envs=envs)
@@ -146,7 +146,7 @@ def test_a_step_without_members_runs_backward_with_zero_gradients(directory: Pat
     result, gradients = run(directory, samples)
     assert result.metrics["loss"] == 0.0
     assert all(not gradient.any() for gradient in gradients.values())
-    assert gradients.keys() == PackedModel(directory, CPU).named_parameters().keys()
+    assert gradients.keys() == PackedModel(directory).named_parameters().keys()
 
 
 def test_reference_weights_without_reference_logprobs_are_an_error():
@@ -177,7 +177,7 @@ def test_metrics_are_split_by_environment(directory: Path):
 
 
 def test_stopping_between_micro_batches_changes_nothing(directory: Path):
-    model = PackedModel(directory, CPU)
+    model = PackedModel(directory)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters().items()}
     step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=64, micro_batch_tokens=20)
     answers = iter([False, True])

@@ -1,6 +1,7 @@
-"""Checkpoints: exact resume, whole or absent, the newest few kept."""
+"""Checkpoints: exact resume, whole or absent, the newest few kept, written beside training."""
 
-from functools import partial
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -8,64 +9,108 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headrace.cli.main import main
+from headrace.config.trainer import TrainingConfig
 from headrace.rollout.batch import SchemaError
-from headrace.rollout.packing import pack
 from headrace.trainer import checkpoint
-from headrace.trainer.checkpoint import MARKER, TrainState
-from headrace.trainer.learner import ResumeError, starting_point
+from headrace.trainer.checkpoint import Checkpoints, TrainState
+from headrace.trainer.learner import Learner, ResumeError, starting_point
 from headrace.trainer.loss import default_loss
-from headrace.trainer.model import PackedModel
-from headrace.trainer.optim import Optimizer, adamw
-from headrace.trainer.step import TrainStep
-from headrace.transport.files import write_directory
+from headrace.trainer.ranks import Ranks
+from headrace.transport.files import MARKER, write_directory
 from tests.trainer.training_samples import random_samples
 
-CPU = torch.device("cpu")
+MakeLearner = Callable[..., Learner]
 
 
-def load(directory: Path) -> tuple[PackedModel, Optimizer]:
-    model = PackedModel(directory, CPU)
-    return model, Optimizer(model.named_parameters(), partial(adamw, weight_decay=0.1))
+@pytest.fixture
+def make_learner(tiny_model: Path, tmp_path: Path) -> MakeLearner:
+    """A learner that starts from the newest checkpoint of `tmp_path`, if there is one."""
+
+    def make(resume: str | None = "latest", directory: Path = tmp_path, **ckpt: int) -> Learner:
+        config = TrainingConfig(
+            model={"name": str(tiny_model)},
+            output_dir=directory,
+            max_steps=10,
+            seq_len=32,
+            optim={"lr": 1e-3, "weight_decay": 0.1},
+            ckpt=ckpt,
+        )
+        return Learner(config, {"rl": default_loss}, directory, resume)
+
+    return make
 
 
-def train(model: PackedModel, optimizer: Optimizer, first: int, last: int) -> None:
-    step = TrainStep(model, optimizer, {"rl": default_loss}, lm_head_chunk=64)
+def learn(learner: Learner, first: int, last: int) -> None:
     for number in range(first, last + 1):
-        assert step.run(pack(random_samples(number, 4), 32), lr=1e-3)
+        assert learner.learn(random_samples(number, 4), stopped=lambda: False)
 
 
-def test_ten_steps_equal_five_saved_loaded_and_five_more_bit_for_bit(tiny_model: Path, tmp_path: Path):
-    straight, optimizer = load(tiny_model)
-    train(straight, optimizer, 1, 10)
-    model, its_optimizer = load(tiny_model)
-    train(model, its_optimizer, 1, 5)
-    path = checkpoint.save(tmp_path, model, its_optimizer, TrainState(step=5), keep_last=1)
-    resumed, resumed_optimizer = load(path / "model")
-    checkpoint.load_optimizer(path, resumed_optimizer)
-    train(resumed, resumed_optimizer, 6, 10)
-    for name, parameter in straight.named_parameters().items():
-        assert torch.equal(parameter, resumed.named_parameters()[name]), name
-    moments = resumed_optimizer.state_tensors()
-    for name, tensor in optimizer.state_tensors().items():
+def save(directory: Path, *steps: int, keep_last: int = 2, permanent_interval: int | None = None) -> None:
+    """Checkpoints of a model that has one small tensor."""
+    checkpoints = Checkpoints(directory, Ranks(), keep_last=keep_last, permanent_interval=permanent_interval)
+    for step in steps:
+        checkpoints.begin({"model.a": torch.full((2,), float(step))}, lambda path: path.mkdir(), TrainState(step=step))
+    checkpoints.finish(wait=True)
+
+
+def test_ten_steps_equal_five_saved_loaded_and_five_more_bit_for_bit(make_learner: MakeLearner, tmp_path: Path):
+    straight = make_learner(directory=tmp_path / "straight")
+    learn(straight, 1, 10)
+    first = make_learner()
+    learn(first, 1, 5)
+    first.begin_checkpoint()
+    first.checkpoints.finish(wait=True)
+    resumed = make_learner()
+    assert resumed.state.step == 5
+    learn(resumed, 6, 10)
+    for name, parameter in straight.model.tensors().items():
+        assert torch.equal(parameter, resumed.model.tensors()[name]), name
+    moments = resumed.optimizer.state_tensors()
+    for name, tensor in straight.optimizer.state_tensors().items():
         assert torch.equal(tensor, moments[name]), name
 
 
-def test_checkpoint_holds_a_loadable_model_and_the_counters(tiny_model: Path, tmp_path: Path):
-    model, optimizer = load(tiny_model)
-    state = TrainState(step=50, incarnation=2, tokens_trained=12345, skipped_steps=1, examples=800)
-    path = checkpoint.save(tmp_path, model, optimizer, state, keep_last=2)
-    assert path == tmp_path / "step-00000050"
-    assert checkpoint.read_state(path) == state
-    assert AutoModelForCausalLM.from_pretrained(path / "model").dtype == torch.float32
-    assert AutoTokenizer.from_pretrained(path / "model").eos_token == "<|im_end|>"
-    checkpoint.load_optimizer(path, optimizer)  # before its first step an optimizer has no moments
+def test_steps_after_the_beginning_of_a_checkpoint_do_not_change_it(make_learner: MakeLearner):
+    learner = make_learner()
+    learn(learner, 1, 1)
+    expected = {name: tensor.clone() for name, tensor in learner.model.tensors().items()}
+    moments = {name: tensor.clone() for name, tensor in learner.optimizer.state_tensors().items()}
+    learner.begin_checkpoint()
+    with torch.no_grad():
+        for tensor in (*learner.model.tensors().values(), *learner.optimizer.state_tensors().values()):
+            tensor.fill_(-1.0)
+    learner.checkpoints.finish(wait=True)
+    resumed = make_learner()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.model.tensors().items())
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in resumed.optimizer.state_tensors().items())
 
 
-def test_only_complete_checkpoints_count_and_the_newest_are_kept(tiny_model: Path, tmp_path: Path):
-    model, optimizer = load(tiny_model)
+def test_checkpoint_holds_the_counters_and_what_the_model_came_with(make_learner: MakeLearner, tmp_path: Path):
+    learner = make_learner()
+    learner.state = TrainState(step=50, incarnation=2, tokens_trained=12345, skipped_steps=1, examples=800)
+    learner.begin_checkpoint()  # before its first step an optimizer has no moments
+    learner.checkpoints.finish(wait=True)
+    assert checkpoint.read_state(tmp_path / "step-00000050") == learner.state
+    assert make_learner().state == learner.state
+    assert AutoTokenizer.from_pretrained(tmp_path / "step-00000050" / "model").eos_token == "<|im_end|>"
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
+    make_learner: MakeLearner, tiny_model: Path, tmp_path: Path
+):
+    learner = make_learner()
+    learn(learner, 1, 1)
+    learner.begin_checkpoint()
+    learner.checkpoints.finish(wait=True)
+    config = learner.config.model_copy(update={"optim": TrainingConfig(optim={"type": "sgd"}).optim})
+    with pytest.raises(ResumeError, match=r"exp_avg, which this run has no use for.*optim.type"):
+        Learner(config, {"rl": default_loss}, tmp_path, "latest")
+
+
+def test_only_complete_checkpoints_count_and_the_newest_are_kept(tmp_path: Path):
     assert checkpoint.latest(tmp_path / "none") is None
-    for step in (5, 10, 100):
-        checkpoint.save(tmp_path, model, optimizer, TrainState(step=step), keep_last=2)
+    save(tmp_path, 5, 10, 100)
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000010", "step-00000100"]
     (tmp_path / "step-00000100" / MARKER).unlink()
     latest = checkpoint.latest(tmp_path)
@@ -75,30 +120,37 @@ def test_only_complete_checkpoints_count_and_the_newest_are_kept(tiny_model: Pat
         checkpoint.read_state(tmp_path / "step-00000100")
 
 
-def test_what_a_killed_trainer_left_half_written_is_ignored_and_removed(tiny_model: Path, tmp_path: Path):
+def test_permanent_checkpoints_outlive_their_retirement(tmp_path: Path):
+    save(tmp_path, 2, 4, 5, 6, keep_last=1, permanent_interval=4)
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000006"]
+    (kept,) = checkpoint.complete(tmp_path / "permanent")
+    assert kept.name == "step-00000004"
+    tensors = {"model.a": torch.zeros(2)}
+    checkpoint.load_tensors(kept, tensors)
+    assert tensors["model.a"].tolist() == [4.0, 4.0]
+
+
+def test_what_a_killed_trainer_left_half_written_is_ignored_and_removed(tmp_path: Path):
     leftover = tmp_path / ".step-00000005.99999.tmp"
     leftover.mkdir()
     (leftover / MARKER).write_text("{}")
     assert checkpoint.latest(tmp_path) is None
-    model, optimizer = load(tiny_model)
-    checkpoint.save(tmp_path, model, optimizer, TrainState(step=5), keep_last=1)
+    save(tmp_path, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_a_newer_schema_is_refused(tiny_model: Path, tmp_path: Path):
-    model, optimizer = load(tiny_model)
-    path = checkpoint.save(tmp_path, model, optimizer, TrainState(step=1), keep_last=1)
+def test_a_newer_schema_is_refused(tmp_path: Path):
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001"
     (path / "state.json").write_bytes(msgspec.json.encode(TrainState(step=1, schema=99)))
     with pytest.raises(SchemaError, match="schema 99"):
         checkpoint.read_state(path)
 
 
-def test_starting_point_follows_what_was_asked(tiny_model: Path, tmp_path: Path):
-    model, optimizer = load(tiny_model)
+def test_starting_point_follows_what_was_asked(tmp_path: Path):
     assert starting_point(tmp_path, None) is None
     assert starting_point(tmp_path, "latest") is None
-    for step in (1, 2):
-        checkpoint.save(tmp_path, model, optimizer, TrainState(step=step), keep_last=2)
+    save(tmp_path, 1, 2)
     older, newest = checkpoint.complete(tmp_path)
     assert starting_point(tmp_path, "latest") == newest
     assert starting_point(tmp_path, str(newest)) == newest
@@ -125,3 +177,37 @@ def test_a_directory_that_fails_to_be_written_leaves_the_old_one(tmp_path: Path)
     write_directory(final, lambda draft: (draft / "b").write_text("new") and None)
     assert [path.name for path in final.iterdir()] == ["b"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_exported_checkpoint_gives_transformers_the_logits_of_the_model_that_was_trained(
+    make_learner: MakeLearner, tmp_path: Path
+):
+    learner = make_learner()
+    learn(learner, 1, 2)
+    learner.begin_checkpoint()
+    learner.checkpoints.finish(wait=True)
+    assert main(["export", str(tmp_path / "step-00000002"), str(tmp_path / "exported")]) == 0
+    assert main(["export", str(tmp_path / "step-00000002"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    learner.model.module.set_attn_implementation("sdpa")
+    expected = learner.model.module(input_ids=ids).logits
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert torch.equal(exported(input_ids=ids).logits, expected)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["."], "neither a complete checkpoint nor a run that has one"),
+        (["run", "--step", "4"], r"no complete checkpoint of step 4 \(it has: 1, 2\)"),
+    ],
+)
+def test_an_export_of_what_is_not_there_says_what_is(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    save(tmp_path / "run" / "checkpoints", 1, 2)
+    source, *options = arguments
+    assert main(["export", str(tmp_path / source), str(tmp_path / "out"), *options]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()

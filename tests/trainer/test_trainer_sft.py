@@ -3,10 +3,12 @@
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +18,7 @@ from headrace.config.sft import SftConfig
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.trainer import checkpoint, sft
+from headrace.trainer.conversation import Conversation
 
 
 @pytest.fixture
@@ -84,11 +87,89 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, tiny_model: Pa
     assert [record["step"] for record in read_metrics(tmp_path / "b" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_packing_changes_no_loss_and_both_ways_reach_the_same(tmp_path: Path, tiny_model: Path, status: Status):
+    losses = {}
+    for pack in (True, False):
+        data = {"env": "reverse-text", "batch_size": 8, "pack": pack}
+        run(settings(tmp_path / str(pack), {"name": str(tiny_model)}, data, max_steps=20), status)
+        losses[pack] = [record["loss"] for record in read_metrics(tmp_path / str(pack) / "metrics.jsonl")]
+    assert losses[True] == pytest.approx(losses[False], abs=1e-5)
+    assert losses[True][-1] < 2.0  # from ln(320) = 5.8
+
+
+def validations(output: Path) -> dict[int, float]:
+    return {r["step"]: r["val/loss"] for r in read_metrics(output / "metrics.jsonl") if "val/loss" in r}
+
+
+def test_validation_runs_first_last_and_in_between_and_a_resume_leaves_none_out(
+    tmp_path: Path, tiny_model: Path, status: Status
+):
+    model = {"name": str(tiny_model)}
+    held_out = {"env": "reverse-text", "args": {"split": "eval"}, "max_examples": 5, "interval": 4}
+    run(settings(tmp_path / "a", model, ENV, validation=held_out), status)
+    straight = validations(tmp_path / "a")
+    assert list(straight) == [0, 4, 6]
+    assert straight[0] == pytest.approx(5.8, abs=0.4)  # ln(320)
+    assert straight[6] < straight[4] < straight[0]
+    run(settings(tmp_path / "b", model, ENV, validation=held_out, max_steps=4), status)
+    (tmp_path / "b" / "metrics.jsonl").unlink()  # as if it had been killed between checkpoint and validation
+    run(settings(tmp_path / "b", model, ENV, validation=held_out), status, resume="latest")
+    assert validations(tmp_path / "b") == {4: straight[4], 6: straight[6]}
+
+
+def test_validation_does_not_change_what_is_trained(tmp_path: Path, tiny_model: Path, status: Status):
+    model, held_out = {"name": str(tiny_model)}, {"env": "reverse-text", "max_examples": 3, "interval": 1}
+    without = load_file(run(settings(tmp_path / "a", model, ENV, max_steps=3), status) / "model.safetensors")
+    config = settings(tmp_path / "b", model, ENV, max_steps=3, validation=held_out)
+    tensors = load_file(run(config, status) / "model.safetensors")
+    assert all(torch.equal(tensors[name], without[name]) for name in without)
+
+
+def test_rows_that_validation_holds_out_are_never_trained_on(tmp_path: Path):
+    rows = [{"question": f"say {n}", "answer": str(n)} for n in range(20)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"path": tmp_path / "data.jsonl", "columns": {"prompt": "question", "completion": "answer"}}
+
+    def answers(conversations: Iterable[Conversation]) -> list[str]:
+        return [conversation.messages[-1]["content"] for conversation in conversations]
+
+    for most, held in ((100, 5), (3, 3)):
+        config = settings(tmp_path / "out", {}, data, validation={"fraction": 0.25, "max_examples": most})
+        training, held_out = sft.open_conversations(config, 0)
+        trained, validated = answers(islice(training, 45)), answers(held_out)
+        assert (len(set(trained)), len(validated)) == (15, held)
+        assert not set(trained) & set(validated)
+
+
+def test_validation_has_rows_of_its_own_whatever_the_seed_of_the_run(tmp_path: Path):
+    for name in ("train", "test"):
+        rows = [{"prompt": "?", "completion": f"{name} {n}"} for n in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    validation = {"path": tmp_path / "test.jsonl", "max_examples": 4}
+    sets = []
+    for seed in (0, 1):
+        data = {"path": tmp_path / "train.jsonl"}
+        config = settings(tmp_path / "out", {}, data, seed=seed, validation=validation)
+        sets.append([c.messages[-1]["content"] for c in sft.open_conversations(config, 0)[1]])
+    assert sets[0] == sets[1]
+    assert len(set(sets[0])) == 4 and all(text.startswith("test") for text in sets[0])
+
+
+def test_a_hugging_face_dataset_is_trained_on_by_its_name(tmp_path: Path, tiny_model: Path, status: Status):
+    rows = [{"question": f"{n}+{n}?", "answer": f"#### {n + n}"} for n in range(10)]
+    datasets.Dataset.from_list(rows, split="train").save_to_disk(tmp_path / "sums")
+    data = {"name": str(tmp_path / "sums"), "columns": {"prompt": "question", "completion": "answer"}}
+    validation = {"fraction": 0.2, "interval": 3}
+    run(settings(tmp_path / "out", {"name": str(tiny_model)}, data, max_steps=3, validation=validation), status)
+    assert list(validations(tmp_path / "out")) == [0, 3]
+
+
 def test_examples_longer_than_seq_len_are_cut_and_counted(tmp_path: Path, tiny_model: Path, status: Status):
     config = settings(tmp_path / "out", {"name": str(tiny_model)}, ENV, seq_len=24, max_steps=1)
     run(config, status)
     (record,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert record["data/truncated"] > 0
+    assert record["data/not_learned"] == 0
     assert record["progress/tokens_trained"] <= 4 * 24
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 from headrace.rollout.types import NOT_SAMPLED, Sample
+from headrace.trainer.tokens import COMPONENTS
 
 SIZES = {
     "vocab_size": 96,
@@ -33,9 +35,17 @@ SIZES = {
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(head_dim=12, tie_word_embeddings=True, **SIZES),
     "qwen2": Qwen2Config(**SIZES),
+    "qwen2, sliding after the first layer": Qwen2Config(
+        use_sliding_window=True, sliding_window=9, max_window_layers=1, **SIZES
+    ),
     "llama": LlamaConfig(**SIZES),
+    "smollm2": LlamaConfig(tie_word_embeddings=True, **SIZES),
     "mistral": MistralConfig(sliding_window=None, **SIZES),
+    "mistral, sliding": MistralConfig(sliding_window=8, **SIZES),
     "gemma": GemmaConfig(head_dim=12, **SIZES),
+    "gemma3, sliding and full": Gemma3TextConfig(
+        head_dim=12, sliding_window=8, layer_types=["sliding_attention", "full_attention"], **SIZES
+    ),
 }
 
 
@@ -69,4 +79,18 @@ def random_samples(seed: int, count: int, vocabulary: int = 96) -> list[Sample]:
         advantages = np.where(np.arange(len(tokens)) >= len(prompt), rng.normal(), 0.0)
         temperature = 0.5 + 0.5 * (index % 3)
         samples.append(make_sample(tokens, len(prompt), temperature=temperature, advantages=advantages.tolist()))
+    return samples
+
+
+def mixed_samples(seed: int) -> list[Sample]:
+    """Rollouts whose tokens belong to none, one, two or all three components."""
+    rng = np.random.default_rng(seed)
+    samples = random_samples(seed, 8)
+    for sample in samples:
+        sample.logprobs = np.where(sample.mask, -4.5 + 0.3 * rng.normal(size=len(sample)), 0.0)  # near 1/96 each
+        for component in COMPONENTS:
+            weights = rng.normal(1.0, 0.3, len(sample)) * (rng.random(len(sample)) < 0.6)
+            sample.set_stream(f"{component}_weights", weights.tolist())
+        sample.set_stream("ref_logprobs", (-4.0 + rng.normal(size=len(sample))).tolist())
+    samples[3].set_stream("rl_weights", [0.0] * len(samples[3]))
     return samples

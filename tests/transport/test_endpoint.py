@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.rollout.batch import SCHEMA, SchemaError
-from headrace.transport.endpoint import Endpoint, read_endpoint, write_endpoint
+from headrace.transport.endpoint import Endpoint, read_endpoint, read_endpoints, withdraw_endpoint, write_endpoint
 
 
 def test_an_endpoint_is_read_back(tmp_path: Path):
@@ -23,3 +23,21 @@ def test_an_endpoint_of_a_newer_schema_is_refused(tmp_path: Path):
     path.write_text(json.dumps({"schema": SCHEMA + 1, "socket": "elsewhere"}))
     with pytest.raises(SchemaError, match=r"endpoint\.json has schema 2"):
         read_endpoint(path)
+
+
+def test_every_server_of_a_run_is_found_by_its_name(tmp_path: Path):
+    assert read_endpoints(tmp_path / "none") == {}
+    first, second = Endpoint("http://127.0.0.1:8000", 17), Endpoint("http://127.0.0.1:8001", 18)
+    write_endpoint(tmp_path / "inference.json", first)
+    write_endpoint(tmp_path / "inference-1.json", second)
+    assert read_endpoints(tmp_path) == {"inference": first, "inference-1": second}
+
+
+def test_an_endpoint_is_withdrawn_by_its_own_process_alone(tmp_path: Path):
+    path = tmp_path / "inference.json"
+    write_endpoint(path, Endpoint("http://127.0.0.1:8000", 17))
+    withdraw_endpoint(path, 18)
+    assert path.exists()
+    withdraw_endpoint(path, 17)
+    assert not path.exists()
+    withdraw_endpoint(path, 17)

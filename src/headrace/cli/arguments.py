@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help"})
+OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help", "--name"})
 """Options of the commands themselves; every other `--word` is an override of the configuration."""
 
 

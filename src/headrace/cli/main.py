@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from headrace import __version__
-from headrace.cli import audit, init_model, orchestrator, rl, serve, sft, summary, trainer
+from headrace.cli import audit, export, init_model, orchestrator, rl, serve, sft, summary, tokens, trainer
 from headrace.cli.arguments import separate_overrides
 from headrace.cli.errors import explain
 
@@ -20,6 +20,8 @@ COMMANDS: dict[str, ModuleType] = {
     "trainer": trainer,
     "summary": summary,
     "audit": audit,
+    "export": export,
+    "tokens": tokens,
     "init-model": init_model,
 }
 

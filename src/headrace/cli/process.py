@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 
 @contextmanager
 def process(name: str, run: RunDir) -> Iterator[Status]:
-    """The surroundings of a process of a run. Its status file says at the end how it ended."""
+    """The surroundings of a process of a run. Its status file says at the end how it ended.
+
+    Of several ranks the first speaks for all; the others have their status files in a place of their own.
+    """
     from headrace.launch import lifeline
     from headrace.launch.errors import naming_run
     from headrace.observe.logs import setup_logging
     from headrace.observe.status import Status
 
-    setup_logging()
+    rank = int(os.environ.get("RANK", "0"))
+    setup_logging(f"rank {rank}" if rank else "")
     lifeline.watch()
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's own environment lies beside the run file
     with naming_run(run.root):
-        status = Status(run.status, name)
+        status = Status(run.status / "ranks", f"{name}-{rank}") if rank else Status(run.status, name)
         try:
             yield status
         except BaseException:

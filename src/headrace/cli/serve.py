@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="MODEL|RUN", help="a model directory or hub name; a run directory or run file"
     )
+    parser.add_argument("--name", default="inference", help="what this server of a run is called (default inference)")
     parser.epilog = (
         f"Any key of [inference] can be set: --port N (default {PORT} for a model), --host, --max_running, ..."
     )
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         serve(config, status=None, run=None)
         return 0
     run = RunDir(config.output_dir)
-    with process("inference", run) as status:
+    with process(arguments.name, run) as status:
         serve(config, status=status, run=run)
     return 0
 

@@ -11,6 +11,7 @@ from headrace.cli.process import StopRequest, process
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
+    parser.add_argument("--ranks", metavar="N", type=int, default=1, help="processes that train together (default 1)")
     add_resume(parser)
 
 
@@ -21,6 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_run(arguments.run)
     run = run_directory(config)
     resume = check_resume(run.root, arguments.resume)
+    if arguments.ranks > 1:
+        return run_ranks(arguments.ranks, arguments.run, resume)
     request = StopRequest()
     with process("trainer", run) as status:
         if isinstance(config, RunConfig):
@@ -32,6 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
 
             train_sft(config, resume=resume, stopped=request.stopped, status=status)
     return request.exit_code
+
+
+def run_ranks(count: int, target: Path, resume: str | None) -> int:
+    from headrace.launch import lifeline
+    from headrace.observe.logs import setup_logging
+    from headrace.trainer import torchrun
+
+    setup_logging()
+    lifeline.watch()
+    return torchrun.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
 
 
 def check_resume(directory: Path, resume: str | None) -> str | None:

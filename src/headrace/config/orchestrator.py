@@ -199,6 +199,8 @@ class OrchestratorConfig(Config):
     max_empty_batches: int | None = Field(None, ge=1)
     pre_batch_filters: list[FilterConfig] = Field(default_factory=_default_pre_filters)
     post_batch_filters: list[FilterConfig] = Field(default_factory=_default_post_filters)
+    drift_probes: int = Field(2, ge=0)
+    """Completions scored again per version: so many that it sampled alone, and as many that it only ended; 0: none."""
     log_loop_interval: float = Field(5.0, gt=0)
     keep_rollouts: int = Field(1000, ge=1)
     """Steps whose rollouts stay on disk."""

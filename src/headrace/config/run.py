@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from headrace.config.base import Config, sections_of
 from headrace.config.inference import InferenceConfig
+from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.trainer import TrainerConfig
@@ -41,19 +42,6 @@ class TensorboardConfig(Config):
     samples: int = Field(8, ge=0)
     """As in `[wandb]`."""
     samples_interval: int = Field(10, ge=1)
-
-
-class LaunchConfig(Config):
-    """How `headrace rl` runs the processes on this machine."""
-
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of the trainer and of the server each; unset: half the cores."""
-    start_timeout: float = Field(300.0, gt=0)
-    """Seconds until every process must be up; they count anew when one is started again."""
-    stop_timeout: float = Field(10.0, gt=0)
-    """Seconds that a process gets to end in order before it is killed."""
-    max_restarts: int = Field(3, ge=0)
-    """How often in a row, without progress of the run, a process that was killed is started again."""
 
 
 class RunConfig(Config):

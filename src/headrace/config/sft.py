@@ -8,33 +8,99 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from headrace.config.base import Config
+from headrace.config.launch import LaunchConfig
 from headrace.config.model import RendererConfig
 from headrace.config.trainer import TrainingConfig
 
 
-class SftDataConfig(Config):
-    """Exactly one of `path` and `env`."""
+class ColumnsConfig(Config):
+    """What the data calls the columns that are read; unset: as here."""
+
+    messages: str | None = None
+    """The whole conversation, of which every assistant message is learned."""
+    prompt: str | None = None
+    """A text or messages; never learned."""
+    completion: str | None = None
+    """A text or messages; the assistant's are learned."""
+    tools: str | None = None
+    """The tools that the conversation may call, as schemas."""
+
+    @model_validator(mode="after")
+    def _one_format(self) -> ColumnsConfig:
+        if self.messages is not None and (self.prompt is not None or self.completion is not None):
+            raise ValueError("name messages, or prompt and completion, not both: a row is read as one of them")
+        return self
+
+
+class SourceConfig(Config):
+    """Where examples come from."""
 
     path: Path | None = None
-    """JSONL or Parquet with `messages`, or with `prompt` and `completion`."""
+    """JSONL or Parquet, a file or a directory of such files: `messages`, or `prompt` and `completion`."""
+    name: str | None = None
+    """A Hugging Face dataset: its name on the hub, or a local directory that the `datasets` library understands."""
+    split: str | None = None
+    """Of the dataset `name`; unset: `train`."""
+    subset: str | None = None
+    """Of the dataset `name`, where it has several."""
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     env: str | None = None
     """An environment that can demonstrate its own tasks."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Of the environment."""
+
+    def check(self, *origins: str) -> None:
+        """Raise unless exactly one of `origins` is given, and with it only what belongs to it."""
+        given = [origin for origin in origins if getattr(self, origin) is not None]
+        if len(given) != 1:
+            known = f"{', '.join(origins[:-1])} and {origins[-1]}"
+            raise ValueError(f"give exactly one of {known}" + (f", not {' and '.join(given)}" if given else ""))
+        belongs = {"split": ["name"], "subset": ["name"], "columns": ["path", "name"], "args": ["env"]}
+        for key, owners in belongs.items():
+            if given[0] not in owners and getattr(self, key) not in (None, {}, ColumnsConfig()):
+                raise ValueError(f"{key} belongs to {' or '.join(owners)}, and {given[0]} is given")
+
+
+class SftDataConfig(SourceConfig):
+    """Exactly one of `path`, `name` and `env`."""
+
     batch_size: int = Field(64, ge=1)
     """Examples per step."""
+    pack: bool = True
+    """Several examples in one pass of the model, none of which sees another; false: one at a time, to the same loss."""
 
     @model_validator(mode="after")
     def _one_source(self) -> SftDataConfig:
-        if (self.path is None) == (self.env is None):
-            raise ValueError("give exactly one of path and env")
+        self.check("path", "name", "env")
+        return self
+
+
+class ValidationConfig(SourceConfig):
+    """Examples that are never trained on: exactly one of `path`, `name`, `env` and `fraction`."""
+
+    fraction: float | None = Field(None, gt=0, lt=1)
+    """Hold out this share of the rows of `[data]`."""
+    interval: int = Field(50, ge=1)
+    """Steps between validations; there is also one before the first step and one after the last."""
+    max_examples: int = Field(1000, ge=1)
+    """Where there are more, the same random ones each time."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ValidationConfig:
+        self.check("path", "name", "env", "fraction")
+        if self.name is not None and self.split is None:
+            raise ValueError("split: say which split of the dataset is for validation")
         return self
 
 
 class SftConfig(TrainingConfig):
-    PATHS_OF_FILE = ("data.path", "model.sft")
+    PATHS_OF_FILE = ("data.path", "validation.path", "model.sft")
 
     data: SftDataConfig
+    validation: ValidationConfig | None = None
+    """Unset: none."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
     def _check(self) -> SftConfig:
@@ -42,4 +108,9 @@ class SftConfig(TrainingConfig):
             raise ValueError("max_steps: a run needs an end; set the number of optimizer steps")
         if self.seq_len is None:
             raise ValueError("seq_len: set the longest sequence in tokens")
+        if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
+            raise ValueError(
+                "validation.fraction holds out rows, and the demonstrations of data.env have no end: give "
+                "validation.env instead"
+            )
         return self

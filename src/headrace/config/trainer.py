@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config
 from headrace.config.model import ModelConfig
@@ -19,6 +19,11 @@ def _by_type(default: str, what: str, known: str) -> Discriminator:
 
     message = f"no such {what}. Known: {known}"
     return Discriminator(chosen, custom_error_type=f"unknown_{what}", custom_error_message=message)
+
+
+def _checkpointing(value: Any) -> Any:
+    """True has always meant `full`."""
+    return {"True": "full", "none": False}.get(str(value), value)
 
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -202,6 +207,21 @@ class CheckpointConfig(Config):
     interval: int = Field(50, ge=1)
     """Steps between checkpoints; the last step always gets one."""
     keep_last: int = Field(2, ge=1)
+    permanent_interval: int | None = Field(None, ge=1)
+    """Checkpoints of steps that this divides are kept for good, in `checkpoints/permanent/`; unset: none."""
+
+
+class LoraConfig(Config):
+    """Train a difference of low rank of linear layers instead of the model's own parameters."""
+
+    r: int = Field(16, ge=1)
+    """The rank. An engine may have a highest one: vLLM's `--max-lora-rank` is 16 unless it is told otherwise."""
+    alpha: int = Field(32, ge=1)
+    """The difference is scaled by alpha / r."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead, so that higher ranks do not learn more slowly."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Every linear layer but the head, or the last parts of names, such as `["q_proj", "v_proj"]`."""
 
 
 class TrainingConfig(Config):
@@ -213,13 +233,47 @@ class TrainingConfig(Config):
     seq_len: int | None = Field(None, ge=2)
     """Tokens per packed bin, and the longest sequence that is trained."""
     seed: int = 0
+    lora: LoraConfig | None = None
+    """Unset: every parameter is trained."""
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     scheduler: SchedulerConfig = Field(default_factory=BasicSchedulerConfig)
     ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more compute."""
+    attention: Literal["auto", "cudnn", "flash", "varlen", "sdpa"] = "auto"
+    """What computes attention: `sdpa` runs anywhere, the others on a GPU in bfloat16; `auto` is the fastest of them."""
+    activation_checkpointing: Annotated[Literal[False, "full", "selective"], BeforeValidator(_checkpointing)] = False
+    """Recompute each layer in the backward pass, `full` (or true), or but for its costliest parts, `selective`."""
+    activation_offload: bool = False
+    """Keep activations in CPU memory until the backward pass; on a GPU, and best with full checkpointing."""
+    compile: bool = False
+    """Compile each layer and the head: faster on a GPU, after a minute of compiling."""
     lm_head_chunk: int = Field(4096, ge=1)
     """Tokens whose logits exist at once."""
+    lm_head_fp32: bool = False
+    """Compute logits in float32 where the rest computes in bfloat16: more exact, and a head that takes longer."""
+
+
+class TokenExportConfig(Config):
+    """Steps whose every token is written to `tokens/`, with all that decided its gradient; see `headrace tokens`."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    interval: int = Field(0, ge=0)
+    """Also every step that this divides; 0: none."""
+
+    def includes(self, step: int) -> bool:
+        return step in self.steps or (self.interval > 0 and step % self.interval == 0)
+
+
+class WeightsConfig(Config):
+    """How new weights reach the engines."""
+
+    transport: Literal["files", "link"] = "files"
+    """`link`: straight from the trainer's memory; the run directory only says where. Adapters are always files."""
+    host: str = "127.0.0.1"
+    """The link: the address at which engines reach the trainer's first rank."""
+    carrier: Literal["auto", "stream", "nccl"] = "auto"
+    """The link: `auto` is NCCL between different GPUs, and a plain connection otherwise."""
+    ack_timeout: float = Field(3600.0, ge=0)
+    """Seconds until engines must have taken a version; a pinned evaluation may hold it back as long. 0: for ever."""
 
 
 class TrainerConfig(TrainingConfig):
@@ -227,3 +281,7 @@ class TrainerConfig(TrainingConfig):
     ref_kl: RefKlConfig = Field(default_factory=RefKlConfig)
     keep_weights: int = Field(2, ge=1)
     """Published versions kept on disk besides those that an engine may still load."""
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    probe_tokens: int = Field(256, ge=0)
+    """Tokens of each step, whole sequences, that trainer and engine both score with the new weights; 0: none."""
+    token_export: TokenExportConfig = Field(default_factory=TokenExportConfig)

@@ -85,7 +85,7 @@ class App:
             version=str(engine.version),
             model=self.model_name,
             running=len(engine.running),
-            waiting=len(engine.waiting),
+            waiting=len(engine.urgent) + len(engine.waiting),
             paused=engine.paused,
             capacity=engine.max_running,
             max_model_len=engine.max_model_len,
@@ -107,7 +107,7 @@ class App:
         if body.stream:
             raise InvalidRequest("stream: /inference/v1/generate answers in one piece; leave it out or set it to false")
         self._check_model(body.model)
-        request = self.thread.submit(body.token_ids, body.sampling_params, body.cache_salt)
+        request = self.thread.submit(body.token_ids, body.sampling_params, body.cache_salt, urgent=body.urgent)
         [result] = await self._results(http, [request])
         return reply(generate_response(body, result, self.model_name))
 
@@ -165,6 +165,7 @@ def generate_response(body: GenerateRequest, result: Result, model_name: str) ->
         logprobs=None if body.sampling_params.logprobs is None else _choice_logprobs(result),
         weight_versions=[WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans],
         stop_reason=result.stop_reason,
+        truncated_logprobs=None if body.sampling_params.logprobs is None else result.truncated_logprobs,
     )
     return GenerateResponse(
         request_id=body.request_id or uuid.uuid4().hex,

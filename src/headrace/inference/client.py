@@ -31,7 +31,7 @@ from headrace.inference.schema import (
 )
 from headrace.rollout.batch import SCHEMA
 from headrace.rollout.version import Version
-from headrace.transport.endpoint import read_endpoint
+from headrace.transport.endpoint import read_endpoints
 
 T = TypeVar("T")
 
@@ -68,6 +68,8 @@ class Completion(msgspec.Struct):
     spans: list[WeightVersionSpan]
     """Which version sampled which tokens; `versions` has one entry per token."""
     finish_reason: str
+    truncated_logprobs: list[float] | None = None
+    """Among what top_p and top_k left to choose from; None where they left everything, or the engine does not say."""
 
     @property
     def versions(self) -> list[Version]:
@@ -78,6 +80,15 @@ class Completion(msgspec.Struct):
         """The step of each token's version."""
         steps = [Version.parse(span.version).step for span in self.spans]
         return np.repeat(np.array(steps, np.int32), [span.end - span.start for span in self.spans])
+
+
+class Scores(msgspec.Struct):
+    """How likely an engine finds a sequence."""
+
+    logprobs: list[float]
+    """One per token; the first, which nothing predicts, is 0.0."""
+    version: Version | None
+    """The weights that say so; None from an engine that serves no policy."""
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -93,6 +104,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str
     logprobs: _Logprobs | None = None
     weight_versions: list[WeightVersionSpan] | None = None
+    truncated_logprobs: list[float] | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -111,7 +123,7 @@ class _Session(msgspec.Struct):
 class EngineClient:
     """One or more engines behind one interface. Make and use it inside one event loop.
 
-    `engines` is a list of base URLs, the endpoint file of a run, or a function that gives the URLs of the moment.
+    `engines` is a list of base URLs, the directory of a run's endpoints, or a function that gives the URLs that hold.
     """
 
     def __init__(
@@ -159,15 +171,18 @@ class EngineClient:
             [entry.logprob for entry in choice.logprobs.content],
             choice.weight_versions,
             choice.finish_reason,
+            choice.truncated_logprobs,
         )
         covered = sum(span.end - span.start for span in completion.spans)
         if not len(completion.token_ids) == len(completion.logprobs) == covered:
             raise EngineFailed("the engine's answer has token_ids, logprobs and weight_versions of different lengths")
         return completion
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """The logprob of every token after those before it; the first, which nothing predicts, is 0.0."""
-        body = GenerateRequest(token_ids=token_ids, sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0))
+    async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:
+        """The logprob of every token after those before it, computed anew. An engine needs room for one token more."""
+        # A seed of its own: the engine's other requests sample as if this one had not been.
+        sampling = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0, seed=0)
+        body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, urgent=urgent)
         response = await self._call_one("/inference/v1/generate", body, GenerateResponse)
         entries = response.prompt_logprobs or []
         scores = [
@@ -175,7 +190,8 @@ class EngineClient:
         ]
         if len(scores) != len(token_ids):
             raise EngineFailed(f"the engine scored {len(scores)} of {len(token_ids)} tokens")
-        return scores
+        spans = response.choices[0].weight_versions  # prompt and first token come out of one step of the engine
+        return Scores(scores, Version.parse(spans[0].version) if spans else None)
 
     async def health(self) -> list[Health]:
         """How each engine is, asked once: an engine that does not answer raises."""
@@ -318,7 +334,7 @@ def _absolute(path: Path) -> str:
 
 def _addresses(engines: Sequence[str] | Path | Callable[[], Sequence[str]]) -> Callable[[], Sequence[str]]:
     if isinstance(engines, Path):
-        return lambda: [] if (endpoint := read_endpoint(engines)) is None else [endpoint.url]
+        return lambda: [endpoint.url for endpoint in read_endpoints(engines).values()]
     if callable(engines):
         return engines
     if isinstance(engines, str):

@@ -28,6 +28,7 @@ from headrace.inference.request import EngineError, InvalidRequest, Request, Req
 from headrace.inference.sampling import sample, scaled_logprobs
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights import PublishedWeights, install, read_published
+from headrace.inference.weights_link import WeightsReceiver
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,6 @@ PREFILL_TOKENS = 8192
 """Prompt tokens that one step takes in, and that one forward computes."""
 SCORED_LOGITS = 1 << 27
 """Logits that one forward may hold where prompt logprobs are asked for."""
-PADDING_FLOOR = 256
-"""Padding below this many tokens is cheaper than another forward."""
 
 
 class Engine:
@@ -54,11 +53,15 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         version: Version = INITIAL,
+        base: Path | None = None,
     ) -> None:
+        """`base` is the directory that the model was loaded from: adapters are merged with its files."""
         model.eval()
         model.set_attn_implementation(ATTENTION)
         self.model = model
+        self.base = base
         self.device: torch.device = model.device
+        self.link = WeightsReceiver(self.device)
         self.max_model_len = max_model_len
         self.max_running = max_running
         self.kv_on_update = kv_on_update
@@ -66,17 +69,21 @@ class Engine:
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.version = version
         self.waiting: deque[Request] = deque()
+        self.urgent: deque[Request] = deque()
+        """Those that wait in front of the others."""
         self.running: list[Request] = []
         self.paused = False
         self.tokens_sampled = 0
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
-        self._cache = KVCache(model.config.get_text_config().num_hidden_layers, max_running, max_model_len)
+        self._cache = KVCache(model.config.get_text_config().num_hidden_layers, max(2, max_running), max_model_len)
 
     # What callers do, from any thread
 
-    def submit(self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None) -> Request:
-        """Put a request in line. Its `future` will hold the result."""
+    def submit(
+        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None, *, urgent: bool = False
+    ) -> Request:
+        """Put a request in line, an urgent one in front. Its `future` will hold the result."""
         self._check(token_ids, params)
         room = self.max_model_len - len(token_ids)
         request = Request(
@@ -87,7 +94,7 @@ class Engine:
             shared_random=self._random,
             cache_salt=cache_salt,
         )
-        self.waiting.append(request)
+        (self.urgent if urgent else self.waiting).append(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -117,7 +124,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._cancelled or (not self.paused and (self.running or self.waiting)))
+        return bool(self._cancelled or (not self.paused and (self.running or self.urgent or self.waiting)))
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -132,9 +139,15 @@ class Engine:
 
     def update_weights(self, directory: Path, version: Version) -> str:
         """Read a published version and go on with it. Returns its checksum."""
-        published = read_published(directory, version)
+        published = self.read(directory, version)
         self.install(published)
         return published.checksum
+
+    def read(self, directory: Path, version: Version) -> PublishedWeights:
+        """Read a published version for this engine; from any thread, while it samples."""
+        return read_published(
+            directory, version, parameters=self.model.state_dict(), receive=self.link.receive, base=self.base
+        )
 
     @torch.inference_mode()
     def install(self, published: PublishedWeights) -> None:
@@ -149,7 +162,8 @@ class Engine:
 
     def fail_all(self, error: EngineError) -> None:
         """End everything that waits or runs with this error."""
-        requests = [*self.running, *self.waiting]
+        requests = [*self.running, *self.urgent, *self.waiting]
+        self.urgent.clear()
         self.waiting.clear()
         self.running.clear()
         self._cache.release()
@@ -163,7 +177,7 @@ class Engine:
             if request.future.done():
                 continue
             if request.row < 0:
-                self.waiting.remove(request)
+                (self.urgent if request in self.urgent else self.waiting).remove(request)
             else:
                 self._remove([request.row])
             request.fail(RequestCancelled("the request was cancelled"))
@@ -191,11 +205,11 @@ class Engine:
     def _take_from_line(self) -> list[Request]:
         taken: list[Request] = []
         budget = PREFILL_TOKENS
-        while self.waiting and len(self.running) + len(taken) < self.max_running:
-            budget -= self.waiting[0].prompt_length
+        while (line := self.urgent or self.waiting) and len(self.running) + len(taken) < self.max_running:
+            budget -= line[0].prompt_length
             if taken and budget < 0:
                 break
-            taken.append(self.waiting.popleft())
+            taken.append(line.popleft())
         return taken
 
     def _copy(self, pairs: Sequence[tuple[Request, Request]]) -> None:
@@ -211,20 +225,21 @@ class Engine:
         for request in requests:
             request.cached_with = self.version
         longest = max((len(request.tokens) for request in requests), default=0)
-        self._cache.reserve(len(self.running), longest)
+        self._cache.reserve(len(self.running), min(padded_width(longest), self.max_model_len))
         for scored in (False, True):
             chosen = [request for request in requests if request.lacks_prompt_logprobs == scored]
-            for group in alike_in_length([request for request in chosen if len(request.tokens) > 1]):
-                self._prefill(group, scored)
+            for width, group in alike_in_length([request for request in chosen if len(request.tokens) > 1]):
+                self._prefill(group, min(width, self.max_model_len), scored)
 
-    def _prefill(self, group: list[Request], scored: bool) -> None:
+    def _prefill(self, group: list[Request], longest: int, scored: bool) -> None:
         """Fill the rows of requests of similar length, in chunks that bound what a forward holds."""
         budget = min(PREFILL_TOKENS, max(1, SCORED_LOGITS // self.vocab_size)) if scored else PREFILL_TOKENS
         width = max(1, budget // len(group))
-        longest = max(len(request.tokens) for request in group) - 1
         for start in range(0, longest, width):
             end = min(longest, start + width)
             group = [request for request in group if len(request.tokens) - 1 > start]
+            if not group:
+                break  # the rest is padding
             ids = self._padded([request.tokens[start:end] for request in group], end - start)
             access = Prefill([request.row for request in group], start, end, self.device)
             if not scored:
@@ -242,25 +257,30 @@ class Engine:
         """Sample the next token of every running request."""
         running = self.running
         lengths = [len(request.tokens) for request in running]
-        self._cache.reserve(len(running), max(lengths))
+        latest = [request.tokens[-1] for request in running]
+        if len(running) == 1 and self.device.type == "cpu":
+            # Libraries multiply a single row in another order: with two a request gets the same bits in any company.
+            lengths, latest = lengths * 2, latest * 2
+        self._cache.reserve(len(lengths), max(lengths))
         key_length = min(self._cache.length, -(-max(lengths) // KEY_BUCKET) * KEY_BUCKET)
         positions = torch.tensor(lengths, device=self.device) - 1
-        ids = torch.tensor([request.tokens[-1] for request in running], device=self.device)
+        ids = torch.tensor(latest, device=self.device)
         output = self._forward(self.model, ids[:, None], positions[:, None], Decode(positions, key_length))
         uniforms = [request.random.random() for request in running]
-        tokens, logprobs = sample(output.logits[:, -1], [request.params for request in running], uniforms)
-        # Token ids and float32 values are exact in float64: one copy to the host carries both.
-        chosen, chosen_logprobs = torch.stack([tokens.double(), logprobs.double()]).tolist()
-        self._collect(chosen, chosen_logprobs)
+        sampled = sample(output.logits[: len(running), -1], [request.params for request in running], uniforms)
+        # Token ids and float32 values are exact in float64: one copy to the host carries them all.
+        columns = [column.double() for column in sampled if column is not None]
+        self._collect(torch.stack(columns, 1).tolist())
 
-    def _collect(self, tokens: list[float], logprobs: list[float]) -> None:
+    def _collect(self, sampled: list[list[float]]) -> None:
+        """Give each request what was sampled for it: token, logprob and, where any truncates, the log of the mass."""
         finished, broken = [], []
-        for request, token, logprob in zip(self.running, tokens, logprobs, strict=True):
+        for request, (token, logprob, *log_mass) in zip(self.running, sampled, strict=True):
             if logprob != logprob:
                 broken.append(request)
-            elif request.add(int(token), logprob):
+            elif request.add(int(token), logprob, *log_mass):
                 finished.append(request)
-        self.tokens_sampled += len(tokens) - len(broken)
+        self.tokens_sampled += len(sampled) - len(broken)
         for request in broken:
             self._cache.clear_row(request.row)
         self._remove([request.row for request in (*finished, *broken)])
@@ -311,17 +331,18 @@ class Engine:
                     request.fail(EngineError(f"the engine's step failed: {type(error).__name__}: {error}"))
 
 
-def alike_in_length(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Groups to prefill together: padding stays below their real tokens, and the whole within one forward."""
-    group: list[Request] = []
-    real = 0
-    for request in sorted(requests, key=lambda request: len(request.tokens)):
-        length = len(request.tokens)
-        padded = length * (len(group) + 1)
-        if group and (padded > PREFILL_TOKENS or padded > 2 * (real + length) + PADDING_FLOOR):
-            yield group
-            group, real = [], 0
-        group.append(request)
-        real += length
-    if group:
-        yield group
+def alike_in_length(requests: Iterable[Request]) -> Iterator[tuple[int, list[Request]]]:
+    """Groups to prefill together, each with the width to which its prompts are padded, within one forward."""
+    by_width: dict[int, list[Request]] = {}
+    for request in requests:
+        by_width.setdefault(padded_width(len(request.tokens) - 1), []).append(request)
+    for width, alike in by_width.items():
+        size = max(1, PREFILL_TOKENS // width)
+        for start in range(0, len(alike), size):
+            yield width, alike[start : start + size]
+
+
+def padded_width(length: int) -> int:
+    """At most a quarter more, or 15 tokens. It depends on the prompt alone: so does how its attention is rounded."""
+    step = max(KEY_BUCKET, 1 << max(0, length.bit_length() - 3))
+    return -(-length // step) * step

@@ -14,7 +14,6 @@ from typing import TypeVar
 from headrace.inference.engine import Engine
 from headrace.inference.request import EngineError, EngineStopped, Request, Result
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights import read_published
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)
@@ -32,11 +31,13 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None) -> Request:
+    def submit(
+        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None, *, urgent: bool = False
+    ) -> Request:
         """Put a request in line; raises `InvalidRequest` for one that can never be served."""
         with self._wake:
             self._refuse_if_stopping()
-            request = self.engine.submit(token_ids, params, cache_salt)
+            request = self.engine.submit(token_ids, params, cache_salt, urgent=urgent)
             self._wake.notify()
         return request
 
@@ -57,12 +58,13 @@ class EngineThread:
 
         The files are read on the caller's thread, so that sampling continues meanwhile.
         """
-        published = read_published(directory, version)
+        published = self.engine.read(directory, version)
         self._call(lambda: self.engine.install(published))
         return published.checksum
 
     def stop(self) -> None:
-        """End the thread; requests in flight get `EngineStopped`."""
+        """End the thread; requests in flight get `EngineStopped`, and weights on their way do not arrive."""
+        self.engine.link.close()
         with self._wake:
             self._stopping = True
             self._wake.notify()

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headrace.inference.request import EngineError, EngineStopped, InvalidRequest
 from headrace.inference.schema import SCHEMA_HEADER, ErrorDetail, ErrorResponse
 from headrace.inference.weights import WeightsError
+from headrace.inference.weights_link import WeightsUnreachable
 from headrace.rollout.batch import SCHEMA
 
 T = TypeVar("T")
@@ -66,6 +67,8 @@ def error_reply(error: Exception) -> Response:
     match error:
         case NotServed():
             return reply(error_body(str(error), "not_found_error"), 404)
+        case WeightsUnreachable():
+            return reply(error_body(str(error), "bad_gateway"), 502)
         case InvalidRequest() | WeightsError():
             return reply(error_body(str(error), "invalid_request_error"), 400)
         case ClientGone():

@@ -41,6 +41,8 @@ class Result(msgspec.Struct):
     """The stop token, if the request named it."""
     prompt_logprobs: list[float] | None
     """One per prompt token, the first 0.0: nothing predicts it."""
+    truncated_logprobs: list[float] | None = None
+    """Among what top_p and top_k left to choose from; None unless they take anything away."""
 
 
 class Request:
@@ -67,6 +69,7 @@ class Request:
         self.prompt_hash = hash((cache_salt, *token_ids))
         """Requests of one prompt, and one salt, find each other by it."""
         self.logprobs: list[float] = []
+        self.truncated_logprobs: list[float] | None = [] if params.truncates else None
         self.prompt_logprobs: list[float] | None = None if params.prompt_logprobs is None else [0.0]
         self.row = -1
         """Its row of the KV cache while it runs, -1 while it waits."""
@@ -91,10 +94,12 @@ class Request:
             self._spans.pop()
         self._spans.append((version, start))
 
-    def add(self, token: int, logprob: float) -> bool:
-        """Append a sampled token; True if it was the last."""
+    def add(self, token: int, logprob: float, log_mass: float = 0.0) -> bool:
+        """Append a sampled token; True if it was the last. `log_mass` is that of what it was chosen from."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.truncated_logprobs is not None:
+            self.truncated_logprobs.append(logprob - log_mass)
         return token in self.stop_ids or len(self.logprobs) >= self.max_new
 
     def finish(self) -> None:
@@ -109,6 +114,7 @@ class Request:
                 "stop" if last in self.stop_ids else "length",
                 last if last in self.params.stop_token_ids else None,
                 self.prompt_logprobs,
+                self.truncated_logprobs,
             )
         )
 

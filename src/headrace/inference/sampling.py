@@ -10,6 +10,7 @@ Tensors are [requests, vocabulary] or, where a row has one value, [requests].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,24 +18,31 @@ from torch import Tensor
 from headrace.inference.schema import SamplingParams
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """One token per row, and its logprob at the row's temperature over the whole vocabulary.
+class Sampled(NamedTuple):
+    tokens: Tensor
+    logprobs: Tensor
+    """At the row's temperature, over the whole vocabulary."""
+    log_mass: Tensor | None
+    """Log of the probability that top-k and top-p left to choose from; None if no row truncates."""
 
-    Temperature 0 takes the most likely token and reports its logprob at temperature 1.
-    """
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Sampled:
+    """One token per row. Temperature 0 takes the most likely token and reports its logprob at temperature 1."""
     greedy = [entry.temperature == 0 for entry in params]
     logprobs = scaled_logprobs(logits, [entry.temperature for entry in params])
+    log_mass = None
     if all(greedy):
         tokens = logits.argmax(-1)
     else:
         probs = logprobs.exp()
-        cut = [row for row, entry in enumerate(params) if (entry.top_k != -1 or entry.top_p < 1) and not greedy[row]]
+        cut = [row for row, entry in enumerate(params) if entry.truncates]
         if cut:
             probs[cut] = truncate(probs[cut], [params[i].top_k for i in cut], [params[i].top_p for i in cut])
+            log_mass = probs.sum(-1, dtype=torch.float64).log()
         tokens = draw(probs, uniforms)
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+    return Sampled(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_mass)
 
 
 def scaled_logprobs(logits: Tensor, temperatures: Sequence[float]) -> Tensor:

@@ -29,6 +29,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k or top_p take part of the distribution away. A greedy choice is none to begin with."""
+        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
+
     def problem(self) -> str | None:
         """What is wrong with these values, or None."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -49,6 +54,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     stream: bool = False
+    urgent: bool = False
+    """To the front of the line: for short requests that ask about the weights of the moment. vLLM does not know it."""
 
 
 class TokenLogprob(msgspec.Struct):
@@ -78,6 +85,8 @@ class GenerateChoice(msgspec.Struct):
     logprobs: ChoiceLogprobs | None = None
     weight_versions: list[WeightVersionSpan] | None = None
     stop_reason: int | str | None = None
+    truncated_logprobs: list[float] | None = None
+    """Of each token among what top_p and top_k left to choose from, if they took anything away."""
 
 
 class PromptLogprob(msgspec.Struct):

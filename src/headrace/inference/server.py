@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -27,7 +28,7 @@ from headrace.observe.status import Status
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.transport.endpoint import Endpoint, read_endpoint, write_endpoint
+from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpoint
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -48,10 +49,15 @@ def serve(config: InferenceConfig, *, status: Status | None, run: RunDir | None)
     if status is not None:
         status.set("loading model")
     if run is not None:
-        run.endpoint.unlink(missing_ok=True)  # a server that was killed could not take it down
+        _endpoint(run, status).unlink(missing_ok=True)  # a server that was killed could not take it down
     with bind(config.host, config.port) as listener:
         engine, chat = load(config, config.model.name)
         asyncio.run(_serve(engine, chat, listener, status, run))
+
+
+def _endpoint(run: RunDir, status: Status | None) -> Path:
+    """Where this server says where it listens: there may be several in a run."""
+    return run.endpoints / f"{'inference' if status is None else status.current.process}.json"
 
 
 def load(config: InferenceConfig, name: str) -> tuple[Engine, Chat]:
@@ -68,6 +74,7 @@ def load(config: InferenceConfig, name: str) -> tuple[Engine, Chat]:
         kv_on_update=config.kv_on_update,
         eos_token_ids=eos_token_ids(model, tokenizer.eos_token_id),
         seed=config.seed,
+        base=directory,
     )
     check_engine(engine)
     return engine, Chat(name, tokenizer, renderer)
@@ -112,14 +119,14 @@ async def _serve(
         await _wait(server.listening, serving)
         log.info("serving %s on %s", chat.model_name, url)
         if run is not None:
-            write_endpoint(run.endpoint, Endpoint(url, os.getpid()))
+            write_endpoint(_endpoint(run, status), Endpoint(url, os.getpid()))
         if status is not None:
             gauges = asyncio.create_task(_report(engine, status, url))
         await _wait(stop, serving)
         log.info("stopping")
     finally:
         if run is not None:
-            _withdraw(run)
+            withdraw_endpoint(_endpoint(run, status), os.getpid())
         if gauges is not None:
             gauges.cancel()
         await asyncio.to_thread(thread.stop)  # answers what is in flight, before connections close
@@ -182,19 +189,13 @@ async def _report(engine: Engine, status: Status, url: str) -> None:
     status.set("serving", url=url)
     sampled, then = engine.tokens_sampled, time.monotonic()
     while True:
-        status.set(running=len(engine.running), waiting=len(engine.waiting), version=str(engine.version))
+        waiting = len(engine.urgent) + len(engine.waiting)
+        status.set(running=len(engine.running), waiting=waiting, version=str(engine.version))
         total, now = engine.tokens_sampled, time.monotonic()
         rate = (total - sampled) / (now - then) if now > then else 0.0
         status.set(tokens_sampled=total, tokens_per_second=round(rate, 1))
         sampled, then = total, now
         await asyncio.sleep(GAUGE_INTERVAL)
-
-
-def _withdraw(run: RunDir) -> None:
-    """Take the endpoint down, unless another server has put its own there."""
-    endpoint = read_endpoint(run.endpoint)
-    if endpoint is not None and endpoint.pid == os.getpid():
-        run.endpoint.unlink(missing_ok=True)
 
 
 def url_of(listener: socket.socket) -> str:

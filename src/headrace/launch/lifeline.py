@@ -2,7 +2,8 @@
 
 The launcher holds the write end of a pipe and never writes; every process it starts watches the read end. When the
 launcher ends, however it ends, the kernel closes the pipe and the process stops itself. (Linux's parent-death signal
-would do the same, but not on macOS.)
+would do the same, but not on macOS.) A rank has torchrun between itself and the launcher, which hands no pipe on: it
+watches who its parent is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import time
 
 log = logging.getLogger(__name__)
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Set in a process that torchrun has started."""
 VARIABLE = "HEADRACE_LIFELINE"
 """Carries the file descriptor to watch."""
+LOOK_AT_PARENT = 0.2
+"""Seconds between two looks at who the parent is."""
 GRACE = 10.0
 """Seconds to stop in order before the process and all it has started are killed."""
 
@@ -35,10 +40,19 @@ class Lifeline:
 def watch(grace: float = GRACE) -> None:
     """In a launched process: stop when the launcher is gone. Does nothing in a process that was started by hand."""
     descriptor = os.environ.pop(VARIABLE, None)
+    if TORCHRUN in os.environ:
+        threading.Thread(target=_wait_for_parent, args=(os.getppid(),), name="lifeline", daemon=True).start()
+        return
     if descriptor is None:
         return
     os.set_inheritable(int(descriptor), False)
     threading.Thread(target=_wait, args=(int(descriptor), grace), name="lifeline", daemon=True).start()
+
+
+def _wait_for_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_AT_PARENT)
+    os.kill(os.getpid(), signal.SIGKILL)  # at once: others may be started in its place any moment
 
 
 def _wait(descriptor: int, grace: float) -> None:

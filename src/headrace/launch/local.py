@@ -7,9 +7,11 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from headrace.config.run import LaunchConfig, RunConfig
+from headrace.config.launch import LaunchConfig
+from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
+from headrace.launch.placement import place, seeing, visible_gpus
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
@@ -43,10 +45,12 @@ def make_supervisor(
 ) -> Supervisor:
     """The supervisor of this kind of run, with a view of it."""
     assert config.max_steps is not None  # both kinds refuse a run without an end
+    limits = config.launch
     if isinstance(config, RunConfig):
-        specs, limits = rl_processes(config, run, resume), config.launch
+        specs = rl_processes(limits, run, resume, config.inference.port)
     else:
-        specs, limits = [trainer_process(run, half_the_cores(), resume)], LaunchConfig()
+        gpus = visible_gpus()[: limits.trainer_processes]
+        specs = [trainer_process(run, limits.trainer_processes or max(1, len(gpus)), gpus, limits.threads, resume)]
     view = make_view(title, config.max_steps)
     return Supervisor(
         specs,
@@ -59,21 +63,38 @@ def make_supervisor(
     )
 
 
-def rl_processes(config: RunConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
-    """The three processes in the order they start: what others wait for comes first, and stops last."""
-    half = config.launch.threads or half_the_cores()
+def rl_processes(launch: LaunchConfig, run: RunDir, resume: bool, port: int) -> list[ProcessSpec]:
+    """The processes in the order they start: what others wait for comes first, and stops last."""
+    placement = place(
+        visible_gpus(),
+        trainer_processes=launch.trainer_processes,
+        inference_gpus=launch.inference_gpus,
+        inference_servers=launch.inference_servers,
+    )
+    servers = placement.inference
     return [
-        ProcessSpec("inference", _headrace("serve", str(run.root)), threads(half), service=True),
-        trainer_process(run, half, resume),
+        *(server_process(run, number, len(servers), gpus, port, launch.threads) for number, gpus in enumerate(servers)),
+        trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume),
         ProcessSpec("orchestrator", _headrace("orchestrator", str(run.root)), threads(1)),
     ]
 
 
-def trainer_process(run: RunDir, count: int, resume: bool) -> ProcessSpec:
-    """The trainer, of an RL run or an SFT run, with `count` threads. The others need no word to continue."""
-    first = _headrace("trainer", str(run.root))
+def server_process(
+    run: RunDir, number: int, count: int, gpus: Sequence[str], port: int, cores: int | None
+) -> ProcessSpec:
+    """Server `number` of `count`. Those after the first listen on the ports after the first one's."""
+    name = f"inference-{number}" if number else "inference"
+    more = ["--name", name, "--port", str(port and port + number)] if number else []
+    environment = {**threads(cores or max(1, half_the_cores() // count)), **seeing(gpus)}
+    return ProcessSpec(name, _headrace("serve", str(run.root), *more), environment, service=True)
+
+
+def trainer_process(run: RunDir, ranks: int, gpus: Sequence[str], cores: int | None, resume: bool) -> ProcessSpec:
+    """The trainer, of an RL run or an SFT run. The others need no word to continue."""
+    first = _headrace("trainer", str(run.root), *(["--ranks", str(ranks)] if ranks > 1 else []))
     again = [*first, "--resume"]
-    return ProcessSpec("trainer", again if resume else first, threads(count), restart_argv=again)
+    environment = {**threads(cores or max(1, half_the_cores() // ranks)), **seeing(gpus)}
+    return ProcessSpec("trainer", again if resume else first, environment, restart_argv=again)
 
 
 def _headrace(*arguments: str) -> list[str]:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from headrace import __version__
 from headrace.config.base import ConfigError, dump, load
+from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.paths import cache_directory
-from headrace.config.sft import SftConfig
+from headrace.config.sft import SftConfig, SftDataConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
 from headrace.launch.lock import lock
@@ -52,7 +53,8 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     for notice in notices:
         _say(notice)
     base = resolve(config.model, (*trail, file.resolve()))
-    recipe = dump(config.model_copy(update={"output_dir": None}))  # where it is trained does not shape it
+    # Where and by how many processes it is trained does not shape it.
+    recipe = dump(config.model_copy(update={"output_dir": None, "launch": LaunchConfig()}))
 
     def train(draft: Path) -> Path:
         run = RunDir(draft)
@@ -62,18 +64,28 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
             raise SystemExit(code)  # interrupted: the launcher has said so
         return run.final_model
 
-    digest = _digest(recipe, base, _content(config.data.path))
+    digest = _digest(recipe, base, _content(config.data))
     return _cached(digest, f"model of {os.path.relpath(file)}", train)
 
 
-def _content(path: Path | None) -> str:
-    """What identifies the examples: the file's content, not its name."""
-    if path is None:
-        return ""
-    if not path.is_file():
-        raise ConfigError(f"data.path: {path}: no such file")
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _content(data: SftDataConfig) -> str:
+    """What identifies the examples: the content of files. Of a dataset on the hub its name must do."""
+    if data.path is not None:
+        if not data.path.exists():
+            raise ConfigError(f"data.path: {data.path}: no such file or directory")
+        return _hash(data.path)
+    if data.name is not None and Path(data.name).is_dir():
+        return _hash(Path(data.name))
+    return ""
+
+
+def _hash(path: Path) -> str:
+    """Of a file, or of all files below a directory."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return _digest(*(f"{file.relative_to(path)} {_hash(file)}" for file in files))
 
 
 def _write_tiny(draft: Path) -> Path:

@@ -18,9 +18,8 @@ import msgspec
 from headrace.launch.errors import BadRequest
 from headrace.launch.lock import lock
 from headrace.observe.history import Tail
-from headrace.transport.files import write_directory
+from headrace.transport.files import MARKER, link_tree, write_directory
 from headrace.transport.run_dir import RunDir
-from headrace.transport.weights import MARKER
 
 LATEST = "latest"
 LOCK = ".lock"
@@ -103,7 +102,8 @@ def _step_of(path: Path, directory: Path) -> int:
     text = path.name.removeprefix("step-")
     if not path.is_dir() or not text.isdecimal():
         raise BadRequest(f"--resume {path}: give `latest`, a step, or a checkpoint directory (.../checkpoints/step-N)")
-    if path.resolve().parent != RunDir(directory).checkpoints.resolve():
+    where = RunDir(directory).checkpoints.resolve()
+    if path.resolve().parent not in (where, where / "permanent"):
         raise BadRequest(f"--resume {path}: not a checkpoint of {directory}; set --output_dir to the run it belongs to")
     return int(text)
 
@@ -146,14 +146,16 @@ def is_run(directory: Path) -> bool:
 
 def checkpoints(directory: Path) -> dict[int, Path]:
     """The complete checkpoints of a run by step, oldest first."""
-    found = sorted(RunDir(directory).checkpoints.glob("step-*"))
-    return {int(path.name.removeprefix("step-")): path for path in found if (path / MARKER).is_file()}
+    where = RunDir(directory).checkpoints
+    found = [*where.glob("permanent/step-*"), *where.glob("step-*")]
+    whole = {int(path.name.removeprefix("step-")): path for path in found if (path / MARKER).is_file()}
+    return dict(sorted(whole.items()))
 
 
 def _fork(source: RunDir, target: RunDir, step: int) -> None:
     """Give `target` what `source` knew at `step`: the checkpoint, the metrics so far, the journal."""
     checkpoint = checkpoints(source.root)[step]
-    shutil.copytree(checkpoint, target.checkpoints / checkpoint.name, copy_function=_link_or_copy)
+    link_tree(checkpoint, target.checkpoints / checkpoint.name)
     with open(target.metrics, "wb") as file:
         for record in Tail(source.metrics).read():
             if record["step"] <= step:
@@ -162,12 +164,3 @@ def _fork(source: RunDir, target: RunDir, step: int) -> None:
         from headrace.orchestrator.journal import fork
 
         fork(source.journal, target.journal, step)
-
-
-def _link_or_copy(source: str, target: str) -> str:
-    """Checkpoints never change once complete, so a second name costs no disk where the file system allows it."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target

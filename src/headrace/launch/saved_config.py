@@ -25,9 +25,18 @@ def pin(config: T, output_dir: Path, model: str) -> T:
         put(tree, [*path.split("."), "name"], model)
     for path in ("output_dir", *shared.get("output_dir", ())):
         put(tree, path.split("."), str(output_dir.absolute()))
-    if isinstance(config, SftConfig) and config.data.path is not None:
-        put(tree, ["data", "path"], str(config.data.path.absolute()))
+    if isinstance(config, SftConfig):
+        _pin_sources(config, tree)
     return validate(type(config), tree, "resolved configuration")[0]
+
+
+def _pin_sources(config: SftConfig, tree: Tree) -> None:
+    """Data that lies on this machine is where it is, whatever the working directory of who reads it."""
+    for key, source in (("data", config.data), ("validation", config.validation)):
+        if source is not None and source.path is not None:
+            put(tree, [key, "path"], str(source.path.absolute()))
+        elif source is not None and source.name is not None and Path(source.name).is_dir():
+            put(tree, [key, "name"], str(Path(source.name).absolute()))
 
 
 def _section(tree: Tree, path: str) -> Tree:

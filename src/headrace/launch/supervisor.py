@@ -20,7 +20,7 @@ from headrace.launch.watch import PATIENCE, Watch, is_up, not_up
 from headrace.observe.history import History, Tail
 from headrace.observe.status import ProcessStatus, read_status
 from headrace.observe.terminal import View
-from headrace.transport.endpoint import read_endpoint
+from headrace.transport.endpoint import withdraw_endpoint
 from headrace.transport.run_dir import RunDir
 
 POLL = 0.1
@@ -70,7 +70,7 @@ class Supervisor:
                     self._lifeline.close()
 
     def _start(self) -> None:
-        for stale in (*self._run.status.glob("*.json"), self._run.endpoint):
+        for stale in (*self._run.status.rglob("*.json"), *self._run.endpoints.glob("*.json")):
             stale.unlink(missing_ok=True)
         self._read()
         self._view.say(f"starting {', '.join(spec.name for spec in self._specs)}; logs in {self._run.logs}")
@@ -134,9 +134,7 @@ class Supervisor:
     def _clear_traces(self, process: Process) -> None:
         """Remove what says that a dead process lives: its status, and the address it listened on."""
         (self._run.status / f"{process.name}.json").unlink(missing_ok=True)
-        endpoint = read_endpoint(self._run.endpoint)
-        if endpoint is not None and endpoint.pid == process.pid:
-            self._run.endpoint.unlink(missing_ok=True)
+        withdraw_endpoint(self._run.endpoints / f"{process.name}.json", process.pid)
 
     def _obituary(self, process: Process) -> str:
         head = f"{process.name} {process.how_it_ended()}"

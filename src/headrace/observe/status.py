@@ -146,16 +146,16 @@ def wait_until(
     *,
     poll: float = 0.02,
     deadline: float | None = None,
-    stopped: threading.Event | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Block until `ready`; False if `stopped` was set first. Says what it waits for, and gives up at the deadline."""
+    """Block until `ready`; False if `stopped` was true first. Says what it waits for, and gives up at the deadline."""
     if ready():
         return True
     patience = _Patience(what, whom, deadline)
     key = status.begin_wait(f"{what} from {whom}")
     try:
         while not ready():
-            if stopped is not None and stopped.is_set():
+            if stopped():
                 return False
             patience.check()
             time.sleep(poll)

@@ -32,8 +32,11 @@ GRACE = 10.0
 class Line(Protocol):
     """How episodes of one environment reach the model."""
 
-    def open(self, session: str) -> Context:
-        """A line for an episode of this session; all of a session prefer one engine."""
+    def open(self, session: str, episode: str) -> Context:
+        """A line for an episode of this session; all of a session prefer one engine.
+
+        `episode` is a name that it would have again if the run were repeated.
+        """
         ...
 
     def close(self, session: str) -> None:
@@ -113,7 +116,7 @@ class Dispatcher:
 
     async def _run(self, episode: Episode, runner: EpisodeRunner) -> list[Rollout]:
         """The episode's rollouts, processed; any failure but cancellation becomes a rollout that says so."""
-        context = runner.line.open(episode.group.id)
+        context = runner.line.open(episode.group.id, episode.name)
         try:
             rollouts = await runner.environment.run(episode.group.task, context)
         except EngineCallError as error:

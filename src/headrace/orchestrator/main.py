@@ -69,7 +69,9 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> bool:
             journal = stack.enter_context(closing(Journal(run.journal)))
             _reconcile(run, journal)
             client = EngineClient(
-                config.client.base_url or run.endpoint, timeout=config.client.timeout, retry_for=config.client.retry_for
+                config.client.base_url or run.endpoints,
+                timeout=config.client.timeout,
+                retry_for=config.client.retry_for,
             )
             stack.push_async_callback(client.close)
             ready = client.wait_ready(config.client.start_timeout)

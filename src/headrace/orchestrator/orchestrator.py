@@ -19,6 +19,7 @@ from typing import Any
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
+from headrace.orchestrator.drift import Drift, Report, truncation
 from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.journal import Entries, Journal
 from headrace.orchestrator.periodic import PeriodicLogger
@@ -78,6 +79,7 @@ class Orchestrator:
         watcher: WeightWatcher,
         journal: Journal,
         status: Status,
+        drift: Drift,
         *,
         log_loop_interval: float,
         keep_rollouts: int,
@@ -89,6 +91,7 @@ class Orchestrator:
         self.watcher = watcher
         self.journal = journal
         self.status = status
+        self.drift = drift
         self.keep_rollouts = keep_rollouts
         self.metrics = MetricsLog(run.metrics, "orchestrator")
         self.periodic = PeriodicLogger(log_loop_interval, pipeline.gauges, self._log_gauges)
@@ -112,6 +115,7 @@ class Orchestrator:
         self._loop = asyncio.get_running_loop()
         self._spawn(self.watcher.follow(self._on_published))
         self._spawn(self.periodic.run())
+        self._log_drift(self.drift.follow(self.pipeline.version))
         usual = gc.get_threshold()
         gc.set_threshold(*COLLECT_RARELY)
         try:
@@ -119,7 +123,9 @@ class Orchestrator:
             while not self.pipeline.finished:
                 event = await self._next_event()
                 self._perform(self.pipeline.handle(event, time.monotonic()))
-            if self.pipeline.stopped:
+            if not self.pipeline.stopped:
+                await self.drift.settle(GRACE)
+            else:
                 log.info("stopping: %d steps shipped; a resumed run continues from here", self.pipeline.step - 1)
             return not self.pipeline.stopped
         finally:
@@ -179,8 +185,9 @@ class Orchestrator:
         self.events.put_nowait(BatchDone(batch))
 
     async def _load(self, version: Version) -> None:
-        await self.watcher.load(version)
+        version = await self.watcher.load(version)
         self.events.put_nowait(Loaded(version))
+        self._log_drift(self.drift.follow(version))
         self._write(self._mark_trained)
 
     def _ship(self, ship: Ship) -> None:
@@ -192,7 +199,8 @@ class Orchestrator:
         started = time.monotonic()
         self.run_dir.batches.prepare(_record(ship))
         write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
-        values = {**step_metrics(step, batch), **ship.metrics}
+        samples = (sample for rollout in batch.kept for sample in rollout.samples)
+        values = {**step_metrics(step, batch), **truncation(samples), **ship.metrics}
         values["time/write_batch"] = time.monotonic() - started
         self.metrics.log(step, values)
         self.journal.commit(ship.entries, shipped=step)
@@ -222,6 +230,10 @@ class Orchestrator:
             f" (the oldest of the episodes in flight, of {oldest[0]}, runs since {oldest[1]:.0f} s)" if oldest else ""
         )
         self._waiting.look(f"{what} from {whom}", self.pipeline.progress, story)
+
+    def _log_drift(self, report: Report | None) -> None:
+        if report is not None:
+            self._write(partial(self.metrics.log, *report))
 
     def _mark_trained(self) -> None:
         covered = self.run_dir.latest_checkpoint_step()
@@ -263,6 +275,7 @@ class Orchestrator:
             self._disk_failed = True
         entries, progress = self.pipeline.ledger.take(now), self.pipeline.ledger.progress(now)
         self._write(partial(self._commit_at_end, entries, progress))
+        self._log_drift(self.drift.end())
         for task in self._background:
             task.cancel()
         if self._background:

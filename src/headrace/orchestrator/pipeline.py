@@ -7,17 +7,16 @@ so that a test can run a week of traffic in a second and replay any failure from
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 
 import msgspec
 
 from headrace.errors import Failure
+from headrace.orchestrator.drought import Drought
 from headrace.orchestrator.evaluation import EvalSink, EvalSource
 from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.processing import GROUP_FAILED
 from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
 from headrace.orchestrator.signals import (
     Action,
@@ -48,8 +47,6 @@ from headrace.orchestrator.source import TrainSource
 from headrace.orchestrator.train_sink import TrainSink
 from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
-
-log = logging.getLogger(__name__)
 
 COMMIT_INTERVAL = 1.0
 """Seconds after which outcomes that wait for no batch are committed, several at once."""
@@ -120,10 +117,7 @@ class Pipeline:
         self._published = version
         self._loading = False
         self._final_eval_queued = False
-        self._failures_in_a_row = 0
-        self._lost_in_a_row: Counter[str] = Counter()
-        """Why rollouts were lost since a group last had something to train on."""
-        self._empty_batches = 0
+        self._drought = Drought(max(32, 2 * (settings.batch_size or 0)), settings.max_empty_batches)
         self._evals_reported = 0
         self._groups_opened = 0
         self._next_task_at = now
@@ -297,7 +291,7 @@ class Pipeline:
             return
         self._episodes_in_processing -= scored.group.size
         self.ledger.enter(scored)
-        self._watch_losses(scored)
+        _fail_if(self._drought.on_group(scored, self.step, self.sink.rollouts_per_batch))
         if not scored.rollouts:
             return
         self._rollouts_per_episode.add(len(scored.rollouts), scored.group.size)
@@ -307,26 +301,6 @@ class Pipeline:
             self.ledger.drop_groups([scored], self._reason_for_age())
         else:
             self.sink.add(scored)
-
-    def _watch_losses(self, scored: ScoredGroup) -> None:
-        """End a run in which nothing works any more, with the reason; what is lost now and then costs only itself."""
-        errors = [rollout for rollout, reason in scored.dropped if rollout.error is not None and reason != GROUP_FAILED]
-        self._failures_in_a_row = 0 if len(errors) < scored.arrived else self._failures_in_a_row + len(errors)
-        if self._failures_in_a_row >= max(32, 2 * (self.settings.batch_size or 0)):
-            last = errors[-1]
-            assert last.error is not None
-            raise RunFailed(
-                f"{self._failures_in_a_row} episodes in a row failed and none succeeded; the last, in environment "
-                f"{last.env!r}: {last.error.reason}: {last.error.detail}"
-            )
-        if scored.rollouts:
-            self._lost_in_a_row.clear()
-            return
-        self._lost_in_a_row.update(reason for _, reason in scored.dropped)
-        self._lost_in_a_row["not_trainable"] += scored.arrived - len(scored.dropped)
-        if self._lost_in_a_row.total() >= self.sink.rollouts_per_batch:
-            self._report_empty(self._lost_in_a_row, [rollout.reward for rollout, _ in scored.dropped])
-            self._lost_in_a_row.clear()
 
     def _on_loaded(self, version: Version) -> None:
         if version.incarnation > self.version.incarnation:
@@ -364,13 +338,10 @@ class Pipeline:
     def _on_batch(self, batch: TrainBatch) -> None:
         if batch.kept:
             self._processed = True
-            self._empty_batches = 0
         else:
             self._in_hand = None
             self.ledger.settle(batch)
-            self._report_empty(
-                Counter(reason for _, reason in batch.dropped), [rollout.reward for rollout in batch.rollouts]
-            )
+        _fail_if(self._drought.on_batch(batch, self.step))
 
     def _ship_if_allowed(self) -> None:
         """Usually at once; a trainer that went back to an older checkpoint meanwhile has to catch up first."""
@@ -397,17 +368,6 @@ class Pipeline:
         metrics = self.ledger.take_step_metrics(self._now) | waits | self.ledger.progress(self._now)
         dropped = self.ledger.take_dropped()
         return Ship(step, self.version.incarnation, batch, entries, dropped, metrics)
-
-    def _report_empty(self, counts: Counter[str], rewards: list[float]) -> None:
-        counts = +counts
-        cause = likely_cause(counts.most_common(1)[0][0], rewards)
-        self._empty_batches += 1
-        words = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
-        message = f"a batch for step {self.step} had nothing to train on ({words}); {cause}"
-        log.warning("%s", message)
-        limit = self.settings.max_empty_batches
-        if limit is not None and self._empty_batches >= limit:
-            raise RunFailed(f"{self._empty_batches} batches in a row without a signal: {message}")
 
     def _may_ship(self) -> bool:
         return may_ship(self.step, self.version.step, self.settings.max_async_level)
@@ -491,12 +451,6 @@ def _given_up(complete: CompleteGroup) -> ScoredGroup:
     )
 
 
-def likely_cause(reason: str, rewards: list[float]) -> str:
-    """What most likely emptied a batch."""
-    if reason == "not_trainable":
-        return "no rollout was trainable: does the environment set `trainable`?"
-    if reason != "zero_advantage":
-        return f"{reason!r} took them: is the model broken, a filter too strict, or the environment failing?"
-    if max(rewards) == min(rewards):
-        return f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"
-    return "rewards were equal within each group"
+def _fail_if(cause: str | None) -> None:
+    if cause is not None:
+        raise RunFailed(cause)

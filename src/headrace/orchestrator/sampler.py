@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -9,7 +10,7 @@ import numpy as np
 from renderers.base import Renderer
 
 from headrace.environments.base import PromptTooLong, Reply
-from headrace.inference.client import EngineClient
+from headrace.inference.client import Completion, EngineClient
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.types import Message, Turn
 
@@ -21,7 +22,8 @@ class Sampler:
     """One per environment: the engines, the renderer, and how to sample.
 
     `cache_salt` separates what the engines' prefix caches may share: a live policy's changes with its weights, that of
-    a frozen model never does.
+    a frozen model never does. `observe` sees each prompt and what came of it, with the temperature; it must not wait.
+    With a `seed` every request has one of its own, made of this one, its episode's name and its turn.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class Sampler:
         top_k: int = -1,
         max_tokens: int | None = None,
         cache_salt: Callable[[], str | None] = lambda: None,
+        observe: Callable[[list[int], Completion, float], None] | None = None,
+        seed: int | None = None,
     ) -> None:
         self._client = client
         self._renderer = renderer
@@ -43,17 +47,20 @@ class Sampler:
         self._top_k = top_k
         self._max_tokens = max_tokens
         self._cache_salt = cache_salt
+        self._observe = observe
+        self._seed = seed
         self._stop_token_ids = list(renderer.get_stop_token_ids())
         self._prompts: dict[bytes, list[int]] = {}
 
-    def open(self, session: str) -> Conversation:
+    def open(self, session: str, episode: str) -> Conversation:
         self._client.join(session)
-        return Conversation(self, session)
+        return Conversation(self, session, episode)
 
     def close(self, session: str) -> None:
         self._client.leave(session)
 
-    async def chat(self, messages: Sequence[Message], session: str | None = None) -> Reply:
+    async def chat(self, messages: Sequence[Message], session: str | None = None, name: str = "") -> Reply:
+        """`name` tells this turn from all others of the run."""
         prompt_ids = self._render(messages)
         room = self._seq_len - len(prompt_ids)
         if room < 1:
@@ -66,10 +73,13 @@ class Sampler:
                 top_k=self._top_k,
                 max_tokens=min(room, self._max_tokens or room),
                 stop_token_ids=self._stop_token_ids,
+                seed=None if self._seed is None else seed_of(f"{self._seed}-{name}"),
             ),
             cache_salt=self._cache_salt(),
             session=session,
         )
+        if self._observe is not None:
+            self._observe(prompt_ids, completion, self._temperature)
         parsed = self._renderer.parse_response(completion.token_ids, prompt_ids=prompt_ids)
         message: Message = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning_content:
@@ -81,6 +91,7 @@ class Sampler:
             completion.steps,
             self._temperature,
             completion.finish_reason,
+            None if completion.truncated_logprobs is None else np.array(completion.truncated_logprobs, np.float32),
         )
         return Reply(message, turn)
 
@@ -96,9 +107,17 @@ class Sampler:
 class Conversation:
     """A sampler on behalf of one session."""
 
-    def __init__(self, sampler: Sampler, session: str) -> None:
+    def __init__(self, sampler: Sampler, session: str, episode: str) -> None:
         self._sampler = sampler
         self._session = session
+        self._episode = episode
+        self._turns = 0
 
     async def chat(self, messages: Sequence[Message]) -> Reply:
-        return await self._sampler.chat(messages, self._session)
+        self._turns += 1
+        return await self._sampler.chat(messages, self._session, f"{self._episode}-{self._turns}")
+
+
+def seed_of(name: str) -> int:
+    """A seed that engines take, 63 bits of a hash."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1

@@ -23,7 +23,13 @@ class _OpenGroup(msgspec.Struct, eq=False):
     arrived: int = 0
     cancelled: str = ""
     """Why no more of it is started, if so."""
-    rollouts: list[Rollout] = msgspec.field(default_factory=list)
+    rollouts: dict[int, list[Rollout]] = msgspec.field(default_factory=dict)
+    """By the place of their episode in the group."""
+
+    @property
+    def in_order(self) -> list[Rollout]:
+        """Not as they happened to arrive: the same run gives the same group."""
+        return [rollout for _, rollouts in sorted(self.rollouts.items()) for rollout in rollouts]
 
     @property
     def complete(self) -> bool:
@@ -128,7 +134,7 @@ class Scheduler:
         open_group.arrived += 1
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self._missing -= 1
-        open_group.rollouts.extend(rollouts)
+        open_group.rollouts[episode.index] = list(rollouts)
         return self._close(open_group) if open_group.complete else None
 
     def cancel(self, unwanted: Callable[[Group], bool], reason: str) -> tuple[list[Episode], list[CompleteGroup]]:
@@ -165,4 +171,4 @@ class Scheduler:
         del self._groups[open_group.group.id]
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self.open_episodes -= open_group.group.size
-        return CompleteGroup(open_group.kind, open_group.group, open_group.rollouts, open_group.cancelled)
+        return CompleteGroup(open_group.kind, open_group.group, open_group.in_order, open_group.cancelled)

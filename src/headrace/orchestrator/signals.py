@@ -33,6 +33,11 @@ class Episode(msgspec.Struct, frozen=True):
     def env(self) -> str:
         return self.group.task.env
 
+    @property
+    def name(self) -> str:
+        """The same for the same episode of the same run: a draw that is sampled again keeps it."""
+        return f"{self.group.id if self.kind is Kind.EVAL else self.group.draw_id}-{self.index}"
+
 
 # -- three levels, for training and evaluation alike ------------------------------------------------------------------
 

@@ -62,7 +62,8 @@ class TrainSink:
                 groups, self._ready = self._ready[:count], self._ready[count:]
                 for taken in groups:
                     self._count(taken, -1)
-                return TrainBatch(groups)
+                # Not as they happened to finish: the same groups make the same batch.
+                return TrainBatch(sorted(groups, key=lambda taken: taken.group.draw_id))
         return None
 
     def _fills(self, rollouts: int, tokens: int) -> bool:

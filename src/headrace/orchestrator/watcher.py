@@ -14,6 +14,7 @@ from headrace.inference.client import EngineCallError, EngineClient, EngineFaile
 from headrace.observe.status import Status, wait_for
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker
+from headrace.transport.weights_link import is_linked
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class WeightWatcher:
         latest = self._weights.latest()
         if latest is not None and served != {latest}:
             try:
-                await self.load(latest)
+                await self._update(latest)
             except (
                 EngineFailed,
                 EngineRejected,
@@ -68,10 +69,27 @@ class WeightWatcher:
                 looked = time.monotonic()
             await asyncio.sleep(self._poll)
 
-    async def load(self, version: Version) -> None:
-        """Bring every engine to a published version. Requests in flight go on and finish on the new weights."""
+    async def load(self, version: Version) -> Version:
+        """Bring every engine to a published version. Requests in flight go on and finish on the new weights.
+
+        What only a trainer's memory has dies with that trainer. Then this tries on, with what is published next, until
+        the deadline; the version that was loaded is returned.
+        """
+        began, failed = time.monotonic(), None
         async with self._one_at_a_time:
-            await self._update(version)
+            while True:
+                try:
+                    await self._update(version)
+                    return version
+                except EngineFailed as error:
+                    if not is_linked(self._weights.path(version)) or time.monotonic() - began > self._deadline:
+                        raise
+                    if version != failed:
+                        log.warning("trying on until there are other weights: %s", error)
+                    failed = version
+                await asyncio.sleep(LOOK_AT_ENGINES)
+                latest = await asyncio.to_thread(self._weights.latest)
+                version = latest or version
 
     async def _catch_up(self) -> None:
         """An engine that was restarted alone may serve another version: give it the current one again."""
@@ -82,7 +100,12 @@ class WeightWatcher:
                 return  # not up again; whoever has requests in flight reports that
             if served != {self.version} and self.version in await asyncio.to_thread(self._weights.published):
                 log.warning("an engine serves %s instead of %s", served - {self.version}, self.version)
-                await self._update(self.version)
+                try:
+                    await self._update(self.version)
+                except EngineFailed as error:
+                    if not is_linked(self._weights.path(self.version)):
+                        raise
+                    log.warning("it has to wait for its trainer: %s", error)
 
     async def _served(self) -> set[Version]:
         return {Version.parse(health.version) for health in await self._client.health()}

@@ -30,6 +30,7 @@ from headrace.inference.schema import Health
 from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.dispatcher import EpisodeRunner
+from headrace.orchestrator.drift import Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
@@ -84,6 +85,9 @@ def wire(
         journal.last_step() + 1,
         now,
     )
+    longest = min(health.max_model_len for health in model.engines)
+    drift = Drift(model.client, run.probes, completions=config.drift_probes, max_model_len=longest)
+    samplers = {key: _sampler(config, model, key[0], entry, drift) for key, (entry, _, _) in environments.items()}
     process = {Kind.TRAIN: processing.process_rollout, Kind.EVAL: eval_processing.process_rollout}
     return Orchestrator(
         pipeline,
@@ -91,12 +95,13 @@ def wire(
         processing,
         eval_processing,
         {
-            (kind, name): EpisodeRunner(environment, _sampler(config, model, kind, entry), entry.timeout, process[kind])
+            (kind, name): EpisodeRunner(environment, samplers[kind, name], entry.timeout, process[kind])
             for (kind, name), (entry, environment, _) in environments.items()
         },
         model.watcher,
         journal,
         status,
+        drift,
         log_loop_interval=config.log_loop_interval,
         keep_rollouts=config.keep_rollouts,
     )
@@ -194,11 +199,18 @@ def _evaluated(config: OrchestratorConfig, run: RunDir) -> dict[str, int]:
     return done | {name: max(evals[name]) for name in names if evals.get(name)}
 
 
-def _sampler(config: OrchestratorConfig, model: Model, kind: Kind, env: EnvConfig) -> Sampler:
+def _sampler(config: OrchestratorConfig, model: Model, kind: Kind, env: EnvConfig, drift: Drift) -> Sampler:
     defaults = config.train.sampling if kind is Kind.TRAIN else config.eval.sampling
     sampling = env.sampling.over(defaults).model_dump(exclude_none=True)
     return Sampler(
-        model.client, model.renderer, _seq_len(config), **sampling, cache_salt=lambda: str(model.watcher.version)
+        model.client,
+        model.renderer,
+        _seq_len(config),
+        **sampling,
+        cache_salt=lambda: str(model.watcher.version),
+        observe=drift.observe if kind is Kind.TRAIN else None,
+        # Seeds make some engines slower, and only at level 0 is what they sample from the same in every run.
+        seed=config.seed if config.max_async_level == 0 else None,
     )
 
 

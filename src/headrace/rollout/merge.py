@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.rollout.types import NOT_SAMPLED, Sample, Turn
+from headrace.rollout.types import NOT_SAMPLED, TRUNCATED, Sample, Turn
 
 
 class _OpenSample:
@@ -25,6 +25,8 @@ class _OpenSample:
         self._masks: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
+        self._truncated: list[np.ndarray] = []
+        self._is_truncated = False
         self._append_given(turn.prompt_ids)
         self._append_sampled(turn)
 
@@ -47,10 +49,15 @@ class _OpenSample:
 
     def _append_given(self, tokens: np.ndarray) -> None:
         count = len(tokens)
-        self._append(tokens, False, np.zeros(count, np.float32), np.full(count, NOT_SAMPLED, np.int32))
+        nothing = np.zeros(count, np.float32)
+        self._append(tokens, False, nothing, np.full(count, NOT_SAMPLED, np.int32))
+        self._truncated.append(nothing)
 
     def _append_sampled(self, turn: Turn) -> None:
         self._append(turn.completion_ids, True, turn.logprobs, turn.versions)
+        self._is_truncated |= turn.truncated_logprobs is not None
+        # A turn that could choose from everything has nothing to tell apart.
+        self._truncated.append(turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs)
 
     def _append(self, tokens: np.ndarray, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self.length += len(tokens)
@@ -68,6 +75,7 @@ class _OpenSample:
             self.prompt_length,
             self.temperature,
             self.obs_spans,
+            {TRUNCATED: np.concatenate(self._truncated)} if self._is_truncated else {},
         )
 
 

@@ -17,6 +17,8 @@ import numpy as np
 Message = dict[str, Any]
 NOT_SAMPLED = -1
 """The entry of `Sample.versions` for a token that no policy sampled."""
+TRUNCATED = "truncated_logprobs"
+"""The stream that tells what top-p and top-k did: a diagnosis, which nobody trains on."""
 
 KNOWN_STREAMS: dict[str, np.dtype[Any]] = {
     "advantages": np.dtype(np.float32),
@@ -53,6 +55,8 @@ class Turn(msgspec.Struct, eq=False):
     versions: np.ndarray
     temperature: float
     finish_reason: str = "stop"
+    truncated_logprobs: np.ndarray | None = None
+    """Logprobs among what top-p and top-k left to choose from; None where they left everything."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -65,6 +69,12 @@ class Turn(msgspec.Struct, eq=False):
                 f"a turn's completion_ids, logprobs and versions must have one length, not "
                 f"{len(self.completion_ids)}, {len(self.logprobs)} and {len(self.versions)}"
             )
+        if self.truncated_logprobs is not None:
+            self.truncated_logprobs = np.asarray(self.truncated_logprobs, np.float32)
+            if len(self.truncated_logprobs) != len(self.logprobs):
+                raise ValueError(
+                    f"a turn of {len(self.logprobs)} tokens has {len(self.truncated_logprobs)} truncated_logprobs"
+                )
 
 
 class Sample(msgspec.Struct):

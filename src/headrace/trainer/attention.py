@@ -1,26 +1,75 @@
 """Attention over a row of packed sequences, as an attention function of transformers.
 
-Gathers queries, keys and values of the row into padded batches, runs causal attention on each, and puts the results
-back. The indices are made once for a row (`row.Layout`) and shared by all layers. Left for later: torch's varlen
-kernel on a GPU, which reads packed sequences in place.
+Which kernel computes it is part of the row's layout. On a GPU a row that is one sequence is read as it is by cuDNN or
+flash attention, and several sequences, back to back, by torch's varlen kernel; what sequences share is gathered for
+each of them. Anywhere, `sdpa` gathers sequences into padded batches. Left out on purpose: dropout, and every kind of
+attention that is not causal.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from headrace.errors import BadInput
-from headrace.trainer.row import Block, Layout
+from headrace.trainer.row import Blocks, Kernel, Layout, Runs
 
 NAME = "headrace_packed"
+
+_BACKENDS = {
+    "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+}
+_CUDNN_STEP = 512
+"""Lengths are padded to a multiple: cuDNN takes about 0.1 s to plan for each length that it has not seen."""
+# Grouped heads need no telling before torch 2.12.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class UnsupportedModel(BadInput):
     """The model computes something that packed training would get wrong. The message says what."""
+
+
+class UnavailableAttention(BadInput):
+    """The kernel that was asked for does not run here. The message says why."""
+
+
+def available_kernel(choice: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The choice, if it can compute here; `auto` becomes `sdpa` where no other can."""
+    if choice == "sdpa":
+        return choice
+    obstacle = _obstacle(choice, device, dtype, head_dim)
+    if obstacle is None:
+        return choice
+    if choice == "auto":
+        return "sdpa"
+    raise UnavailableAttention(
+        f'trainer.attention = "{choice}" computes on a GPU of compute capability 8.0 or newer, in bfloat16, but '
+        f'{obstacle}: set trainer.attention to "auto"'
+    )
+
+
+def _obstacle(choice: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cuda":
+        return f"this trainer runs on {device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"this trainer computes in {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > 256:
+        return f"this model's heads have {head_dim} dimensions, not a multiple of 8 up to 256"
+    states = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+    parameters = torch.backends.cuda.SDPAParams(states, states, states, None, 0.0, True, False)
+    if choice == "cudnn" and not torch.backends.cuda.can_use_cudnn_attention(parameters):
+        return f"cuDNN does not train heads of {head_dim} dimensions here"
+    return None
 
 
 def packed_attention(
@@ -39,46 +88,112 @@ def packed_attention(
         raise UnsupportedModel(
             f"{type(module).__name__} does not pass `layout` on to its attention: it cannot be packed"
         )
-    _refuse_other_kinds(module, sliding_window, layout.longest, options)
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    outputs = [_attend(q, k, v, block, scaling) for block in layout.blocks]
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, layout.outputs)[None], None
+    _refuse_other_kinds(module, options)
+    window = sliding_window or getattr(module, "sliding_window", None)
+    if window is not None and window >= layout.longest:
+        window = None
+    # Norms and rotation may have widened the others; values come straight from a matrix product.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    sequences = layout.sequences
+    if isinstance(sequences, Blocks):
+        return _in_blocks(query, key, value, sequences, scaling, window), None
+    if sequences.are_one and layout.kernel != "varlen" and window is None:
+        return _as_one(query, key, value, layout.kernel, scaling), None
+    return _in_runs(query, key, value, sequences, scaling, window), None
 
 
 AttentionInterface.register(NAME, packed_attention)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scaling: float | None) -> torch.Tensor:
-    """[places, heads, dim] in, the block's queries line after line out."""
-    output = F.scaled_dot_product_attention(
-        _gather(q, block.queries),
-        _gather(k, block.keys),
-        _gather(v, block.keys),
-        attn_mask=block.visible,
-        is_causal=block.visible is None,
+def _as_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Kernel, scaling: float | None
+) -> torch.Tensor:
+    """The row is one sequence."""
+    length = query.shape[2]
+    padding = 0 if kernel == "flash" else -length % _CUDNN_STEP
+    if padding:
+        query, key, value = (F.pad(states, (0, 0, 0, padding)) for states in (query, key, value))
+    with sdpa_kernel(_BACKENDS[kernel], set_priority=True):
+        output = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    return output[:, :, :length].transpose(1, 2)
+
+
+def _in_runs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runs: Runs,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Several sequences. Each asks with its last tokens: the kernel aligns queries and keys at their ends."""
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if runs.keys is not None:
+        k, v = _gather(k, runs.keys), _gather(v, runs.keys)
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        runs.query_starts,
+        runs.key_starts,
+        runs.longest_query,
+        runs.longest_key,
         scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
+        window_size=(-1 if window is None else window - 1, 0),
+        **_GROUPED,
     )
-    return output.transpose(1, 2).flatten(0, 1)
+    assert isinstance(output, torch.Tensor)  # and not a pair, which it gives when asked for more
+    return output[None]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: Blocks,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Not compiled: every number of blocks would be another program."""
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if q.is_cuda:  # of its kernels only flash knows grouped heads, and that takes neither masks nor float32
+        k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
+    outputs: list[torch.Tensor] = []
+    for block, visible in zip(blocks.blocks, blocks.visible(window), strict=True):
+        output = F.scaled_dot_product_attention(
+            _gather(q, block.queries).transpose(1, 2),
+            _gather(k, block.keys).transpose(1, 2),
+            _gather(v, block.keys).transpose(1, 2),
+            attn_mask=visible,
+            is_causal=visible is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined.index_select(0, blocks.outputs)[None]
+
+
+def _expanded(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """[places, fewer heads, dim] with each head as often as queries ask for it."""
+    return states.repeat_interleave(heads // states.shape[1], 1)
 
 
 def _gather(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[places, heads, dim] and [sequences, length] give [sequences, heads, length, dim]."""
+    """[places, heads, dim] gives [*places' shape, heads, dim]."""
     heads, dim = states.shape[1:]
     # As rows of heads * dim: selecting and its gradient then move whole rows.
     rows = states.reshape(-1, heads * dim).index_select(0, places.flatten())
-    return rows.view(*places.shape, heads, dim).transpose(1, 2)
+    return rows.view(*places.shape, heads, dim)
 
 
-def _refuse_other_kinds(module: torch.nn.Module, window: int | None, longest: int, options: dict[str, Any]) -> None:
+def _refuse_other_kinds(module: torch.nn.Module, options: dict[str, Any]) -> None:
     name = type(module).__name__
-    window = window or getattr(module, "sliding_window", None)
-    if window is not None and window < longest:
-        raise UnsupportedModel(
-            f"{name} attends to the last {window} tokens only, but a sequence has {longest}: packed attention sees all "
-            f"of them; set seq_len to at most {window}"
-        )
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModel(f"{name} sees the tokens that follow, which packed attention does not")
     for option in ("softcap", "s_aux", "position_bias"):
         if options.get(option) is not None:
             raise UnsupportedModel(f"{name} uses {option!r} in its attention, which packed attention does not compute")

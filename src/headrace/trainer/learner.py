@@ -6,7 +6,10 @@ Shared by reinforcement learning and supervised training, which differ in where 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput
@@ -14,18 +17,20 @@ from headrace.rollout.packing import Bin, pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint
-from headrace.trainer.checkpoint import TrainState
+from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.loss import Loss
 from headrace.trainer.model import PackedModel, compute_dtype, initial_model
 from headrace.trainer.optim import Optimizer, update_rule
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.schedule import learning_rate_factor
 from headrace.trainer.step import StepResult, TrainStep
-from headrace.transport.files import write_directory
+from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 
 ACTIVATION_BUDGET = 1 << 30
 """Bytes of activations up to which short bins are joined into one forward pass."""
 MOST_TOKENS = 16384
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""What a checkpoint's tensors are called before their own names."""
 
 
 class ResumeError(BadInput):
@@ -35,21 +40,43 @@ class ResumeError(BadInput):
 class Learner:
     """Starts from a checkpoint if there is one, else from the configured model."""
 
-    def __init__(self, config: TrainingConfig, losses: dict[str, Loss], start: Path | None) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        losses: dict[str, Loss],
+        checkpoints: Path,
+        resume: str | None = None,
+        *,
+        joined: bool = True,
+    ) -> None:
+        """`joined` is whether several samples may share a forward pass."""
         if config.output_dir is None or config.max_steps is None or config.seq_len is None:
             raise ValueError("output_dir, max_steps and seq_len must be set to train")
         self.config = config
         self.max_steps, self.seq_len = config.max_steps, config.seq_len
         self.ranks = Ranks()
-        self.model = PackedModel(
-            start / checkpoint.MODEL if start else initial_model(config.model),
-            self.ranks.device,
-            dtype=compute_dtype(config.model.dtype, self.ranks.device),
-            activation_checkpointing=config.activation_checkpointing,
-            trust_remote_code=config.model.trust_remote_code,
+        start = starting_point(checkpoints, resume)
+        self.ranks.wait_for_all()  # before any of them changes what the others look at
+        self.checkpoints = Checkpoints(
+            checkpoints,
+            self.ranks,
+            keep_last=config.ckpt.keep_last,
+            permanent_interval=config.ckpt.permanent_interval,
         )
-        if self.ranks.size > 1:
-            self.model.shard(self.ranks.mesh())
+        adapts = config.lora is not None  # then a checkpoint has the adapter alone
+        self.model = PackedModel(
+            start / checkpoint.MODEL if start and not adapts else initial_model(config.model),
+            self.ranks,
+            dtype=compute_dtype(config.model.dtype, self.ranks.device),
+            attention=config.attention,
+            activation_checkpointing=config.activation_checkpointing,
+            activation_offload=config.activation_offload,
+            compile=config.compile,
+            lm_head_fp32=config.lm_head_fp32,
+            trust_remote_code=config.model.trust_remote_code,
+            load=start is None or adapts,
+            lora=None if config.lora is None else {**config.lora.model_dump(), "seed": config.seed},
+        )
         optim = config.optim
         self.optimizer = Optimizer(
             self.model.named_parameters(),
@@ -61,18 +88,30 @@ class Learner:
             max_grad_norm=optim.max_grad_norm or None,
             offload_state=optim.offload_state,
         )
-        self.state = TrainState()
-        if start is not None:
-            self.state = checkpoint.read_state(start)
-            checkpoint.load_optimizer(start, self.optimizer)
+        self.state = TrainState() if start is None else self._load(start)
         self._step = TrainStep(
             self.model,
             self.optimizer,
             losses,
             lm_head_chunk=config.lm_head_chunk,
-            micro_batch_tokens=_micro_batch_tokens(self.model, config.seq_len),
-            ranks=self.ranks,
+            micro_batch_tokens=_micro_batch_tokens(self.model, config.seq_len) if joined else 1,
         )
+
+    def _load(self, start: Path) -> TrainState:
+        """Continue from a checkpoint, whatever number of ranks wrote it."""
+        _check_adapter(start / checkpoint.MODEL, self.model.adapter)
+        names = checkpoint.saved_names(start)
+        model = prefixed(MODEL, self.model.learned())
+        known = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
+        strangers = sorted(name for name in names if name not in model and name not in known)
+        if strangers:
+            raise ResumeError(
+                f"{start} has {strangers[0]}, which this run has no use for: it was saved for another model or with "
+                "another optim.type; resume with those it was saved with"
+            )
+        checkpoint.load_tensors(start, {**model, **known})
+        self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in known.items()})
+        return checkpoint.read_state(start)
 
     @property
     def version(self) -> Version:
@@ -91,11 +130,11 @@ class Learner:
         return self.config.optim.lr * factor
 
     def learn(
-        self, samples: list[Sample], *, envs: Sequence[str] = (), stopped: Callable[[], bool]
+        self, samples: list[Sample], *, envs: Sequence[str] = (), traced: bool = False, stopped: Callable[[], bool]
     ) -> StepResult | None:
         """One optimizer step on all samples; None, with nothing changed, if it was stopped."""
         skipped = self.optimizer.skipped
-        result = self._step.run(self._bins(samples), self.learning_rate, envs=envs, stopped=stopped)
+        result = self._step.run(self._bins(samples), self.learning_rate, envs=envs, traced=traced, stopped=stopped)
         if result is not None:
             self.state.step += 1
             self.state.tokens_trained += result.tokens
@@ -123,17 +162,26 @@ class Learner:
 
     @property
     def is_checkpoint_due(self) -> bool:
-        return self.state.step % self.config.ckpt.interval == 0 or self.state.step == self.max_steps
+        intervals = (self.config.ckpt.interval, self.config.ckpt.permanent_interval or self.max_steps, self.max_steps)
+        return any(self.state.step % interval == 0 for interval in intervals)
 
-    def save_checkpoint(self, directory: Path) -> None:
-        checkpoint.save(directory, self.model, self.optimizer, self.state, self.config.ckpt.keep_last)
+    def begin_checkpoint(self) -> None:
+        """Save the state as it is now; the writing goes on beside the steps that follow."""
+        tensors = {
+            **prefixed(MODEL, self.model.learned()),
+            **prefixed(OPTIMIZER, self.optimizer.state_tensors()),
+        }
+        self.checkpoints.begin(tensors, self.model.write_files, self.state)
 
     def save_final_model(self, path: Path) -> None:
-        write_directory(path, self.model.save_for_engine)
+        """A plain model, an adapter merged; where there is one, it is written beside, too."""
+        self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
+        if self.model.adapter is not None:
+            self.ranks.write_directory(path.with_name("adapter"), self.model.save_for_engine)
 
 
 def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
-    """The checkpoint to start from: none, the newest one, or the one that `resume` names. Unfinished ones go."""
+    """The checkpoint to start from: none, the newest one, or the one that `resume` names."""
     newest = checkpoint.latest(checkpoints)
     if resume is None:
         if newest is not None:
@@ -142,7 +190,6 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
                 "output_dir"
             )
         return None
-    checkpoint.sweep(checkpoints)
     if resume == "latest":
         return newest
     chosen = Path(resume)
@@ -153,6 +200,27 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
             "with another output_dir from it"
         )
     return chosen
+
+
+def _check_adapter(saved_in: Path, own: AdapterConfig | None) -> None:
+    """What is learned must be what was learned before."""
+    saved = read_config(saved_in / CONFIG) if is_adapter(saved_in) else None
+    if _shape(saved) != _shape(own):
+        raise ResumeError(
+            f"{saved_in.parent} was saved with {_shape(saved)}, and this run has {_shape(own)}: what is learned cannot "
+            "change within a run"
+        )
+
+
+def _shape(adapter: AdapterConfig | None) -> str:
+    if adapter is None:
+        return "no adapter"
+    targets = [adapter.target_modules] if isinstance(adapter.target_modules, str) else adapter.target_modules
+    return f"an adapter of rank {adapter.r} and scaling {adapter.scaling:g} of {', '.join(targets)}"
+
+
+def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _micro_batch_tokens(model: PackedModel, seq_len: int) -> int:

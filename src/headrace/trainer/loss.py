@@ -24,7 +24,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ class LossOutputs:
     loss: Tensor
     """A sum over members."""
     metrics: Metrics = field(default_factory=dict)
+    masked: Tensor | None = None
+    """Per token, whether a mask, clip or cap of the loss took hold of it, for people to look at. None: it has none."""
 
 
 Loss = Callable[[PackedInputs], LossOutputs]
@@ -136,9 +138,10 @@ def gspo_loss(inputs: PackedInputs, *, eps_low: float = 3e-4, eps_high: float = 
 def cispo_loss(inputs: LossInputs, *, eps_max: float = 5.0) -> LossOutputs:
     """REINFORCE with a truncated importance weight: unlike a clipped ratio, no token loses its gradient."""
     ratio = _log_ratio(inputs).detach().exp()
+    capped = ratio > eps_max
     per_token = -ratio.clamp(max=eps_max) * inputs.advantages * _of_members(inputs.trainer_logprobs, inputs)
-    metrics = {"mismatch_kl": _mismatch_kl(inputs), "is_clipped": _mean(ratio > eps_max, inputs.loss_mask)}
-    return LossOutputs(_weighted_sum(per_token, inputs), metrics)
+    metrics = {"mismatch_kl": _mismatch_kl(inputs), "is_clipped": _mean(capped, inputs.loss_mask)}
+    return LossOutputs(_weighted_sum(per_token, inputs), metrics, capped)
 
 
 def icepop_loss(inputs: LossInputs, *, alpha: float = 0.5, beta: float = 5.0) -> LossOutputs:
@@ -173,7 +176,7 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
     named = {
         f"ref_kl/{name}": outputs.metrics[name] for name in ("masked_mismatch_kl", "unmasked_mismatch_kl", "is_masked")
     }
-    return LossOutputs(outputs.loss, {**named, "ref_kl": _mean(-gap, inputs.loss_mask)})
+    return LossOutputs(outputs.loss, {**named, "ref_kl": _mean(-gap, inputs.loss_mask)}, masked)
 
 
 class CustomLoss:
@@ -193,16 +196,19 @@ class CustomLoss:
             raise BadInput(f"loss {import_path!r} does not take these kwargs: {error}") from error
         self._function = partial(function, **kwargs)
         one = torch.ones(1)
-        outputs = self._function(LossInputs(-one, -one, -one, one, one.bool(), one))
-        self._check(outputs)
+        sequence = LossInputs(-one, -one, -one, one, one.bool(), one)
+        outputs = self._function(sequence)
+        self._check(outputs, sequence)
         self._metrics = list(outputs.metrics)
+        self._tells_masked = outputs.masked is not None
 
     def __call__(self, inputs: PackedInputs) -> LossOutputs:
         loss = inputs.trainer_logprobs.new_zeros(())
         sums = {name: (torch.zeros_like(loss), torch.zeros_like(loss)) for name in self._metrics}
-        for sequence in _split(inputs):
+        masked = torch.zeros_like(inputs.loss_mask)
+        for place, sequence in _split(inputs):
             outputs = self._function(sequence)
-            self._check(outputs)
+            self._check(outputs, sequence)
             if outputs.metrics.keys() != sums.keys():
                 raise Failure(
                     f"loss {self.import_path!r} reported {', '.join(outputs.metrics) or 'no metrics'} for one sequence "
@@ -210,29 +216,38 @@ class CustomLoss:
                 )
             loss = loss + outputs.loss
             sums = {name: (s + outputs.metrics[name][0], c + outputs.metrics[name][1]) for name, (s, c) in sums.items()}
-        return LossOutputs(loss, {"mismatch_kl": _mismatch_kl(inputs), **sums})
+            if outputs.masked is not None:
+                masked[place] = outputs.masked
+        metrics = {"mismatch_kl": _mismatch_kl(inputs), **sums}
+        return LossOutputs(loss, metrics, masked if self._tells_masked else None)
 
-    def _check(self, outputs: Any) -> None:
+    def _check(self, outputs: Any, sequence: LossInputs) -> None:
         if not isinstance(outputs, LossOutputs):
             raise Failure(
                 f"loss {self.import_path!r} returned {type(outputs).__name__}: return headrace.trainer.loss.LossOutputs"
             )
         if not isinstance(outputs.loss, Tensor) or outputs.loss.ndim != 0:
             raise Failure(f"loss {self.import_path!r} returned a loss that is no scalar tensor: return a sum")
+        if outputs.masked is not None and outputs.masked.shape != sequence.loss_mask.shape:
+            raise Failure(
+                f"loss {self.import_path!r} returned {tuple(outputs.masked.shape)} as `masked` for a sequence of "
+                f"{len(sequence.loss_mask)} tokens: return one value per token, or leave it out"
+            )
         for name in TAKEN_METRICS & outputs.metrics.keys():
             raise Failure(f"loss {self.import_path!r} reports {name!r}, which the step reports itself: rename it")
 
 
-def _split(inputs: PackedInputs) -> Iterator[LossInputs]:
-    """Each sequence that has members, alone."""
+def _split(inputs: PackedInputs) -> Iterator[tuple[slice, LossInputs]]:
+    """Each sequence that has members, alone, and where it is."""
     lengths = torch.unique_consecutive(inputs.sequences, return_counts=True)[1].tolist()
+    places = (slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True))
 
     def parts(values: Tensor | None) -> Iterable[Any]:
         return repeat(None, len(lengths)) if values is None else torch.split(values, lengths)
 
     columns = [parts(getattr(inputs, column.name)) for column in fields(LossInputs)]
     sequences = (LossInputs(*values) for values in zip(*columns, strict=True))
-    return (sequence for sequence in sequences if sequence.loss_mask.any())
+    return (pair for pair in zip(places, sequences, strict=True) if pair[1].loss_mask.any())
 
 
 def _masked_ratio_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_tau: float) -> LossOutputs:
@@ -248,7 +263,7 @@ def _masked_ratio_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_ta
         "unmasked_mismatch_kl": _mean(mismatch, members & ~masked),
         "is_masked": _mean(masked, members),
     }
-    return LossOutputs(_weighted_sum(per_token, inputs), metrics)
+    return LossOutputs(_weighted_sum(per_token, inputs), metrics, masked)
 
 
 def _clipped_ratio_loss(inputs: LossInputs, log_ratio: Tensor, eps_low: float, eps_high: float) -> LossOutputs:
@@ -256,15 +271,16 @@ def _clipped_ratio_loss(inputs: LossInputs, log_ratio: Tensor, eps_low: float, e
     advantages, ratio = _of_members(inputs.advantages, inputs), log_ratio.detach().exp()
     too_low = (advantages < 0) & (ratio < 1 - eps_low)
     too_high = (advantages > 0) & (ratio > 1 + eps_high)
+    clipped = too_low | too_high
     bounded = (1 - eps_low) * advantages.where(too_low, 0.0) + (1 + eps_high) * advantages.where(too_high, 0.0)
-    per_token = -(_credited_ratio(advantages, log_ratio, ~(too_low | too_high)) + bounded)
+    per_token = -(_credited_ratio(advantages, log_ratio, ~clipped) + bounded)
     metrics = {
         "mismatch_kl": _mismatch_kl(inputs),
-        "is_clipped": _mean(too_low | too_high, inputs.loss_mask),
+        "is_clipped": _mean(clipped, inputs.loss_mask),
         "is_clipped_low": _mean(too_low, inputs.loss_mask),
         "is_clipped_high": _mean(too_high, inputs.loss_mask),
     }
-    return LossOutputs(_weighted_sum(per_token, inputs), metrics)
+    return LossOutputs(_weighted_sum(per_token, inputs), metrics, clipped)
 
 
 def _credited_ratio(credit: Tensor, log_ratio: Tensor, keep: Tensor) -> Tensor:

@@ -1,38 +1,40 @@
-"""Any Hugging Face causal language model, run on packed rows and written back as a Hugging Face directory.
+"""Any Hugging Face causal language model, run on packed rows, on one device or spread over ranks.
 
 Parameters are float32, whatever the files hold: the optimizer's small steps vanish in anything narrower. Compute may
 be bfloat16. Left out on purpose: dropout (a policy must give the logprobs it was sampled with) and models with images
-or sound. Left for later: sharded parameters, compiled layers.
+or sound.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace.config.model import ModelConfig
 from headrace.rollout.cost import Cost, cost_of_model
 from headrace.text.hub import model_directory
-from headrace.trainer import attention
-from headrace.trainer.attention import UnsupportedModel
+from headrace.trainer.attention import NAME as PACKED
+from headrace.trainer.attention import UnsupportedModel, available_kernel
+from headrace.trainer.compiling import compile_layers
 from headrace.trainer.lm_head import label_logprobs
-from headrace.trainer.row import Row, make_row
+from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
+from headrace.trainer.memory import Checkpointing, checkpoint_layers, offload_activations
+from headrace.trainer.model_files import ModelFiles, whole, write_tensors
+from headrace.trainer.parallel import shard
+from headrace.trainer.ranks import Ranks
+from headrace.trainer.row import Kernel, Row, make_row
+from headrace.transport.adapter import Adapter, write_adapter, write_config
 
 _NOT_COMPUTED_HERE = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
-_COPIED_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
-_NOT_COPIED = ("COMPLETE.json", "*.index.json")
 
 
 def initial_model(config: ModelConfig) -> Path:
@@ -43,56 +45,57 @@ def initial_model(config: ModelConfig) -> Path:
 
 
 class PackedModel:
-    """A causal language model that computes the hidden states of a row."""
+    """A causal language model that scores the labels of a row.
+
+    With several ranks it is spread over them. `load` says whether to read the directory's tensors: a checkpoint brings
+    its own.
+    """
 
     def __init__(
         self,
         directory: Path,
-        device: torch.device,
+        ranks: Ranks | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        activation_checkpointing: bool = False,
+        attention: Kernel = "auto",
+        activation_checkpointing: Checkpointing | Literal[False] = False,
+        activation_offload: bool = False,
+        compile: bool = False,
+        lm_head_fp32: bool = False,
         trust_remote_code: bool = False,
+        load: bool = True,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
-        transformers_logging.disable_progress_bar()
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        _refuse_unsupported(config, directory)
         self.directory = directory
-        self.device = device
+        self.ranks = ranks = ranks or Ranks()
+        self.device = ranks.device
         self.dtype = dtype
-        self.module, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
-        if report["missing_keys"]:
-            raise UnsupportedModel(f"{directory} lacks the tensors {', '.join(sorted(report['missing_keys']))}")
-        self.module.to(device)
-        self._other_files = _read_other_files(directory)  # in memory: the directory may be a checkpoint that goes
-        for part in self.module.modules():
-            if isinstance(part, torch.nn.Dropout):
-                part.p = 0.0
-        self._check_packing()
+        self.files = ModelFiles(directory)
+        self.module = _make(directory, trust_remote_code, load)
+        if ranks.size == 1:
+            self.module.to(self.device)  # else each layer goes there when it is sharded: no device may hold them all
+        if load:
+            self._check_packing()
+        else:
+            self.module.set_attn_implementation(PACKED)
+        self.kernel = available_kernel(attention, self.device, dtype, _head_dim(self.module.config))
+        self.adapter = None if lora is None else add_lora(self.module, **lora, base=str(directory))
         self.module.train()
+        layers = list(_layers(self.module))
         if activation_checkpointing:
-            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._scorer = _Scorer(self.module, dtype)
-        self._autocast = dtype == torch.bfloat16
+            checkpoint_layers(layers, activation_checkpointing)
+        if compile:
+            compile_layers(layers)
+        if activation_offload:
+            offload_activations(layers)
+        self._scorer = _Scorer(self.module, dtype, lm_head_fp32, compile)
+        self._autocast = dtype == torch.bfloat16 and ranks.size == 1  # sharded parameters arrive in the compute type
+        if ranks.size > 1:
+            shard(layers, self._scorer, ranks.mesh(), dtype)
 
-    def shard(self, mesh: DeviceMesh) -> None:
-        """Spread parameters, gradients and optimizer state over the ranks of a mesh, layer by layer.
-
-        What is in no layer, the embeddings above all, tied or not, is in the root's group. Gradients are summed, not
-        averaged: the loss is divided by counts over all ranks already.
-        """
-        precision = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
-        for part in (*_layers(self.module), self._scorer):
-            fully_shard(part, mesh=mesh, mp_policy=precision)
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo and some of NCCL's sums cannot scale on the way
-        self._autocast = False  # parameters arrive in the compute type
+    def row(self, sequences: list[np.ndarray]) -> Row:
+        """Sequences laid out as this model computes them."""
+        return make_row(sequences, self.device, self.kernel)
 
     def score(
         self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
@@ -100,6 +103,16 @@ class PackedModel:
         """Logprob and entropy of `labels`, each read off the place of the row that predicts it."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             return self._scorer(row, predictors, labels, temperatures, chunk)  # type: ignore[no-any-return]
+
+    def logprobs(
+        self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+    ) -> torch.Tensor:
+        """Like `score`, for the logprobs alone, without gradients. Every rank must call it, with the same row."""
+        with torch.no_grad():
+            logprobs = self.score(row, predictors, labels, temperatures, chunk).logprobs
+        if isinstance(self._scorer, FSDPModule):
+            self._scorer.reshard()  # no backward pass follows that would do it
+        return logprobs
 
     @property
     def cost(self) -> Cost:
@@ -111,7 +124,7 @@ class PackedModel:
             num_hidden_layers=config.num_hidden_layers,
             num_attention_heads=heads,
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=_head_dim(config),
             intermediate_size=config.intermediate_size,
             vocab_size=config.vocab_size,
         )
@@ -119,38 +132,54 @@ class PackedModel:
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the model is made of, as this rank has it. Tied parameters are listed once, and tied again on load."""
+        parameters: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.module.named_parameters()}
+        stored = self.module.state_dict().keys()
+        return parameters | {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
+
+    def learned(self) -> dict[str, torch.Tensor]:
+        """What training changes, and a checkpoint has to hold: of a model with an adapter, the adapter alone."""
+        return self.tensors() if self.adapter is None else {n: p.detach() for n, p in self.named_parameters().items()}
+
+    def write_files(self, directory: Path) -> None:
+        """Write what a checkpoint needs beside the tensors."""
+        self.files.write(directory)
+        if self.adapter is not None:
+            write_config(directory, self.adapter)
+
     def save_for_engine(self, directory: Path) -> None:
-        """Write the model in the type it computes in, which is what an engine loads."""
-        self.save(directory, self.dtype)
+        """Write what an engine loads: the adapter, or the model in the type it computes in. Every rank must call it."""
+        if self.adapter is None:
+            self.save(directory, self.dtype)
+            return
+        matrices = {name: whole(tensor) for name, tensor in self.learned().items()}
+        if self.ranks.first:
+            write_adapter(directory, Adapter(self.adapter, adapter_layers(matrices)))
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write a Hugging Face directory: the tensors, and every other file as the model came with it."""
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._other_files.items():
-            (directory / name).write_bytes(content)
-        settings = json.loads(self._other_files["config.json"])
-        settings.pop("torch_dtype", None)
-        settings["dtype"] = str(dtype).removeprefix("torch.")
-        (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        # Parameters listed once: tied ones are tied again on load, and safetensors refuses to write them twice.
-        tensors = {name: _whole(tensor.detach()).to(dtype) for name, tensor in self.module.named_parameters()}
-        stored = self.module.state_dict()
-        tensors |= {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
-        tensors = {name: t.contiguous().cpu() for name, t in revert_weight_conversion(self.module, tensors).items()}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        (directory / "model.safetensors").chmod(0o644)  # an engine may run as another user
+        """Write a Hugging Face directory; every rank must call it, and finds it complete when it returns.
+
+        An adapter is merged into what it was trained on.
+        """
+        if self.ranks.first:
+            self.files.write(directory, dtype)
+        self.ranks.wait_for_all()
+        finished = partial(merged_parameters, scaling=1.0 if self.adapter is None else self.adapter.scaling)
+        write_tensors(directory, self.module, self.tensors(), dtype, self.ranks, finished)
 
     def _check_packing(self) -> None:
         """Sequences with a common start, packed, must give the logits that the model itself gives for each alone."""
         sequences = [np.array([1, 2, 3, 4, 5, 6, 7]), np.array([1, 2, 3, 4, 5, 9]), np.array([8, 2])]
+        device = self.module.device
         with torch.no_grad():
             self.module.eval()
             own = [
-                self.module(input_ids=torch.from_numpy(ids)[None].to(self.device), use_cache=False).logits[0]
+                self.module(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits[0]
                 for ids in sequences
             ]
-            self.module.set_attn_implementation(attention.NAME)
-            row = make_row(sequences, self.device)
+            self.module.set_attn_implementation(PACKED)
+            row = make_row(sequences, device)
             packed = hidden_states(self.module, row) @ self.module.get_output_embeddings().weight.t()
         for expected, places in zip(own, row.places, strict=True):
             error = (packed[places] - expected).abs().max()
@@ -172,17 +201,26 @@ class Scores(NamedTuple):
 class _Scorer(torch.nn.Module):
     """The model and its loss head as one module, since parameters are whole only inside a module's forward pass."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, fp32: bool, compiled: bool) -> None:
         super().__init__()
         self.model = model
         self._dtype = dtype
+        self._fp32, self._compiled = fp32, compiled
 
     def forward(
         self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
     ) -> Scores:
         hidden = hidden_states(self.model, row).to(self._dtype)
         head = self.model.get_output_embeddings().weight
-        logprobs, entropy = label_logprobs(hidden.index_select(0, predictors), head, labels, temperatures, chunk)
+        logprobs, entropy = label_logprobs(
+            hidden.index_select(0, predictors),
+            head,
+            labels,
+            temperatures,
+            chunk,
+            fp32=self._fp32,
+            compiled=self._compiled,
+        )
         return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum())
 
 
@@ -194,22 +232,39 @@ def hidden_states(model: Any, row: Row) -> torch.Tensor:
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def _layers(model: Any) -> Iterable[Any]:
     """The decoder's layers: the longest list of modules that the model has."""
     lists = [part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList)]
     return max(lists, key=len, default=())
 
 
-def _read_other_files(directory: Path) -> dict[str, bytes]:
-    """What is not tensors: configuration, tokenizer, chat template, code."""
-    skipped = {path.name for pattern in _NOT_COPIED for path in directory.glob(pattern)}
-    found = [path for pattern in _COPIED_FILES for path in directory.glob(pattern)]
-    return {path.name: path.read_bytes() for path in found if path.name not in skipped}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the parts that other ranks have."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _make(directory: Path, trust_remote_code: bool, load: bool) -> Any:
+    """The module on the CPU, without dropout; with the directory's tensors, or with whatever is in memory."""
+    transformers_logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    _refuse_unsupported(config, directory)
+    if load:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+        if report["missing_keys"]:
+            raise UnsupportedModel(f"{directory} lacks the tensors {', '.join(sorted(report['missing_keys']))}")
+    else:
+        with no_init_weights():
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        module.tie_weights()
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    return module
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

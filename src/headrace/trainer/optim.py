@@ -150,6 +150,16 @@ class Optimizer:
             for key, value in self._part_of[parameter].state.get(parameter, {}).items()
         }
 
+    def empty_state(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Tensors to read a saved state into: those of `names` that a state of these parameters would have."""
+        wanted = set(names)
+        return {
+            f"{name}.{key}": torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
+            for name, parameter in self.parameters.items()
+            for key in _STATE[type(self._part_of[parameter])]
+            if f"{name}.{key}" in wanted
+        }
+
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take over a state; it must be that of this rule for these parameters."""
         left = dict(tensors)

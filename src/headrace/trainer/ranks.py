@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headrace.transport.files import write_directory
+from headrace.transport.files import draft_of, write_directory
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others in a collective before it gives up."""
@@ -57,30 +57,34 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def all(self, condition: bool) -> bool:
+        """Whether it holds on every rank; every rank gets the same answer."""
+        return not self.any(not condition)
+
     def wait_for_all(self) -> None:
-        if self.size > 1:
-            dist.barrier()
+        self.most(0)
 
-    def write_directory(self, final: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
-        """Like `transport.files.write_directory`, with every rank writing its part into the one draft."""
-        if self.size == 1:
-            write_directory(final, fill, durable=durable)
-            return
+    def write_directory(self, final: Path, fill: Callable[[Path], None]) -> None:
+        """Let every rank write its part into one directory, which is then there whole or not at all."""
+
+        def together(draft: Path) -> None:
+            self.wait_for_all()  # the first has made it
+            fill(draft)
+            self.wait_for_all()
+
         if self.first:
-            write_directory(final, lambda draft: self._fill_together(draft, fill), durable=durable)
+            write_directory(final, together)
         else:
-            self._fill_together(final.with_name(f".{final.name}.tmp"), fill)
-        self.wait_for_all()
+            together(draft_of(final))
 
-    def _fill_together(self, draft: Path, fill: Callable[[Path], None]) -> None:
-        self.wait_for_all()  # the first has made the draft
-        fill(draft)
-        self.wait_for_all()
+    def group_beside(self) -> dist.ProcessGroup:
+        """Another group of the same ranks, on their CPUs, for a thread that talks while this one does."""
+        return dist.new_group(backend="gloo")  # type: ignore[no-any-return]
 
     def _reduce(self, values: Sequence[int], how: dist.ReduceOp.RedOpType) -> list[int]:
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        tensor = torch.tensor(values, dtype=torch.int64)  # on the CPU: a GPU would first finish its queue
         dist.all_reduce(tensor, how)
         return [int(value) for value in tensor.tolist()]
 

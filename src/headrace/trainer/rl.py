@@ -17,9 +17,11 @@ from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import NOT_SAMPLED
 from headrace.rollout.version import staleness
-from headrace.trainer.learner import Learner, ResumeError, starting_point
+from headrace.trainer.learner import Learner, ResumeError
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
+from headrace.trainer.probe import write_probe
 from headrace.trainer.stopwatch import Stopwatch
+from headrace.trainer.token_table import write_token_table
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -31,47 +33,64 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
         raise ValueError("output_dir must be set to train")
     run = RunDir(config.output_dir)
     status.set("loading model")
-    learner = Learner(config, losses(config), starting_point(run.checkpoints, resume))
+    learner = Learner(config, losses(config), run.checkpoints, resume)
     enter_incarnation(learner, run, resuming=resume is not None)
     metrics = MetricsLog(run.metrics, "trainer")
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
-        arrived = partial(run.batches.exists, step)
-        if not wait_until(arrived, f"batch {step}", "the orchestrator", status, stopped=stopped):
-            return
+        if not wait_for_batch(learner, run, step, status, stopped):
+            break
         batch = run.batches.read(step)
         watch.lap("time/wait_for_batch")
 
         status.set(f"training step {step}")
         lr = learner.learning_rate
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
-        result = learner.learn(samples, envs=envs, stopped=stopped.is_set)
+        traced = config.token_export.includes(step)
+        result = learner.learn(samples, envs=envs, traced=traced, stopped=stopped.is_set)
         if result is None:
-            return
+            break
         watch.lap("time/forward_backward")
+        if config.probe_tokens:  # before the new weights are out: who loads them finds it
+            write_probe(
+                run.probes,
+                learner.version,
+                batch,
+                learner.model,
+                tokens=config.probe_tokens,
+                seq_len=learner.seq_len,
+                chunk=config.lm_head_chunk,
+            )
+            watch.lap("time/probe")
 
-        final = step == learner.max_steps
-        if not final:
+        if step < learner.max_steps:
             publish(learner, run, config.keep_weights)
             watch.lap("time/publish")
+        if result.trace is not None:
+            write_token_table(run.tokens.path(step), result.trace, batch, learner.ranks)
+            watch.lap("time/token_export")
         # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
         record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **ages(batch)}
-        metrics.log(step, record)
+        if learner.ranks.first:
+            metrics.log(step, record)
         status.set(step=step, tokens_per_second=record["perf/trained_tokens_per_second"])
         log.info(
             "step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), record["perf/trained_tokens_per_second"]
         )
         watch = Stopwatch()  # saving counts as time of the step after it
+        complete_checkpoint(learner, run, wait=False)
         if learner.is_checkpoint_due:
             status.set(f"saving the checkpoint of step {step}")
-            learner.save_checkpoint(run.checkpoints)
-            run.batches.delete_through(step)
+            learner.begin_checkpoint()
             watch.lap("time/save_ckpt")
-        if final:  # after its checkpoint: whoever sees the last version may take the run for saved
+        if step == learner.max_steps:  # after its checkpoint: whoever sees the last version may take the run for saved
+            complete_checkpoint(learner, run, wait=True)
             publish(learner, run, config.keep_weights)
-    status.set("saving the final model")
-    learner.save_final_model(run.final_model)
+    complete_checkpoint(learner, run, wait=True)
+    if learner.state.step == learner.max_steps:
+        status.set("saving the final model")
+        learner.save_final_model(run.final_model)
 
 
 def losses(config: TrainerConfig) -> dict[str, Loss]:
@@ -85,24 +104,52 @@ def losses(config: TrainerConfig) -> dict[str, Loss]:
 
 def enter_incarnation(learner: Learner, run: RunDir, *, resuming: bool) -> None:
     """After a restart take an incarnation that nobody has seen, and publish the loaded version under it."""
-    seen = [version.incarnation for version in run.weights.published()]
+    published = run.weights.published() if learner.ranks.first else []
+    seen = [version.incarnation for version in published]
     if not resuming and seen:
         raise ResumeError(
             f"{run.weights.directory} already has published weights: resume the run, or choose another output_dir"
         )
     if learner.state.step:
         seen.append(learner.state.incarnation)
-    if seen:
-        learner.state.incarnation = 1 + max(seen)
+    incarnation = learner.ranks.most(1 + max(seen, default=-1))
+    if not incarnation:
+        return
+    learner.state.incarnation = incarnation
+    if learner.ranks.first:
         run.batches.delete_through(learner.state.step)
         run.weights.sweep()
-        run.weights.publish(learner.version, learner.model.save_for_engine)
-        log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)
+    publish(learner, run)
+    log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)
 
 
-def publish(learner: Learner, run: RunDir, keep_weights: int) -> None:
+def wait_for_batch(learner: Learner, run: RunDir, step: int, status: Status, stopped: threading.Event) -> bool:
+    """Until every rank sees the batch; False, on all of them, as soon as one is asked to stop."""
+    ranks = learner.ranks
+    return wait_until(
+        lambda: ranks.all(run.batches.exists(step)),
+        f"batch {step}",
+        "the orchestrator",
+        status,
+        stopped=lambda: ranks.any(stopped.is_set()),
+    )
+
+
+def publish(learner: Learner, run: RunDir, keep_weights: int | None = None) -> None:
+    """Every rank writes its part of the weights; then versions that are no longer needed go."""
+    if not learner.ranks.first:
+        learner.model.save_for_engine(run.weights.draft(learner.version))
+        return
     run.weights.publish(learner.version, learner.model.save_for_engine)
-    run.weights.retire(keep_weights)
+    if keep_weights is not None:
+        run.weights.retire(keep_weights)
+
+
+def complete_checkpoint(learner: Learner, run: RunDir, *, wait: bool) -> None:
+    """Batches that a complete checkpoint covers are not needed again."""
+    covered = learner.checkpoints.finish(wait=wait)
+    if covered is not None and learner.ranks.first:
+        run.batches.delete_through(covered)
 
 
 def ages(batch: Batch) -> dict[str, float]:

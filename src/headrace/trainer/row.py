@@ -4,39 +4,88 @@ Under causal attention a token's hidden state depends on its prefix alone, so th
 computed only once; gradients of those who share it add up by themselves. On a group of eight short answers this saves
 two thirds of the work, and it costs nothing where nothing is shared.
 
-Attention alone needs whole sequences. A `Block` says which places of the row to gather for it. Most blocks are whole
-sequences under a plain causal mask; a sequence that shares more than half of its tokens asks with the rest only.
+Attention alone needs whole sequences. `Runs` names them for kernels that read sequences back to back, `Blocks` for
+kernels that read padded batches. Either is made once for a row and shared by all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
+Kernel = Literal["sdpa", "auto", "cudnn", "flash", "varlen"]
+"""What computes attention: `sdpa` reads blocks, the others read runs."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Sequences back to back. Each asks with the tokens that are its own, so the queries are the row as it is."""
+
+    keys: torch.Tensor | None
+    """The places of all sequences, one after the other; None where nothing is shared: the row as it is."""
+    query_starts: torch.Tensor
+    """Where each sequence's queries start, and where the last ends: [sequences + 1]."""
+    key_starts: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+    @property
+    def are_one(self) -> bool:
+        """Whether the row is one sequence."""
+        return len(self.query_starts) == 2
+
 
 @dataclass(frozen=True)
 class Block:
-    """Sequences of similar size, padded on the right to one. `visible` is None for a plain causal mask."""
+    """Sequences of similar size, padded on the right to one."""
 
     queries: torch.Tensor
     """[sequences, queries]: places in the row."""
     keys: torch.Tensor
     """[sequences, keys]: places in the row."""
-    visible: torch.Tensor | None
-    """[sequences, 1, queries, keys]: which keys a query sees."""
+    starts: torch.Tensor | None
+    """[sequences]: the position of each sequence's first query; None: 0 for all."""
+
+    def visible(self, window: int | None) -> torch.Tensor | None:
+        """[sequences or 1, 1, queries, keys]: which keys a query sees; None is the plain causal mask."""
+        if self.starts is None and window is None:
+            return None
+        device, last = self.keys.device, self.keys.shape[1] - 1
+        starts = torch.zeros(1, dtype=torch.int64, device=device) if self.starts is None else self.starts
+        # Padding asks as if from the last position: a query that sees nothing at all would turn gradients into NaN.
+        positions = (starts[:, None] + torch.arange(self.queries.shape[1], device=device)).clamp(max=last)
+        distance = positions[:, None, :, None] - torch.arange(last + 1, device=device)
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+class Blocks:
+    """Padded batches of sequences. Most are whole sequences; one that shares more than half asks with the rest only."""
+
+    def __init__(self, blocks: list[Block], outputs: torch.Tensor) -> None:
+        self.blocks = blocks
+        self.outputs = outputs
+        """For each place of the row, which of the blocks' queries, counted through, answers for it."""
+        self._visible: dict[int | None, list[torch.Tensor | None]] = {}
+
+    def visible(self, window: int | None) -> list[torch.Tensor | None]:
+        """The mask of each block."""
+        if window not in self._visible:
+            self._visible[window] = [block.visible(window) for block in self.blocks]
+        return self._visible[window]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How attention reads the row and writes back to it."""
+    """How attention reads the row."""
 
-    blocks: list[Block]
-    outputs: torch.Tensor
-    """For each place of the row, which of the blocks' queries, counted through, answers for it."""
+    kernel: Kernel
     longest: int
+    """Tokens of the longest sequence."""
+    sequences: Runs | Blocks
 
 
 @dataclass(frozen=True)
@@ -50,7 +99,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Span:
-    """A sequence in the row; its first `shared` tokens belong to an earlier one."""
+    """A sequence in the row that asks with all but its first `shared` tokens: an earlier one asks with those."""
 
     places: np.ndarray
     shared: int
@@ -64,27 +113,32 @@ class _Span:
         return len(self.places) - self.shared
 
 
-def make_row(sequences: list[np.ndarray], device: torch.device) -> Row:
+def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel = "sdpa") -> Row:
     """Lay sequences out in lexicographic order, so that each shares what it can with the one before."""
-    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
-    spans: list[_Span] = []
+    places = [np.zeros(0, np.int64)] * len(sequences)
+    asking: list[_Span] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     size, previous, above = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for index in order:
+    for index in sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()):
         sequence = sequences[index]
         shared = _common_prefix(previous, sequence)
         own = len(sequence) - shared
         above = np.concatenate([above[:shared], np.arange(size, size + own)])
-        spans.append(_Span(above, shared))
+        # A sequence that goes on where the one before ends asks for both.
+        asking.append(_Span(above, asking.pop().shared if asking and shared == len(previous) else shared))
+        places[index] = above
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence)))
         size, previous = size + own, sequence
-    places = [span.places for _, span in sorted(zip(order, spans, strict=True), key=lambda pair: pair[0])]
     return Row(
         torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None].to(device),
         torch.from_numpy(np.concatenate(positions))[None].to(device),
-        _layout(spans, size, device),
+        Layout(
+            kernel,
+            max(map(len, places)),
+            _blocks(asking, size, device) if kernel == "sdpa" else _runs(asking, device),
+        ),
         places,
     )
 
@@ -95,13 +149,25 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _layout(spans: list[_Span], size: int, device: torch.device) -> Layout:
+def _runs(spans: list[_Span], device: torch.device) -> Runs:
+    def starts(lengths: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+
+    own = [span.own for span in spans]
+    query_starts = starts(own)
+    if not any(span.shared for span in spans):
+        return Runs(None, query_starts, query_starts, max(own), max(own))
+    keys = torch.from_numpy(np.concatenate([span.places for span in spans])).to(device)
+    lengths = [span.length for span in spans]
+    return Runs(keys, query_starts, starts(lengths), max(own), max(lengths))
+
+
+def _blocks(spans: list[_Span], size: int, device: torch.device) -> Blocks:
     def on_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    asking = [span for span in spans if span.own]
-    whole = [span for span in asking if 2 * span.own > span.length]
-    tails = [span for span in asking if 2 * span.own <= span.length]
+    whole = [span for span in spans if 2 * span.own > span.length]
+    tails = [span for span in spans if 2 * span.own <= span.length]
     outputs = np.zeros(size, np.int64)
     blocks: list[Block] = []
     counted = 0
@@ -116,10 +182,9 @@ def _layout(spans: list[_Span], size: int, device: torch.device) -> Layout:
         queries = _padded([span.places[span.shared :] for span in similar])
         _answer(outputs, similar, counted, queries.shape[1], [0] * len(similar))
         counted += queries.size
-        position = np.array([span.shared for span in similar])[:, None] + np.arange(queries.shape[1])
-        visible = np.arange(keys.shape[1]) <= position[:, None, :, None]
-        blocks.append(Block(on_device(queries), on_device(keys), on_device(visible)))
-    return Layout(blocks, on_device(outputs), max((span.length for span in spans), default=0))
+        starts = np.array([span.shared for span in similar])
+        blocks.append(Block(on_device(queries), on_device(keys), on_device(starts)))
+    return Blocks(blocks, on_device(outputs))
 
 
 def _answer(outputs: np.ndarray, spans: list[_Span], start: int, width: int, skipped: list[int]) -> None:

@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from headrace.config.sft import SftConfig, SftDataConfig
+from headrace.config.sft import SftConfig, SourceConfig
 from headrace.environments.registry import load_environment
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status
+from headrace.rollout.types import Sample
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.trainer.learner import Learner, starting_point
+from headrace.trainer.conversation import Conversation, render
+from headrace.trainer.learner import Learner
 from headrace.trainer.loss import ce_loss
-from headrace.trainer.sft_data import Conversation, from_environment, from_rows, read_rows, render
+from headrace.trainer.rows import Rows, load_rows, read_rows
+from headrace.trainer.sft_data import VALIDATION_SEED, Cuts, drawn, from_environment, from_rows, hold_out
 from headrace.trainer.stopwatch import Stopwatch
+from headrace.trainer.validation import Validation
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -32,28 +36,34 @@ def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Ev
         raise ValueError("output_dir must be set to train")
     run = RunDir(config.output_dir)
     status.set("loading model")
-    learner = Learner(config, {"ce": ce_loss}, starting_point(run.checkpoints, resume))
+    learner = Learner(config, {"ce": ce_loss}, run.checkpoints, resume, joined=config.data.pack)
     directory, options = learner.model.directory, config.renderer
     renderer = make_renderer(
         directory, Tokenizer(directory), options.name, options.enable_thinking, options.thinking_retention
     )
-    conversations = open_conversations(config.data, config.seed, learner.state.examples)
+    status.set("reading the data")
+    conversations, held_out = open_conversations(config, learner.state.examples)
+    validation = make_validation(config, learner, [render(conversation, renderer) for conversation in held_out])
+    cuts = Cuts(learner.seq_len)
     metrics = MetricsLog(run.metrics, "sft")
     status.set("training", step=learner.state.step, max_steps=learner.max_steps)
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
+        if validation is not None and validation.is_due(step - 1):
+            validate(validation, learner, metrics, stopped)
+            watch.lap("time/validate")
         samples = [render(conversation, renderer) for conversation in islice(conversations, config.data.batch_size)]
         watch.lap("time/render")
         lr = learner.learning_rate
         result = learner.learn(samples, stopped=stopped.is_set)
         if result is None:
-            return run.final_model
+            break
         learner.state.examples += len(samples)
         watch.lap("time/forward_backward")
         # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
-        record = {**learner.metrics(result, lr, watch.total()), **watch.laps}
-        record["data/truncated"] = sum(len(sample) > learner.seq_len for sample in samples)
-        metrics.log(step, record)
+        record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **cuts.of(samples)}
+        if learner.ranks.first:
+            metrics.log(step, record)
         status.set(step=step, loss=record["loss"], tokens_per_second=record["perf/trained_tokens_per_second"])
         if step % LOG_INTERVAL == 0 or step == learner.max_steps:
             log.info(
@@ -63,18 +73,65 @@ def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Ev
                 record["loss"],
                 record["perf/trained_tokens_per_second"],
             )
-        watch = Stopwatch()  # saving counts as time of the step after it
+        watch = Stopwatch()  # saving and validating count as time of the step after them
+        learner.checkpoints.finish()
         if learner.is_checkpoint_due:
-            learner.save_checkpoint(run.checkpoints)
+            learner.begin_checkpoint()
             watch.lap("time/save_ckpt")
-    status.set("saving the final model")
-    learner.save_final_model(run.final_model)
+    learner.checkpoints.finish(wait=True)
+    if learner.state.step == learner.max_steps:
+        if validation is not None:
+            validate(validation, learner, metrics, stopped)
+        status.set("saving the final model")
+        learner.save_final_model(run.final_model)
     return run.final_model
 
 
-def open_conversations(config: SftDataConfig, seed: int, position: int) -> Iterator[Conversation]:
-    """The data from example number `position` on."""
-    if config.env is not None:
-        return from_environment(load_environment(config.env, config.args), seed, position)
-    assert config.path is not None  # the configuration checks that one of them is given
-    return from_rows(read_rows(config.path), seed, position)
+def make_validation(config: SftConfig, learner: Learner, samples: list[Sample]) -> Validation | None:
+    if config.validation is None:
+        return None
+    return Validation(
+        learner.model,
+        samples,
+        learner.seq_len,
+        interval=config.validation.interval,
+        lm_head_chunk=config.lm_head_chunk,
+        ranks=learner.ranks,
+    )
+
+
+def validate(validation: Validation, learner: Learner, metrics: MetricsLog, stopped: threading.Event) -> None:
+    """Record the loss of the model as it is. A run that resumes here does so again, and thus has none left out."""
+    loss = validation.loss(stopped.is_set)
+    if loss is None:
+        return
+    log.info("step %d: validation loss %.4f", learner.state.step, loss)
+    if learner.ranks.first:
+        metrics.log(learner.state.step, {"val/loss": loss})
+
+
+def open_conversations(config: SftConfig, position: int) -> tuple[Iterator[Conversation], list[Conversation]]:
+    """What is trained on, from example number `position` on, and what validation holds against it, if anything."""
+    data, validation = config.data, config.validation
+    if data.env is not None:
+        training = from_environment(load_environment(data.env, data.args), config.seed, position)
+    else:
+        rows = open_rows(data)
+        if validation is not None and validation.fraction is not None:
+            kept, held_out = hold_out(rows, validation.fraction, config.seed)
+            return from_rows(kept, config.seed, position), drawn(held_out, validation.max_examples)
+        training = from_rows(rows, config.seed, position)
+    if validation is None:
+        return training, []
+    if validation.env is None:
+        return training, drawn(open_rows(validation), validation.max_examples)
+    demonstrations = from_environment(load_environment(validation.env, validation.args), VALIDATION_SEED, 0)
+    return training, list(islice(demonstrations, validation.max_examples))
+
+
+def open_rows(source: SourceConfig) -> Rows:
+    columns = source.columns.model_dump(exclude_none=True)
+    if source.path is not None:
+        return read_rows(source.path, columns)
+    assert source.name is not None  # the configuration checks that one of them is given
+    return load_rows(source.name, source.subset, source.split or "train", columns)

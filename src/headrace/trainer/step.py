@@ -18,7 +18,7 @@ from headrace.trainer.loss import Loss, Metrics
 from headrace.trainer.model import PackedModel, Scores
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.tokens import COMPONENTS, MicroBatch, StepTokens
+from headrace.trainer.tokens import COMPONENTS, MicroBatch, StepTokens, TokenTrace
 
 MICRO_BATCH_TOKENS = 16384
 """Tokens per forward pass where memory is no concern: enough to keep the Python around each layer cheap."""
@@ -33,6 +33,8 @@ class StepResult:
     """Tokens of the step, context included."""
     computed_tokens: int
     """Tokens that went through the model: prefixes that several sequences share count once."""
+    trace: TokenTrace | None = None
+    """What was found out about each token, if it was asked for."""
 
 
 class TrainStep:
@@ -46,21 +48,26 @@ class TrainStep:
         *,
         lm_head_chunk: int,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.losses = losses
         self.lm_head_chunk = lm_head_chunk
         self.micro_batch_tokens = micro_batch_tokens
-        self.ranks = ranks or Ranks()
+        self.ranks = model.ranks
 
     def run(
-        self, bins: list[Bin], lr: float, *, envs: Sequence[str] = (), stopped: Callable[[], bool] = lambda: False
+        self,
+        bins: list[Bin],
+        lr: float,
+        *,
+        envs: Sequence[str] = (),
+        traced: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> StepResult | None:
         """Train on all bins once. None, with nothing changed, if `stopped` says so between two micro-batches.
 
-        `envs` names the environment of each sample that was packed.
+        `envs` names the environment of each sample that was packed. `traced` keeps what decides each token's gradient.
         """
         tokens = StepTokens(bins)
         groups = tokens.cut(self.micro_batch_tokens)
@@ -68,18 +75,20 @@ class TrainStep:
             zip(COMPONENTS, self.ranks.sum([tokens.count(component) for component in COMPONENTS]), strict=True)
         )
         sums = _Sums()
+        trace = TokenTrace(tokens, counts) if traced else None
         computed = 0
         # Every rank runs as often as the one with the most to do, and at least once: collectives must meet.
         for number in range(max(1, self.ranks.most(len(groups)))):
             if self.ranks.any(stopped()):
                 self.optimizer.discard()
                 return None
-            batch = tokens.micro_batch(groups[number] if number < len(groups) else [], self.model.device)
-            loss = self._loss(tokens, batch, counts, _members_by_env(tokens, batch, envs), sums)
+            group = groups[number] if number < len(groups) else []
+            batch = tokens.micro_batch(group, self.model.device, self.model.kernel)
+            loss = self._loss(tokens, batch, counts, _members_by_env(tokens, batch, envs), sums, trace)
             loss.backward()  # type: ignore[no-untyped-call]
             computed += batch.row.token_ids.shape[1]
         trained, computed = self.ranks.sum([tokens.real, computed])
-        return StepResult(sums.means(self.ranks), self.optimizer.step(lr), trained, computed)
+        return StepResult(sums.means(self.ranks), self.optimizer.step(lr), trained, computed, trace)
 
     def _loss(
         self,
@@ -88,12 +97,14 @@ class TrainStep:
         counts: dict[str, int],
         by_env: dict[str, Tensor],
         sums: _Sums,
+        trace: TokenTrace | None,
     ) -> Tensor:
         """A micro-batch's share of the step's loss."""
         logprobs, entropy, total = self._score(tokens, batch)
         sums.add({"entropy": (entropy.sum(), torch.tensor(len(entropy)))})
         for env, inside in by_env.items():
             sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})
+        masked: dict[str, Tensor | None] = {}
         for component in COMPONENTS:
             if counts[component] == 0:
                 continue
@@ -101,12 +112,15 @@ class TrainStep:
             outputs = self.losses[component](inputs)
             total = total + outputs.loss / counts[component]
             sums.add(outputs.metrics)
+            masked[component] = outputs.masked
             for env, inside in by_env.items():
                 with torch.no_grad():
                     part = replace(inputs, loss_mask=inputs.loss_mask & inside)
                     outputs = self.losses[component](part)
                 sums.add({"loss": (outputs.loss, part.loss_mask.sum()), **outputs.metrics}, f"/{env}")
         sums.add_total("loss", total.detach())
+        if trace is not None:
+            trace.watch(batch.scored, logprobs, entropy, masked)
         return total
 
     def _score(self, tokens: StepTokens, batch: MicroBatch) -> Scores:

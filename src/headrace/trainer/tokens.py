@@ -13,7 +13,7 @@ import torch
 
 from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS, Bin
 from headrace.trainer.loss import MISSING_REFERENCE, PackedInputs
-from headrace.trainer.row import Row, make_row
+from headrace.trainer.row import Kernel, Row, make_row
 
 COMPONENTS = ("rl", "ce", "ref_kl")
 
@@ -39,10 +39,12 @@ class StepTokens:
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
         self.sources = np.concatenate([bin.sources for bin in bins])
         self.token_ids = np.concatenate([bin.token_ids for bin in bins])
+        self.mask = np.concatenate([bin.mask for bin in bins])
         self.logprobs = np.concatenate([bin.logprobs for bin in bins])
+        self.versions = np.concatenate([bin.versions for bin in bins])
         self.temperatures = np.concatenate([bin.temperatures for bin in bins])
         self.streams = {name: _joined(bins, name) for name in STREAM_DEFAULTS if any(name in b.streams for b in bins)}
-        self.members = self._members(np.concatenate([bin.mask for bin in bins]))
+        self.members = self._members()
         self.scored = np.logical_or.reduce(list(self.members.values()))
 
     def __len__(self) -> int:
@@ -92,11 +94,11 @@ class StepTokens:
             sequences=batch.sequences,
         )
 
-    def _members(self, mask: np.ndarray) -> dict[str, np.ndarray]:
+    def _members(self) -> dict[str, np.ndarray]:
         nothing = np.zeros(len(self), np.bool_)
         weighted = {c: self.streams[f"{c}_weights"] != 0 for c in COMPONENTS if f"{c}_weights" in self.streams}
         members = {
-            "rl": mask & weighted.get("rl", True),
+            "rl": self.mask & weighted.get("rl", True),
             "ce": weighted.get("ce", nothing),
             "ref_kl": weighted.get("ref_kl", nothing),
         }
@@ -112,11 +114,11 @@ class StepTokens:
     def _sequence(self, index: int) -> np.ndarray:
         return self.token_ids[self.starts[index] : self.starts[index] + self.lengths[index]]
 
-    def micro_batch(self, group: list[int], device: torch.device) -> MicroBatch:
+    def micro_batch(self, group: list[int], device: torch.device, kernel: Kernel = "sdpa") -> MicroBatch:
         """A group as one row; for an empty group a row that scores nothing, since every rank must run as often."""
         if not group:
             nothing = torch.zeros(0, dtype=torch.int64, device=device)
-            return MicroBatch(make_row([self.token_ids[:1]], device), nothing, np.zeros(0, np.int64), nothing)
+            return MicroBatch(make_row([self.token_ids[:1]], device, kernel), nothing, np.zeros(0, np.int64), nothing)
         inputs: list[np.ndarray] = []
         scored: list[np.ndarray] = []
         for index in group:
@@ -125,11 +127,38 @@ class StepTokens:
             # Nothing after the last scored token's predecessor matters.
             inputs.append(self._sequence(index)[: targets[-1]])
             scored.append(targets)
-        row = make_row(inputs, device)
+        row = make_row(inputs, device, kernel)
         predictors = np.concatenate([places[targets - 1] for places, targets in zip(row.places, scored, strict=True)])
         flat = np.concatenate([self.starts[index] + targets for index, targets in zip(group, scored, strict=True)])
         sequences = np.repeat(np.arange(len(group)), [len(targets) for targets in scored])
         return MicroBatch(row, torch.from_numpy(predictors).to(device), flat, torch.from_numpy(sequences).to(device))
+
+
+class TokenTrace:
+    """What a step found out about each of its scored tokens, in the order of its flat arrays; the others have zeros."""
+
+    def __init__(self, tokens: StepTokens, counts: dict[str, int]) -> None:
+        self.tokens = tokens
+        self.counts = counts
+        """Members of each component in the whole step, over all ranks: they divide its loss."""
+        self.logprobs, self.entropy, self.gradients = (np.zeros(len(tokens), np.float32) for _ in range(3))
+        """The gradients are those of the step's loss with respect to the logprobs."""
+        self.masked: dict[str, np.ndarray] = {}
+        """By component, for the losses that say so."""
+
+    def watch(
+        self, scored: np.ndarray, logprobs: torch.Tensor, entropy: torch.Tensor, masked: dict[str, torch.Tensor | None]
+    ) -> None:
+        """Note what a forward pass came to; the backward pass, once it runs, adds the gradients."""
+        self._put(self.logprobs, scored, logprobs)
+        self._put(self.entropy, scored, entropy)
+        for component, flags in masked.items():
+            if flags is not None:
+                self._put(self.masked.setdefault(component, np.zeros(len(self.tokens), np.bool_)), scored, flags)
+        logprobs.register_hook(lambda gradient: self._put(self.gradients, scored, gradient))  # type: ignore[no-untyped-call]
+
+    def _put(self, column: np.ndarray, scored: np.ndarray, values: torch.Tensor) -> None:
+        column[scored] = values.detach().cpu().numpy()
 
 
 def _joined(bins: list[Bin], name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where the engine of a run listens: written by the server once it does, read by whoever calls it."""
+"""Where the engines of a run listen: a file each, written by the server once it does, read by whoever calls it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ class Endpoint(msgspec.Struct):
 
 def write_endpoint(path: Path, endpoint: Endpoint) -> None:
     write_atomically(path, msgspec.json.encode(endpoint))
+
+
+def read_endpoints(directory: Path) -> dict[str, Endpoint]:
+    """Where every server listens that does, by its name."""
+    found = {path.stem: read_endpoint(path) for path in sorted(directory.glob("*.json"))}
+    return {name: endpoint for name, endpoint in found.items() if endpoint is not None}
+
+
+def withdraw_endpoint(path: Path, pid: int) -> None:
+    """Take down the endpoint of a process that has ended, unless another has put its own there."""
+    endpoint = read_endpoint(path)
+    if endpoint is not None and endpoint.pid == pid:
+        path.unlink(missing_ok=True)
 
 
 def read_endpoint(path: Path) -> Endpoint | None:

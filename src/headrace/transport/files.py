@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+MARKER = "COMPLETE.json"
+"""Written last into a directory that others wait for: without it, it is not complete."""
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside, fsync, rename, fsync the directory: a reader sees the old file or all of the new one."""
@@ -29,7 +32,7 @@ def write_directory(final: Path, fill: Callable[[Path], None], *, durable: bool 
 
     `durable` fsyncs every file first: what is written must then survive a power loss, not only a kill.
     """
-    draft, replaced = (final.with_name(f".{final.name}.{suffix}") for suffix in ("tmp", "old"))
+    draft, replaced = draft_of(final), final.with_name(f".{final.name}.old")
     for leftover in (draft, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -45,6 +48,28 @@ def write_directory(final: Path, fill: Callable[[Path], None], *, durable: bool 
         raise
     sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def draft_of(final: Path) -> Path:
+    """Where `write_directory` fills a directory before it takes its place."""
+    return final.with_name(f".{final.name}.tmp")
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Another name for a directory whose files never change: it costs no disk where the file system allows it."""
+    write_directory(target, lambda draft: _copy_into(source, draft), durable=False)
+
+
+def _copy_into(source: Path, draft: Path) -> None:
+    shutil.copytree(source, draft, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
 
 
 def sync(path: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.transport.batches import BatchStore
-from headrace.transport.weights import MARKER, WeightStore
+from headrace.transport.files import MARKER
+from headrace.transport.probes import ProbeStore
+from headrace.transport.token_exports import TokenExports
+from headrace.transport.weights import WeightStore
 
 
 class RunDir:
@@ -19,13 +22,15 @@ class RunDir:
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
-        self.endpoint = root / "endpoint.json"
+        self.endpoints = root / "endpoints"
         self.journal = root / "journal.sqlite"
         self.summary = root / "summary.md"
         self.plot = root / "reward.svg"
         self.final_model = root / "model"
         self.batches = BatchStore(root / "batches")
         self.weights = WeightStore(root / "weights")
+        self.probes = ProbeStore(root / "probes")
+        self.tokens = TokenExports(root / "tokens")
 
     def latest_checkpoint_step(self) -> int:
         """The step of the newest complete checkpoint; 0 if there is none."""

@@ -9,16 +9,21 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
-from headrace.transport.files import write_atomically, write_directory
+from headrace.transport.files import MARKER, draft_of, write_atomically, write_directory
+from headrace.transport.weights_link import MANIFEST
 
-MARKER = "COMPLETE.json"
 ACKNOWLEDGED = "acknowledged.json"
+WEIGHTS = ("*.safetensors", MANIFEST, "adapter_config.json")
+"""What makes a version: tensors, the manifest in their place, what an adapter's tensors mean."""
+READERS = 8
+"""Tensor files that are read at once."""
 
 
 class WeightsMarker(msgspec.Struct):
@@ -50,6 +55,10 @@ class WeightStore:
 
     def path(self, version: Version) -> Path:
         return self.directory / f"v-{version}"
+
+    def draft(self, version: Version) -> Path:
+        """Where a version is written before it is published."""
+        return draft_of(self.path(version))
 
     def publish(self, version: Version, write: Callable[[Path], None]) -> WeightsMarker:
         """Let `write` fill a directory with a model, then make it visible as `version`, whole or not at all."""
@@ -93,6 +102,11 @@ class WeightStore:
         found = decode_versioned(path.read_bytes(), Acknowledgement, str(path))
         return Version(found.incarnation, found.step)
 
+    def unacknowledged(self) -> list[Version]:
+        """Complete versions, oldest first, that are newer than what the engines are known to sample from."""
+        acknowledged = self.acknowledged()
+        return [version for version in self.published() if acknowledged is None or version > acknowledged]
+
     def retire(self, keep_last: int) -> None:
         """Delete versions that every engine has moved past, keeping the newest few."""
         acknowledged = self.acknowledged()
@@ -113,11 +127,20 @@ def read_marker(directory: Path) -> WeightsMarker:
 
 
 def checksum(directory: Path) -> str:
-    """A digest of the tensor files, in name order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(directory.glob("*.safetensors")):
-        digest.update(path.name.encode())
-        with open(path, "rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
+    """A digest of the files that make the weights, in name order; several are read at once."""
+    paths = sorted(path for pattern in WEIGHTS for path in directory.glob(pattern))
+    digest = _new_digest()
+    with ThreadPoolExecutor(READERS) as readers:
+        for path, content in zip(paths, readers.map(_file_digest, paths), strict=True):
+            digest.update(path.name.encode())
+            digest.update(content)
     return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, _new_digest).digest()
+
+
+def _new_digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)

@@ -1,0 +1,26 @@
+"""`[launch]`: the processes of a run and the machine they run on."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace.config.base import Config
+
+
+class LaunchConfig(Config):
+    """How `headrace rl` and `headrace sft` run the processes on this machine."""
+
+    trainer_processes: int | None = Field(None, ge=1)
+    """Ranks that train together, each on a GPU of its own; unset: half of the GPUs, or one rank without any."""
+    inference_gpus: int | None = Field(None, ge=1)
+    """GPUs that sample; unset: those that the trainer leaves. A single GPU is shared."""
+    inference_servers: int | None = Field(None, ge=1)
+    """Servers among which the sampling GPUs are divided; unset: one per GPU, or one without any."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the trainer and of the servers each; unset: half the cores."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds until every process must be up; they count anew when one is started again."""
+    stop_timeout: float = Field(10.0, gt=0)
+    """Seconds that a process gets to end in order before it is killed."""
+    max_restarts: int = Field(3, ge=0)
+    """How often in a row, without progress of the run, a process that was killed is started again."""

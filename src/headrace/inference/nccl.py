@@ -1,0 +1,154 @@
+"""A group of two GPUs in different processes, over NCCL itself.
+
+torch's own NCCL groups take the whole process down when the other side dies, by default and for all groups alike. A
+trainer must survive its engines and an engine its trainer, so this one calls the library that torch has loaded, without
+blocking: every call is waited for by polling, and a group whose partner is gone is aborted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import Failure
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1
+_POLL = 0.0005
+
+
+class NcclError(Failure):
+    """NCCL cannot do what it was asked for; the message is its own."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+class _Config(ctypes.Structure):
+    """The first fields of ncclConfig_t; the library takes its defaults for what is not there."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    ]
+
+
+_CONFIG_MAGIC = 0xCAFEBEEF
+_CONFIG_VERSION = 21400
+"""NCCL 2.14, whose configuration had just these fields."""
+
+
+@cache
+def _library() -> Any:
+    library = ctypes.CDLL("libnccl.so.2")
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclGetErrorString.argtypes = [ctypes.c_int]
+    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+    library.ncclCommInitRankConfig.argtypes = [
+        *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int),
+        ctypes.POINTER(_Config),
+    ]
+    library.ncclCommGetAsyncError.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+    library.ncclBroadcast.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+    ]
+    library.ncclCommAbort.argtypes = [ctypes.c_void_p]
+    return library
+
+
+def gpu_identity(device: torch.device) -> str | None:
+    """What tells this GPU from all others, if it is one and NCCL is there."""
+    if device.type != "cuda":
+        return None
+    try:
+        _library()
+    except OSError:
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def new_group_id() -> bytes:
+    """What both members of a group that is to be made must have."""
+    unique = _UniqueId()
+    _expect(_library().ncclGetUniqueId(ctypes.byref(unique)))
+    return bytes(unique)
+
+
+class NcclPair:
+    """This process and another. Member 0 sends, member 1 receives.
+
+    `check` is called while something is waited for, with what that is and since when; it raises when it is time to
+    give up. Whatever error ends a wait closes the pair.
+    """
+
+    def __init__(self, group_id: bytes, member: int, device: torch.device, check: Callable[[str, float], None]) -> None:
+        self._check = check
+        self._comm = ctypes.c_void_p()
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
+        unique = _UniqueId.from_buffer_copy(group_id)
+        self.device = device
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """Where transfers are queued; what they read or write must be used there, or after `wait`."""
+        with torch.cuda.device(device):
+            made = _library().ncclCommInitRankConfig(ctypes.byref(self._comm), 2, unique, member, ctypes.byref(config))
+            self._carry_out(made, "an NCCL group of the two")
+
+    def transfer(self, row: Tensor, what: str) -> torch.cuda.Event:
+        """Queue the transfer of a row of bytes from member 0 to member 1; the event comes when it is through."""
+        pointer, stream = row.data_ptr(), self.stream.cuda_stream
+        with torch.cuda.device(self.device):
+            queued = _library().ncclBroadcast(pointer, pointer, row.numel(), _UINT8, 0, self._comm, stream)
+            self._carry_out(queued, what)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self.stream)
+        return event
+
+    def wait(self, event: torch.cuda.Event, what: str) -> None:
+        self._wait(event.query, what)
+
+    def close(self) -> None:
+        """Give the group up, whatever it is doing; from here on nothing reads or writes the rows that were queued."""
+        if self._comm:
+            _library().ncclCommAbort(self._comm)
+            self._comm = ctypes.c_void_p()
+            self.stream.synchronize()
+
+    def _carry_out(self, result: int, what: str) -> None:
+        """Wait for a call that may go on in the background."""
+
+        def is_done() -> bool:
+            return _expect(result) == _SUCCESS or self._state() == _SUCCESS
+
+        self._wait(is_done, what)
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        since = time.monotonic()
+        try:
+            while not is_done():
+                self._state()
+                self._check(what, since)
+                time.sleep(_POLL)
+        except BaseException:
+            self.close()  # before the caller lets go of the memory that is being read or written
+            raise
+
+    def _state(self) -> int:
+        state = ctypes.c_int()
+        _expect(_library().ncclCommGetAsyncError(self._comm, ctypes.byref(state)))
+        return _expect(state.value)
+
+
+def _expect(result: int) -> int:
+    if result not in (_SUCCESS, _IN_PROGRESS):
+        raise NcclError(f"NCCL failed: {_library().ncclGetErrorString(result).decode()}")
+    return result

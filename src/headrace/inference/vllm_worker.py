@@ -1,0 +1,113 @@
+"""What Headrace adds to each worker of a vLLM engine: loading published weights, from their directory or over the link.
+
+Start vLLM with `worker_extension_cls="headrace.inference.vllm_worker.PublishedWeightsWorker"`, and call the methods
+below on all workers with `collective_rpc`. vLLM runs such a call between two steps, so a version is best fetched first,
+which goes on beside the steps, and then loaded, which is a copy in memory. Each worker reads, or receives, whole
+tensors and takes its share of them, so that the number of workers is no matter to the trainer.
+
+Everything is fetched and checked before the model is touched. Left out on purpose: emptying vLLM's prefix cache, which
+belongs to the engine (`reset_prefix_cache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from headrace.inference.weights import PublishedWeights, WeightsError, model_files, read_published
+from headrace.inference.weights_link import WeightsReceiver
+from headrace.rollout.version import Version
+from headrace.text.hub import model_directory
+
+_HEAD = "lm_head.weight"
+
+
+class PublishedWeightsWorker:
+    """Becomes a base class of vLLM's worker, whose attributes these are."""
+
+    device: torch.device
+    model_config: Any
+    model_runner: Any
+    reload_weights: Any
+
+    def fetch_published(self, path: str, version: str) -> None:
+        """Begin to fetch a version in the background; returns at once. What was fetched before is forgotten."""
+        self._published_weights.begin(Path(path), Version.parse(version))
+
+    def load_published(self, path: str, version: str) -> str:
+        """Go on with a version, once it is there; returns its checksum. Refused, it leaves the model as it was."""
+        published = self._published_weights.take(Path(path), Version.parse(version))
+        self.reload_weights(weights_iterator=iter(published.tensors.items()))
+        if self.model_config.hf_config.tie_word_embeddings:
+            # On CPUs the head computes with a copy of the embeddings, which reloading these leaves as it was.
+            head = self.model_runner.get_model().lm_head
+            head.quant_method.process_weights_after_loading(head)
+        return published.checksum
+
+    @cached_property
+    def _published_weights(self) -> Fetcher:
+        config = self.model_config
+        return Fetcher(self.device, model_directory(config.model), config.dtype, config.hf_config.tie_word_embeddings)
+
+
+class Fetcher:
+    """Fetches versions for one worker, on a thread of its own. `base` is the directory that vLLM was started with."""
+
+    def __init__(self, device: torch.device, base: Path, dtype: torch.dtype, tied: bool) -> None:
+        self._link = WeightsReceiver(device)
+        self._base = base
+        self._dtype = dtype
+        self._tied = tied
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="published-weights")
+        self._begun: tuple[Path, Version, Future[PublishedWeights]] | None = None
+
+    def begin(self, directory: Path, version: Version) -> None:
+        self._begun = (directory, version, self._thread.submit(self._fetch, directory, version))
+
+    def take(self, directory: Path, version: Version) -> PublishedWeights:
+        """The version, complete and fit for the model. It is handed out, or refused, once."""
+        if self._begun is None or self._begun[:2] != (directory, version):
+            self.begin(directory, version)
+        assert self._begun is not None
+        fetched = self._begun[2]
+        self._begun = None
+        return fetched.result()
+
+    def _fetch(self, directory: Path, version: Version) -> PublishedWeights:
+        published = read_published(
+            directory, version, parameters=self._model, receive=self._link.receive, base=self._base
+        )
+        problem = difference(self._model, published.tensors, {_HEAD} if self._tied else set())
+        if problem is not None:
+            raise WeightsError(f"{directory} does not fit the model in {self._base}: {problem}")
+        return published
+
+    @cached_property
+    def _model(self) -> dict[str, Tensor]:
+        """What vLLM was started with, by name and shape alone."""
+        found = {}
+        for path in model_files(self._base):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                    shape = file.get_slice(name).get_shape()
+                    found[name] = torch.empty(shape, dtype=self._dtype, device="meta")
+        return found
+
+
+def difference(model: Mapping[str, Tensor], tensors: Mapping[str, Tensor], optional: set[str]) -> str | None:
+    """Why the tensors are not the model's, or None. vLLM itself would notice halfway through."""
+    if unknown := sorted(tensors.keys() - model.keys() - optional):
+        return f"it has {', '.join(unknown[:3])}, which the model does not have"
+    if missing := sorted(model.keys() - tensors.keys() - optional):
+        return f"it lacks {', '.join(missing[:3])}"
+    for name in tensors.keys() & model.keys():
+        if tensors[name].shape != model[name].shape:
+            return f"its {name} is {list(tensors[name].shape)}, not {list(model[name].shape)}"
+    return None

@@ -1,0 +1,89 @@
+"""The tokens of an exported step, for people: the ones with the largest gradients, or a sample from end to end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headrace.errors import BadInput
+from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
+
+Row = dict[str, Any]
+
+NUMBERS = {
+    "advantage": ("advantages", "{:+.3f}"),
+    "trainer": ("trainer_logprobs", "{:.3f}"),
+    "engine": ("inference_logprobs", "{:.3f}"),
+    "ratio": ("ratio", "{:.3f}"),
+    "gradient": ("gradient", "{:+.1e}"),
+    "share": ("share", "{:.2%}"),
+}
+"""By heading, the column with the number and how it is shown."""
+
+
+def read_tokens(exports: TokenExports, step: int | None, sample: int | None = None) -> tuple[ExportHeader, pa.Table]:
+    """An exported step, the newest by default; all of it, or one sample."""
+    known = exports.steps()
+    if not known or step not in (None, *known):
+        wanted, there = "any step" if step is None else f"step {step}", ", ".join(map(str, known)) or "none"
+        raise BadInput(
+            f"{exports.directory} does not have the tokens of {wanted} (it has: {there}): "
+            "the trainer writes those of the steps that trainer.token_export.steps lists or "
+            "trainer.token_export.interval divides"
+        )
+    path = exports.path(known[-1] if step is None else step)
+    table = pq.read_table(path, filters=None if sample is None else pc.field("sample") == sample)
+    if table.num_rows == 0:
+        there = pc.min_max(pq.read_table(path, columns=["sample"])["sample"]).as_py()
+        raise BadInput(f"{path} has no sample {sample}: its samples are {there['min']} to {there['max']}")
+    return read_header(table.schema.metadata, str(path)), table
+
+
+def largest(table: pa.Table, count: int) -> pa.Table:
+    """The trained tokens with the largest gradients, whatever the sign; those that are no numbers before all."""
+    trained = table.filter(pc.is_valid(table["gradient"]))
+    sizes = np.nan_to_num(np.abs(trained["gradient"].to_numpy()), nan=math.inf)
+    return trained.take(np.argsort(-sizes, kind="stable")[:count])
+
+
+def render(header: ExportHeader, rows: pa.Table, text_of: Callable[[int], str]) -> RenderableType:
+    """What is true of the step, and a line for each token."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("env", "sample", "position", "token", "loss", *NUMBERS):
+        side: Literal["left", "right"] = "left" if name in ("env", "token", "loss") else "right"
+        # Where a terminal is narrow, names break into lines before digits are lost.
+        table.add_column(name, justify=side, no_wrap=name not in ("env", "loss"), max_width=24)
+    for row in rows.to_pylist():
+        place = row["env"], str(row["sample"]), str(row["position"])
+        numbers = (_number(row[column], form) for column, form in NUMBERS.values())
+        cells = (*place, repr(text_of(row["token_id"])), _losses(row, header), *numbers)
+        table.add_row(*map(Text, cells), style="dim" if row["gradient"] is None else None)
+    return Group(Text(headline(header)), table)
+
+
+def headline(header: ExportHeader) -> str:
+    losses = ", ".join(f"{count:,} by {name}" for name, count in header.counts.items() if count)
+    total = "not finite" if header.gradient_sum is None else f"{header.gradient_sum:.4g}"
+    return (
+        f"step {header.step}; tokens trained: {losses or 'none'}\n"
+        "loss: those that train the token, in brackets if they masked it\n"
+        f"gradient: dL/dt, where t is the trainer's logprob; share: of the sum of all |dL/dt|, which is {total}\n"
+    )
+
+
+def _losses(row: Row, header: ExportHeader) -> str:
+    inside = (name for name in header.counts if row[f"in_{name}"])
+    return " ".join(f"[{name}]" if row[f"{name}_masked"] else name for name in inside)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,76 @@
+"""How long a run has had nothing to train on, what took it, and whether that has lasted too long.
+
+What is lost now and then costs only itself. Every answer is a sentence that says why the run cannot go on, or None.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from headrace.orchestrator.processing import GROUP_FAILED
+from headrace.orchestrator.signals import ScoredGroup, TrainBatch
+
+log = logging.getLogger(__name__)
+
+
+class Drought:
+    """`max_failures` failed episodes in a row end a run, and so do `max_empty_batches` empty batches, if it is set."""
+
+    def __init__(self, max_failures: int, max_empty_batches: int | None) -> None:
+        self._max_failures = max_failures
+        self._max_empty_batches = max_empty_batches
+        self._failures = 0
+        self._lost: Counter[str] = Counter()
+        """Why rollouts were lost since a group last had something to train on."""
+        self._empty_batches = 0
+
+    def on_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> str | None:
+        """Groups that leave nothing count as an empty batch as soon as they would have filled one."""
+        errors = [rollout for rollout, reason in scored.dropped if rollout.error is not None and reason != GROUP_FAILED]
+        self._failures = 0 if len(errors) < scored.arrived else self._failures + len(errors)
+        if self._failures >= self._max_failures:
+            last = errors[-1]
+            assert last.error is not None
+            return (
+                f"{self._failures} episodes in a row failed and none succeeded; the last, in environment "
+                f"{last.env!r}: {last.error.reason}: {last.error.detail}"
+            )
+        if scored.rollouts:
+            self._lost.clear()
+            return None
+        self._lost.update(reason for _, reason in scored.dropped)
+        self._lost["not_trainable"] += scored.arrived - len(scored.dropped)
+        if self._lost.total() < rollouts_per_batch:
+            return None
+        lost, self._lost = self._lost, Counter()
+        return self._on_empty(step, lost, [rollout.reward for rollout, _ in scored.dropped])
+
+    def on_batch(self, batch: TrainBatch, step: int) -> str | None:
+        if batch.kept:
+            self._empty_batches = 0
+            return None
+        reasons = Counter(reason for _, reason in batch.dropped)
+        return self._on_empty(step, reasons, [rollout.reward for rollout in batch.rollouts])
+
+    def _on_empty(self, step: int, reasons: Counter[str], rewards: list[float]) -> str | None:
+        counts = +reasons
+        cause = likely_cause(counts.most_common(1)[0][0], rewards)
+        self._empty_batches += 1
+        words = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
+        message = f"a batch for step {step} had nothing to train on ({words}); {cause}"
+        log.warning("%s", message)
+        if self._max_empty_batches is None or self._empty_batches < self._max_empty_batches:
+            return None
+        return f"{self._empty_batches} batches in a row without a signal: {message}"
+
+
+def likely_cause(reason: str, rewards: list[float]) -> str:
+    """What most likely emptied a batch."""
+    if reason == "not_trainable":
+        return "no rollout was trainable: does the environment set `trainable`?"
+    if reason != "zero_advantage":
+        return f"{reason!r} took them: is the model broken, a filter too strict, or the environment failing?"
+    if max(rewards) == min(rewards):
+        return f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"
+    return "rewards were equal within each group"

@@ -1,0 +1,20 @@
+"""Decoder layers compiled one by one: they are the same program, so that the compiler works once for all of them.
+
+A second row of another length makes lengths symbolic, for good; rows of one sequence, of several, and of several that
+share a prefix are programs of their own. A layer's hooks, such as those that gather sharded parameters, stay outside.
+Left out on purpose: the model as a whole, which takes minutes and gains little, symbolic lengths from the start, which
+would make the sizes of sharded parameters symbolic, too, and attention in blocks, which interrupts the program: a layer
+that is checkpointed as well then runs as if it were not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor") -> None:
+    """Compile each layer at its first call."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)

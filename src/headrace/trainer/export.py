@@ -1,0 +1,55 @@
+"""A checkpoint as a Hugging Face directory, made on demand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from headrace.errors import BadInput
+from headrace.text.hub import model_directory
+from headrace.trainer import checkpoint
+from headrace.trainer.learner import MODEL, prefixed
+from headrace.trainer.model import PackedModel
+from headrace.transport.adapter import CONFIG, is_adapter, read_config
+from headrace.transport.files import write_directory
+
+
+def export(
+    source: Path, target: Path, dtype: str = "auto", *, adapter_only: bool = False, trust_remote_code: bool = False
+) -> None:
+    """Write the model of a complete checkpoint; `auto` is the type that it was in before it was trained.
+
+    An adapter is merged into the model it was trained on, or written by itself.
+    """
+    checkpoint.read_state(source)
+    files = source / checkpoint.MODEL
+    if adapter_only and not is_adapter(files):
+        raise BadInput(f"{source} has no adapter: the run trained the whole model")
+    model = _model(files, trust_remote_code)
+    checkpoint.load_tensors(source, prefixed(MODEL, model.learned()))
+    if adapter_only:
+        write_directory(target, model.save_for_engine)
+        return
+    if dtype == "auto":
+        settings = json.loads((files / "config.json").read_text())
+        dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    write_directory(target, lambda draft: model.save(draft, getattr(torch, dtype)))
+
+
+def _model(files: Path, trust_remote_code: bool) -> PackedModel:
+    """The model that a checkpoint's tensors belong to; of one with an adapter, the base comes from where it was."""
+    if not is_adapter(files):
+        return PackedModel(files, load=False, trust_remote_code=trust_remote_code)
+    adapter = read_config(files / CONFIG)
+    if adapter.base_model_name_or_path is None:
+        raise BadInput(f"{files / CONFIG} does not say which model the adapter belongs to")
+    lora = {
+        "r": adapter.r,
+        "alpha": adapter.lora_alpha,
+        "target_modules": adapter.target_modules,
+        "use_rslora": adapter.use_rslora,
+    }
+    base = model_directory(adapter.base_model_name_or_path)
+    return PackedModel(base, lora=lora, trust_remote_code=trust_remote_code)

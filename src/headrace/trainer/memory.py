@@ -1,0 +1,216 @@
+"""Less memory for activations, applied from outside to a model's decoder layers.
+
+Checkpointing computes activations again in the backward pass; offload keeps them in CPU memory until then. Both wrap a
+layer's `forward`, inside of its hooks, so that a layer that is sharded afterwards gathers its parameters as usual. The
+order is checkpoint, compile, offload, shard: a compiler must see what is checkpointed, and must not see offload's
+streams. Left out on purpose: offload of what selective checkpointing keeps, unless the layer is compiled; without a
+compiler it does not pass through autograd.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, wraps
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen as _varlen  # noqa: F401 (registers an operator that is named below)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Checkpointing = Literal["full", "selective"]
+
+_aten = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
+}
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+
+OFFLOADED_BYTES = 1 << 20
+"""Smaller tensors stay on the GPU: moving them costs more than they hold."""
+
+
+def checkpoint_layers(layers: Iterable[torch.nn.Module], mode: Checkpointing) -> None:
+    """Compute layers again in the backward pass: all of it, or all but attention and every other matrix product."""
+    options = {} if mode == "full" else {"context_fn": _selective_contexts}
+    for layer in layers:
+        layer.forward = _checkpointed(layer.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # No layer draws random numbers: there is no dropout.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+    return wrapped
+
+
+def _selective_contexts() -> Any:
+    """The contexts of a layer's first and second computation; each counts the matrix products anew."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        keep = operator in _ATTENTION
+        if operator in _MATRIX_PRODUCTS:
+            counts[context.is_recompute] += 1
+            keep = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+def offload_activations(layers: Iterable[torch.nn.Module], smallest: int = OFFLOADED_BYTES) -> None:
+    """Keep what the layers save for the backward pass in CPU memory; parameters stay where they are.
+
+    Copies overlap with the layers that follow, and in the backward pass with those before. On a CPU nothing moves.
+    """
+    chain = _Chain()
+    for number, layer in enumerate(layers):
+        layer.forward = _offloaded(layer, chain, number == 0, smallest)
+
+
+def _offloaded(layer: torch.nn.Module, chain: _Chain, first: bool, smallest: int) -> Callable[..., Any]:
+    forward = layer.forward
+
+    @wraps(forward)
+    def wrapped(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        stage = chain.begin(hidden.device, first)
+        pack = _Pack(stage, list(layer.parameters()), list(_tensors((args, kwargs))), smallest)
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            output = forward(hidden, *args, **kwargs)
+        stage.close()
+        return output
+
+    return wrapped
+
+
+class _Pack:
+    """Gives a stage what a layer saves, but for what is not its own: parameters, and what all layers are given."""
+
+    def __init__(self, stage: _Stage, parameters: list[Tensor], shared: list[Tensor], smallest: int) -> None:
+        self._stage = stage
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *shared)}
+        # Autocast saves narrower copies of parameters, which it holds anyway.
+        self._shapes = {shape for parameter in parameters for shape in (parameter.shape, parameter.shape[::-1])}
+        self._smallest = smallest
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, tensor: Tensor) -> Tensor | _Saved:
+        small = tensor.nbytes < self._smallest or not tensor.is_floating_point()
+        foreign = tensor.shape in self._shapes or tensor.untyped_storage().data_ptr() in self._storages
+        return tensor if small or foreign else self._stage.put(tensor)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _unpack(saved: Tensor | _Saved) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.stage.take(saved.number)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+class _Chain:
+    """The newest stage of a pass over the layers. Only what autograd saved holds stages, and goes with it."""
+
+    def __init__(self) -> None:
+        self._newest: Callable[[], _Stage | None] = lambda: None
+
+    def begin(self, device: torch.device, first: bool) -> _Stage:
+        stage = _Stage(device, None if first else self._newest())
+        self._newest = weakref.ref(stage)
+        return stage
+
+
+class _Stage:
+    """What one layer saved. Its tensors leave the GPU when the second layer after it starts: copies have that long.
+
+    So the last two layers keep theirs, which are what the backward pass wants first.
+    """
+
+    def __init__(self, device: torch.device, before: _Stage | None) -> None:
+        self._device = device
+        self._moves = device.type == "cuda"
+        self._before = before
+        self._numbers: dict[Any, int] = {}
+        self._tensors: list[Tensor] | None = []
+        self._copies: list[Tensor] = []
+        self._copied: torch.cuda.Event | None = None
+        self._loaded: torch.cuda.Event | None = None
+        if before is not None and before._before is not None:
+            before._before._leave()
+
+    def put(self, tensor: Tensor) -> _Saved:
+        """Start to copy a tensor; what several operators save is copied once."""
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            assert self._tensors is not None
+            self._tensors.append(tensor.detach())
+            if self._moves:
+                stream = _streams(self._device).to_host
+                stream.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(stream):
+                    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                    self._copies.append(copy.copy_(tensor.detach(), non_blocking=True))
+        return _Saved(self, self._numbers[key])
+
+    def close(self) -> None:
+        """The layer is done: nothing more is saved."""
+        self._numbers.clear()
+        if self._moves:
+            self._copied = _streams(self._device).to_host.record_event()
+
+    def take(self, number: int) -> Tensor:
+        """The tensor, on the GPU again; those of the layer before start to come back, too."""
+        self._return()
+        if self._before is not None:
+            self._before._return()
+        if self._loaded is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._loaded)
+        assert self._tensors is not None
+        return self._tensors[number]
+
+    def _leave(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._tensors = None
+
+    def _return(self) -> None:
+        if self._tensors is not None:
+            return
+        stream = _streams(self._device).to_device
+        self._tensors = [torch.empty_like(copy, device=self._device) for copy in self._copies]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(copy, non_blocking=True).record_stream(stream)
+        self._loaded = stream.record_event()
+
+
+class _Saved(NamedTuple):
+    """A tensor that a stage has."""
+
+    stage: _Stage
+    number: int
+
+
+class _Streams(NamedTuple):
+    to_host: torch.cuda.Stream
+    to_device: torch.cuda.Stream
+
+
+@cache
+def _streams(device: torch.device) -> _Streams:
+    return _Streams(*(torch.cuda.Stream(device) for _ in range(2)))  # type: ignore[no-untyped-call]

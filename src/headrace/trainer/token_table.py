@@ -1,0 +1,152 @@
+"""Every token of one optimizer step as a Parquet table, with all that decided its gradient.
+
+A row is a token, in the order of samples and positions. Tokens that no component trains are rows too, with nulls where
+nothing was computed. Summed over the rows, `gradient` times the gradient of `trainer_logprobs` is that of the step's
+loss, before the optimizer clips it.
+
+A step is a directory with one file per rank, which pyarrow and others read as one table; it appears whole. Left out on
+purpose: text, which `headrace tokens` puts beside the ids, and which loss has which part in a token's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from headrace.rollout.batch import Batch
+from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS
+from headrace.rollout.types import NOT_SAMPLED
+from headrace.trainer.ranks import Ranks
+from headrace.trainer.tokens import COMPONENTS, StepTokens, TokenTrace
+from headrace.transport.token_exports import HEADER_KEY, ExportHeader
+
+_NUMBER, _FLAG, _INTEGER, _NAME = pa.float32(), pa.bool_(), pa.int32(), pa.string()
+
+COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "sample": (_INTEGER, "number of the sample in the batch"),
+    "env": (_NAME, "environment"),
+    "rollout": (_INTEGER, "number of the rollout in the batch, which is its row in rollouts/step-N.parquet"),
+    "position": (_INTEGER, "place in the sample, from 0"),
+    "token_id": (_INTEGER, "the token"),
+    "loss_mask": (_FLAG, "whether the policy sampled it"),
+    "temperature": (_NUMBER, "temperature of sampling, at which both logprobs are"),
+    "version": (_INTEGER, "policy version that sampled it; null: none did"),
+    "advantages": (_NUMBER, "credit; null: the sample has none, which counts as 0"),
+    "rl_weights": (_NUMBER, "weight in the rl loss; null: the sample has none, which counts as 1"),
+    "ce_weights": (_NUMBER, "weight in the ce loss; null: the sample has none, which counts as 0"),
+    "ref_kl_weights": (_NUMBER, "weight in the ref_kl loss; null: the sample has none, which counts as 0"),
+    "ref_logprobs": (_NUMBER, "logprob under the reference model; null: the sample has none"),
+    "trainer_logprobs": (_NUMBER, "t, the logprob under the weights before this step; null: no loss trains the token"),
+    "inference_logprobs": (_NUMBER, "i, the logprob it was sampled with; null: it was not, and no loss asks for it"),
+    "log_ratio": (_NUMBER, "l = t - i"),
+    "ratio": (_NUMBER, "rho = exp(l)"),
+    "mismatch_kl": (_NUMBER, "rho - l - 1"),
+    "entropy": (_NUMBER, "of the trainer's distribution at this place, in nats"),
+    **{f"in_{name}": (_FLAG, f"whether the {name} loss trains it") for name in COMPONENTS},
+    **{
+        f"{name}_masked": (_FLAG, f"whether the {name} loss masked, clipped or capped it; null: no member, or not said")
+        for name in COMPONENTS
+    },
+    "gradient": (_NUMBER, "dL/dt, of the loss of the whole step"),
+    "share": (_NUMBER, "|dL/dt| over its sum over all tokens of the step; null: that sum is 0 or not finite"),
+}
+"""Type and meaning of each column."""
+
+SCHEMA = pa.schema([pa.field(name, kind, metadata={"description": words}) for name, (kind, words) in COLUMNS.items()])
+
+ROWS_AT_ONCE = 1 << 16
+"""Rows in a row group: who reads one sample skips the others."""
+
+_Column = tuple[np.ndarray, np.ndarray]
+"""A value for each token of the step, and whether it has one."""
+
+
+def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: Ranks) -> None:
+    """Write a traced step. Every rank must call this, with its own trace and the whole batch."""
+    gradient_sum = ranks.add_up(torch.tensor(np.abs(trace.gradients).sum(dtype=np.float64))).item()
+    table = token_table(trace, batch, gradient_sum)
+
+    def fill(draft: Path) -> None:
+        part = draft / f"part-{ranks.index}.parquet"
+        # No dictionaries of numbers: zstd alone is faster and smaller.
+        pq.write_table(table, part, compression="zstd", use_dictionary=["env"], row_group_size=ROWS_AT_ONCE)
+
+    ranks.write_directory(directory, fill)
+
+
+def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float) -> pa.Table:
+    """The rows of one rank's tokens; `gradient_sum` is that of |dL/dt| over the tokens of all ranks."""
+    sources = np.repeat(trace.tokens.sources, trace.tokens.lengths)
+    rows = np.argsort(sources, kind="stable")
+    rows = rows[sources[rows] != NO_SAMPLE]
+    columns = {**_shipped(trace.tokens, sources, batch), **_computed(trace), **_decided(trace, gradient_sum)}
+    arrays = {name: _array(*column, rows, SCHEMA.field(name).type) for name, column in columns.items()}
+    for name, kind in (("env", _NAME), ("rollout", _INTEGER)):
+        arrays[name] = pa.array([getattr(entry, name) for entry in batch.samples], kind).take(arrays["sample"])
+    finite = gradient_sum if math.isfinite(gradient_sum) else None
+    header = ExportHeader(batch.step, batch.incarnation, trace.counts, finite)
+    schema = SCHEMA.with_metadata({HEADER_KEY: msgspec.json.encode(header)})
+    return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=schema)
+
+
+def _shipped(tokens: StepTokens, sources: np.ndarray, batch: Batch) -> dict[str, _Column]:
+    """What came with the batch."""
+    always = np.ones(len(tokens), np.bool_)
+    streams: dict[str, _Column] = {}
+    for name in STREAM_DEFAULTS:
+        shipped = np.array([name in entry.sample.streams for entry in batch.samples], np.bool_)[sources]
+        streams[name] = tokens.streams.get(name, np.zeros(len(tokens))), shipped
+    return {
+        "sample": (sources, always),
+        "position": (np.arange(len(tokens)) - np.repeat(tokens.starts, tokens.lengths), always),
+        "token_id": (tokens.token_ids, always),
+        "loss_mask": (tokens.mask, always),
+        "temperature": (tokens.temperatures, always),
+        "version": (tokens.versions, tokens.versions != NOT_SAMPLED),
+        **streams,
+    }
+
+
+def _computed(trace: TokenTrace) -> dict[str, _Column]:
+    """What the model gave, and how it differs from what the engine gave."""
+    tokens = trace.tokens
+    comparable = (tokens.versions != NOT_SAMPLED) | tokens.members["rl"] | tokens.members["ref_kl"]
+    compared = comparable & tokens.scored
+    log_ratio = np.where(compared, trace.logprobs - tokens.logprobs, 0.0).astype(np.float64)
+    with np.errstate(over="ignore"):  # infinite then, as in the loss
+        ratio, mismatch = np.exp(log_ratio), np.expm1(log_ratio) - log_ratio
+    return {
+        "trainer_logprobs": (trace.logprobs, tokens.scored),
+        "inference_logprobs": (tokens.logprobs, comparable),
+        "log_ratio": (log_ratio, compared),
+        "ratio": (ratio, compared),
+        "mismatch_kl": (mismatch, compared),
+        "entropy": (trace.entropy, tokens.scored),
+    }
+
+
+def _decided(trace: TokenTrace, gradient_sum: float) -> dict[str, _Column]:
+    """What the losses made of it."""
+    tokens, nothing, always = trace.tokens, np.zeros(len(trace.tokens)), np.ones(len(trace.tokens), np.bool_)
+    usable = 0 < gradient_sum < math.inf
+    return {
+        **{f"in_{name}": (members, always) for name, members in tokens.members.items()},
+        **{
+            f"{name}_masked": (trace.masked.get(name, nothing), members & (name in trace.masked))
+            for name, members in tokens.members.items()
+        },
+        "gradient": (trace.gradients, tokens.scored),
+        "share": (np.abs(trace.gradients) / gradient_sum if usable else nothing, tokens.scored & usable),
+    }
+
+
+def _array(values: np.ndarray, known: np.ndarray, rows: np.ndarray, kind: pa.DataType) -> pa.Array:
+    with np.errstate(over="ignore"):
+        narrow = values[rows].astype(kind.to_pandas_dtype())
+    return pa.array(narrow, kind, mask=~known[rows])

@@ -1,0 +1,109 @@
+"""Trainers of several ranks in real runs: continued by another number of ranks, and with one of them killed."""
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from headrace.config.base import load
+from headrace.config.run import RunConfig
+from headrace.launch.saved_config import pin, save
+from headrace.observe.status import Status, read_status
+from headrace.rollout.batch import Batch, BatchSample
+from headrace.trainer import rl
+from headrace.transport.run_dir import RunDir
+from tests.end_to_end.runs import finish, headrace, start, wait_until, write_run_file
+from tests.end_to_end.test_real_run import draws_trained_once, steps_of
+from tests.trainer.training_samples import random_samples
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def trained(run: RunDir) -> dict[str, torch.Tensor]:
+    """The final model's tensors."""
+    return {name: tensor for path in run.final_model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+class Trainer:
+    """Trains the batches of a run directory in this process, or in several."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.run = RunDir(root)
+        root.parent.mkdir()
+        self._file = write_run_file(root.parent, model, root)
+        self._model = str(model)
+        for step in (1, 2, 3, 4):
+            entries = [BatchSample(sample, "letters", i) for i, sample in enumerate(random_samples(step, 7))]
+            self.run.batches.prepare(Batch(step, 0, entries))
+            self.run.batches.announce(step)
+
+    def _configure(self, max_steps: int) -> RunConfig:
+        config, _ = load(RunConfig, [self._file], ["--max_steps", str(max_steps)])
+        save(pinned := pin(config, self.run.root, self._model), self.run)
+        return pinned
+
+    def alone(self, max_steps: int, resume: str | None = None) -> None:
+        config = self._configure(max_steps).trainer
+        status = Status(self.run.status, "trainer")
+        rl.train(config, resume=resume, stopped=threading.Event(), status=status)
+        status.close("finished")
+
+    def together(self, max_steps: int, *resume: str) -> None:
+        self._configure(max_steps)
+        code, output = headrace("trainer", self.run.root, "--ranks", 2, *resume)
+        assert code == 0, output
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_on_the_batches_that_are_there(tmp_path: Path, tiny_model: Path):
+    alone, fewer, more = (Trainer(tmp_path / name / "run", tiny_model) for name in ("alone", "fewer", "more"))
+    alone.alone(4)
+    fewer.together(2)
+    shutil.rmtree(fewer.run.final_model)
+    assert fewer.run.batches.steps() == [3, 4]
+    fewer.alone(4, "latest")
+    more.alone(2)
+    more.together(4, "--resume")
+    for run in (fewer.run, more.run):
+        assert run.batches.steps() == []
+        tensors = trained(run)
+        assert tensors.keys() == trained(alone.run).keys()
+        for name, expected in trained(alone.run).items():
+            torch.testing.assert_close(tensors[name], expected, atol=2e-5, rtol=0, msg=f"{run.root} {name}")
+    AutoModelForCausalLM.from_pretrained(more.run.final_model)
+
+
+@pytest.mark.full
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path: Path, tiny_model: Path):
+    file = write_run_file(tmp_path, tiny_model)
+    process = start("rl", file, "--max_steps", 8, "--launch.trainer_processes", 2, "--launch.inference_servers", 2)
+    run = RunDir(tmp_path / "run")
+    wait_until(lambda: run.latest_checkpoint_step() >= 2, "the first checkpoint")
+    os.kill(read_status(run.status / "ranks")["trainer-1"].pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "trainer was ended by SIGKILL; starting it again (1 of 3)" in output
+    assert steps_of(run, "trainer", "loss")[-1] == 8
+    assert draws_trained_once(run)
+    AutoModelForCausalLM.from_pretrained(run.final_model)
+
+
+@pytest.mark.full
+def test_ranks_stop_in_order_when_asked_and_go_on_when_resumed(tmp_path: Path, tiny_model: Path):
+    file = write_run_file(tmp_path, tiny_model)
+    arguments = ("rl", file, "--max_steps", 30, "--launch.trainer_processes", 2)
+    run = RunDir(tmp_path / "run")
+    process = start(*arguments)
+    wait_until(lambda: run.latest_checkpoint_step() >= 2, "the first checkpoint")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "does not end and is killed" not in output
+    code, output = headrace(*arguments, "--resume")
+    assert code == 0, output
+    assert draws_trained_once(run)

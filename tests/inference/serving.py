@@ -1,0 +1,34 @@
+"""An engine behind its HTTP interface, in the process of the test."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from headrace.inference.app import App
+from headrace.inference.chat import Chat
+from headrace.inference.client import EngineClient
+from headrace.inference.engine import Engine
+from headrace.inference.engine_thread import EngineThread
+from headrace.inference.server import HttpServer, bind, url_of
+from headrace.text.renderer import make_renderer
+from headrace.text.tokenizer import Tokenizer
+
+
+@contextlib.asynccontextmanager
+async def client_of_engine(engine: Engine, model_directory: Path) -> AsyncIterator[EngineClient]:
+    """Serve an engine for a while; gives a client of it."""
+    tokenizer = Tokenizer(model_directory)
+    thread = EngineThread(engine)
+    server = HttpServer(App(thread, Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer))))
+    listener = bind("127.0.0.1", 0)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.listening.wait()
+    client = EngineClient([url_of(listener)])
+    try:
+        yield client
+    finally:
+        await client.close()
+        await asyncio.to_thread(thread.stop)
+        server.should_exit = True
+        await serving

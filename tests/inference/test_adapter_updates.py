@@ -1,0 +1,233 @@
+"""Published adapters in a running engine: each is the pristine base plus its own difference, whatever came before."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.config.inference import InferenceConfig
+from headrace.inference.engine import Engine
+from headrace.inference.engine_thread import EngineThread
+from headrace.inference.loading import lay_out_for_small_batches
+from headrace.inference.schema import SamplingParams
+from headrace.inference.server import load
+from headrace.inference.weights import WeightsError
+from headrace.rollout.version import Version
+from headrace.trainer.lora import adapter_layers, add_lora
+from headrace.transport.adapter import Adapter, Matrices, write_adapter
+from headrace.transport.weights import WeightStore, checksum
+from tests.inference.plain_forward import assert_like_plain, run_all
+
+V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)
+LAYER = "model.layers.0.self_attn.q_proj"
+MakeModel = Callable[[int], Any]
+Publish = Callable[[Any, Version], Path]
+
+
+@pytest.fixture
+def base(make_model: MakeModel, tmp_path: Path) -> Path:
+    make_model(0).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def adapted(make_model: MakeModel, seed: int, **settings: Any) -> tuple[Any, Adapter]:
+    """The base with an adapter as the trainer has it, and the adapter alone."""
+    model = make_model(0)
+    config = add_lora(model, **{"r": 3, "alpha": 4, "seed": seed, **settings})
+    layers = adapter_layers(dict(model.named_parameters()))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for matrices in layers.values():
+            matrices.b.normal_(std=0.3, generator=generator)
+    return model, Adapter(config, layers)
+
+
+@pytest.fixture
+def publish_adapter(tmp_path: Path) -> Callable[[Adapter, Version], Path]:
+    store = WeightStore(tmp_path / "adapters")
+
+    def publish(adapter: Adapter, version: Version) -> Path:
+        store.publish(version, lambda directory: write_adapter(directory, adapter))
+        return store.path(version)
+
+    return publish
+
+
+PublishAdapter = Callable[[Adapter, Version], Path]
+
+
+def tensors_of(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+
+
+def assert_same_tensors(engine: Engine, other: Engine) -> None:
+    found, expected = tensors_of(engine), tensors_of(other)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_the_engine_samples_from_what_the_trainer_computes(
+    make_model: MakeModel, base: Path, publish_adapter: PublishAdapter
+) -> None:
+    trained, adapter = adapted(make_model, 1)
+    engine = Engine(make_model(0), max_model_len=64, base=base)
+    params = SamplingParams(max_tokens=10, ignore_eos=True, prompt_logprobs=0)
+    requests = [engine.submit([7, 30, 8 + length], params) for length in range(3)]
+    engine.step()
+    directory = publish_adapter(adapter, V1)
+    assert engine.update_weights(directory, V1) == checksum(directory)
+    run_all(engine)
+    for request in requests:
+        assert request.future.result().version_spans[-1] == (V1, 1, 10)
+        assert_like_plain(request, {Version(0, 0): make_model(0), V1: trained})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_after_others_is_bit_for_bit_that_adapter_alone(
+    make_model: MakeModel, base: Path, publish: Publish, publish_adapter: PublishAdapter, dtype: torch.dtype
+) -> None:
+    _, first = adapted(make_model, 1)
+    _, second = adapted(make_model, 2, target_modules=["q_proj", "up_proj"])
+    alone, later = (Engine(make_model(0).to(dtype), max_model_len=64, base=base) for _ in range(2))
+    later.update_weights(publish_adapter(first, V1), V1)
+    later.update_weights(publish(make_model(5), V2), V2)
+    directory = publish_adapter(second, V3)
+    for engine in (alone, later):
+        engine.update_weights(directory, V3)
+    assert_same_tensors(later, alone)
+
+
+def test_an_adapter_is_added_to_the_files_in_float32_and_rounded_once(
+    make_model: MakeModel, base: Path, publish_adapter: PublishAdapter
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    model = make_model(0).to(torch.bfloat16)
+    lay_out_for_small_batches(model)
+    engine = Engine(model, max_model_len=64, base=base)
+    engine.update_weights(publish_adapter(adapter, V1), V1)
+    stored = load_file(base / "model.safetensors")
+    a, b = adapter.layers[LAYER]
+    expected = (stored[f"{LAYER}.weight"] + 4 / 3 * (b @ a)).bfloat16()
+    twice = (stored[f"{LAYER}.weight"].bfloat16() + (4 / 3 * (b @ a)).bfloat16()).bfloat16()
+    found = engine.model.get_submodule(LAYER).weight
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, twice)
+    assert torch.equal(engine.model.model.norm.weight, stored["model.norm.weight"].bfloat16())
+
+
+def test_a_whole_model_after_an_adapter_is_that_model(
+    make_model: MakeModel, base: Path, publish: Publish, publish_adapter: PublishAdapter
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    engine = Engine(make_model(0), max_model_len=64, base=base)
+    engine.update_weights(publish_adapter(adapter, V1), V1)
+    engine.update_weights(publish(make_model(5), V2), V2)
+    assert_same_tensors(engine, Engine(make_model(5), max_model_len=64))
+
+
+def test_an_adapter_that_says_nothing_gives_the_base_bit_for_bit(
+    make_model: MakeModel, base: Path, publish_adapter: PublishAdapter
+) -> None:
+    model = make_model(0)
+    config = add_lora(model, r=3, alpha=4)
+    engine = Engine(make_model(9), max_model_len=64, base=base)
+    engine.update_weights(publish_adapter(Adapter(config, adapter_layers(dict(model.named_parameters()))), V1), V1)
+    assert_same_tensors(engine, Engine(make_model(0), max_model_len=64))
+
+
+def test_a_base_in_several_files_with_strangers_beside_them_is_read_by_its_index(
+    make_model: MakeModel, base: Path, tmp_path: Path, publish_adapter: PublishAdapter
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    split = tmp_path / "split"
+    make_model(0).save_pretrained(split, max_shard_size="30KB")
+    assert len(json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]) > 3
+    make_model(5).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(split / "consolidated.safetensors")
+    directory = publish_adapter(adapter, V1)
+    engines = [Engine(make_model(0), max_model_len=64, base=place) for place in (base, split)]
+    for engine in engines:
+        engine.update_weights(directory, V1)
+    assert_same_tensors(*engines)
+
+
+def test_an_engine_thread_takes_an_adapter(make_model: MakeModel, base: Path, publish_adapter: PublishAdapter) -> None:
+    trained, adapter = adapted(make_model, 1)
+    thread = EngineThread(Engine(make_model(0), max_model_len=64, base=base))
+    directory = publish_adapter(adapter, V1)
+    assert thread.update_weights(directory, V1) == checksum(directory)
+    request = thread.submit([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    request.future.result(timeout=60)
+    thread.stop()
+    assert_like_plain(request, trained)
+
+
+def test_a_server_merges_with_the_model_it_was_started_with(
+    make_model: MakeModel, model_directory: Path, publish_adapter: PublishAdapter
+) -> None:
+    trained, adapter = adapted(make_model, 1)
+    config = InferenceConfig(model={"name": str(model_directory), "dtype": "float32"}, max_model_len=64)
+    engine, _ = load(config, str(model_directory))
+    engine.update_weights(publish_adapter(adapter, V1), V1)
+    request = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    run_all(engine)
+    assert_like_plain(request, trained)
+
+
+def wider(adapter: Adapter) -> Adapter:
+    return Adapter(adapter.config, {**adapter.layers, LAYER: Matrices(torch.ones(3, 40), adapter.layers[LAYER].b)})
+
+
+def with_stranger(adapter: Adapter) -> Adapter:
+    return Adapter(
+        adapter.config, {**adapter.layers, "model.layers.7.mlp.up_proj": Matrices(torch.ones(3, 32), torch.ones(64, 3))}
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (wider, rf"changes {LAYER}\.weight by \[64, 40\], which is \[64, 32\] in "),
+        (with_stranger, r"changes tensors that .* does not have: model\.layers\.7\.mlp\.up_proj\.weight"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_the_base_is_refused_before_anything_changes(
+    make_model: MakeModel,
+    base: Path,
+    publish_adapter: PublishAdapter,
+    change: Callable[[Adapter], Adapter],
+    message: str,
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    engine = Engine(make_model(0), max_model_len=64, base=base)
+    with pytest.raises(WeightsError, match=message):
+        engine.update_weights(publish_adapter(change(adapter), V1), V1)
+    assert engine.version == Version(0, 0)
+    assert_same_tensors(engine, Engine(make_model(0), max_model_len=64))
+
+
+def test_an_adapter_without_a_base_to_merge_it_with_is_refused(
+    make_model: MakeModel, tmp_path: Path, publish_adapter: PublishAdapter
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    directory = publish_adapter(adapter, V1)
+    with pytest.raises(WeightsError, match="not told where its base model is"):
+        Engine(make_model(0), max_model_len=64).update_weights(directory, V1)
+    with pytest.raises(WeightsError, match="has no safetensors files"):
+        Engine(make_model(0), max_model_len=64, base=tmp_path).update_weights(directory, V1)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_that_is_damaged_is_refused(
+    make_model: MakeModel, base: Path, publish_adapter: PublishAdapter, file: str
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    directory = publish_adapter(adapter, V1)
+    content = (directory / file).read_bytes()
+    (directory / file).write_bytes(content + b" ")
+    with pytest.raises(WeightsError, match="is damaged"):
+        Engine(make_model(0), max_model_len=64, base=base).update_weights(directory, V1)

@@ -1,0 +1,84 @@
+"""Tensors as rows of bytes, and the digest of such a row."""
+
+import itertools
+import random
+import struct
+
+import pytest
+import torch
+
+from headrace.inference import tensor_bytes
+from headrace.inference.tensor_bytes import bytes_of, digest, tensors_in
+from headrace.transport.weights_link import TensorPlace
+
+MASK = (1 << 64) - 1
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def by_hand(content: bytes) -> int:
+    """The definition, with Python's numbers."""
+    total = 0
+    for place, (word,) in enumerate(struct.iter_unpack("<Q", content)):
+        mixed = (word + place * STEP) & MASK
+        mixed = (mixed ^ mixed >> 32) * FIRST & MASK
+        total += (mixed ^ mixed >> 32) * SECOND
+    total &= MASK
+    return total - (1 << 64) if total >> 63 else total
+
+
+def as_row(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def test_the_digest_is_the_one_that_is_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = random.Random(0).randbytes(8 * 37)
+    assert int(digest(as_row(content))) == by_hand(content)
+    monkeypatch.setattr(tensor_bytes, "WORDS_AT_ONCE", 8)
+    assert int(digest(as_row(content))) == by_hand(content)
+
+
+def test_every_bit_and_the_order_of_words_matter() -> None:
+    rng = random.Random(1)
+    content = rng.randbytes(64)
+    seen = {int(digest(as_row(content)))}
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        seen.add(int(digest(as_row(bytes(changed)))))
+    seen.add(int(digest(as_row(content[8:16] + content[:8] + content[16:]))))
+    seen.add(int(digest(as_row(content + bytes(8)))))
+    assert len(seen) == 1 + 512 + 2
+
+
+def test_signs_that_change_in_two_places_do_not_cancel_out() -> None:
+    # The highest bit of a word is what sums of products forget first: 2**63 times two odd numbers is nothing.
+    row = torch.randn(32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen = set()
+    for first, second in itertools.combinations(range(32), 2):
+        flipped = row.clone()
+        flipped[[first, second]] *= -1
+        seen.add(int(digest(bytes_of(flipped))))
+    assert len({int(digest(bytes_of(row))), *seen}) == 1 + 32 * 31 // 2
+
+
+def test_tensors_come_back_as_views_of_the_row() -> None:
+    matrix = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    scalar, nothing = torch.tensor(7, dtype=torch.int64), torch.empty(0, 4)
+    row = torch.cat([bytes_of(matrix), torch.zeros(4, dtype=torch.uint8), bytes_of(scalar), bytes_of(nothing)])
+    found = tensors_in(
+        row,
+        [
+            TensorPlace("matrix", "bfloat16", [2, 3], 0),
+            TensorPlace("scalar", "int64", [], 16),
+            TensorPlace("nothing", "float32", [0, 4], 24),
+        ],
+    )
+    assert torch.equal(found["matrix"], matrix) and torch.equal(found["scalar"], scalar)
+    assert found["nothing"].shape == (0, 4)
+    row[0] = 255
+    assert not torch.equal(found["matrix"], matrix)
+
+
+def test_a_transposed_tensor_is_written_in_the_order_of_its_indices() -> None:
+    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert torch.equal(bytes_of(tensor.t()).view(torch.float32), torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]))

@@ -1,0 +1,61 @@
+"""Which GPUs trainer and servers get."""
+
+import pytest
+
+from headrace.config.base import ConfigError
+from headrace.launch.placement import VISIBLE, Placement, place, seeing, visible_gpus
+
+
+def placed(
+    gpus: int, trainer: int | None = None, inference: int | None = None, servers: int | None = None
+) -> Placement:
+    names = [str(number) for number in range(gpus)]
+    return place(names, trainer_processes=trainer, inference_gpus=inference, inference_servers=servers)
+
+
+def test_without_gpus_the_numbers_of_processes_alone_count():
+    assert placed(0) == Placement(1, (), [()])
+    assert placed(0, trainer=2, servers=3) == Placement(2, (), [(), (), ()])
+
+
+def test_one_gpu_is_shared():
+    assert placed(1) == Placement(1, ["0"], [["0"]])
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_several_gpus_are_divided_in_two_halves_that_do_not_overlap(gpus: int):
+    placement = placed(gpus)
+    assert placement.trainer_processes == len(placement.trainer) == gpus // 2
+    assert len(placement.inference) == gpus // 2
+    used = [*placement.trainer, *(name for share in placement.inference for name in share)]
+    assert sorted(used) == [str(number) for number in range(gpus)]
+
+
+def test_what_is_asked_for_is_given_and_the_rest_goes_to_the_other():
+    assert placed(8, trainer=6) == Placement(6, ["2", "3", "4", "5", "6", "7"], [["0"], ["1"]])
+    assert placed(8, inference=6, servers=3).inference == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert placed(8, trainer=2, inference=2) == Placement(2, ["2", "3"], [["0"], ["1"]])
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"gpus": 0, "inference": 1}, "has no GPU"),
+        ({"gpus": 1, "trainer": 2}, "one GPU is visible"),
+        ({"gpus": 4, "trainer": 3, "inference": 2}, "3 trainer_processes and 2 inference_gpus .* 4 are visible"),
+        ({"gpus": 2, "trainer": 2}, "2 trainer_processes and 0 inference_gpus"),
+        ({"gpus": 4, "inference": 3, "servers": 2}, "3 inference_gpus cannot be shared evenly by 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(asked: dict[str, int], says: str):
+    with pytest.raises(ConfigError, match=says):
+        placed(**asked)
+
+
+def test_a_process_sees_only_its_gpus_and_the_launcher_only_those_it_may_use(monkeypatch: pytest.MonkeyPatch):
+    assert seeing(["2", "3"]) == {VISIBLE: "2,3"}
+    assert seeing(()) == {}
+    monkeypatch.setenv(VISIBLE, "4,GPU-abc")
+    assert visible_gpus() == ["4", "GPU-abc"]
+    monkeypatch.setenv(VISIBLE, "")
+    assert visible_gpus() == []

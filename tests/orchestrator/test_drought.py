@@ -1,0 +1,81 @@
+"""When a run that gets nothing to train on is given up, and with which words."""
+
+from headrace.orchestrator.drought import Drought, likely_cause
+from headrace.orchestrator.processing import GROUP_FAILED
+from headrace.orchestrator.signals import Kind, ScoredGroup, TrainBatch
+from headrace.rollout.types import Group, Rollout, RolloutError, Task
+
+
+def group(kept: int = 0, *, failed: int = 0, dropped: str = "", size: int = 2) -> ScoredGroup:
+    """`kept` rollouts are left, `failed` had errors, and the rest was dropped for a reason."""
+    errors = [Rollout(env="maze", error=RolloutError("timeout", f"no answer to {n}")) for n in range(failed)]
+    rest = [Rollout(reward=0.0) for _ in range(size - kept - failed)] if dropped else []
+    lost = [*((rollout, "timeout") for rollout in errors), *((rollout, dropped) for rollout in rest)]
+    rollouts = [Rollout(reward=1.0) for _ in range(kept)]
+    return ScoredGroup(Kind.TRAIN, Group("g", Task("maze", {}), size, 0), rollouts, lost, arrived=size)
+
+
+def test_failures_in_a_row_end_a_run_with_the_last_of_them():
+    drought = Drought(max_failures=4, max_empty_batches=None)
+    assert drought.on_group(group(failed=2), 1, rollouts_per_batch=100) is None
+    told = drought.on_group(group(failed=2), 1, rollouts_per_batch=100)
+    assert told == (
+        "4 episodes in a row failed and none succeeded; the last, in environment 'maze': timeout: no answer to 1"
+    )
+
+
+def test_one_success_starts_the_count_of_failures_anew():
+    drought = Drought(max_failures=4, max_empty_batches=None)
+    for scored in (group(failed=2), group(kept=1, failed=1), group(failed=2)):
+        assert drought.on_group(scored, 1, rollouts_per_batch=100) is None
+
+
+def test_those_who_failed_with_another_are_no_failures_of_their_own():
+    drought = Drought(max_failures=2, max_empty_batches=None)
+    scored = group(failed=2)
+    scored.dropped[1] = (scored.dropped[1][0], GROUP_FAILED)
+    assert drought.on_group(scored, 1, rollouts_per_batch=100) is None
+
+
+def test_groups_that_leave_nothing_are_an_empty_batch_when_they_would_have_filled_one():
+    drought = Drought(max_failures=100, max_empty_batches=1)
+    assert drought.on_group(group(dropped="zero_advantage"), 7, rollouts_per_batch=4) is None
+    told = drought.on_group(group(dropped="zero_advantage"), 7, rollouts_per_batch=4)
+    assert told == (
+        "1 batches in a row without a signal: a batch for step 7 had nothing to train on (zero_advantage 4); "
+        "every reward was 0: too hard, too easy, or a reward that does not tell answers apart"
+    )
+
+
+def test_a_group_with_something_left_forgets_what_was_lost_before():
+    drought = Drought(max_failures=100, max_empty_batches=1)
+    for scored in (group(dropped="filter"), group(kept=2), group(dropped="filter")):
+        assert drought.on_group(scored, 1, rollouts_per_batch=4) is None
+
+
+def test_only_a_batch_that_ships_ends_a_row_of_empty_ones():
+    drought = Drought(max_failures=100, max_empty_batches=2)
+    empty = TrainBatch([group(kept=2)], dropped=[(Rollout(), "too_long"), (Rollout(), "too_long")])
+    full = TrainBatch([group(kept=2)], kept=[Rollout()])
+    assert drought.on_batch(empty, 1) is None
+    assert drought.on_batch(full, 1) is None
+    assert drought.on_batch(empty, 2) is None
+    assert drought.on_group(group(kept=2), 2, rollouts_per_batch=4) is None
+    told = drought.on_batch(empty, 2)
+    assert told is not None
+    assert told.startswith(
+        "2 batches in a row without a signal: a batch for step 2 had nothing to train on (too_long 2)"
+    )
+
+
+def test_without_a_limit_empty_batches_go_on_for_ever():
+    drought = Drought(max_failures=100, max_empty_batches=None)
+    empty = TrainBatch([group(kept=2)], dropped=[(Rollout(), "too_long")])
+    assert [drought.on_batch(empty, 1) for _ in range(50)] == [None] * 50
+
+
+def test_the_likely_cause_follows_from_the_reason_and_the_rewards():
+    assert likely_cause("zero_advantage", [0.0, 1.0]) == "rewards were equal within each group"
+    assert "every reward was 0.5" in likely_cause("zero_advantage", [0.5, 0.5])
+    assert "does the environment set `trainable`" in likely_cause("not_trainable", [])
+    assert likely_cause("too_long", []).startswith("'too_long' took them")

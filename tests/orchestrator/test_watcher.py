@@ -1,0 +1,124 @@
+"""The watcher, when what it is to load is in the memory of a trainer that dies."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from headrace.inference.client import EngineClient, EngineFailed
+from headrace.inference.schema import UpdateWeightsRequest
+from headrace.observe.status import Status
+from headrace.orchestrator.watcher import WeightWatcher
+from headrace.rollout.version import Version
+from headrace.transport.run_dir import RunDir
+from headrace.transport.weights_link import MANIFEST
+from tests.orchestrator.stand_ins import StandInEngine
+
+V1, V2, NEXT = Version(0, 1), Version(0, 2), Version(1, 1)
+
+
+class LinkedEngine(StandInEngine):
+    """Cannot load the versions whose trainer is gone."""
+
+    gone: frozenset[Version] = frozenset()
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read(), type=UpdateWeightsRequest)
+        if Version(body.incarnation, body.step) in self.gone:
+            error = {"message": "the trainer cannot be reached", "type": "bad_gateway"}
+            return web.json_response({"error": error}, status=502)
+        return await super().update_weights(request)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.orchestrator.watcher.LOOK_AT_ENGINES", 0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+@pytest.fixture
+def status(tmp_path: Path) -> Iterator[Status]:
+    status = Status(tmp_path / "status", "orchestrator")
+    yield status
+    status.close("done")
+
+
+def publish(run: RunDir, version: Version, name: str = MANIFEST) -> None:
+    run.weights.publish(version, lambda draft: (draft / name).write_text(str(version)) and None)
+
+
+@contextlib.asynccontextmanager
+async def watching(run: RunDir, model: Path, status: Status, deadline: float = 60.0):
+    async with LinkedEngine(model, run) as engine:
+        client = EngineClient(lambda: [f"http://127.0.0.1:{engine.runner.addresses[0][1]}"])
+        yield engine, WeightWatcher(run.weights, client, status, deadline=deadline)
+        await client.close()
+
+
+async def test_when_the_trainer_dies_its_next_version_is_loaded_instead(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with watching(run, tiny_model, status) as (engine, watcher):
+        publish(run, V1)
+        engine.gone = frozenset({V1})
+        loading = asyncio.create_task(watcher.load(V1))
+        await asyncio.sleep(0.1)
+        assert not loading.done()
+        publish(run, NEXT)  # it was started again
+        assert await loading == watcher.version == engine.version == NEXT
+        assert run.weights.acknowledged() == NEXT
+
+
+async def test_a_trainer_that_stays_away_is_named_at_the_deadline(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with watching(run, tiny_model, status, deadline=0.1) as (engine, watcher):
+        publish(run, V1)
+        engine.gone = frozenset({V1})
+        with pytest.raises(EngineFailed, match="the trainer cannot be reached"):
+            await watcher.load(V1)
+        assert watcher.version == Version(0, 0)
+
+
+async def test_files_that_cannot_be_loaded_are_not_tried_again(run: RunDir, tiny_model: Path, status: Status) -> None:
+    async with watching(run, tiny_model, status) as (engine, watcher):
+        publish(run, V1, "model.safetensors")
+        engine.gone = frozenset({V1})
+        with pytest.raises(EngineFailed):
+            await watcher.load(V1)
+
+
+async def test_an_engine_that_restarts_while_the_trainer_is_away_gets_what_comes_next(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with watching(run, tiny_model, status) as (engine, watcher):
+        publish(run, V1)
+        await watcher.load(V1)
+        seen: list[Version] = []
+        following = asyncio.create_task(watcher.follow(seen.append))
+        engine.gone, engine.version = frozenset({V1}), Version(0, 0)  # both died
+        await asyncio.sleep(0.2)
+        assert not following.done()
+        publish(run, NEXT)
+        while not seen:
+            await asyncio.sleep(0.01)
+        assert await watcher.load(seen[-1]) == engine.version == NEXT
+        following.cancel()
+
+
+async def test_an_orchestrator_starts_although_the_last_trainers_memory_is_gone(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with watching(run, tiny_model, status) as (engine, watcher):
+        publish(run, V2)
+        engine.gone = frozenset({V2})
+        await watcher.synchronize()
+        assert watcher.version == engine.version == Version(0, 0)

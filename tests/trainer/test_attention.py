@@ -1,0 +1,105 @@
+"""Every kernel gives each token exactly its own past, and what cannot be computed is refused with a reason."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.trainer.attention import UnavailableAttention, UnsupportedModel, available_kernel, packed_attention
+from headrace.trainer.row import Kernel, Row, make_row
+from tests.trainer.packed_modules import assert_similar, on_gpu, sequences_that_share
+
+CPU = torch.device("cpu")
+KERNELS: tuple[Kernel, ...] = ("sdpa", "auto", "cudnn", "flash", "varlen")
+
+
+def rows(device: str, kernel: Kernel) -> dict[str, Row]:
+    rng = np.random.default_rng(0)
+    sequences = {
+        "one": [rng.integers(0, 96, 700)],
+        "several": [rng.integers(0, 96, n) for n in (1, 130, 64, 500, 3)],
+        "shared": sequences_that_share(),
+    }
+    return {name: make_row(each, torch.device(device), kernel) for name, each in sequences.items()}
+
+
+def attend(row: Row, dtype: torch.dtype, window: int | None = None) -> dict[str, Tensor]:
+    """Output and gradients for the same random numbers, of 4 heads that ask and 2 that answer."""
+    device, places = row.token_ids.device, row.token_ids.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (1, 4, places, 16), "key": (1, 2, places, 16), "value": (1, 2, places, 16)}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    states = {name: t.bfloat16().to(device, dtype).requires_grad_() for name, t in made.items()}
+    output, _ = packed_attention(
+        torch.nn.Module(), **states, attention_mask=None, sliding_window=window, layout=row.layout
+    )
+    direction = torch.randn(output.shape, generator=generator).to(output)
+    grads = torch.autograd.grad((output * direction).sum(), list(states.values()))
+    return {"output": output.detach(), **dict(zip(states, grads, strict=True))}
+
+
+@on_gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("name", ["one", "several", "shared"])
+def test_kernels_of_a_gpu_agree_with_float32(kernel: Kernel, window: int | None, name: str):
+    given = attend(rows("cuda", kernel)[name], torch.bfloat16, window)
+    assert_similar(given, attend(rows("cuda", "sdpa")[name], torch.float32, window), 0.01)
+
+
+def test_one_sequence_padded_for_its_kernel_is_computed_as_in_a_block():
+    """Where the kernel falls back to the CPU's own."""
+    given, expected = (attend(rows("cpu", kernel)["one"], torch.float32) for kernel in ("auto", "sdpa"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(given[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_is_computed_in_the_type_of_the_values():
+    row = rows("cpu", "sdpa")["several"]
+    states = torch.randn(1, 2, row.token_ids.shape[1], 16)
+    output, _ = packed_attention(
+        torch.nn.Module(), states, states, states.bfloat16(), attention_mask=None, layout=row.layout
+    )
+    assert output.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("choice", ["auto", "sdpa"])
+def test_a_cpu_computes_in_blocks(choice: Kernel):
+    assert available_kernel(choice, CPU, torch.float32, head_dim=64) == "sdpa"
+
+
+@pytest.mark.parametrize("choice", ["cudnn", "flash", "varlen"])
+def test_kernels_of_a_gpu_are_refused_on_a_cpu(choice: Kernel):
+    message = rf'trainer\.attention = "{choice}" .* this trainer runs on cpu: set trainer\.attention to "auto"'
+    with pytest.raises(UnavailableAttention, match=message):
+        available_kernel(choice, CPU, torch.bfloat16, head_dim=64)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason"),
+    [(torch.float32, 64, "computes in float32"), (torch.bfloat16, 12, "12 dimensions"), (torch.bfloat16, 264, "264")],
+)
+def test_what_a_gpu_cannot_compute_with_its_kernels_is_computed_in_blocks(
+    dtype: torch.dtype, head_dim: int, reason: str
+):
+    device = torch.device("cuda")
+    assert available_kernel("auto", device, torch.bfloat16, head_dim=64) == "auto"
+    assert available_kernel("auto", device, dtype, head_dim) == "sdpa"
+    with pytest.raises(UnavailableAttention, match=reason):
+        available_kernel("cudnn", device, dtype, head_dim)
+
+
+def test_other_kinds_of_attention_are_refused():
+    row = rows("cpu", "sdpa")["one"]
+    states = torch.zeros(1, 2, 700, 16)
+    module = torch.nn.Module()
+    with pytest.raises(UnsupportedModel, match="'softcap'"):
+        packed_attention(module, states, states, states, None, layout=row.layout, softcap=30.0)
+    with pytest.raises(UnsupportedModel, match="'s_aux'"):
+        packed_attention(module, states, states, states, None, layout=row.layout, s_aux=states)
+    with pytest.raises(UnsupportedModel, match="does not pass `layout` on"):
+        packed_attention(module, states, states, states, None)
+    module.is_causal = False
+    with pytest.raises(UnsupportedModel, match="tokens that follow"):
+        packed_attention(module, states, states, states, None, layout=row.layout)

@@ -1,0 +1,85 @@
+"""Compiled layers compute the same, as one program for all layers and all lengths of a row."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from headrace.trainer.compiling import compile_layers
+from headrace.trainer.memory import checkpoint_layers, offload_activations
+from headrace.trainer.ranks import Ranks
+from headrace.trainer.row import Kernel, Row, make_row
+from tests.trainer.packed_modules import backward_through, packed_module
+
+CPU = torch.device("cpu")
+LENGTHS = (50, 33, 64, 71, 100, 12, 90, 513, 61, 62, 45, 80)
+
+
+@pytest.fixture(autouse=True)
+def counters() -> Iterator[dict[str, int]]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+
+
+def one_sequence(length: int, kernel: Kernel) -> Row:
+    return make_row([np.random.default_rng(length).integers(0, 96, length)], CPU, kernel)
+
+
+def assert_close(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, grad in expected.items():
+        torch.testing.assert_close(given[name], grad, atol=1e-5 * float(grad.abs().max()), rtol=0)
+
+
+def test_a_first_length_and_all_others_are_two_programs_for_all_layers(counters):
+    """Without the code generator, which does not change what is compiled how often."""
+    module, plain = packed_module("qwen3", layers=3), packed_module("qwen3", layers=3)
+    compile_layers(module.model.layers, backend="eager")
+    for length in LENGTHS:
+        _, grads = backward_through(module, one_sequence(length, "auto"))
+        assert_close(grads, backward_through(plain, one_sequence(length, "sdpa"))[1])
+    assert counters["unique_graphs"] == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_layers_compile_with_all_that_is_wrapped_around_them(
+    counters, checkpointing: str, offload: bool, sharded: bool
+):
+    module, plain = packed_module("qwen3", layers=3), packed_module("qwen3", layers=3)
+    if checkpointing != "none":
+        checkpoint_layers(module.model.layers, checkpointing)
+    compile_layers(module.model.layers, backend="aot_eager")
+    if offload:
+        offload_activations(module.model.layers, smallest=1)
+    if sharded:
+        for part in (*module.model.layers, module.model):
+            fully_shard(part, mesh=Ranks().mesh())
+    for length in LENGTHS[:4]:
+        _, grads = backward_through(module, one_sequence(length, "auto"))
+        assert_close(
+            {name: whole(grad) for name, grad in grads.items()},
+            backward_through(plain, one_sequence(length, "sdpa"))[1],
+        )
+    assert counters["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["sdpa", "auto"])
+def test_generated_code_computes_the_same(kernel: Kernel):
+    module, plain = packed_module("qwen3", layers=2), packed_module("qwen3", layers=2)
+    compile_layers(module.model.layers)
+    for length in LENGTHS[:3]:
+        _, grads = backward_through(module, one_sequence(length, kernel))
+        assert_close(grads, backward_through(plain, one_sequence(length, "sdpa"))[1])
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,142 @@
+"""Checkpointing and offload change what is kept for the backward pass, and nothing else."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headrace.trainer import memory
+from headrace.trainer.compiling import compile_layers
+from headrace.trainer.memory import checkpoint_layers, offload_activations
+from headrace.trainer.ranks import Ranks
+from headrace.trainer.row import make_row
+from tests.trainer.packed_modules import (
+    assert_similar,
+    backward_through,
+    hidden_states,
+    on_gpu,
+    packed_module,
+    row_that_shares,
+)
+
+MODES = ("none", "full", "selective")
+
+
+def module_with(checkpointing: str = "none", offload: bool = False, name: str = "qwen3") -> Any:
+    module = packed_module(name, layers=4)
+    if checkpointing != "none":
+        checkpoint_layers(module.model.layers, checkpointing)
+    if offload:
+        offload_activations(module.model.layers, smallest=1)
+    return module
+
+
+@pytest.mark.parametrize("checkpointing", MODES)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_hidden_states_and_gradients_are_exactly_those_of_the_plain_model(
+    checkpointing: str, offload: bool, sharded: bool
+):
+    module, row = module_with(checkpointing, offload), row_that_shares()
+    if sharded:
+        for part in (*module.model.layers, module.model):
+            fully_shard(part, mesh=Ranks().mesh())
+    hidden, grads = backward_through(module, row)
+    expected, expected_grads = backward_through(packed_module("qwen3", layers=4), row)
+    assert torch.equal(hidden, expected)
+    for name, grad in expected_grads.items():
+        assert torch.equal(grads[name].full_tensor() if sharded else grads[name], grad), name
+
+
+@on_gpu
+@pytest.mark.parametrize("checkpointing", MODES)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_gradients_on_a_gpu_are_those_of_the_plain_model(
+    checkpointing: str, offload: bool, autocast: bool, compiled: bool
+):
+    torch._dynamo.reset()
+    module, plain = packed_module("llama", layers=6), packed_module("llama", layers=6)
+    if checkpointing != "none":
+        checkpoint_layers(module.model.layers, checkpointing)
+    if compiled:
+        compile_layers(module.model.layers)
+    if offload:
+        offload_activations(module.model.layers, smallest=1)
+    row = row_that_shares("cuda", "auto")
+    dtype = torch.float32 if autocast else torch.bfloat16
+    for _ in range(2):  # the second pass finds the first one's buffers
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            hidden, grads = backward_through(module.to("cuda", dtype), row)
+            expected, expected_grads = backward_through(plain.to("cuda", dtype), row)
+        assert_similar({"hidden": hidden, **grads}, {"hidden": expected, **expected_grads}, 0.03)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Every storage that an operator has made, for as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, Callable[[], Any]] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        return outputs
+
+    def count_bytes(self) -> int:
+        gc.collect()
+        alive = [reference() for reference in self._storages.values()]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def kept_bytes(checkpointing: str) -> int:
+    """Between the forward and the backward pass."""
+    module, row = module_with(checkpointing), row_that_shares()
+    with LiveStorages() as live:
+        hidden = hidden_states(module, row)
+        return live.count_bytes() - hidden.nbytes
+
+
+def test_full_checkpointing_keeps_less_than_selective_and_that_less_than_none():
+    kept = {mode: kept_bytes(mode) for mode in MODES}
+    assert 2 * kept["full"] < kept["selective"]
+    assert kept["selective"] < 0.75 * kept["none"]
+
+
+def test_parameters_and_what_all_layers_share_are_never_offloaded(monkeypatch: pytest.MonkeyPatch):
+    put: list[Tensor] = []
+    original = memory._Stage.put
+    monkeypatch.setattr(memory._Stage, "put", lambda stage, tensor: put.append(tensor) or original(stage, tensor))
+    module, row = module_with(offload=True), row_that_shares()
+    backward_through(module, row)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    assert put
+    assert not parameters & {tensor.untyped_storage().data_ptr() for tensor in put}
+    places, head_dim = row.token_ids.shape[1], module.config.head_dim
+    assert (1, places, head_dim) not in {tuple(tensor.shape) for tensor in put}  # cosines and sines of positions
+
+
+def test_offload_lets_go_of_everything_after_the_backward_pass():
+    backward_through(module_with(offload=True), row_that_shares())
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is memory._Stage]
+
+
+def test_forward_without_gradients_is_not_recorded():
+    module = module_with("selective", offload=True)
+    row = make_row([np.arange(10)], torch.device("cpu"))
+    with torch.no_grad():
+        assert not hidden_states(module, row).requires_grad
