@@ -89,3 +89,32 @@ def test_paths_of_data_and_validation_are_relative_to_their_file(tmp_path: Path)
     assert config.validation is not None and config.validation.path == tmp_path / "b.jsonl"
     (tmp_path / "dumped.toml").write_text(dump(config))
     assert load(SftConfig, [tmp_path / "dumped.toml"])[0] == config
+
+
+def test_evaluation_takes_its_model_length_and_renderer_from_the_run():
+    config = sft(ENV, eval={"interval": 4, "env": [{"id": "reverse-text"}]}, seed=3, renderer={"name": "qwen3"})
+    server, evaluator = config.server(), config.evaluator()
+    assert (server.model, server.renderer, server.seed, server.max_model_len) == (config.model, config.renderer, 3, 8)
+    assert (evaluator.train.env, evaluator.seq_len, evaluator.max_steps) == ([], 8, 1)
+    assert evaluator.eval.pin_version and evaluator.renderer == config.renderer
+    longer = sft(ENV, eval={"env": [{"id": "reverse-text"}]}, inference={"max_model_len": 64})
+    assert (longer.server().max_model_len, longer.evaluator().seq_len) == (64, 64)
+
+
+def test_versions_are_evaluated_at_the_interval_of_any_environment():
+    envs = [{"id": "a"}, {"id": "b", "interval": 5}]
+    config = sft(ENV, eval={"interval": 3, "env": envs})
+    assert [step for step in range(1, 11) if config.is_evaluated(step)] == [3, 5, 6, 9, 10]
+    assert config.evaluates and not sft(ENV).evaluates
+    assert not sft(ENV).is_evaluated(100)
+
+
+def test_what_the_server_takes_from_the_run_is_refused_in_its_section():
+    assert "inference.model: the server takes the run's own" in problem(ENV, inference={"model": {"name": "x"}})
+    assert "eval.env name 'a' is used twice" in problem(ENV, eval={"env": [{"id": "a"}, {"id": "a"}]})
+
+
+def test_an_sft_run_that_evaluates_comes_back_as_it_was_written(tmp_path: Path):
+    config = sft(ENV, eval={"env": [{"id": "reverse-text", "args": {"split": "eval"}}]}, inference={"port": 5})
+    (tmp_path / "dumped.toml").write_text(dump(config))
+    assert load(SftConfig, [tmp_path / "dumped.toml"])[0] == config

@@ -22,6 +22,17 @@ def steps_of(run: RunDir, process: str, key: str) -> list[int]:
     return [record["step"] for record in read_metrics(run.metrics) if record["process"] == process and key in record]
 
 
+def drift_of(run: RunDir) -> dict[str, float]:
+    """The largest of each part of the mismatch between trainer and engine."""
+    parts: dict[str, float] = {}
+    for record in read_metrics(run.metrics):
+        for name, value in record.items():
+            if name.startswith("drift/") and name.count("/") == 1:
+                part = name.removeprefix("drift/")
+                parts[part] = max(value, parts.get(part, 0.0))
+    return parts
+
+
 def wait_for_new_work(run: RunDir) -> None:
     """Until a batch has been trained that was not even shipped before: every process has done its part."""
     shipped = max(steps_of(run, "orchestrator", "reward/all/mean"), default=0)
@@ -51,6 +62,8 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_p
     assert steps_of(run, "orchestrator", "reward/all/mean") == [1, 2, 3]
     assert {0, 3} <= set(steps_of(run, "orchestrator", "eval/letters/avg@1"))
     assert draws_trained_once(run)
+    assert {"engine", "staleness", "decode"} <= drift_of(run).keys()
+    assert drift_of(run)["engine"] < 1e-9  # the same weights in float32, two implementations
 
     code, output = headrace("summary", run.root, "--json")
     summary = json.loads(output)

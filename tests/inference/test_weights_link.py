@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace.errors import BadInput
 from headrace.inference.engine import Engine
 from headrace.inference.replies import error_reply
 from headrace.inference.weights import WeightsError
@@ -296,6 +297,11 @@ def test_nonsense_at_the_port_is_cut_off(sender: WeightsSender, tmp_path: Path) 
             stranger.sendall(content)
             assert stranger.recv(1) == b""
     assert torch.equal(receive(directory, V1)["weight"], torch.ones(3))
+
+
+def test_an_address_that_cannot_be_listened_on_is_named(sender: WeightsSender) -> None:
+    with pytest.raises(BadInput, match=rf"trainer\.weights\.port {sender._port}: Address already in use"):
+        WeightsSender(port=sender._port)
 
 
 def test_a_configured_carrier_that_cannot_be_is_said(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ transformers on the same weights. What cannot be loaded must leave everything as
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,8 @@ def main(directory: Path, tied: bool, carrier: str) -> None:
         assert checksum == read_marker(path).checksum
         engine.collective_rpc("fetch_published", args=(str(path), version))
         check(engine, models[step - 1], f"version 0-{step - 1} while {version} is fetched")
+        while not all(engine.collective_rpc("has_published", args=(str(path), version))):
+            time.sleep(0.01)
         assert engine.collective_rpc("load_published", args=(str(path), version)) == [checksum]
         check(engine, models[step], f"version {version} by {carrier}")
 

@@ -564,3 +564,30 @@ async def test_rollouts_are_dumped_with_their_credit_and_drop_reason(tmp_path: P
     assert len(kept) == sum(len({e.rollout for e in b.samples}) for b in pipeline.trainer.batches)
     assert all(row["samples"][0]["advantages"][-1] != 0 for row in kept)
     assert {row["drop_reason"] for row in rows} <= {None, "zero_advantage", "max_steps"}
+
+
+async def test_without_an_environment_to_train_on_it_evaluates_what_is_published_until_the_last_version(
+    tmp_path: Path, tiny_model: Path
+):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    pipeline.config.train.env = []
+    pipeline.config.eval.pin_version = True
+    status = Status(pipeline.run.status, "orchestrator")
+
+    async def publish(step: int, evaluated: int) -> None:
+        while evaluated not in pipeline.records("eval/heldout/avg@1"):
+            await asyncio.sleep(0.005)
+        pipeline.trainer.publish(step)
+
+    async with pipeline.engine:
+        running = asyncio.create_task(main._run(pipeline.config, pipeline.run, status))
+        for evaluated, step in ((0, 2), (2, STEPS)):
+            await asyncio.wait_for(publish(step, evaluated), 60)
+        assert await asyncio.wait_for(running, 60)
+    status.close("ended")
+    assert list(pipeline.records("eval/heldout/avg@1")) == [0, 2, STEPS]
+    for end in ("min", "max"):
+        assert pipeline.records(f"eval/heldout/version/{end}") == {0: 0, 2: 2, STEPS: STEPS}
+    assert Journal(pipeline.run.journal).states() == {}
+    assert not any(pipeline.records(key) for key in ("progress/rollouts", "reward/all/mean"))
+    assert max(pipeline.records("dispatcher/inflight_eval"), default=0) <= STEPS

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,11 +32,11 @@ class Keeping(Optimizer):
         return super().step(lr)
 
 
-def main(model_directory: Path, batches: Path, output: Path) -> None:
+def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any] | None) -> None:
     torch.set_num_threads(1)
     ranks = Ranks()
     for path in sorted(batches.iterdir()):
-        model = PackedModel(model_directory, ranks)
+        model = PackedModel(model_directory, ranks, lora=lora)
         optimizer = Keeping(model.named_parameters())
         kinds = {**losses(TrainerConfig()), "ce": ce_loss}
         step = TrainStep(model, optimizer, kinds, lm_head_chunk=16, micro_batch_tokens=48)
@@ -56,4 +57,4 @@ def main(model_directory: Path, batches: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:4]), {"r": 4, "alpha": 8} if "lora" in sys.argv[4:] else None)

@@ -50,11 +50,17 @@ class Outcome:
         self.told: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"], ids=["tied embeddings", "untied embeddings"])
+LORA = pytest.param("lora", marks=pytest.mark.full)
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3", "llama", LORA], ids=["tied embeddings", "untied embeddings", "an adapter"]
+)
 def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Where one process, and where two ranks, have left their outcome for every batch."""
     root = tmp_path_factory.mktemp("ranks")
-    model = write_random_model(root / "model", ARCHITECTURES[request.param])
+    adapts = request.param == "lora"
+    model = write_random_model(root / "model", ARCHITECTURES["qwen3" if adapts else request.param])
     batches, one, two = (root / name for name in ("batches", "one", "two"))
     for directory in (batches, one, two):
         directory.mkdir()
@@ -62,7 +68,7 @@ def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         entries = [BatchSample(sample, f"env{index % 2}", index) for index, sample in enumerate(samples)]
         (batches / name).write_bytes(encode_batch(Batch(1, 0, entries, [], {})))
     for start, output in (([], one), (TORCHRUN, two)):
-        command = [sys.executable, *start, PROGRAM, model, batches, output]
+        command = [sys.executable, *start, PROGRAM, model, batches, output, *(["lora"] if adapts else [])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
     return one, two

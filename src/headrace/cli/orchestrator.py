@@ -17,14 +17,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.launch.saved_config import read_rl_run, run_directory
+    from headrace.config.run import RunConfig
+    from headrace.launch.saved_config import read_sampled_run, run_directory
     from headrace.observe.monitors import forwarding
     from headrace.orchestrator import main
 
-    config = read_rl_run(arguments.run)
+    config = read_sampled_run(arguments.run)
     run = run_directory(config)
-    with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
-        over = main.run(config.orchestrator, run=run, status=status)
+    if isinstance(config, RunConfig):
+        orchestrator, monitors = config.orchestrator, (config.wandb, config.tensorboard)
+    else:
+        orchestrator, monitors = config.evaluator(), (None, None)
+    with process("orchestrator", run) as status, forwarding(run, *monitors):
+        over = main.run(orchestrator, run=run, status=status)
     # It stops in order when asked to; whoever supervises must be able to tell that from the end of the run.
     code = 0 if over else STOPPED
     for thread in threading.enumerate():

@@ -45,13 +45,16 @@ def read_target(target: str, overrides: list[str]) -> InferenceConfig:
     """The server's configuration: that of a run, or a model's with the port everyone expects."""
     from headrace.config.base import Tree, parse_overrides, put, validate
     from headrace.config.inference import InferenceConfig
-    from headrace.launch.saved_config import read_rl_run
+    from headrace.config.run import RunConfig
+    from headrace.launch.saved_config import read_sampled_run
     from headrace.text.hub import model_directory
 
     path = Path(target)
     tree: Tree
     if path.suffix == ".toml" or (path / "config.toml").is_file():
-        tree = read_rl_run(path).inference.model_dump(mode="json", exclude_none=True)
+        config = read_sampled_run(path)
+        server = config.inference if isinstance(config, RunConfig) else config.server()
+        tree = server.model_dump(mode="json", exclude_none=True)
     else:
         tree = {"model": {"name": str(model_directory(target))}, "port": PORT}
     for key, value in parse_overrides(overrides):

@@ -43,7 +43,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     if config.output_dir is None:
         raise ConfigError("output_dir: say where the run shall keep its files")
     plan = decide(config.output_dir, arguments.resume, arguments.clean)
-    if isinstance(config, RunConfig):
+    if isinstance(config, RunConfig) or config.evaluates:
         check_port(config.inference.host, config.inference.port)
     model = resolve(config.model)
     Tokenizer(model)  # refused here rather than by three processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,6 +127,15 @@ class EvalEnvConfig(EnvConfig):
     pin_version: bool | None = None
 
 
+def check_env_names(slot: str, envs: Sequence[EnvConfig]) -> None:
+    """Metrics tell the environments of a slot apart by their names."""
+    names = [env.name for env in envs]
+    for name in names:
+        if names.count(name) > 1 or name == "all":
+            problem = "reserved" if name == "all" else "used twice; set a different `name` on one of them"
+            raise ValueError(f"{slot}.env name {name!r} is {problem}")
+
+
 DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.over(SamplingConfig(temperature=1.0)))]
 
 
@@ -239,14 +249,8 @@ class OrchestratorConfig(Config):
             names = [filter_name(entry) for entry in filters]
             if len(set(names)) != len(names):
                 raise ValueError(f"{slot}_batch_filters has one filter twice; give your own different names")
-        for slot_name, envs in (("train", self.train.env), ("eval", self.eval.env)):
-            env_names = [env.name for env in envs]
-            for name in env_names:
-                if env_names.count(name) > 1 or name == "all":
-                    raise ValueError(
-                        f"{slot_name}.env name {name!r} is "
-                        + ("reserved" if name == "all" else "used twice; set a different `name` on one of them")
-                    )
+        check_env_names("train", self.train.env)
+        check_env_names("eval", self.eval.env)
         return self
 
     @model_validator(mode="after")

@@ -8,8 +8,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from headrace.config.base import Config
+from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import RendererConfig
+from headrace.config.orchestrator import EvalConfig, OrchestratorConfig, check_env_names
 from headrace.config.trainer import TrainingConfig
 
 
@@ -93,6 +95,18 @@ class ValidationConfig(SourceConfig):
         return self
 
 
+class SftEvalConfig(EvalConfig):
+    """As in an RL run: environments in which the model is evaluated while it is trained, beside the trainer."""
+
+    pin_version: bool = True
+    """Sample a whole evaluation from one version. Versions that are published meanwhile may be passed over."""
+
+    @model_validator(mode="after")
+    def _names(self) -> SftEvalConfig:
+        check_env_names("eval", self.env)
+        return self
+
+
 class SftConfig(TrainingConfig):
     PATHS_OF_FILE = ("data.path", "validation.path", "model.sft")
 
@@ -100,6 +114,9 @@ class SftConfig(TrainingConfig):
     validation: ValidationConfig | None = None
     """Unset: none."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
+    eval: SftEvalConfig = Field(default_factory=SftEvalConfig)
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
+    """The server that `[eval]` samples from. Its model, renderer and seed are the run's."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
@@ -113,4 +130,41 @@ class SftConfig(TrainingConfig):
                 "validation.fraction holds out rows, and the demonstrations of data.env have no end: give "
                 "validation.env instead"
             )
+        for key in ("model", "output_dir", "renderer", "seed"):
+            if getattr(self.inference, key) != getattr(InferenceConfig(), key):
+                raise ValueError(f"inference.{key}: the server takes the run's own {key}; leave it out")
         return self
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a server and an orchestrator run beside the trainer."""
+        return bool(self.eval.env)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the version after `step` is one to evaluate."""
+        return any(step % (env.interval or self.eval.interval) == 0 for env in self.eval.env)
+
+    def server(self) -> InferenceConfig:
+        """The server's configuration, with what it takes from the run."""
+        return self.inference.model_copy(
+            update={
+                "model": self.model,
+                "output_dir": self.output_dir,
+                "renderer": self.renderer,
+                "seed": self.seed,
+                "max_model_len": self.inference.max_model_len or self.seq_len,
+            }
+        )
+
+    def evaluator(self) -> OrchestratorConfig:
+        """That of an orchestrator which evaluates and trains nothing, having no environment to train on."""
+        return OrchestratorConfig(
+            model=self.model,
+            output_dir=self.output_dir,
+            max_steps=self.max_steps,
+            seq_len=self.server().max_model_len,
+            seed=self.seed,
+            renderer=self.renderer,
+            eval=self.eval,
+            drift_probes=0,
+        )

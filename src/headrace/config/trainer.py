@@ -270,6 +270,8 @@ class WeightsConfig(Config):
     """`link`: straight from the trainer's memory; the run directory only says where. Adapters are always files."""
     host: str = "127.0.0.1"
     """The link: the address at which engines reach the trainer's first rank."""
+    port: int = Field(0, ge=0, le=65535)
+    """The link: 0 takes any free port."""
     carrier: Literal["auto", "stream", "nccl"] = "auto"
     """The link: `auto` is NCCL between different GPUs, and a plain connection otherwise."""
     ack_timeout: float = Field(3600.0, ge=0)

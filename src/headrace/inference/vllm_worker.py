@@ -1,12 +1,13 @@
 """What Headrace adds to each worker of a vLLM engine: loading published weights, from their directory or over the link.
 
 Start vLLM with `worker_extension_cls="headrace.inference.vllm_worker.PublishedWeightsWorker"`, and call the methods
-below on all workers with `collective_rpc`. vLLM runs such a call between two steps, so a version is best fetched first,
-which goes on beside the steps, and then loaded, which is a copy in memory. Each worker reads, or receives, whole
-tensors and takes its share of them, so that the number of workers is no matter to the trainer.
+below on all workers with `collective_rpc`. vLLM runs such a call between two steps, so a version is fetched first,
+which goes on beside the steps; once every worker has it, it is loaded, which is a copy in memory. Loading before that
+would fetch too, but where only some of the workers succeed, the model would be of two versions.
 
-Everything is fetched and checked before the model is touched. Left out on purpose: emptying vLLM's prefix cache, which
-belongs to the engine (`reset_prefix_cache`).
+Each worker reads, or receives, whole tensors, checks them, and takes its share of them; so the trainer need not know
+how many there are. Left out on purpose: emptying vLLM's prefix cache, which belongs to the engine
+(`reset_prefix_cache`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class PublishedWeightsWorker:
         """Begin to fetch a version in the background; returns at once. What was fetched before is forgotten."""
         self._published_weights.begin(Path(path), Version.parse(version))
 
+    def has_published(self, path: str, version: str) -> bool:
+        """Whether a version that was begun is there; raises why it cannot be had."""
+        return self._published_weights.has(Path(path), Version.parse(version))
+
     def load_published(self, path: str, version: str) -> str:
         """Go on with a version, once it is there; returns its checksum. Refused, it leaves the model as it was."""
         published = self._published_weights.take(Path(path), Version.parse(version))
@@ -71,14 +76,26 @@ class Fetcher:
     def begin(self, directory: Path, version: Version) -> None:
         self._begun = (directory, version, self._thread.submit(self._fetch, directory, version))
 
+    def has(self, directory: Path, version: Version) -> bool:
+        """Whether `take` would return, and at once; raises what it would raise."""
+        begun = self._of(directory, version)
+        if begun is None or not begun.done():
+            return False
+        begun.result()
+        return True
+
     def take(self, directory: Path, version: Version) -> PublishedWeights:
         """The version, complete and fit for the model. It is handed out, or refused, once."""
-        if self._begun is None or self._begun[:2] != (directory, version):
-            self.begin(directory, version)
-        assert self._begun is not None
-        fetched = self._begun[2]
+        begun = self._of(directory, version)
+        if begun is None:
+            begun = self._thread.submit(self._fetch, directory, version)
         self._begun = None
-        return fetched.result()
+        return begun.result()
+
+    def _of(self, directory: Path, version: Version) -> Future[PublishedWeights] | None:
+        if self._begun is None or self._begun[:2] != (directory, version):
+            return None
+        return self._begun[2]
 
     def _fetch(self, directory: Path, version: Version) -> PublishedWeights:
         published = read_published(

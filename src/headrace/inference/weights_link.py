@@ -52,7 +52,10 @@ class WeightsReceiver:
 
     def receive(self, directory: Path, version: Version) -> dict[str, Tensor]:
         """The tensors of a published directory that has a manifest in their place."""
-        manifest = read_manifest(directory)
+        try:
+            manifest = read_manifest(directory)
+        except (OSError, SchemaError) as error:
+            raise WeightsError(str(error)) from error
         with self._lock:
             try:
                 row = self._fetch(manifest, version)

@@ -46,8 +46,8 @@ def make_supervisor(
     """The supervisor of this kind of run, with a view of it."""
     assert config.max_steps is not None  # both kinds refuse a run without an end
     limits = config.launch
-    if isinstance(config, RunConfig):
-        specs = rl_processes(limits, run, resume, config.inference.port)
+    if isinstance(config, RunConfig) or config.evaluates:
+        specs = processes(limits, run, resume, config.inference.port)
     else:
         gpus = visible_gpus()[: limits.trainer_processes]
         specs = [trainer_process(run, limits.trainer_processes or max(1, len(gpus)), gpus, limits.threads, resume)]
@@ -63,8 +63,8 @@ def make_supervisor(
     )
 
 
-def rl_processes(launch: LaunchConfig, run: RunDir, resume: bool, port: int) -> list[ProcessSpec]:
-    """The processes in the order they start: what others wait for comes first, and stops last."""
+def processes(launch: LaunchConfig, run: RunDir, resume: bool, port: int) -> list[ProcessSpec]:
+    """Of a run that samples, in the order they start: what others wait for comes first, and stops last."""
     placement = place(
         visible_gpus(),
         trainer_processes=launch.trainer_processes,

@@ -19,7 +19,7 @@ from headrace.config.base import ConfigError, dump, load
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.paths import cache_directory
-from headrace.config.sft import SftConfig, SftDataConfig
+from headrace.config.sft import SftConfig, SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
 from headrace.launch.lock import lock
@@ -52,6 +52,7 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     config, notices = load(SftConfig, [file])
     for notice in notices:
         _say(notice)
+    config = config.model_copy(update={"eval": SftEvalConfig()})  # whoever only wants the model has nothing of it
     base = resolve(config.model, (*trail, file.resolve()))
     # Where and by how many processes it is trained does not shape it.
     recipe = dump(config.model_copy(update={"output_dir": None, "launch": LaunchConfig()}))

@@ -67,6 +67,17 @@ def read_rl_run(path: Path) -> RunConfig:
     return config
 
 
+def read_sampled_run(path: Path) -> RunConfig | SftConfig:
+    """A run that has an orchestrator and an inference server."""
+    config = read_run(path)
+    if isinstance(config, SftConfig) and not config.evaluates:
+        raise ConfigError(
+            f"{path} is an SFT run without [[eval.env]]: only one that evaluates has an orchestrator and an inference "
+            "server"
+        )
+    return config
+
+
 def changes(config: Config, run: RunDir) -> list[str]:
     """The keys in which `config` differs from the one saved in the run directory, as `key: old -> new`."""
     if not run.config.is_file():

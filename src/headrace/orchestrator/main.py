@@ -37,6 +37,7 @@ GRACE = 2.0
 def run(config: OrchestratorConfig, *, run: RunDir, status: Status) -> bool:
     """Run until `max_steps`, or until SIGTERM or SIGINT; returns whether the run is over, rather than stopped.
 
+    Without an environment to train on it only evaluates what the trainer publishes.
     An environment that ignores its cancellation does not keep the process: what it runs in is not waited for.
     """
     loop = asyncio.new_event_loop()
@@ -67,7 +68,8 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> bool:
             stack.enter_context(_only_orchestrator(run))
             environments = await _load_environments(config, stack)
             journal = stack.enter_context(closing(Journal(run.journal)))
-            _reconcile(run, journal)
+            if config.train.env:
+                _reconcile(run, journal)
             client = EngineClient(
                 config.client.base_url or run.endpoints,
                 timeout=config.client.timeout,

@@ -168,8 +168,7 @@ class Orchestrator:
                     self._spawn(self._load(action.version))
                 case ReportEval():
                     self._write(partial(self._report_eval, action.batch))
-        last = self.pipeline.step > self.pipeline.settings.max_steps
-        self.status.set("every batch is shipped" if last else f"collecting batch {self.pipeline.step}")
+        self.status.set(self.pipeline.doing)
 
     async def _process_group(self, action: ProcessGroup) -> None:
         levels = self.processing if action.kind is Kind.TRAIN else self.eval_processing
@@ -222,7 +221,7 @@ class Orchestrator:
         self.events.put_nowait(Published(version))
 
     def _log_gauges(self, values: dict[str, float]) -> None:
-        self._write(partial(self.metrics.log, self.pipeline.step - 1, values))
+        self._write(partial(self.metrics.log, self.pipeline.position, values))
         self.status.set(None, **values)
         what, whom = self.pipeline.awaited()
         oldest = self.dispatcher.oldest()
@@ -286,7 +285,8 @@ class Orchestrator:
     def _commit_at_end(self, entries: Entries, progress: dict[str, float]) -> None:
         """What was dropped since the last step, and the totals with it."""
         self.journal.commit(entries)
-        self.metrics.log(self.journal.last_step(), progress)
+        if self.pipeline.trains:
+            self.metrics.log(self.journal.last_step(), progress)
         if self.pipeline.finished and not self.pipeline.stopped:
             self.journal.drop_open("max_steps")
         self._mark_trained()

@@ -185,6 +185,25 @@ class Pipeline:
         """Changes when the run gets further."""
         return self.step, str(self.version), self._evals_reported
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to collect; else versions are evaluated as they are published."""
+        return bool(self.settings.group_sizes)
+
+    @property
+    def position(self) -> int:
+        """Which step the records of this moment belong to."""
+        return self.step - 1 if self.trains else self.version.step
+
+    @property
+    def doing(self) -> str:
+        """In words, for people."""
+        if self.step <= self.settings.max_steps:
+            return f"collecting batch {self.step}"
+        if self.eval_sink.open_epochs:
+            return f"evaluating version {self.version.step}"
+        return "every batch is shipped" if self.trains else "between evaluations"
+
     def awaited(self) -> tuple[str, str]:
         """What everything waits for, and from whom."""
         if self._loading:

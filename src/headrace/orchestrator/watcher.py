@@ -55,6 +55,8 @@ class WeightWatcher:
                 EngineRejected,
             ) as error:  # damaged by a power loss, say: the trainer publishes its own anew
                 log.warning("weights %s cannot be loaded, going on with %s: %s", latest, self.version, error)
+        else:
+            await asyncio.to_thread(self._weights.acknowledge, self.version)  # so that the trainer knows us here
 
     async def follow(self, notify: Callable[[Version], None]) -> None:
         """For ever: say which version is the newest, each once, and keep restarted engines up to date."""

@@ -76,13 +76,14 @@ def wire(
     eval_processing = EvalProcessing(
         _by_name(environments, Kind.EVAL), {env.name: env.timeout for env in config.eval.env}
     )
+    settings = _settings(config, environments, model.engines)
     pipeline = Pipeline(
-        _settings(config, environments, model.engines),
+        settings,
         _train_source(config, environments, journal),
         _eval_source(config, environments, run),
         Ledger(journal.totals(), journal.clock(), journal.next_credit(), now),
         model.watcher.version,
-        journal.last_step() + 1,
+        journal.last_step() + 1 if config.train.env else settings.max_steps + 1,
         now,
     )
     longest = min(health.max_model_len for health in model.engines)

@@ -16,8 +16,8 @@ from headrace.transport.weights import WeightStore
 class Publisher:
     """Every rank has one, and all must call it alike.
 
-    `host` is where engines reach the first rank over the link; without it there are only files. An adapter is always a
-    file: it is small.
+    `host` and `port` are where engines reach the first rank over the link; without a host there are only files. An
+    adapter is always a file: it is small.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class Publisher:
         model: PackedModel,
         *,
         host: str | None = None,
+        port: int = 0,
         carrier: Literal["auto", "stream", "nccl"] = "auto",
     ) -> None:
         self._weights = weights
@@ -34,7 +35,7 @@ class Publisher:
         self._linked = host is not None and model.adapter is None
         self._sender: WeightsSender | None = None
         if host is not None and self._linked and self._first:
-            self._sender = WeightsSender(host, device=model.device, carrier=carrier)
+            self._sender = WeightsSender(host, port, device=model.device, carrier=carrier)
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Make the model's weights visible as `version`; `lasting`: so that they can be had without this process."""

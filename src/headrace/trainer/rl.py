@@ -20,8 +20,10 @@ from headrace.rollout.version import staleness
 from headrace.trainer.learner import Learner, ResumeError
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
+from headrace.trainer.publisher import Publisher
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.trainer.token_table import write_token_table
+from headrace.transport.acknowledgements import Acknowledgements
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -34,12 +36,21 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
     run = RunDir(config.output_dir)
     status.set("loading model")
     learner = Learner(config, losses(config), run.checkpoints, resume)
-    enter_incarnation(learner, run, resuming=resume is not None)
+    weights = config.weights
+    publisher = Publisher(
+        run.weights,
+        learner.model,
+        host=weights.host if weights.transport == "link" else None,
+        port=weights.port,
+        carrier=weights.carrier,
+    )
+    acknowledgements = Acknowledgements(run.weights, weights.ack_timeout or None)
+    enter_incarnation(learner, run, publisher, resuming=resume is not None)
     metrics = MetricsLog(run.metrics, "trainer")
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
-        if not wait_for_batch(learner, run, step, status, stopped):
+        if not wait_for_batch(learner, run, acknowledgements, step, status, stopped):
             break
         batch = run.batches.read(step)
         watch.lap("time/wait_for_batch")
@@ -65,7 +76,8 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
             watch.lap("time/probe")
 
         if step < learner.max_steps:
-            publish(learner, run, config.keep_weights)
+            publisher.publish(learner.version)
+            publisher.retire(config.keep_weights)
             watch.lap("time/publish")
         if result.trace is not None:
             write_token_table(run.tokens.path(step), result.trace, batch, learner.ranks)
@@ -86,11 +98,13 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
             watch.lap("time/save_ckpt")
         if step == learner.max_steps:  # after its checkpoint: whoever sees the last version may take the run for saved
             complete_checkpoint(learner, run, wait=True)
-            publish(learner, run, config.keep_weights)
+            publisher.publish(learner.version, lasting=True)
+            publisher.retire(config.keep_weights)
     complete_checkpoint(learner, run, wait=True)
     if learner.state.step == learner.max_steps:
         status.set("saving the final model")
         learner.save_final_model(run.final_model)
+    publisher.close()
 
 
 def losses(config: TrainerConfig) -> dict[str, Loss]:
@@ -102,7 +116,7 @@ def losses(config: TrainerConfig) -> dict[str, Loss]:
     }
 
 
-def enter_incarnation(learner: Learner, run: RunDir, *, resuming: bool) -> None:
+def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, resuming: bool) -> None:
     """After a restart take an incarnation that nobody has seen, and publish the loaded version under it."""
     published = run.weights.published() if learner.ranks.first else []
     seen = [version.incarnation for version in published]
@@ -119,30 +133,33 @@ def enter_incarnation(learner: Learner, run: RunDir, *, resuming: bool) -> None:
     if learner.ranks.first:
         run.batches.delete_through(learner.state.step)
         run.weights.sweep()
-    publish(learner, run)
+    publisher.publish(learner.version)
     log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)
 
 
-def wait_for_batch(learner: Learner, run: RunDir, step: int, status: Status, stopped: threading.Event) -> bool:
+def wait_for_batch(
+    learner: Learner,
+    run: RunDir,
+    acknowledgements: Acknowledgements,
+    step: int,
+    status: Status,
+    stopped: threading.Event,
+) -> bool:
     """Until every rank sees the batch; False, on all of them, as soon as one is asked to stop."""
     ranks = learner.ranks
+
+    def is_there() -> bool:
+        if ranks.first:
+            acknowledgements.check()
+        return ranks.all(run.batches.exists(step))
+
     return wait_until(
-        lambda: ranks.all(run.batches.exists(step)),
+        is_there,
         f"batch {step}",
         "the orchestrator",
         status,
         stopped=lambda: ranks.any(stopped.is_set()),
     )
-
-
-def publish(learner: Learner, run: RunDir, keep_weights: int | None = None) -> None:
-    """Every rank writes its part of the weights; then versions that are no longer needed go."""
-    if not learner.ranks.first:
-        learner.model.save_for_engine(run.weights.draft(learner.version))
-        return
-    run.weights.publish(learner.version, learner.model.save_for_engine)
-    if keep_weights is not None:
-        run.weights.retire(keep_weights)
 
 
 def complete_checkpoint(learner: Learner, run: RunDir, *, wait: bool) -> None:

@@ -11,13 +11,15 @@ from pathlib import Path
 from headrace.config.sft import SftConfig, SourceConfig
 from headrace.environments.registry import load_environment
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.status import Status
+from headrace.observe.status import Status, wait_until
 from headrace.rollout.types import Sample
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.conversation import Conversation, render
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import ce_loss
+from headrace.trainer.publisher import Publisher
+from headrace.trainer.rl import enter_incarnation
 from headrace.trainer.rows import Rows, load_rows, read_rows
 from headrace.trainer.sft_data import VALIDATION_SEED, Cuts, drawn, from_environment, from_rows, hold_out
 from headrace.trainer.stopwatch import Stopwatch
@@ -28,10 +30,12 @@ log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 10
 """Steps between log lines."""
+KEEP_WEIGHTS = 1
+"""Published versions kept on disk besides those that an engine may still load."""
 
 
 def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Event, status: Status) -> Path:
-    """Train to `max_steps`, or until `stopped`. Returns the path of the final model, which is written last."""
+    """Train to `max_steps`, or until `stopped`. Returns the path of the final model."""
     if config.output_dir is None:
         raise ValueError("output_dir must be set to train")
     run = RunDir(config.output_dir)
@@ -41,6 +45,9 @@ def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Ev
     renderer = make_renderer(
         directory, Tokenizer(directory), options.name, options.enable_thinking, options.thinking_retention
     )
+    publisher = Publisher(run.weights, learner.model) if config.evaluates else None
+    if publisher is not None:
+        enter_incarnation(learner, run, publisher, resuming=resume is not None)
     status.set("reading the data")
     conversations, held_out = open_conversations(config, learner.state.examples)
     validation = make_validation(config, learner, [render(conversation, renderer) for conversation in held_out])
@@ -78,13 +85,44 @@ def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Ev
         if learner.is_checkpoint_due:
             learner.begin_checkpoint()
             watch.lap("time/save_ckpt")
+        if publisher is not None and step < learner.max_steps and config.is_evaluated(step):
+            offer(publisher, learner, run)
+            watch.lap("time/publish")
     learner.checkpoints.finish(wait=True)
     if learner.state.step == learner.max_steps:
         if validation is not None:
             validate(validation, learner, metrics, stopped)
         status.set("saving the final model")
         learner.save_final_model(run.final_model)
+        if publisher is not None:  # now that all is saved: the run may end once this has been evaluated
+            publish_last(publisher, learner, run, status, stopped)
     return run.final_model
+
+
+def offer(publisher: Publisher, learner: Learner, run: RunDir) -> None:
+    """Publish a version for evaluation, unless it has yet to take an earlier one: training never waits for it."""
+    ranks, weights = learner.ranks, run.weights
+    if ranks.any(ranks.first and (weights.acknowledged() is None or bool(weights.unacknowledged()))):
+        log.info("step %d is not evaluated: evaluation is not that far", learner.state.step)
+        return
+    publisher.publish(learner.version)
+    publisher.retire(KEEP_WEIGHTS)
+
+
+def publish_last(publisher: Publisher, learner: Learner, run: RunDir, status: Status, stopped: threading.Event) -> None:
+    """Publish the final version, but not before the orchestrator has found the one that training began with."""
+    ranks, weights = learner.ranks, run.weights
+    if ranks.any(ranks.first and learner.version in weights.published()):
+        return  # a finished run that was resumed has done so at its start
+    known = wait_until(
+        lambda: ranks.all(weights.acknowledged() is not None),
+        "the first acknowledgement",
+        "the orchestrator",
+        status,
+        stopped=lambda: ranks.any(stopped.is_set()),
+    )
+    if known:
+        publisher.publish(learner.version, lasting=True)
 
 
 def make_validation(config: SftConfig, learner: Learner, samples: list[Sample]) -> Validation | None:

@@ -15,6 +15,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -24,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.errors import Failure
+from headrace.errors import BadInput, Failure
 from headrace.inference.nccl import NcclPair, gpu_identity, new_group_id
 from headrace.inference.tensor_bytes import bytes_of, digest
 from headrace.rollout.version import Version
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 BUCKET_SIZE = 1 << 26
 """Bytes that travel at once. A power of two, since torch rounds pinned memory up to one."""
+RETRY = 1.0
+"""Seconds of rest when the system cannot take another connection."""
 AHEAD = 2
 """Buckets on a GPU at once: one on its way out while the next one comes in."""
 
@@ -147,8 +150,7 @@ class WeightsSender:
         self._closed = False
         self._lock = threading.Lock()
         self._id = secrets.token_hex(8)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family)
+        self._listener = _listen(host, port)
         self._host = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self._port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="weights-link", daemon=True).start()
@@ -188,10 +190,12 @@ class WeightsSender:
         while True:
             try:
                 connected, address = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._closed:
                     return
-                raise
+                log.warning("an engine could not connect to the weights link: %s", error)
+                time.sleep(RETRY)
+                continue
             connection = Connection(connected, f"the engine at {address[0]}:{address[1]}", self._patience)
             with self._lock:
                 if self._closed:
@@ -227,6 +231,15 @@ class WeightsSender:
             return Answer(problem=f"NCCL is asked for by configuration, and {where} has no GPU that it can use"), None
         alone = self._gpu is None or ask.gpu is None or (self._carrier == "auto" and self._gpu == ask.gpu)
         return Answer("stream" if alone or self._carrier == "stream" else "nccl"), snapshot
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise BadInput(
+            f"cannot listen on trainer.weights.host {host}, trainer.weights.port {port}: {error.strerror}"
+        ) from error
 
 
 class _Line:

@@ -1,0 +1,97 @@
+"""What each vLLM worker does before it touches its model; `test_vllm_weights.py` has the rest, with a real one."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.inference.vllm_worker import Fetcher
+from headrace.inference.weights import WeightsError
+from headrace.rollout.version import Version
+from headrace.transport.weights import WeightStore, read_marker
+
+V1, V2 = Version(0, 1), Version(0, 2)
+NORM = "model.norm.weight"
+Publish = Callable[[Any, Version], Path]
+MakeModel = Callable[[int], Any]
+
+
+@pytest.fixture
+def fetcher(model_directory: Path) -> Fetcher:
+    return Fetcher(torch.device("cpu"), model_directory, torch.float32, tied=True)
+
+
+def republish(directory: Path, target: Path, **changes: torch.Tensor | None) -> Path:
+    """The same version with other tensors; None takes one away."""
+
+    def write(draft: Path) -> None:
+        tensors = {**load_file(directory / "model.safetensors"), **changes}
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, draft / "model.safetensors")
+
+    store = WeightStore(target)
+    store.publish(V1, write)
+    return store.path(V1)
+
+
+def wait_for(fetcher: Fetcher, directory: Path) -> None:
+    while not fetcher.has(directory, V1):
+        time.sleep(0.005)
+
+
+def test_a_version_that_was_begun_is_taken_though_its_files_are_gone(
+    make_model: MakeModel, publish: Publish, fetcher: Fetcher
+) -> None:
+    directory = publish(make_model(1), V1)
+    checksum = read_marker(directory).checksum
+    assert not fetcher.has(directory, V1)
+    fetcher.begin(directory, V1)
+    wait_for(fetcher, directory)
+    assert not fetcher.has(directory, V2)
+    shutil.rmtree(directory)
+    published = fetcher.take(directory, V1)
+    assert published.checksum == checksum
+    assert torch.equal(published.tensors[NORM], make_model(1).model.norm.weight)
+    with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):  # handed out once
+        fetcher.take(directory, V1)
+
+
+def test_what_cannot_be_had_is_said_before_anything_is_loaded(fetcher: Fetcher, tmp_path: Path) -> None:
+    fetcher.begin(tmp_path, V1)
+    with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):
+        wait_for(fetcher, tmp_path)
+
+
+def test_another_version_than_the_one_begun_is_fetched_when_it_is_taken(
+    make_model: MakeModel, publish: Publish, fetcher: Fetcher
+) -> None:
+    fetcher.begin(publish(make_model(1), V1), V1)
+    assert fetcher.take(publish(make_model(2), V2), V2).version == V2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"extra": torch.ones(1)}, "it has extra, which the model does not have"),
+        ({NORM: None}, f"it lacks {NORM}"),
+        ({NORM: torch.ones(7)}, rf"its {NORM} is \[7\], not \[32\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    make_model: MakeModel, publish: Publish, fetcher: Fetcher, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    directory = republish(publish(make_model(1), V1), tmp_path / "edited", **changes)
+    with pytest.raises(WeightsError, match=message):
+        fetcher.take(directory, V1)
+
+
+def test_a_tied_head_may_be_there_or_not(
+    make_model: MakeModel, publish: Publish, fetcher: Fetcher, tmp_path: Path
+) -> None:
+    head = make_model(1).lm_head.weight.detach().clone()
+    directory = republish(publish(make_model(1), V1), tmp_path / "edited", **{"lm_head.weight": head})
+    assert "lm_head.weight" in fetcher.take(directory, V1).tensors
