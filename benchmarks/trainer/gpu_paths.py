@@ -5,28 +5,29 @@
 A model of Qwen3-0.6B's sizes with random weights computes logprobs in bfloat16 and runs backward, over a row that is
 one sequence, one of mixed lengths, and one of groups that share their prompts. `error` is the largest difference
 of a logprob from float32 with `sdpa`; `first` is the first step, compiling included. Then rows of twelve lengths run
-through one compiled model: how many programs that takes, and the slowest step once there are two.
+through one compiled model: how many programs that takes (at best two of a layer and four of the head), and the slowest
+step after those.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from headrace.trainer.compiling import compile_layers
-from headrace.trainer.lm_head import label_logprobs
-from headrace.trainer.memory import checkpoint_layers, offload_activations
-from headrace.trainer.model import PackedModel, hidden_states
-from headrace.trainer.row import Kernel, Row, make_row
+from headrace.trainer.memory import Checkpointing
+from headrace.trainer.model import PackedModel
+from headrace.trainer.row import Kernel, Row
 
 DEVICE = torch.device("cuda")
 LM_HEAD_CHUNK = 4096
@@ -38,24 +39,25 @@ class Way:
 
     attention: Kernel
     compiled: bool = False
-    checkpointing: str = ""
+    checkpointing: Checkpointing | Literal[False] = False
     offload: bool = False
     fp32_head: bool = False
 
     def __str__(self) -> str:
-        parts = [self.attention, "compiled" if self.compiled else "", self.checkpointing]
-        return ", ".join(filter(None, [*parts, "offload" * self.offload, "fp32 head" * self.fp32_head]))
+        parts = [self.attention, "compiled" * self.compiled, self.checkpointing, "offload" * self.offload]
+        return ", ".join(part for part in [*parts, "fp32 head" * self.fp32_head] if part)
+
+
+KERNELS: dict[str, tuple[Kernel, ...]] = {"one": ("flash", "cudnn", "varlen"), "mixed": ("auto",), "groups": ("auto",)}
+MODES: tuple[Checkpointing | Literal[False], ...] = (False, "full", "selective")
 
 
 def ways(row: str) -> Iterator[Way]:
-    kernels: dict[str, tuple[Kernel, ...]] = {"one": ("flash", "cudnn", "varlen"), "mixed": ("auto",), "groups": ()}
-    for checkpointing in ("", "full", "selective"):
-        yield Way("sdpa", checkpointing=checkpointing)
-        for kernel in kernels[row]:
+    for checkpointing in MODES:
+        yield Way("sdpa", False, checkpointing)
+        for kernel in KERNELS[row]:
             yield Way(kernel, False, checkpointing)
             yield Way(kernel, True, checkpointing)
-        if row == "groups":
-            yield Way("auto", False, checkpointing)
     if row == "one":
         yield Way("auto", False, "full", offload=True)
         yield Way("auto", True, "full", offload=True)
@@ -80,49 +82,42 @@ def sequences(row: str, tokens: int) -> list[np.ndarray]:
     return np.split(text(tokens), cuts[cuts < tokens])
 
 
-class Bench:
-    """One model, wrapped and unwrapped for each way."""
+def write_model(directory: Path) -> None:
+    torch.manual_seed(0)
+    with DEVICE:
+        AutoModelForCausalLM.from_config(qwen3_600m(), dtype=torch.bfloat16).save_pretrained(directory)
 
-    def __init__(self, directory: Path) -> None:
-        torch.manual_seed(0)
-        with DEVICE:
-            made = AutoModelForCausalLM.from_config(qwen3_600m())
-        made.save_pretrained(directory)
-        self.model = PackedModel(directory, dtype=torch.bfloat16)
-        self.layers = self.model.module.model.layers
 
-    def wrap(self, way: Way) -> None:
-        for layer in self.layers:
-            vars(layer).pop("forward", None)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        if way.checkpointing == "full" or way.checkpointing == "selective":
-            checkpoint_layers(self.layers, way.checkpointing)
-        if way.compiled:
-            compile_layers(self.layers)
-        if way.offload:
-            offload_activations(self.layers)
+def model_of(directory: Path, way: Way, dtype: torch.dtype = torch.bfloat16) -> PackedModel:
+    """A model that computes in this way; what the one before had is free again."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return PackedModel(
+        directory,
+        dtype=dtype,
+        attention=way.attention,
+        activation_checkpointing=way.checkpointing,
+        activation_offload=way.offload,
+        compile=way.compiled,
+        lm_head_fp32=way.fp32_head,
+    )
 
-    def logprobs(self, row: Row, way: Way, dtype: torch.dtype) -> Tensor:
-        """Of a random label for each place."""
-        places = row.token_ids.shape[1]
-        labels = torch.randint(0, 150_000, (places,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return label_logprobs(
-                hidden_states(self.model.module, row).to(dtype),
-                self.model.module.get_output_embeddings().weight,
-                labels,
-                torch.ones(places, device=DEVICE),
-                LM_HEAD_CHUNK,
-                fp32=way.fp32_head,
-                compiled=way.compiled,
-            )[0]
 
-    def step(self, row: Row, way: Way) -> Tensor:
-        logprobs = self.logprobs(row, way, torch.bfloat16)
-        logprobs.mean().backward()  # type: ignore[no-untyped-call]
-        self.model.module.zero_grad(set_to_none=True)
-        return logprobs.detach()
+def logprobs(model: PackedModel, row: Row) -> Tensor:
+    """Of a random label for each place."""
+    places = row.token_ids.shape[1]
+    labels = torch.randint(0, 150_000, (places,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    predictors = torch.arange(places, device=DEVICE)
+    return model.score(row, predictors, labels, torch.ones(places, device=DEVICE), LM_HEAD_CHUNK).logprobs
+
+
+def step(model: PackedModel, row: Row) -> Tensor:
+    given = logprobs(model, row)
+    given.mean().backward()  # type: ignore[no-untyped-call]
+    model.module.zero_grad(set_to_none=True)
+    return given.detach()
 
 
 def qwen3_600m() -> Qwen3Config:
@@ -139,41 +134,46 @@ def qwen3_600m() -> Qwen3Config:
     )
 
 
-def seconds(step: Callable[[], object]) -> float:
+def seconds(model: PackedModel, row: Row) -> float:
+    """For one step."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    step(model, row)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def compare_ways(bench: Bench, row_name: str, tokens: int, steps: int) -> None:
-    given = sequences(row_name, tokens)
-    reference = Way("sdpa")
-    bench.wrap(reference)
+def exact_logprobs(directory: Path, given: list[np.ndarray]) -> Tensor:
+    model = model_of(directory, Way("sdpa"), torch.float32)
     with torch.no_grad():
-        exact = bench.logprobs(make_row(given, DEVICE, "sdpa"), reference, torch.float32)
-    title = f"{row_name}: {len(given)} sequences, {len(exact)} tokens"
+        return logprobs(model, model.row(given))
+
+
+def measure(directory: Path, way: Way, given: list[np.ndarray], exact: Tensor, steps: int) -> str:
+    """A line of the table."""
+    model = model_of(directory, way)
+    row = model.row(given)
+    first = seconds(model, row)
+    torch.cuda.reset_peak_memory_stats()
+    taken = sorted(seconds(model, row) for _ in range(steps))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    error = float((step(model, row) - exact).abs().max())
+    return f"{way!s:<40}{len(exact) / taken[steps // 2]:>9.0f}{peak:>7.1f}{error:>8.3f}{first:>6.1f}s"
+
+
+def compare_ways(directory: Path, name: str, tokens: int, steps: int) -> None:
+    given = sequences(name, tokens)
+    exact = exact_logprobs(directory, given)
+    title = f"{name}: {len(given)} sequences, {len(exact)} tokens"
     print(f"\n{title:<40}{'tokens/s':>9}{'GiB':>7}{'error':>8}{'first':>7}")
-    for way in ways(row_name):
-        bench.wrap(way)
-        row = make_row(given, DEVICE, way.attention)
-        torch.cuda.empty_cache()
-        first = seconds(lambda way=way, row=row: bench.step(row, way))
-        torch.cuda.reset_peak_memory_stats()
-        taken = sorted(seconds(lambda way=way, row=row: bench.step(row, way)) for _ in range(steps))
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        error = float((bench.step(row, way) - exact).abs().max())
-        print(f"{way!s:<40}{len(exact) / taken[steps // 2]:>9.0f}{peak:>7.1f}{error:>8.3f}{first:>6.1f}s", flush=True)
+    for way in ways(name):
+        print(measure(directory, way, given, exact, steps), flush=True)
 
 
-def compare_lengths(bench: Bench, tokens: int) -> None:
-    way = Way("auto", compiled=True)
-    bench.wrap(way)
-    taken: list[float] = []
-    for part in range(12):
-        row = make_row(sequences("one", tokens - 1 - 101 * part), DEVICE, "auto")
-        taken.append(seconds(lambda row=row: bench.step(row, way)))
+def compare_lengths(directory: Path, tokens: int) -> None:
+    model = model_of(directory, Way("auto", compiled=True))
+    lengths = [tokens - 1 - tokens * part // 160 for part in range(12)]
+    taken = [seconds(model, model.row(sequences("one", length))) for length in lengths]
     programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     print(f"\ntwelve lengths: {programs} programs; fastest step {min(taken):.2f} s, slowest of the last ten", end=" ")
     print(f"{max(taken[2:]):.2f} s")
@@ -186,10 +186,11 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as temporary:
-        bench = Bench(Path(temporary))
-        for row in ("one", "mixed", "groups"):
-            compare_ways(bench, row, arguments.tokens, arguments.steps)
-        compare_lengths(bench, arguments.tokens)
+        directory = Path(temporary)
+        write_model(directory)
+        for name in ("one", "mixed", "groups"):
+            compare_ways(directory, name, arguments.tokens, arguments.steps)
+        compare_lengths(directory, arguments.tokens)
 
 
 if __name__ == "__main__":

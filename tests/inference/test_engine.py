@@ -403,3 +403,18 @@ def test_a_seeded_request_samples_the_same_to_the_last_bit_in_any_company(model:
 
     alone = sampled(0)
     assert all(sampled(others) == alone for others in (1, 2, 5, 14, 40))
+
+
+def test_broken_weights_leave_nothing_behind_for_those_who_come_after(model: Any) -> None:
+    engine = Engine(model, max_model_len=64, max_running=4)
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    hapless = engine.submit([1] * 30, SamplingParams(max_tokens=5, ignore_eos=True))
+    run_all(engine)
+    with pytest.raises(EngineError, match="not finite"):
+        hapless.future.result()
+    model.load_state_dict(good)
+    later = [engine.submit([2 + n] * 10, SamplingParams(max_tokens=30, ignore_eos=True)) for n in range(2)]
+    run_all(engine)
+    assert [len(request.future.result().token_ids) for request in later] == [30, 30]

@@ -26,6 +26,7 @@ from headrace.rollout.version import Version
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.endpoint import Endpoint, write_endpoint
+from headrace.transport.weights import read_marker
 
 ONE = SamplingParams(max_tokens=1)
 Serve = Callable[[], contextlib.AbstractAsyncContextManager[str]]
@@ -63,6 +64,19 @@ async def client_of(engines: Any, **options: Any) -> AsyncIterator[EngineClient]
         await client.close()
 
 
+def note_requests(client: EngineClient) -> list[str]:
+    """Whom the client asks from now on."""
+    asked: list[str] = []
+    request = client._request
+
+    async def noting(url: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(url)
+        return await request(url, *arguments, **options)
+
+    client._request = noting  # type: ignore[method-assign]
+    return asked
+
+
 async def test_of_two_servers_on_one_port_the_second_says_so(
     model_directory: Path, make_model: Callable[[int], Any]
 ) -> None:
@@ -91,14 +105,7 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(serve: Serve)
 
 async def test_a_session_keeps_its_engine_and_the_next_goes_where_fewer_are(serve: Serve) -> None:
     async with serve() as first, serve() as second, client_of([first, second]) as client:
-        asked: list[str] = []
-        request = client._request
-
-        async def noting(url: str, *arguments: Any, **options: Any) -> Any:
-            asked.append(url)
-            return await request(url, *arguments, **options)
-
-        client._request = noting  # type: ignore[method-assign]
+        asked = note_requests(client)
         for _ in range(3):
             client.join("group")
         client.join("another")
@@ -135,6 +142,49 @@ async def test_weights_go_to_every_engine(
     async with serve() as first, serve() as second, client_of([first, second]) as client:
         assert await client.update_weights(path, version)
         assert [health.version for health in await client.health()] == ["0-1", "0-1"]
+
+
+async def test_an_engine_that_has_answered_is_not_asked_again_while_another_cannot_be_reached(
+    serve: Serve, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
+) -> None:
+    version = Version(0, 1)
+    path = publish(make_model(1), version)
+    with bind("127.0.0.1", 0) as silent:
+        async with serve() as alive, serve() as restarted:
+            urls = [alive, url_of(silent)]
+            async with client_of(lambda: urls) as client:
+                asked = note_requests(client)
+                task = asyncio.create_task(client.update_weights(path, version))
+                while asked.count(url_of(silent)) < 3:
+                    await asyncio.sleep(0.01)
+                urls[1] = restarted
+                assert await task == read_marker(path).checksum
+                assert (asked.count(alive), asked.count(restarted)) == (1, 1)
+                assert [health.version for health in await client.health()] == ["0-1", "0-1"]
+
+
+async def test_a_refusal_is_not_held_up_by_an_engine_that_cannot_be_reached(serve: Serve, tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as silent:
+        async with serve() as alive, client_of([url_of(silent), alive], retry_for=3600.0) as client:
+            with pytest.raises(EngineRejected, match=r"COMPLETE\.json"):
+                await client.update_weights(tmp_path, Version(0, 1))
+
+
+async def test_engines_that_answer_can_be_updated_without_the_others(
+    serve: Serve, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
+) -> None:
+    version = Version(0, 1)
+    path = publish(make_model(1), version)
+    with bind("127.0.0.1", 0) as silent:
+        async with serve() as first, serve() as second, client_of([first, url_of(silent), second]) as client:
+            asked = note_requests(client)
+            assert list(await client.answering()) == [first, second]
+            await client.update_weights(path, version, [second])
+            assert [health.version for health in (await client.answering()).values()] == ["0-0", "0-1"]
+            asked.clear()
+            with pytest.raises(EngineUnavailable):
+                await client.update_weights(path, version, [url_of(silent)])
+            assert len(asked) == 1
 
 
 async def test_a_restarted_engine_is_found_at_its_new_address(serve: Serve, tmp_path: Path) -> None:
@@ -197,3 +247,13 @@ def test_spans_become_one_version_per_token() -> None:
 def test_one_string_is_not_a_list_of_urls() -> None:
     with pytest.raises(TypeError, match="list of URLs"):
         EngineClient("http://127.0.0.1:1")
+
+
+async def test_nobody_is_ready_before_as_many_engines_answer_as_are_expected(serve: Serve, tmp_path: Path) -> None:
+    async with serve() as first, serve() as second, client_of(tmp_path) as client:
+        write_endpoint(tmp_path / "inference.json", Endpoint(first, pid=1))
+        assert len(await client.wait_ready(5.0)) == 1
+        with pytest.raises(EngineUnavailable, match="1 of 2 inference servers are up"):
+            await client.wait_ready(0.1, at_least=2)
+        write_endpoint(tmp_path / "inference-1.json", Endpoint(second, pid=2))
+        assert len(await client.wait_ready(5.0, at_least=2)) == 2

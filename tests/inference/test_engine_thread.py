@@ -72,6 +72,28 @@ def test_an_update_while_paused_takes_effect_on_waiting_requests(
     assert_like_plain(request, {Version(0, 1): make_model(1)})
 
 
+def test_a_version_that_is_loaded_is_not_read_again(
+    thread: EngineThread, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any]
+) -> None:
+    version = Version(0, 1)
+    directory = publish(make_model(1), version)
+    checksum = thread.update_weights(directory, version)
+    (directory / "model.safetensors").unlink()
+    assert thread.update_weights(directory, version) == checksum
+
+
+def test_the_same_version_of_another_run_is_loaded(
+    thread: EngineThread, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any]
+) -> None:
+    version = Version(0, 1)
+    first = thread.update_weights(publish(make_model(1), version), version)
+    assert thread.update_weights(publish(make_model(2), version), version) != first
+    request = thread.submit([5, 6], SamplingParams(max_tokens=3))
+    request.future.result(timeout=30)
+    thread.pause()
+    assert_like_plain(request, {version: make_model(2)})
+
+
 def test_errors_come_back_to_the_caller(thread: EngineThread, tmp_path: Any) -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         thread.submit([], SamplingParams())

@@ -76,9 +76,9 @@ def test_another_version_than_the_one_begun_is_fetched_when_it_is_taken(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": torch.ones(1)}, "it has extra, which the model does not have"),
-        ({NORM: None}, f"it lacks {NORM}"),
-        ({NORM: torch.ones(7)}, rf"its {NORM} is \[7\], not \[32\]"),
+        ({"extra": torch.ones(1)}, "tensors that the model does not have: extra"),
+        ({NORM: None}, f"tensors are missing: {NORM}"),
+        ({NORM: torch.ones(7)}, rf"tensors of another shape: {NORM} is \[7\], not \[32\]"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from headrace.inference.engine import Engine
 from headrace.inference.request import EngineError
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights import WeightsError
+from headrace.inference.weights import WeightsError, model_files
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore
 from tests.inference.plain_forward import assert_like_plain, run_all
@@ -139,6 +139,21 @@ def test_directories_that_are_not_the_version_asked_for_are_refused(
     with pytest.raises(WeightsError, match="damaged"):
         engine.update_weights(directory, V1)
     assert engine.version == V0
+
+
+def test_files_that_are_gone_before_they_are_read_are_refused(make_model: MakeModel, publish: Publish) -> None:
+    directory = publish(make_model(1), V1)
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").symlink_to("retired")  # listed, and gone when it is opened
+    with pytest.raises(WeightsError, match=r"No such file.*model\.safetensors"):
+        Engine(make_model(0), max_model_len=64).update_weights(directory, V1)
+
+
+@pytest.mark.parametrize("content", ["{", "{}"])
+def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json: "):
+        model_files(tmp_path)
 
 
 def test_weights_that_are_not_finite_cost_their_requests_and_poison_nothing_later(

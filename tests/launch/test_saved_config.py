@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import dump, load
+from headrace.config.base import ConfigError, dump, load
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
-from headrace.launch.saved_config import changes, pin, read_rl_run, read_run, save
+from headrace.launch.saved_config import changes, pin, read_rl_run, read_run, read_sampled_run, save
 from headrace.transport.run_dir import RunDir
 
 TEXT = """
@@ -84,3 +84,15 @@ def test_a_saved_sft_run_finds_its_data_from_any_working_directory(
     assert pinned.validation is not None and pinned.validation.path == tmp_path / "b.jsonl"
     data["data"]["name"] = "openai/gsm8k"
     assert pin(SftConfig.model_validate(data), tmp_path / "run", "model").data.name == "openai/gsm8k"
+
+
+def test_only_an_sft_run_that_evaluates_has_an_orchestrator_and_a_server(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"max_steps": 1, "seq_len": 8, "data": {"env": "reverse-text"}}
+    run = RunDir(tmp_path / "run")
+    save(pin(SftConfig.model_validate(tree), run.root, "model"), run)
+    with pytest.raises(ConfigError, match=r"an SFT run without \[\[eval.env\]\]"):
+        read_sampled_run(run.root)
+    tree["eval"] = {"env": [{"id": "reverse-text"}]}
+    save(pin(SftConfig.model_validate(tree), run.root, "model"), run)
+    config = read_sampled_run(run.root)
+    assert isinstance(config, SftConfig) and config.server().output_dir == run.root

@@ -79,3 +79,20 @@ def test_the_likely_cause_follows_from_the_reason_and_the_rewards():
     assert "every reward was 0.5" in likely_cause("zero_advantage", [0.5, 0.5])
     assert "does the environment set `trainable`" in likely_cause("not_trainable", [])
     assert likely_cause("too_long", []).startswith("'too_long' took them")
+
+
+def test_the_cause_is_judged_by_all_that_was_lost_not_by_the_last_group():
+    drought = Drought(max_failures=32, max_empty_batches=1)
+    alike = [group(dropped="zero_advantage"), group(dropped="zero_advantage")]
+    for rollout, _ in alike[1].dropped:
+        rollout.reward = 1.0
+    assert drought.on_group(alike[0], 1, rollouts_per_batch=4) is None
+    told = drought.on_group(alike[1], 1, rollouts_per_batch=4)
+    assert told is not None and "rewards were equal within each group" in told
+
+
+def test_a_group_without_anything_to_train_can_be_the_one_that_fills_an_empty_batch():
+    drought = Drought(max_failures=32, max_empty_batches=1)
+    assert drought.on_group(group(dropped="zero_advantage", size=3), 1, rollouts_per_batch=4) is None
+    told = drought.on_group(group(), 1, rollouts_per_batch=4)
+    assert told is not None and "(not_trainable 2, zero_advantage 3); every reward was 0" in told

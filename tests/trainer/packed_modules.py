@@ -10,30 +10,31 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headrace.trainer import attention
-from headrace.trainer.row import Kernel, Row, make_row
+from headrace.trainer.row import Row, make_row
 from tests.trainer.training_samples import ARCHITECTURES
 
 
-def packed_module(name: str, layers: int) -> Any:
+def packed_module(name: str, layers: int, **sizes: int) -> Any:
     """The same random tensors for the same architecture."""
     config = copy.deepcopy(ARCHITECTURES[name])
-    config.num_hidden_layers = layers
-    config.layer_types = None if config.layer_types is None else (config.layer_types * layers)[:layers]
+    config.update({"num_hidden_layers": layers, **sizes})
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * layers)[:layers]
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config)
     module.set_attn_implementation(attention.NAME)
     return module.train()
 
 
-def sequences_that_share() -> list[np.ndarray]:
+def sequences_that_share(scale: int = 1) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 96, 20)
-    sequences = [np.concatenate([prompt, rng.integers(0, 96, n)]) for n in (1, 3, 9, 30)]
-    return [*sequences, rng.integers(0, 96, 40)]
+    prompt = rng.integers(0, 96, 20 * scale)
+    sequences = [np.concatenate([prompt, rng.integers(0, 96, n * scale)]) for n in (1, 3, 9, 30)]
+    return [*sequences, rng.integers(0, 96, 40 * scale)]
 
 
-def row_that_shares(device: str = "cpu", kernel: Kernel = "sdpa") -> Row:
-    return make_row(sequences_that_share(), torch.device(device), kernel)
+def row_that_shares() -> Row:
+    return make_row(sequences_that_share(), torch.device("cpu"))
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -84,7 +84,7 @@ def test_what_a_gpu_cannot_compute_with_its_kernels_is_computed_in_blocks(
     dtype: torch.dtype, head_dim: int, reason: str
 ):
     device = torch.device("cuda")
-    assert available_kernel("auto", device, torch.bfloat16, head_dim=64) == "auto"
+    assert [available_kernel(kernel, device, torch.bfloat16, head_dim=128) for kernel in KERNELS] == list(KERNELS)
     assert available_kernel("auto", device, dtype, head_dim) == "sdpa"
     with pytest.raises(UnavailableAttention, match=reason):
         available_kernel("cudnn", device, dtype, head_dim)

@@ -25,13 +25,14 @@ from tests.trainer.packed_modules import (
     on_gpu,
     packed_module,
     row_that_shares,
+    sequences_that_share,
 )
 
 MODES = ("none", "full", "selective")
 
 
-def module_with(checkpointing: str = "none", offload: bool = False, name: str = "qwen3") -> Any:
-    module = packed_module(name, layers=4)
+def module_with(checkpointing: str = "none", offload: bool = False) -> Any:
+    module = packed_module("qwen3", layers=4)
     if checkpointing != "none":
         checkpoint_layers(module.model.layers, checkpointing)
     if offload:
@@ -45,6 +46,8 @@ def module_with(checkpointing: str = "none", offload: bool = False, name: str = 
 def test_hidden_states_and_gradients_are_exactly_those_of_the_plain_model(
     checkpointing: str, offload: bool, sharded: bool
 ):
+    if sharded and torch.cuda.is_available():
+        pytest.skip("shards would be on the GPU, whose sums are not exact")
     module, row = module_with(checkpointing, offload), row_that_shares()
     if sharded:
         for part in (*module.model.layers, module.model):
@@ -59,26 +62,28 @@ def test_hidden_states_and_gradients_are_exactly_those_of_the_plain_model(
 @on_gpu
 @pytest.mark.parametrize("checkpointing", MODES)
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("autocast", "compiled"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.full)]
+)
 def test_gradients_on_a_gpu_are_those_of_the_plain_model(
     checkpointing: str, offload: bool, autocast: bool, compiled: bool
 ):
+    """With tensors so large that copies are still under way when the next layer starts."""
     torch._dynamo.reset()
-    module, plain = packed_module("llama", layers=6), packed_module("llama", layers=6)
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "head_dim": 64}
+    module, plain = (packed_module("llama", layers=6, **sizes).to("cuda") for _ in range(2))
     if checkpointing != "none":
         checkpoint_layers(module.model.layers, checkpointing)
     if compiled:
         compile_layers(module.model.layers)
     if offload:
         offload_activations(module.model.layers, smallest=1)
-    row = row_that_shares("cuda", "auto")
-    dtype = torch.float32 if autocast else torch.bfloat16
+    row = make_row(sequences_that_share(scale=80), torch.device("cuda"), "auto")
     for _ in range(2):  # the second pass finds the first one's buffers
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            hidden, grads = backward_through(module.to("cuda", dtype), row)
-            expected, expected_grads = backward_through(plain.to("cuda", dtype), row)
-        assert_similar({"hidden": hidden, **grads}, {"hidden": expected, **expected_grads}, 0.03)
+            hidden, grads = backward_through(module if autocast else module.bfloat16(), row)
+            expected, expected_grads = backward_through(plain if autocast else plain.bfloat16(), row)
+        assert_similar({"hidden": hidden, **grads}, {"hidden": expected, **expected_grads}, 0.05 if compiled else 0.02)
 
 
 class LiveStorages(TorchDispatchMode):

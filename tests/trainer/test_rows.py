@@ -50,6 +50,13 @@ def test_jsonl_takes_messages_or_prompt_and_completion(tmp_path: Path):
     assert messages(read_rows(path)) == [CHAT, CHAT, CHAT]
 
 
+def test_a_message_lacks_what_is_null_but_the_arguments_of_a_call_keep_it(tmp_path: Path):
+    call = {"name": "f", "arguments": {"a": None}}
+    said = {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}
+    [turn] = read_rows(write_lines(tmp_path / "a.jsonl", {"messages": [said]}))[0].messages
+    assert turn == {"role": "assistant", "tool_calls": [call]}
+
+
 def test_jsonl_is_not_kept_in_memory(tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "hi", "completion": "yo"})
     rows = read_rows(path)

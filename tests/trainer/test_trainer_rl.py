@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headrace.config.trainer import TrainerConfig
+from headrace.config.trainer import TrainerConfig, WeightsConfig
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.batch import Batch, BatchSample
@@ -20,6 +20,7 @@ from headrace.trainer import checkpoint, rl
 from headrace.trainer.learner import ResumeError
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
+from headrace.transport.weights_link import is_linked
 from tests.trainer.training_samples import random_samples
 
 
@@ -174,3 +175,15 @@ def test_a_broken_batch_is_skipped_by_the_optimizer_and_counted(run: RunDir, tin
     final, initial = tensors(run.final_model), tensors(tiny_model)
     assert all(torch.equal(final[name], initial[name]) for name in initial)
     assert [record["optim/skipped"] for record in read_metrics(run.metrics)] == [1]
+
+
+def test_the_last_version_can_be_had_when_the_trainer_is_gone_also_after_a_resume(
+    run: RunDir, tiny_model: Path, status: Status
+):
+    config = settings(run, tiny_model, max_steps=2)
+    config = config.model_copy(update={"weights": WeightsConfig(transport="link")})
+    ship(run, 1, 2)
+    for resume in (None, "latest"):
+        rl.train(config, resume=resume, stopped=threading.Event(), status=status)
+    linked = {str(version): is_linked(run.weights.path(version)) for version in run.weights.published()}
+    assert linked == {"0-1": True, "0-2": False, "1-2": False}

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from headrace.config.sft import SftConfig
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
+from headrace.rollout.version import Version
 from headrace.trainer import checkpoint, sft
 from headrace.trainer.conversation import Conversation
+from headrace.transport.run_dir import RunDir
 
 
 @pytest.fixture
@@ -153,6 +156,40 @@ def test_validation_has_rows_of_its_own_whatever_the_seed_of_the_run(tmp_path: P
         sets.append([c.messages[-1]["content"] for c in sft.open_conversations(config, 0)[1]])
     assert sets[0] == sets[1]
     assert len(set(sets[0])) == 4 and all(text.startswith("test") for text in sets[0])
+
+
+EVAL = {"interval": 2, "env": [{"id": "reverse-text"}]}
+
+
+def test_versions_are_offered_for_evaluation_unless_it_is_behind_and_the_last_one_always_is(
+    tmp_path: Path, tiny_model: Path, status: Status
+):
+    weights = RunDir(tmp_path / "out").weights
+    weights.acknowledge(Version(0, 0))  # an orchestrator is there, and takes no more than that
+    config = settings(tmp_path / "out", {"name": str(tiny_model)}, ENV, eval=EVAL)
+    run(config, status)
+    assert weights.published() == [Version(0, 2), Version(0, 6)]
+    run(config, status, resume="latest")
+    assert weights.published() == [Version(0, 2), Version(0, 6), Version(1, 6)]
+    weights.acknowledge(Version(1, 6))
+    run(settings(tmp_path / "out", {"name": str(tiny_model)}, ENV, eval=EVAL, max_steps=9), status, resume="latest")
+    assert weights.published()[-1] == Version(2, 9)
+
+
+def test_training_ends_without_an_orchestrator_and_only_its_last_version_waits_for_one(
+    tmp_path: Path, tiny_model: Path, status: Status
+):
+    here, stopped = RunDir(tmp_path / "out"), threading.Event()
+    config = settings(tmp_path / "out", {"name": str(tiny_model)}, ENV, eval=EVAL)
+    training = threading.Thread(target=sft.train, args=[config], kwargs={"stopped": stopped, "status": status})
+    training.start()
+    while training.is_alive() and "orchestrator" not in status.current.waiting_for:
+        time.sleep(0.02)
+    assert here.final_model.is_dir()
+    assert here.weights.published() == []
+    stopped.set()
+    training.join()
+    assert here.weights.published() == []
 
 
 def test_a_hugging_face_dataset_is_trained_on_by_its_name(tmp_path: Path, tiny_model: Path, status: Status):

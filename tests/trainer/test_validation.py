@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from headrace.rollout.types import Sample
 from headrace.trainer.conversation import DataError
 from headrace.trainer.model import PackedModel
-from headrace.trainer.ranks import Ranks
 from headrace.trainer.validation import Validation
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model
 from tests.trainer.validation_program import losses_around_a_step, supervised_samples
@@ -39,8 +38,7 @@ def plain_loss(directory: Path, samples: list[Sample], seq_len: int) -> float:
 
 
 def validation_of(directory: Path, samples: list[Sample], seq_len: int = 32) -> Validation:
-    ranks = Ranks()
-    return Validation(PackedModel(directory, ranks), samples, seq_len, interval=3, lm_head_chunk=16, ranks=ranks)
+    return Validation(PackedModel(directory), samples, seq_len, interval=3, lm_head_chunk=16)
 
 
 @pytest.mark.parametrize("seq_len", [64, 12])
@@ -51,9 +49,8 @@ def test_the_loss_is_the_mean_over_learned_tokens_whatever_is_packed_or_cut(dire
 
 
 def test_validating_leaves_no_gradient(directory: Path):
-    ranks = Ranks()
-    model = PackedModel(directory, ranks)
-    Validation(model, supervised_samples(1, 3), 32, interval=1, lm_head_chunk=16, ranks=ranks).loss()
+    model = PackedModel(directory)
+    Validation(model, supervised_samples(1, 3), 32, interval=1, lm_head_chunk=16).loss()
     assert all(parameter.grad is None for parameter in model.named_parameters().values())
 
 
@@ -73,6 +70,7 @@ def test_examples_without_anything_to_learn_are_refused(directory: Path):
         validation_of(directory, [sample], seq_len=8)
 
 
+@pytest.mark.full
 def test_two_ranks_come_to_the_loss_of_one_before_a_step_and_after_it(directory: Path):
     done = subprocess.run([sys.executable, *TORCHRUN, PROGRAM, directory], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

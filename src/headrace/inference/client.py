@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -200,9 +200,22 @@ class EngineClient:
             await asyncio.gather(*[self._request(url, "/health", None, Health, HEALTH_TIMEOUT) for url in urls])
         )
 
-    async def wait_ready(self, deadline: float) -> list[Health]:
-        """Wait at most `deadline` seconds until every engine answers."""
-        return await self._persist(self.health, deadline, (EngineUnavailable, EngineTimeout))
+    async def answering(self) -> dict[str, Health]:
+        """How those engines are that answer, by address; asked once."""
+        urls = self._urls(refresh=True)
+        answers, _ = await _ask(urls, lambda url: self._request(url, "/health", None, Health, HEALTH_TIMEOUT))
+        return answers
+
+    async def wait_ready(self, deadline: float, at_least: int = 1) -> list[Health]:
+        """Wait at most `deadline` seconds until every engine answers, and there are as many as expected."""
+
+        async def attempt() -> list[Health]:
+            engines = await self.health()
+            if len(engines) < at_least:
+                raise EngineUnavailable(f"{len(engines)} of {at_least} inference servers are up")
+            return engines
+
+        return await self._persist(attempt, deadline, (EngineUnavailable, EngineTimeout))
 
     async def pause(self) -> None:
         """Hold all requests where they are, on every engine."""
@@ -211,10 +224,13 @@ class EngineClient:
     async def resume(self) -> None:
         await self._call_all("/resume", None, Health)
 
-    async def update_weights(self, path: Path, version: Version) -> str:
-        """Move every engine to a published version; returns the checksum that they all acknowledge."""
+    async def update_weights(self, path: Path, version: Version, engines: Collection[str] | None = None) -> str:
+        """Move every engine to a published version; returns the checksum that they all acknowledge.
+
+        With `engines` only those, which are asked once.
+        """
         body = UpdateWeightsRequest(_absolute(path), version.incarnation, version.step)
-        answers = await self._call_all("/update_weights", body, UpdateWeightsResponse)
+        answers = await self._call_all("/update_weights", body, UpdateWeightsResponse, engines)
         checksums = {answer.checksum for answer in answers}
         if len(checksums) != 1 or any(Version(a.incarnation, a.step) != version for a in answers):
             raise EngineFailed(f"engines acknowledge different weights for version {version}: {answers}")
@@ -240,15 +256,24 @@ class EngineClient:
 
         return await self._persist(attempt, self._retry_for, (EngineUnavailable,))
 
-    async def _call_all(self, route: str, body: msgspec.Struct | None, kind: type[T]) -> list[T]:
-        """Ask every engine. Each such call may be repeated without harm."""
+    async def _call_all(
+        self, route: str, body: msgspec.Struct | None, kind: type[T], engines: Collection[str] | None = None
+    ) -> list[T]:
+        """Ask every engine until it has answered, or some engines once. Each such call may be repeated without harm."""
+        answers: dict[str, T] = {}
 
         async def attempt() -> list[T]:
-            urls = self._urls(refresh=True)
-            calls = [self._request(url, route, body, kind, self._timeout, post=True) for url in urls]
-            return list(await asyncio.gather(*calls))
+            urls = self._urls(refresh=True) if engines is None else engines
+            left = [url for url in urls if url not in answers]
+            new, failures = await _ask(
+                left, lambda url: self._request(url, route, body, kind, self._timeout, post=True)
+            )
+            answers.update(new)
+            if failures:  # first of all one that another try would not mend
+                raise min(failures, key=lambda failure: isinstance(failure, EngineUnavailable))
+            return [answers[url] for url in urls]
 
-        return await self._persist(attempt, self._retry_for, (EngineUnavailable,))
+        return await self._persist(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
 
     async def _persist(
         self, attempt: Callable[[], Awaitable[T]], seconds: float, worth: tuple[type[EngineCallError], ...]
@@ -321,6 +346,21 @@ class EngineClient:
         if not self._known:
             raise EngineUnavailable("no engine has said where it listens yet")
         return self._known
+
+
+async def _ask(urls: Collection[str], ask: Callable[[str], Awaitable[T]]) -> tuple[dict[str, T], list[EngineCallError]]:
+    """Ask engines all at once, and wait for every one: the answers by address, and why others gave none."""
+    answers: dict[str, T] = {}
+    failures: list[EngineCallError] = []
+    outcomes = await asyncio.gather(*map(ask, urls), return_exceptions=True)
+    for url, outcome in zip(urls, outcomes, strict=True):
+        if isinstance(outcome, EngineCallError):
+            failures.append(outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            answers[url] = outcome
+    return answers, failures
 
 
 def expand_versions(spans: Sequence[WeightVersionSpan]) -> list[Version]:

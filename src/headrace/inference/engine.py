@@ -253,13 +253,20 @@ class Engine:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs += values[: request.prompt_length - 1 - start]
 
+    @property
+    def _is_doubled(self) -> bool:
+        """A request that is alone runs in two rows on a CPU, where a single row is multiplied in another order.
+
+        So it gets the same bits in any company.
+        """
+        return len(self.running) == 1 and self.device.type == "cpu"
+
     def _decode(self) -> None:
         """Sample the next token of every running request."""
         running = self.running
         lengths = [len(request.tokens) for request in running]
         latest = [request.tokens[-1] for request in running]
-        if len(running) == 1 and self.device.type == "cpu":
-            # Libraries multiply a single row in another order: with two a request gets the same bits in any company.
+        if self._is_doubled:
             lengths, latest = lengths * 2, latest * 2
         self._cache.reserve(len(lengths), max(lengths))
         key_length = min(self._cache.length, -(-max(lengths) // KEY_BUCKET) * KEY_BUCKET)
@@ -283,6 +290,8 @@ class Engine:
         self.tokens_sampled += len(sampled) - len(broken)
         for request in broken:
             self._cache.clear_row(request.row)
+        if broken and self._is_doubled:
+            self._cache.clear_row(1)
         self._remove([request.row for request in (*finished, *broken)])
         for request in finished:
             request.finish()

@@ -14,6 +14,7 @@ from typing import TypeVar
 from headrace.inference.engine import Engine
 from headrace.inference.request import EngineError, EngineStopped, Request, Result
 from headrace.inference.schema import SamplingParams
+from headrace.inference.weights import PublishedWeights, marker_of
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ class EngineThread:
         self._wake = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
+        self._updating = threading.Lock()
+        self._loaded: tuple[Version, str] | None = None
+        """The version that was installed last, and its checksum."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -56,11 +60,17 @@ class EngineThread:
     def update_weights(self, directory: Path, version: Version) -> str:
         """Go on with a published version from the next step on; returns its checksum.
 
-        The files are read on the caller's thread, so that sampling continues meanwhile.
+        The files are read on the caller's thread, so that sampling continues meanwhile. What is loaded already is not
+        read again: a caller who got no answer may repeat the call.
         """
-        published = self.engine.read(directory, version)
-        self._call(lambda: self.engine.install(published))
-        return published.checksum
+        with self._updating:
+            self._refuse_if_stopping()
+            marker = marker_of(directory, version)
+            if self._loaded == (version, marker.checksum):
+                return marker.checksum
+            published = self.engine.read(directory, version)
+            self._call(lambda: self._install(published))
+            return published.checksum
 
     def stop(self) -> None:
         """End the thread; requests in flight get `EngineStopped`, and weights on their way do not arrive."""
@@ -69,6 +79,11 @@ class EngineThread:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+
+    def _install(self, published: PublishedWeights) -> None:
+        self._loaded = None  # should it fail halfway
+        self.engine.install(published)
+        self._loaded = (published.version, published.checksum)
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, and wait for it."""

@@ -22,6 +22,9 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _POLL = 0.0005
 
+AHEAD = 2
+"""Transfers that either member queues at once: one on its way while the next is made ready."""
+
 
 class NcclError(Failure):
     """NCCL cannot do what it was asked for; the message is its own."""

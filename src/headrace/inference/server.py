@@ -24,12 +24,15 @@ from headrace.inference.engine import Engine
 from headrace.inference.engine_thread import EngineThread
 from headrace.inference.loading import check_engine, eos_token_ids, load_model, max_model_len, refuse_unsupported
 from headrace.inference.weights import WeightsError
+from headrace.inference.weights_link import WeightsUnreachable
 from headrace.observe.status import Status
+from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpoint
 from headrace.transport.run_dir import RunDir
+from headrace.transport.weights_link import is_linked
 
 log = logging.getLogger(__name__)
 
@@ -135,12 +138,24 @@ async def _serve(
 
 
 def _catch_up(thread: EngineThread, run: RunDir) -> None:
-    """Restarted in the middle of a run: nobody shall sample from the initial model until someone notices."""
-    for version in reversed(run.weights.published()):
+    """Restarted in the middle of a run: nobody shall sample from the initial model until someone notices.
+
+    The trainer goes on meanwhile: each try begins with the newest version that was not tried.
+    """
+    tried: set[Version] = set()
+    lost: Version | None = None
+    while left := [version for version in run.weights.published() if version not in tried]:
+        version = left[-1]
+        tried.add(version)
+        path = run.weights.path(version)
+        if lost is not None and version < lost and is_linked(path):
+            continue  # where the newer one could not be had: each try may take a minute
         try:
-            thread.update_weights(run.weights.path(version), version)
+            thread.update_weights(path, version)
         except WeightsError as error:  # damaged by a power loss, say: the trainer publishes its own anew
             log.warning("weights %s cannot be loaded: %s", version, error)
+            if isinstance(error, WeightsUnreachable):
+                lost = version
         else:
             log.info("starting at version %s", version)
             return

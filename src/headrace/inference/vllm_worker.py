@@ -12,7 +12,6 @@ how many there are. Left out on purpose: emptying vLLM's prefix cache, which bel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace.inference.weights import PublishedWeights, WeightsError, model_files, read_published
+from headrace.inference.weights import PublishedWeights, WeightsError, misfit, model_files, read_published
 from headrace.inference.weights_link import WeightsReceiver
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
@@ -101,8 +100,8 @@ class Fetcher:
         published = read_published(
             directory, version, parameters=self._model, receive=self._link.receive, base=self._base
         )
-        problem = difference(self._model, published.tensors, {_HEAD} if self._tied else set())
-        if problem is not None:
+        problem = misfit(self._model, published.tensors, {_HEAD} if self._tied else ())
+        if problem is not None:  # vLLM itself would notice halfway through
             raise WeightsError(f"{directory} does not fit the model in {self._base}: {problem}")
         return published
 
@@ -116,15 +115,3 @@ class Fetcher:
                     shape = file.get_slice(name).get_shape()
                     found[name] = torch.empty(shape, dtype=self._dtype, device="meta")
         return found
-
-
-def difference(model: Mapping[str, Tensor], tensors: Mapping[str, Tensor], optional: set[str]) -> str | None:
-    """Why the tensors are not the model's, or None. vLLM itself would notice halfway through."""
-    if unknown := sorted(tensors.keys() - model.keys() - optional):
-        return f"it has {', '.join(unknown[:3])}, which the model does not have"
-    if missing := sorted(model.keys() - tensors.keys() - optional):
-        return f"it lacks {', '.join(missing[:3])}"
-    for name in tensors.keys() & model.keys():
-        if tensors[name].shape != model[name].shape:
-            return f"its {name} is {list(tensors[name].shape)}, not {list(model[name].shape)}"
-    return None

@@ -10,8 +10,7 @@ name like any other that does not fit.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,7 @@ from headrace.errors import Failure
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.adapter import AdapterError, is_adapter, merged, read_adapter
-from headrace.transport.weights import checksum, read_marker
+from headrace.transport.weights import WeightsMarker, checksum, read_marker
 from headrace.transport.weights_link import is_linked
 
 Receive = Callable[[Path, Version], dict[str, Tensor]]
@@ -34,6 +33,12 @@ NAMED = 3
 
 class WeightsError(Failure):
     """The directory cannot become the engine's weights. The model is as it was."""
+
+
+class _Index(msgspec.Struct):
+    """Of an index of tensor files, what is read: the file of each tensor."""
+
+    weight_map: dict[str, str]
 
 
 class PublishedWeights(msgspec.Struct):
@@ -57,13 +62,11 @@ def read_published(
     `parameters` are those of the model it is for, and `base` the directory which that was loaded from. Tensors that
     stayed in the trainer's memory come through `receive`.
     """
+    marker = marker_of(directory, version)
     try:
-        marker = read_marker(directory)
-    except (OSError, SchemaError, msgspec.DecodeError) as error:
+        found = checksum(directory)
+    except OSError as error:  # retired meanwhile, say
         raise WeightsError(str(error)) from error
-    if marker.version != version:
-        raise WeightsError(f"{directory} holds version {marker.version}, but {version} was asked for")
-    found = checksum(directory)
     if found != marker.checksum:
         raise WeightsError(f"{directory} is damaged: its files have checksum {found}, not {marker.checksum}")
     if is_linked(directory):
@@ -71,6 +74,17 @@ def read_published(
     if is_adapter(directory):
         return PublishedWeights(version, found, _adapted(base, directory, parameters))
     return PublishedWeights(version, found, dict(_stored(sorted(directory.glob("*.safetensors")))))
+
+
+def marker_of(directory: Path, version: Version) -> WeightsMarker:
+    """The marker of a directory that must be complete, and of this version."""
+    try:
+        marker = read_marker(directory)
+    except (OSError, SchemaError) as error:
+        raise WeightsError(str(error)) from error
+    if marker.version != version:
+        raise WeightsError(f"{directory} holds version {marker.version}, but {version} was asked for")
+    return marker
 
 
 def _adapted(base: Path | None, directory: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,14 +133,19 @@ def model_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         raise WeightsError(f"{directory} has no safetensors files")
-    places: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    try:
+        places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError) as error:
+        raise WeightsError(f"{index}: {error}") from error
     return [directory / name for name in sorted(set(places.values()))]
 
 
 def install(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors into the model in place, or refuse them all."""
     parameters = model.state_dict()
-    problem = misfit(parameters, tensors)
+    given = {parameters[name].data_ptr() for name in tensors if name in parameters}
+    tied = {name for name, parameter in parameters.items() if parameter.data_ptr() in given}  # of those one is enough
+    problem = misfit(parameters, tensors, tied)
     if problem is not None:
         raise WeightsError(problem)
     with torch.no_grad():
@@ -134,19 +153,20 @@ def install(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
             parameters[name].copy_(tensor)
 
 
-def misfit(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str | None:
-    """Why the tensors are not this model's, or None. Of tied parameters one is enough."""
-    unknown = [name for name in tensors if name not in parameters]
+def misfit(
+    parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], optional: Collection[str] = ()
+) -> str | None:
+    """Why the tensors are not this model's, or None. Those that are optional may be there or not."""
+    unknown = [name for name in tensors if name not in parameters and name not in optional]
     if unknown:
         return f"tensors that the model does not have: {_some(unknown)}"
-    given = {parameters[name].data_ptr() for name in tensors}
-    missing = [name for name, parameter in parameters.items() if parameter.data_ptr() not in given]
+    missing = [name for name in parameters if name not in tensors and name not in optional]
     if missing:
         return f"tensors are missing: {_some(missing)}"
     reshaped = [
         f"{name} is {list(tensor.shape)}, not {list(parameters[name].shape)}"
         for name, tensor in tensors.items()
-        if tensor.shape != parameters[name].shape
+        if name in parameters and tensor.shape != parameters[name].shape
     ]
     return f"tensors of another shape: {_some(reshaped)}" if reshaped else None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.inference.nccl import NcclError, NcclPair, gpu_identity
+from headrace.inference.nccl import AHEAD, NcclError, NcclPair, gpu_identity
 from headrace.inference.tensor_bytes import digest, tensors_in
 from headrace.inference.weights import WeightsError
 from headrace.rollout.batch import SchemaError
@@ -30,12 +30,12 @@ from headrace.transport.weights_link import (
     read_manifest,
 )
 
-AHEAD = 2
-"""Transfers by NCCL that are queued before the one that is waited for."""
-
 
 class WeightsUnreachable(WeightsError):
-    """The trainer did not hand the version over: it is gone, silent, or has moved on. The model is as it was."""
+    """The version did not come over: its trainer is gone, silent or has moved on, or the bytes are not those it sent.
+
+    The model is as it was, and another try may succeed.
+    """
 
 
 class WeightsReceiver:
@@ -49,6 +49,7 @@ class WeightsReceiver:
         self._connection: Connection | None = None
         self._pair: NcclPair | None = None
         self._sender = ""
+        self._closed = False
 
     def receive(self, directory: Path, version: Version) -> dict[str, Tensor]:
         """The tensors of a published directory that has a manifest in their place."""
@@ -62,13 +63,11 @@ class WeightsReceiver:
             except (LinkBroken, NcclError, SchemaError) as error:
                 self._disconnect()
                 raise WeightsUnreachable(f"weights {version} did not arrive: {error}") from error
-        for number, (start, end) in enumerate(manifest.spans):
-            if int(digest(row[start:end])) != manifest.digests[number]:
-                raise WeightsError(f"weights {version} were damaged on the way: bucket {number + 1} is another one")
         return tensors_in(row, manifest.tensors)
 
     def close(self) -> None:
-        """Leave; whatever is being received ends with an error."""
+        """Leave for good; whatever is being received, or waits to be, ends with an error."""
+        self._closed = True
         if (connection := self._connection) is not None:
             connection.hang_up()
         with self._lock:
@@ -91,6 +90,9 @@ class WeightsReceiver:
             _receive_by(self._pair, row, named)
         else:
             raise LinkBroken(f"{connection.peer} means an NCCL group that was never made")
+        for number, (start, end) in enumerate(manifest.spans):
+            if int(digest(row[start:end])) != manifest.digests[number]:
+                raise LinkBroken(f"they were damaged on the way: bucket {number + 1} is another one")
         return row
 
     def _room_for(self, size: int) -> Tensor:
@@ -103,8 +105,10 @@ class WeightsReceiver:
         if self._connection is None or self._sender != manifest.sender or not self._connection.is_open:
             self._disconnect()
             peer = f"the trainer at {manifest.host}:{manifest.port}"
-            self._connection = connect(manifest.host, manifest.port, peer, self._patience)
+            self._connection = connect(manifest.host, manifest.port, peer, self._patience, lambda: self._closed)
             self._sender = manifest.sender
+        if self._closed:  # after the connection is known, which `close` would else have hung up
+            raise LinkBroken("this end of the link is closed")
         return self._connection
 
     def _disconnect(self) -> None:
@@ -142,9 +146,9 @@ def _receive_by(pair: NcclPair, row: Tensor, named: Named) -> None:
     pair.stream.wait_stream(torch.cuda.current_stream(pair.device))  # whatever used this memory before
     under_way: deque[tuple[torch.cuda.Event, str]] = deque()
     for what, (start, end) in named:
-        under_way.append((pair.transfer(row[start:end], what), what))
-        if len(under_way) > AHEAD:
+        if len(under_way) == AHEAD:
             pair.wait(*under_way.popleft())
+        under_way.append((pair.transfer(row[start:end], what), what))
     for event, what in under_way:
         pair.wait(event, what)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from headrace.config.launch import LaunchConfig
 from headrace.config.run import RunConfig
@@ -75,7 +75,9 @@ def processes(launch: LaunchConfig, run: RunDir, resume: bool, port: int) -> lis
     return [
         *(server_process(run, number, len(servers), gpus, port, launch.threads) for number, gpus in enumerate(servers)),
         trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume),
-        ProcessSpec("orchestrator", _headrace("orchestrator", str(run.root)), threads(1)),
+        ProcessSpec(
+            "orchestrator", _headrace("orchestrator", str(run.root), *_option("--servers", servers)), threads(1)
+        ),
     ]
 
 
@@ -91,10 +93,15 @@ def server_process(
 
 def trainer_process(run: RunDir, ranks: int, gpus: Sequence[str], cores: int | None, resume: bool) -> ProcessSpec:
     """The trainer, of an RL run or an SFT run. The others need no word to continue."""
-    first = _headrace("trainer", str(run.root), *(["--ranks", str(ranks)] if ranks > 1 else []))
+    first = _headrace("trainer", str(run.root), *_option("--ranks", range(ranks)))
     again = [*first, "--resume"]
     environment = {**threads(cores or max(1, half_the_cores() // ranks)), **seeing(gpus)}
     return ProcessSpec("trainer", again if resume else first, environment, restart_argv=again)
+
+
+def _option(name: str, several: Sized) -> list[str]:
+    """How many there are, where there is more than the one that everybody expects."""
+    return [name, str(len(several))] if len(several) > 1 else []
 
 
 def _headrace(*arguments: str) -> list[str]:

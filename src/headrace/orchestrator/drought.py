@@ -13,6 +13,8 @@ from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 
 log = logging.getLogger(__name__)
 
+NO_ADVANTAGE = "zero_advantage"
+
 
 class Drought:
     """`max_failures` failed episodes in a row end a run, and so do `max_empty_batches` empty batches, if it is set."""
@@ -23,6 +25,8 @@ class Drought:
         self._failures = 0
         self._lost: Counter[str] = Counter()
         """Why rollouts were lost since a group last had something to train on."""
+        self._rewards: list[float] = []
+        """What those had that were lost for having no advantage."""
         self._empty_batches = 0
 
     def on_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> str | None:
@@ -38,20 +42,23 @@ class Drought:
             )
         if scored.rollouts:
             self._lost.clear()
+            self._rewards.clear()
             return None
         self._lost.update(reason for _, reason in scored.dropped)
+        self._rewards += [rollout.reward for rollout, reason in scored.dropped if reason == NO_ADVANTAGE]
         self._lost["not_trainable"] += scored.arrived - len(scored.dropped)
         if self._lost.total() < rollouts_per_batch:
             return None
         lost, self._lost = self._lost, Counter()
-        return self._on_empty(step, lost, [rollout.reward for rollout, _ in scored.dropped])
+        rewards, self._rewards = self._rewards, []
+        return self._on_empty(step, lost, rewards)
 
     def on_batch(self, batch: TrainBatch, step: int) -> str | None:
         if batch.kept:
             self._empty_batches = 0
             return None
         reasons = Counter(reason for _, reason in batch.dropped)
-        return self._on_empty(step, reasons, [rollout.reward for rollout in batch.rollouts])
+        return self._on_empty(step, reasons, [r.reward for r, reason in batch.dropped if reason == NO_ADVANTAGE])
 
     def _on_empty(self, step: int, reasons: Counter[str], rewards: list[float]) -> str | None:
         counts = +reasons
@@ -69,7 +76,7 @@ def likely_cause(reason: str, rewards: list[float]) -> str:
     """What most likely emptied a batch."""
     if reason == "not_trainable":
         return "no rollout was trainable: does the environment set `trainable`?"
-    if reason != "zero_advantage":
+    if reason != NO_ADVANTAGE:
         return f"{reason!r} took them: is the model broken, a filter too strict, or the environment failing?"
     if max(rewards) == min(rewards):
         return f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"

@@ -34,15 +34,15 @@ GRACE = 2.0
 """Seconds for what has been left behind to end before the process ends without it."""
 
 
-def run(config: OrchestratorConfig, *, run: RunDir, status: Status) -> bool:
+def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int = 1) -> bool:
     """Run until `max_steps`, or until SIGTERM or SIGINT; returns whether the run is over, rather than stopped.
 
-    Without an environment to train on it only evaluates what the trainer publishes.
-    An environment that ignores its cancellation does not keep the process: what it runs in is not waited for.
+    It begins once that many servers are up. Without an environment to train on it only evaluates what the trainer
+    publishes. An environment that ignores its cancellation does not keep the process: nobody waits for what it runs in.
     """
     loop = asyncio.new_event_loop()
     try:
-        return loop.run_until_complete(_run(config, run, status))
+        return loop.run_until_complete(_run(config, run, status, servers))
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -54,7 +54,7 @@ def run(config: OrchestratorConfig, *, run: RunDir, status: Status) -> bool:
             loop.close()
 
 
-async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> bool:
+async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers: int) -> bool:
     starting = asyncio.current_task()
     assert starting is not None and config.model.name is not None
     loop = asyncio.get_running_loop()
@@ -76,8 +76,9 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status) -> bool:
                 retry_for=config.client.retry_for,
             )
             stack.push_async_callback(client.close)
-            ready = client.wait_ready(config.client.start_timeout)
-            engines = await wait_for(ready, "an answer", "the inference server", status)
+            ready = client.wait_ready(config.client.start_timeout, servers)
+            whom = "the inference server" if servers == 1 else f"{servers} inference servers"
+            engines = await wait_for(ready, "an answer", whom, status)
             watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
             await watcher.synchronize()
             model = Model(client, engines, watcher, renderer, tokenizer.vocab_size)

@@ -120,6 +120,8 @@ class Pipeline:
         self._drought = Drought(max(32, 2 * (settings.batch_size or 0)), settings.max_empty_batches)
         self._evals_reported = 0
         self._groups_opened = 0
+        self._wave = 0
+        """Level 0: training episodes that are still to be started before any of them counts."""
         self._next_task_at = now
         self._rate_limited = False
         self._commit_at: float | None = None
@@ -220,7 +222,7 @@ class Pipeline:
             return "rollouts", "the environments and the inference server"
         if self._groups_in_processing:
             return "scores of groups", "the environments and the algorithms"
-        return f"weights after step {self.settings.max_steps}", "the trainer"
+        return f"weights after step {self.settings.max_steps}" if self.trains else "the next version", "the trainer"
 
     def gauges(self) -> dict[str, float]:
         scheduler = self.scheduler
@@ -256,8 +258,21 @@ class Pipeline:
         """Open training episodes that are welcome: enough for every batch that could ship at the current version.
 
         Above level 0 those that have arrived in groups that are not complete are left out of the count: permits would
-        idle until the last straggler of each group is in, and what is sampled meanwhile is for the next batch.
+        idle until the last straggler of each group is in, and what is sampled meanwhile is for the next batch. At
+        level 0 they are started in waves, the next when all of one are in: who is slow then decides nothing.
         """
+        if self.settings.max_async_level:
+            return self._lacking()
+        if self._is_settled:
+            self._wave = self._lacking()
+        return self.scheduler.open_episodes + max(0, self._wave)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether everything that was started for training is in and credited."""
+        return not self.scheduler.open_episodes and not self._episodes_in_processing
+
+    def _lacking(self) -> int:
         last = min(self.version.step + 1 + self.settings.max_async_level, self.settings.max_steps)
         batches = last - self.step + 1 - (self._in_hand is not None)
         if batches <= 0:
@@ -274,10 +289,12 @@ class Pipeline:
         draw, task = self._source.draw()
         self.ledger.draw(draw)
         self._groups_opened += 1
+        size = self.settings.group_sizes[task.env]
+        self._wave -= size
         return Group(
             f"{draw.id}-{self._groups_opened}",
             task,
-            self.settings.group_sizes[task.env],
+            size,
             self.version.step,
             draw.id,
             together=task.env in self.settings.scored_together,
@@ -348,9 +365,11 @@ class Pipeline:
     def _take_batch_if_ready(self) -> None:
         if self._shipping or self._in_hand is not None or self.step > self.settings.max_steps:
             return
-        if not self._may_ship():
+        in_waves = self.settings.max_async_level == 0
+        if not self._may_ship() or (in_waves and not self._is_settled):
             return
-        self._in_hand = self.sink.take_batch()
+        # What is credited first is committed first, so it ships first; at level 0 the rest is dropped right after.
+        self._in_hand = self.sink.take_batch(drawn_first=in_waves)
         if self._in_hand is not None:
             self._actions.append(ProcessBatch(self._in_hand))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -23,7 +24,7 @@ class Sampler:
 
     `cache_salt` separates what the engines' prefix caches may share: a live policy's changes with its weights, that of
     a frozen model never does. `observe` sees each prompt and what came of it, with the temperature; it must not wait.
-    With a `seed` every request has one of its own, made of this one, its episode's name and its turn.
+    With a `seed` every request has one of its own, made of this one, its episode's name and what is asked.
     """
 
     def __init__(
@@ -111,11 +112,14 @@ class Conversation:
         self._sampler = sampler
         self._session = session
         self._episode = episode
-        self._turns = 0
+        self._asked: Counter[bytes] = Counter()
 
     async def chat(self, messages: Sequence[Message]) -> Reply:
-        self._turns += 1
-        return await self._sampler.chat(messages, self._session, f"{self._episode}-{self._turns}")
+        """Several may be under way at once: what is asked, not when, tells one from another."""
+        question = hashlib.blake2b(msgspec.json.encode(messages), digest_size=16).digest()
+        self._asked[question] += 1
+        name = f"{self._episode}-{question.hex()}-{self._asked[question]}"
+        return await self._sampler.chat(messages, self._session, name)
 
 
 def seed_of(name: str) -> int:

@@ -35,8 +35,11 @@ class Episode(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The same for the same episode of the same run: a draw that is sampled again keeps it."""
-        return f"{self.group.id if self.kind is Kind.EVAL else self.group.draw_id}-{self.index}"
+        """The same for the same episode of the same run, also when it is run again after a kill."""
+        group = self.group
+        if self.kind is Kind.TRAIN:
+            return f"{group.draw_id}-{self.index}"
+        return f"eval-{self.env}-{group.opened_version}-{group.task.key}-{self.index}"
 
 
 # -- three levels, for training and evaluation alike ------------------------------------------------------------------

@@ -50,10 +50,12 @@ class TrainSink:
             self._count(group, -1)
         return gone
 
-    def take_batch(self) -> TrainBatch | None:
-        """The oldest groups that make a batch; None if there are too few."""
+    def take_batch(self, *, drawn_first: bool = False) -> TrainBatch | None:
+        """The groups that finished first, or were drawn first, and make a batch; None if there are too few."""
         if not self.full:
             return None
+        if drawn_first:
+            self._ready.sort(key=lambda scored: scored.group.draw_id)
         rollouts = tokens = 0
         for count, group in enumerate(self._ready, 1):
             rollouts += len(group.rollouts)
@@ -62,8 +64,7 @@ class TrainSink:
                 groups, self._ready = self._ready[:count], self._ready[count:]
                 for taken in groups:
                     self._count(taken, -1)
-                # Not as they happened to finish: the same groups make the same batch.
-                return TrainBatch(sorted(groups, key=lambda taken: taken.group.draw_id))
+                return TrainBatch(groups)
         return None
 
     def _fills(self, rollouts: int, tokens: int) -> bool:

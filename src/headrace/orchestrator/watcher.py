@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from headrace.inference.client import EngineCallError, EngineClient, EngineFailed, EngineRejected
-from headrace.observe.status import Status, wait_for
+from headrace.inference.client import EngineCallError, EngineClient, EngineFailed, EngineRejected, EngineTimeout
+from headrace.observe.status import Status, WaitTimeout, wait_for
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker
 from headrace.transport.weights_link import is_linked
@@ -41,6 +41,8 @@ class WeightWatcher:
         self._poll = poll
         self._deadline = deadline
         self._one_at_a_time = asyncio.Lock()
+        self._complaint = ""
+        """What was last said about engines that were behind."""
 
     async def synchronize(self) -> None:
         """At the start: bring the engines to the newest published version, if they are not there already."""
@@ -50,10 +52,8 @@ class WeightWatcher:
         if latest is not None and served != {latest}:
             try:
                 await self._update(latest)
-            except (
-                EngineFailed,
-                EngineRejected,
-            ) as error:  # damaged by a power loss, say: the trainer publishes its own anew
+            except (EngineFailed, EngineRejected) as error:
+                # Damaged by a power loss, say: the trainer publishes its own anew.
                 log.warning("weights %s cannot be loaded, going on with %s: %s", latest, self.version, error)
         else:
             await asyncio.to_thread(self._weights.acknowledge, self.version)  # so that the trainer knows us here
@@ -74,8 +74,8 @@ class WeightWatcher:
     async def load(self, version: Version) -> Version:
         """Bring every engine to a published version. Requests in flight go on and finish on the new weights.
 
-        What only a trainer's memory has dies with that trainer. Then this tries on, with what is published next, until
-        the deadline; the version that was loaded is returned.
+        What only a trainer's memory has dies with that trainer, and an engine may be too slow for one request. Then
+        this tries on, with what is published next, until the deadline; the version that was loaded is returned.
         """
         began, failed = time.monotonic(), None
         async with self._one_at_a_time:
@@ -83,40 +83,50 @@ class WeightWatcher:
                 try:
                     await self._update(version)
                     return version
-                except EngineFailed as error:
-                    if not is_linked(self._weights.path(version)) or time.monotonic() - began > self._deadline:
+                except (EngineFailed, EngineTimeout) as error:
+                    may_pass = isinstance(error, EngineTimeout) or is_linked(self._weights.path(version))
+                    if not may_pass or time.monotonic() - began > self._deadline:
                         raise
                     if version != failed:
-                        log.warning("trying on until there are other weights: %s", error)
+                        log.warning("trying on, also with newer weights: %s", error)
                     failed = version
                 await asyncio.sleep(LOOK_AT_ENGINES)
                 latest = await asyncio.to_thread(self._weights.latest)
                 version = latest or version
 
     async def _catch_up(self) -> None:
-        """An engine that was restarted alone may serve another version: give it the current one again."""
+        """An engine that was restarted alone may serve another version: give it the current one again.
+
+        Whatever keeps it from that is said, and tried again at the next look; an engine that cannot be reached is
+        reported by whoever has requests in flight.
+        """
         async with self._one_at_a_time:
             try:
-                served = await self._served()
+                engines = await self._client.answering()
             except EngineCallError:
-                return  # not up again; whoever has requests in flight reports that
-            if served != {self.version} and self.version in await asyncio.to_thread(self._weights.published):
-                log.warning("an engine serves %s instead of %s", served - {self.version}, self.version)
-                try:
-                    await self._update(self.version)
-                except EngineFailed as error:
-                    if not is_linked(self._weights.path(self.version)):
-                        raise
-                    log.warning("it has to wait for its trainer: %s", error)
+                return  # none has said where it listens
+            behind = {url: health.version for url, health in engines.items() if health.version != str(self.version)}
+            if not behind or self.version not in await asyncio.to_thread(self._weights.published):
+                return
+            found = ", ".join(f"{url} serves {version}" for url, version in behind.items())
+            try:
+                await self._update(self.version, behind)
+                complaint = f"{found} instead of {self.version}: brought up to date"
+            except (EngineCallError, WaitTimeout) as error:
+                complaint = f"{found} instead of {self.version}, and cannot be brought up to date yet: {error}"
+            if complaint != self._complaint:
+                log.warning("%s", complaint)
+            self._complaint = complaint
 
     async def _served(self) -> set[Version]:
         return {Version.parse(health.version) for health in await self._client.health()}
 
-    async def _update(self, version: Version) -> None:
+    async def _update(self, version: Version, engines: Collection[str] | None = None) -> None:
+        """Bring every engine, or some, to a version."""
         path = self._weights.path(version)
         expected = read_marker(path).checksum
         acknowledged = await wait_for(
-            self._client.update_weights(path, version),
+            self._client.update_weights(path, version, engines),
             f"acknowledgement of weights {version}",
             "the inference server",
             self._status,

@@ -13,8 +13,13 @@ from collections.abc import Iterable
 
 import torch
 
+MOST_PROGRAMS = 64
+"""Of one kind of layer. A few are for each kind of row, with and without gradients, and for each kind of attention."""
+
 
 def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor") -> None:
     """Compile each layer at its first call."""
+    # Past the compiler's own limit, 8 for all layers together, it runs what is new uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_PROGRAMS)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend)

@@ -158,8 +158,9 @@ def _messages(value: Any, role_of_text: str, where: str) -> list[Message]:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise DataError(f"{where}[{number}]: expected a role ({', '.join(ROLES)}) and content, not {message!r:.60}")
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise DataError(f"{where}[{number}]: content must be text, not {message.get('content')!r:.60}")
-        # Parquet fills the fields that a message lacks with nulls.
+            found = message.get("content")
+            raise DataError(f"{where}[{number}]: content must be text or a list of parts, not {found!r:.60}")
+        # In JSON as it is commonly written, null says that a message lacks a field; templates ask whether it is there.
         messages.append({key: content for key, content in message.items() if content is not None})
     return messages
 

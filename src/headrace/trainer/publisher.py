@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from pathlib import Path
 from typing import Literal
 
 from headrace.rollout.version import Version
+from headrace.trainer.learner import Learner, ResumeError
 from headrace.trainer.model import PackedModel
 from headrace.trainer.model_files import whole_layers
 from headrace.trainer.weights_link import Snapshot, WeightsSender, take_snapshot
+from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import WeightStore
+
+log = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -32,9 +37,11 @@ class Publisher:
         self._weights = weights
         self._model = model
         self._first = model.ranks.first
-        self._linked = host is not None and model.adapter is None
+        if model.adapter is not None:
+            host = None
+        self._linked = host is not None
         self._sender: WeightsSender | None = None
-        if host is not None and self._linked and self._first:
+        if host is not None and self._first:
             self._sender = WeightsSender(host, port, device=model.device, carrier=carrier)
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
@@ -73,3 +80,25 @@ class Publisher:
         assert self._sender is not None
         self._model.files.write(draft, self._model.dtype)
         self._sender.offer(version, snapshot, draft)
+
+
+def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, resuming: bool) -> None:
+    """After a restart take an incarnation that nobody has seen, and publish the loaded version under it."""
+    published = run.weights.published() if learner.ranks.first else []
+    seen = [version.incarnation for version in published]
+    if not resuming and seen:
+        raise ResumeError(
+            f"{run.weights.directory} already has published weights: resume the run, or choose another output_dir"
+        )
+    if learner.state.step:
+        seen.append(learner.state.incarnation)
+    incarnation = learner.ranks.most(1 + max(seen, default=-1))
+    if not incarnation:
+        return
+    learner.state.incarnation = incarnation
+    if learner.ranks.first:
+        run.batches.delete_through(learner.state.step)
+        run.weights.sweep()
+    # Nothing follows the last version: whoever wants it may come when this process is gone.
+    publisher.publish(learner.version, lasting=learner.state.step >= learner.max_steps)
+    log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)

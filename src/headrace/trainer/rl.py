@@ -17,10 +17,10 @@ from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import NOT_SAMPLED
 from headrace.rollout.version import staleness
-from headrace.trainer.learner import Learner, ResumeError
+from headrace.trainer.learner import Learner
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
-from headrace.trainer.publisher import Publisher
+from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.trainer.token_table import write_token_table
 from headrace.transport.acknowledgements import Acknowledgements
@@ -114,27 +114,6 @@ def losses(config: TrainerConfig) -> dict[str, Loss]:
         "ce": ce_loss,
         "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump()),
     }
-
-
-def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, resuming: bool) -> None:
-    """After a restart take an incarnation that nobody has seen, and publish the loaded version under it."""
-    published = run.weights.published() if learner.ranks.first else []
-    seen = [version.incarnation for version in published]
-    if not resuming and seen:
-        raise ResumeError(
-            f"{run.weights.directory} already has published weights: resume the run, or choose another output_dir"
-        )
-    if learner.state.step:
-        seen.append(learner.state.incarnation)
-    incarnation = learner.ranks.most(1 + max(seen, default=-1))
-    if not incarnation:
-        return
-    learner.state.incarnation = incarnation
-    if learner.ranks.first:
-        run.batches.delete_through(learner.state.step)
-        run.weights.sweep()
-    publisher.publish(learner.version)
-    log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)
 
 
 def wait_for_batch(

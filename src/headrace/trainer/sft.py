@@ -18,8 +18,7 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.conversation import Conversation, render
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import ce_loss
-from headrace.trainer.publisher import Publisher
-from headrace.trainer.rl import enter_incarnation
+from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.rows import Rows, load_rows, read_rows
 from headrace.trainer.sft_data import VALIDATION_SEED, Cuts, drawn, from_environment, from_rows, hold_out
 from headrace.trainer.stopwatch import Stopwatch
@@ -134,7 +133,6 @@ def make_validation(config: SftConfig, learner: Learner, samples: list[Sample]) 
         learner.seq_len,
         interval=config.validation.interval,
         lm_head_chunk=config.lm_head_chunk,
-        ranks=learner.ranks,
     )
 
 

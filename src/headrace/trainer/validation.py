@@ -16,7 +16,6 @@ from headrace.rollout.types import Sample
 from headrace.trainer.conversation import DataError
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
-from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import MICRO_BATCH_TOKENS
 from headrace.trainer.tokens import MicroBatch, StepTokens
 
@@ -25,18 +24,11 @@ class Validation:
     """A fixed set of examples, each rank's share packed and ready."""
 
     def __init__(
-        self,
-        model: PackedModel,
-        samples: list[Sample],
-        seq_len: int,
-        *,
-        interval: int,
-        lm_head_chunk: int,
-        ranks: Ranks,
+        self, model: PackedModel, samples: list[Sample], seq_len: int, *, interval: int, lm_head_chunk: int
     ) -> None:
         self._interval = interval
         self._model = model
-        self._ranks = ranks
+        self._ranks = ranks = model.ranks
         self._lm_head_chunk = lm_head_chunk
         self._tokens = StepTokens(pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost))
         self._groups = self._tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))

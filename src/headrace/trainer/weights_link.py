@@ -19,14 +19,14 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
 from headrace.errors import BadInput, Failure
-from headrace.inference.nccl import NcclPair, gpu_identity, new_group_id
+from headrace.inference.nccl import AHEAD, NcclPair, gpu_identity, new_group_id
 from headrace.inference.tensor_bytes import bytes_of, digest
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (
@@ -46,8 +46,6 @@ BUCKET_SIZE = 1 << 26
 """Bytes that travel at once. A power of two, since torch rounds pinned memory up to one."""
 RETRY = 1.0
 """Seconds of rest when the system cannot take another connection."""
-AHEAD = 2
-"""Buckets on a GPU at once: one on its way out while the next one comes in."""
 
 
 class Snapshot(NamedTuple):
@@ -80,7 +78,7 @@ class _Row:
         self.size = 0
         self._bucket_size = bucket_size
         self._device = device
-        self._open = self._new_bucket()
+        self._open: Tensor | None = None
         self._used = 0
         self._buckets: list[Tensor] = []
         self._digests: list[Tensor] = []
@@ -90,27 +88,33 @@ class _Row:
         padding = -len(content) % ALIGNMENT
         self.size += len(content) + padding
         while len(content):
-            piece = content[: self._bucket_size - self._used]
-            self._open[self._used : self._used + len(piece)].copy_(piece)
+            room = self._room()
+            piece = content[: len(room)]
+            room[: len(piece)].copy_(piece)
             self._advance(len(piece))
             content = content[len(piece) :]
         if padding:
-            self._open[self._used : self._used + padding].zero_()
+            self._room()[:padding].zero_()
             self._advance(padding)
 
     def finish(self) -> tuple[list[Tensor], list[int]]:
-        if self._used:
-            self._seal()
+        if self._open is not None:
+            self._seal(self._open[: self._used])
         digests: list[int] = torch.stack(self._digests).tolist()  # waits until the last copy to the host is done
         return self._buckets, digests
 
+    def _room(self) -> Tensor:
+        """What is left of the bucket that is being filled."""
+        if self._open is None:
+            self._open, self._used = torch.empty(self._bucket_size, dtype=torch.uint8, device=self._device), 0
+        return self._open[self._used :]
+
     def _advance(self, count: int) -> None:
         self._used += count
-        if self._used == self._bucket_size:
-            self._seal()
+        if self._open is not None and self._used == self._bucket_size:
+            self._seal(self._open)
 
-    def _seal(self) -> None:
-        full = self._open[: self._used]
+    def _seal(self, full: Tensor) -> None:
         if self._device.type == "cuda":
             kept = torch.empty(len(full), dtype=torch.uint8, pin_memory=True)
             kept.copy_(full, non_blocking=True)
@@ -118,11 +122,7 @@ class _Row:
             kept = full
         self._buckets.append(kept)
         self._digests.append(digest(full))
-        self._open = self._new_bucket()
-        self._used = 0
-
-    def _new_bucket(self) -> Tensor:
-        return torch.empty(self._bucket_size, dtype=torch.uint8, device=self._device)
+        self._open = None
 
 
 class WeightsSender:
@@ -189,30 +189,37 @@ class WeightsSender:
     def _accept(self) -> None:
         while True:
             try:
-                connected, address = self._listener.accept()
-            except OSError as error:
+                self._welcome(*self._listener.accept())
+            except (OSError, RuntimeError) as error:  # no more files, no more threads
                 if self._closed:
                     return
                 log.warning("an engine could not connect to the weights link: %s", error)
                 time.sleep(RETRY)
-                continue
+
+    def _welcome(self, connected: socket.socket, address: tuple[Any, ...]) -> None:
+        """Serve an engine on a thread of its own."""
+        try:
             connection = Connection(connected, f"the engine at {address[0]}:{address[1]}", self._patience)
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                self._connections.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="weights-link", daemon=True).start()
+        except BaseException:
+            connected.close()
+            raise
 
     def _serve(self, connection: Connection) -> None:
         """Answer one engine until it goes."""
         line = _Line(connection, self._device)
+        with self._lock:
+            self._connections.add(connection)
+            if self._closed:
+                connection.hang_up()
         try:
             while connection.wait_for_message():
                 ask = connection.receive(Ask, "what it wants")
                 line.send(ask.version, *self._answer(ask))
         except Failure as error:
             log.warning("the weights link to an engine is cut: %s", error)
+        except Exception:  # out of memory, say
+            log.exception("the weights link to %s is cut", connection.peer)
         finally:
             line.close()
             with self._lock:

@@ -55,7 +55,8 @@ class Acknowledgements:
         sentence = f"weights {waiting[0]} have waited {waited:.0f} s for an acknowledgement from the orchestrator"
         if self._patience is not None and waited > self._patience:
             raise NotAcknowledged(
-                f"{sentence}: is it running, and does the inference server answer it? (trainer.weights.ack_timeout)"
+                f"{sentence}: is it running, and does the inference server answer it? If an evaluation that is pinned "
+                "to one version takes as long, raise trainer.weights.ack_timeout"
             )
         if waited > self._next_notice:
             log.warning("%s, which gets it from the inference server", sentence)

@@ -5,8 +5,8 @@ files: who has the tensors, where each lies in one long row of bytes, and a dige
 engine connects, asks for the version, and gets an answer and the buckets: down the same connection, or between GPUs by
 NCCL.
 
-Messages are JSON after four bytes of length. Every wait is bounded by the patience of its side, counted from the last
-sign of progress, and fails with a sentence that says who waited for what from whom.
+Messages are JSON after four bytes of length. Every wait is bounded by the patience of its side, counted anew for each
+chunk of a few megabytes, and fails with a sentence that says who waited for what from whom.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import socket
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -28,13 +29,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MANIFEST = "tensors.json"
 PATIENCE = 60.0
-"""Seconds without progress after which either side gives the other up."""
+"""Seconds that a chunk, or an answer, may take before either side gives the other up."""
 ALIGNMENT = 16
 """Every tensor begins at a multiple of this, so that the bytes can be used where they lie."""
 _LENGTH = struct.Struct("!I")
 _LONGEST_MESSAGE = 1 << 20
 _CHUNK = 1 << 22
-"""Bytes within which a slow connection must show progress."""
+"""Bytes that a slow connection must carry within the patience."""
+_CONNECTING = 1.0
+"""Seconds after which a connection that is not made yet is begun anew, if it is still wanted."""
 
 
 class LinkBroken(Failure):
@@ -152,17 +155,25 @@ class Connection:
 
     def receive_bytes(self, target: memoryview, what: str) -> None:
         """Fill `target`."""
-        self._socket.settimeout(self.patience)
         try:
-            while len(target):
-                count = self._socket.recv_into(target)
-                if not count:
-                    raise self._lost(what)
-                target = target[count:]
+            for start in range(0, len(target), _CHUNK):
+                self._receive_chunk(target[start : start + _CHUNK], what)
         except TimeoutError as error:
             raise LinkBroken(f"waited {self.patience:g} s for {what} from {self.peer}") from error
         except OSError as error:
             raise self._lost(what) from error
+
+    def _receive_chunk(self, target: memoryview, what: str) -> None:
+        deadline = time.monotonic() + self.patience
+        while len(target):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            count = self._socket.recv_into(target)
+            if not count:
+                raise self._lost(what)
+            target = target[count:]
 
     @property
     def is_open(self) -> bool:
@@ -195,9 +206,17 @@ class Connection:
         return LinkBroken(f"{self.peer} closed the connection before {what} was through")
 
 
-def connect(host: str, port: int, peer: str, patience: float) -> Connection:
-    """A connection to whoever listens there."""
-    try:
-        return Connection(socket.create_connection((host, port), timeout=patience), peer, patience)
-    except OSError as error:
-        raise LinkBroken(f"{peer} cannot be reached: {error}") from error
+def connect(
+    host: str, port: int, peer: str, patience: float, is_given_up: Callable[[], bool] = lambda: False
+) -> Connection:
+    """A connection to whoever listens there. Where nobody answers, another thread may give it up."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return Connection(socket.create_connection((host, port), min(_CONNECTING, patience)), peer, patience)
+        except OSError as error:
+            if isinstance(error, TimeoutError) and time.monotonic() < deadline and not is_given_up():
+                continue
+            raise LinkBroken(
+                f"{peer} cannot be reached: {error}: is it running, and does trainer.weights.host lead to it from here?"
+            ) from error
