@@ -86,9 +86,7 @@ def test_the_trainer_that_comes_after_a_lost_one_is_asked(
     for version in (V1, V2):
         offer(run, lost, version, make_model(version.step))
     lost.close()
-    thread = NotingThread(
-        Engine(make_model(0), max_model_len=64), lambda: offer(run, sender, V4, make_model(4))
-    )
+    thread = NotingThread(Engine(make_model(0), max_model_len=64), lambda: offer(run, sender, V4, make_model(4)))
     _catch_up(thread, run)
     assert thread.tried == [V2, V4] and thread.engine.version == V4
     thread.stop()

@@ -1,5 +1,6 @@
 """Weights from a trainer's memory into an engine, between two processes; whatever goes wrong leaves the model alone."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,9 +21,9 @@ from headrace.inference.replies import error_reply
 from headrace.inference.weights import WeightsError
 from headrace.inference.weights_link import WeightsReceiver, WeightsUnreachable
 from headrace.rollout.version import Version
-from headrace.trainer.weights_link import WeightsSender, take_snapshot
+from headrace.trainer.weights_link import Snapshot, WeightsSender, take_snapshot
 from headrace.transport.weights import WeightStore, read_marker
-from headrace.transport.weights_link import MANIFEST, Ask, Manifest, connect, read_manifest
+from headrace.transport.weights_link import MANIFEST, Ask, LinkBroken, Manifest, connect, read_manifest
 from tests.inference.plain_forward import assert_like_plain
 from tests.inference.test_weight_updates import run_all, start_requests
 from tests.inference.weights_sender import SenderProcess
@@ -127,7 +128,9 @@ def test_a_trainer_that_comes_back_elsewhere_is_followed(
     first.publish(versions[1], save(make_model(2), tmp_path))
     engine.update_weights(store.path(versions[0]), versions[0])
     first.kill()
-    with pytest.raises(WeightsUnreachable, match=r"weights 5-8 did not arrive: the trainer at .* cannot be reached"):
+    with pytest.raises(
+        WeightsUnreachable, match=r"weights 5-8 did not arrive: the trainer .* cannot be reached.*weights\.host"
+    ):
         engine.update_weights(store.path(versions[1]), versions[1])
     assert engine.version == versions[0]
     assert_samples_like(engine, make_model(1))
@@ -241,8 +244,67 @@ def test_bytes_that_are_not_those_that_were_published_are_refused(sender: Weight
     directory = publish(sender, WeightStore(tmp_path), V1, {"weight": torch.arange(100)})
     digests = read_manifest(directory).digests
     edit_manifest(directory, digests=[*digests[:-1], digests[-1] + 1])
-    with pytest.raises(WeightsError, match=f"damaged on the way: bucket {len(digests)}"):
-        receive(directory, V1)
+    receiver = WeightsReceiver(torch.device("cpu"))
+    with pytest.raises(WeightsUnreachable, match=f"damaged on the way: bucket {len(digests)}"):
+        receiver.receive(directory, V1)
+    assert receiver._connection is None  # the next try begins with another one
+    edit_manifest(directory, digests=digests)
+    assert torch.equal(receiver.receive(directory, V1)["weight"], torch.arange(100))
+
+
+def test_a_receiver_that_is_closed_fetches_nothing(sender: WeightsSender, tmp_path: Path) -> None:
+    directory = publish(sender, WeightStore(tmp_path), V1, {"weight": torch.ones(3)})
+    receiver = WeightsReceiver(torch.device("cpu"))
+    receiver.close()
+    with pytest.raises(WeightsUnreachable, match="this end of the link is closed"):
+        receiver.receive(directory, V1)
+
+
+def test_closing_ends_a_connection_that_nobody_answers(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        with contextlib.suppress(TimeoutError):
+            while True:  # until its line is full, and further callers hear nothing
+                stack.enter_context(socket.create_connection(listener.getsockname(), 0.2))
+        manifest = Manifest("127.0.0.1", listener.getsockname()[1], "x", [], 64, 64, [0])
+        (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        receiver = WeightsReceiver(torch.device("cpu"), patience=3600.0)
+        errors: list[Exception] = []
+
+        def fetch() -> None:
+            try:
+                receiver.receive(tmp_path, V1)
+            except WeightsUnreachable as error:
+                errors.append(error)
+
+        fetching = threading.Thread(target=fetch, daemon=True)
+        fetching.start()
+        while not receiver._lock.locked():
+            threading.Event().wait(0.01)
+        closing = threading.Thread(target=receiver.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive() and errors
+
+
+def test_a_trainer_that_sends_next_to_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = connect("127.0.0.1", listener.getsockname()[1], "the trainer", 0.3)
+        trickling, _ = listener.accept()
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                for _ in range(20):
+                    trickling.sendall(b"x")
+                    threading.Event().wait(0.05)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        with pytest.raises(LinkBroken, match=r"waited 0\.3 s for the rest from the trainer"):
+            connection.receive_bytes(memoryview(bytearray(20)), "the rest")
+        connection.close()
+        thread.join()
+        trickling.close()
 
 
 def test_a_manifest_that_was_changed_no_longer_has_the_markers_checksum(
@@ -287,6 +349,50 @@ def test_an_engine_that_takes_nothing_is_given_up_and_named_in_the_log(
     assert "waited 0.2 s for the engine at 127.0.0.1" in caplog.text
     assert receive(directory, V1)["big"].shape == (1 << 25,)
     hanging.close()
+
+
+def test_whatever_fails_in_sending_cuts_the_link_and_is_logged(
+    sender: WeightsSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = WeightStore(tmp_path)
+    good = publish(sender, store, V1, {"weight": torch.ones(3)})
+    unreadable = Snapshot([], [torch.empty(64, dtype=torch.uint8, device="meta")], [0])
+    store.publish(V2, lambda draft: sender.offer(V2, unreadable, draft))
+    with pytest.raises(WeightsUnreachable, match="closed the connection before bucket 1"):
+        receive(store.path(V2), V2)
+    while sender._connections:
+        threading.Event().wait(0.01)
+    assert "the weights link to the engine at 127.0.0.1" in caplog.text
+    assert torch.equal(receive(good, V1)["weight"], torch.ones(3))
+
+
+def test_an_engine_that_there_is_no_thread_for_is_turned_away_and_may_come_back(
+    sender: WeightsSender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more_threads(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("headrace.trainer.weights_link.RETRY", 0.0)
+    directory = publish(sender, WeightStore(tmp_path), V1, {"weight": torch.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more_threads)
+        with pytest.raises(WeightsUnreachable, match="closed the connection"):
+            receive(directory, V1)
+    assert torch.equal(receive(directory, V1)["weight"], torch.ones(3))
+
+
+def test_a_snapshot_takes_no_more_room_than_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[Any] = []
+    empty = torch.empty
+
+    def noting(size: Any, **options: Any) -> torch.Tensor:
+        sizes.append(size)
+        return empty(size, **options)
+
+    weight = torch.arange(32, dtype=torch.float32)  # 128 bytes
+    monkeypatch.setattr(torch, "empty", noting)
+    assert len(take_snapshot([("weight", weight)], bucket_size=64).buckets) == 2
+    assert sizes == [64, 64]
 
 
 def test_nonsense_at_the_port_is_cut_off(sender: WeightsSender, tmp_path: Path) -> None:

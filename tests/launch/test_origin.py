@@ -63,7 +63,7 @@ def test_an_sft_model_and_the_tiny_model_under_it_are_made_once(
 def test_two_that_start_at_once_make_it_once(cache: Path) -> None:
     made: list[Path] = []
 
-    def make(draft: Path) -> Path:
+    def make(draft: Path, held: int) -> Path:
         time.sleep(0.2)
         made.append(draft)
         return write_model(draft)
@@ -78,14 +78,14 @@ def test_two_that_start_at_once_make_it_once(cache: Path) -> None:
 
 
 def test_what_was_cut_short_is_not_taken_for_a_model(cache: Path) -> None:
-    def fail(draft: Path) -> Path:
+    def fail(draft: Path, held: int) -> Path:
         write_model(draft)
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
         origin._cached("abc", "m", fail)
     assert not (cache / "abc").exists()
-    assert origin._cached("abc", "m", write_model) == cache / "abc"
+    assert origin._cached("abc", "m", lambda draft, _: write_model(draft)) == cache / "abc"
 
 
 def test_an_sft_file_that_is_missing_or_starts_from_itself_is_refused(tmp_path: Path) -> None:

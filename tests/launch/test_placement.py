@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.launch.placement import VISIBLE, Placement, place, seeing, visible_gpus
+from headrace.launch.placement import VISIBLE, Placement, place, place_trainer, seeing, visible_gpus
 
 
 def placed(
@@ -33,7 +33,7 @@ def test_several_gpus_are_divided_in_two_halves_that_do_not_overlap(gpus: int):
 
 def test_what_is_asked_for_is_given_and_the_rest_goes_to_the_other():
     assert placed(8, trainer=6) == Placement(6, ["2", "3", "4", "5", "6", "7"], [["0"], ["1"]])
-    assert placed(8, inference=6, servers=3).inference == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert placed(4, inference=3, servers=3).inference == [["0"], ["1"], ["2"]]
     assert placed(8, trainer=2, inference=2) == Placement(2, ["2", "3"], [["0"], ["1"]])
 
 
@@ -44,12 +44,21 @@ def test_what_is_asked_for_is_given_and_the_rest_goes_to_the_other():
         ({"gpus": 1, "trainer": 2}, "one GPU is visible"),
         ({"gpus": 4, "trainer": 3, "inference": 2}, "3 trainer_processes and 2 inference_gpus .* 4 are visible"),
         ({"gpus": 2, "trainer": 2}, "2 trainer_processes and 0 inference_gpus"),
-        ({"gpus": 4, "inference": 3, "servers": 2}, "3 inference_gpus cannot be shared evenly by 2"),
+        ({"gpus": 4, "inference": 3, "servers": 2}, "3 inference_gpus and 2 inference_servers"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(asked: dict[str, int], says: str):
     with pytest.raises(ConfigError, match=says):
         placed(**asked)
+
+
+def test_a_trainer_that_is_alone_takes_every_gpu_or_as_many_as_it_was_told():
+    assert place_trainer([], None) == (1, [])
+    assert place_trainer([], 3) == (3, [])
+    assert place_trainer(["0", "1", "2"], None) == (3, ["0", "1", "2"])
+    assert place_trainer(["0", "1", "2"], 2) == (2, ["0", "1"])
+    with pytest.raises(ConfigError, match=r"trainer_processes = 4.*3 are visible"):
+        place_trainer(["0", "1", "2"], 4)
 
 
 def test_a_process_sees_only_its_gpus_and_the_launcher_only_those_it_may_use(monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,8 @@
-"""The watcher, when what it is to load is in the memory of a trainer that dies."""
+"""The watcher, when trainers and engines die while it brings the ones to what the others publish."""
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,9 +25,24 @@ class LinkedEngine(StandInEngine):
     """Cannot load the versions whose trainer is gone."""
 
     gone: frozenset[Version] = frozenset()
+    refuses = dies = False
+    slow = 0.0
+    updates = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def update_weights(self, request: web.Request) -> web.Response:
+        self.updates += 1
         body = msgspec.json.decode(await request.read(), type=UpdateWeightsRequest)
+        await asyncio.sleep(self.slow)
+        if self.dies:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if self.refuses:
+            return web.json_response({"error": {"message": "no such directory", "type": "x"}}, status=400)
         if Version(body.incarnation, body.step) in self.gone:
             error = {"message": "the trainer cannot be reached", "type": "bad_gateway"}
             return web.json_response({"error": error}, status=502)
@@ -56,9 +71,11 @@ def publish(run: RunDir, version: Version, name: str = MANIFEST) -> None:
 
 
 @contextlib.asynccontextmanager
-async def watching(run: RunDir, model: Path, status: Status, deadline: float = 60.0):
+async def watching(
+    run: RunDir, model: Path, status: Status, deadline: float = 60.0, others: Sequence[str] = (), timeout: float = 600.0
+):
     async with LinkedEngine(model, run) as engine:
-        client = EngineClient(lambda: [f"http://127.0.0.1:{engine.runner.addresses[0][1]}"])
+        client = EngineClient(lambda: [*others, engine.url], timeout=timeout)
         yield engine, WeightWatcher(run.weights, client, status, deadline=deadline)
         await client.close()
 
@@ -112,6 +129,73 @@ async def test_an_engine_that_restarts_while_the_trainer_is_away_gets_what_comes
             await asyncio.sleep(0.01)
         assert await watcher.load(seen[-1]) == engine.version == NEXT
         following.cancel()
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "model.safetensors"])
+@pytest.mark.parametrize("fault", ["dies", "refuses", "gone", "slow"])
+async def test_an_engine_that_cannot_be_brought_up_to_date_is_tried_again(
+    run: RunDir, tiny_model: Path, status: Status, caplog: pytest.LogCaptureFixture, fault: str, name: str
+) -> None:
+    timeout = 0.1 if fault == "slow" else 600.0
+    async with watching(run, tiny_model, status, timeout=timeout) as (engine, watcher):
+        publish(run, V1, name)
+        await watcher.load(V1)
+        following = asyncio.create_task(watcher.follow(lambda version: None))
+        engine.version, tried = Version(0, 0), engine.updates  # restarted
+        setattr(engine, fault, {"gone": frozenset({V1}), "slow": 3600.0}.get(fault, True))
+        while engine.updates < tried + 3:
+            assert not following.done()
+            await asyncio.sleep(0.01)
+        delattr(engine, fault)
+        while engine.version != V1:
+            assert not following.done()
+            await asyncio.sleep(0.01)
+        assert caplog.text.count("cannot be brought up to date yet") == 1
+        following.cancel()
+
+
+async def test_a_restarted_engine_does_not_wait_for_another_that_cannot_be_reached(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    others: list[str] = []
+    async with watching(run, tiny_model, status, others=others) as (engine, watcher):
+        publish(run, V1)
+        await watcher.load(V1)
+        others.append("http://127.0.0.1:9")
+        following = asyncio.create_task(watcher.follow(lambda version: None))
+        engine.version = Version(0, 0)  # restarted
+        while engine.version != V1:
+            assert not following.done()
+            await asyncio.sleep(0.01)
+        following.cancel()
+
+
+async def test_an_engine_that_is_up_to_date_is_left_alone_when_another_is_behind(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with LinkedEngine(tiny_model, run) as other:
+        async with watching(run, tiny_model, status, others=[other.url]) as (engine, watcher):
+            publish(run, V1)
+            await watcher.load(V1)
+            following = asyncio.create_task(watcher.follow(lambda version: None))
+            engine.version = Version(0, 0)  # restarted
+            while engine.version != V1:
+                await asyncio.sleep(0.01)
+            following.cancel()
+        assert (engine.updates, other.updates) == (2, 1)
+
+
+async def test_an_engine_that_takes_longer_than_a_request_may_is_asked_again(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with watching(run, tiny_model, status, timeout=0.1) as (engine, watcher):
+        publish(run, V1, "model.safetensors")
+        engine.slow = 3600.0
+        loading = asyncio.create_task(watcher.load(V1))
+        while engine.updates < 2:
+            await asyncio.sleep(0.01)
+        engine.slow = 0.0
+        assert await loading == engine.version == V1
 
 
 async def test_an_orchestrator_starts_although_the_last_trainers_memory_is_gone(

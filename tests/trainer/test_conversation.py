@@ -144,7 +144,10 @@ def test_a_column_that_is_not_there_is_named_with_its_key():
         ({"text": "hi"}, r"has neither `messages` nor `prompt` and `completion`; its keys are \['text'\].* columns"),
         ({"messages": []}, "messages: expected a non-empty list of messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: expected a role"),
-        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]: content must be text or a list of parts, not 5"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            r"messages\[0\]: content must be text or a list of parts, not 5",
+        ),
         ({"messages": CHAT[:1]}, "no assistant message"),
         ({"prompt": "hi", "completion": [CHAT[0]]}, "no assistant message"),
         ({"messages": CHAT, "tools": "["}, "tools is not valid JSON"),

@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
@@ -27,6 +26,7 @@ from headrace.trainer.lora import (
     merged_parameters,
 )
 from headrace.trainer.loss import default_loss
+from headrace.trainer.ranks import Ranks
 from headrace.transport.adapter import Adapter, AdapterConfig, read_adapter, write_adapter
 from tests.trainer.training_samples import ARCHITECTURES, random_samples, write_random_model
 
@@ -253,21 +253,17 @@ def test_a_sharded_model_learns_what_a_whole_one_does(base: Path):
     whole, _ = adapted(base)
     sharded, _ = adapted(base)
     whole(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for part in (*sharded.model.layers, sharded):  # frozen and trained parameters share a group
-            fully_shard(part, mesh=mesh)
-        sharded(input_ids=TOKENS, labels=TOKENS).loss.backward()
-        for name, parameter in sharded.named_parameters():
-            expected = whole.get_parameter(name).grad
-            assert (parameter.grad is None) == (expected is None)
-            if expected is not None:
-                torch.testing.assert_close(parameter.grad.full_tensor(), expected)
-        with adapter_off(sharded):
-            assert torch.equal(logits(sharded), logits(load(base)))
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = Ranks().mesh()
+    for part in (*sharded.model.layers, sharded):  # frozen and trained parameters share a group
+        fully_shard(part, mesh=mesh)
+    sharded(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    for name, parameter in sharded.named_parameters():
+        expected = whole.get_parameter(name).grad
+        assert (parameter.grad is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected)
+    with adapter_off(sharded):
+        assert torch.equal(logits(sharded), logits(load(base)))
 
 
 @pytest.mark.parametrize("target", ["lm_head", "q_project", "proj"])

@@ -40,6 +40,10 @@ BATCHES = {
     "thirteen samples": random_samples(13),
     "one sample, so that a rank has none": random_samples(1),
     "a component that only one of the ranks has": random_samples(2),
+    "a reference that only one of the ranks has": [
+        make_sample([1, 2, 3, 4, 5], 2, ref_kl_weights=[0, 0, 1, 1, 1], ref_logprobs=[-0.5] * 5, rl_weights=[0.0] * 5),
+        make_sample([7, 8, 9], 1, advantages=[1.0] * 3),
+    ],
     "no member of anything": [make_sample([1, 2, 3, 4], 4, rl_weights=[0.0] * 4) for _ in range(3)],
 }
 

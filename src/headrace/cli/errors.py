@@ -31,6 +31,8 @@ def explain(error: BaseException) -> Explanation | None:
         place = f" ({', '.join(dict.fromkeys(where))})" if where else ""
         advice = "free some and try again; a run that had begun continues with --resume"
         return Explanation(f"no space left on device{place}: {advice}", FAILED)
+    if any(map(_is_of_peer, causes)):
+        return Explanation("another rank is gone; what it said comes before this", FAILED)
     if isinstance(error, Failure):
         return Explanation(str(error), BAD_INPUT if isinstance(error, BadInput) else FAILED)
     if isinstance(error, OSError) and error.errno in EXPLAINED_ERRNOS:
@@ -42,6 +44,13 @@ def _is_full_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return any(words in str(error) for words in FULL_DISK)
+
+
+def _is_of_peer(error: BaseException) -> bool:
+    """Whether torch could not talk to another rank; by name, since commands without ranks never import torch."""
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError"):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -11,13 +11,14 @@ class LaunchConfig(Config):
     """How `headrace rl` and `headrace sft` run the processes on this machine."""
 
     trainer_processes: int | None = Field(None, ge=1)
-    """Ranks that train together, each on a GPU of its own; unset: half of the GPUs, or one rank without any."""
+    """Ranks that train together, each on a GPU of its own; unset: half of the GPUs, all of them where nobody samples,
+    one rank without any."""
     inference_gpus: int | None = Field(None, ge=1)
     """GPUs that sample; unset: those that the trainer leaves. A single GPU is shared."""
     inference_servers: int | None = Field(None, ge=1)
-    """Servers among which the sampling GPUs are divided; unset: one per GPU, or one without any."""
+    """Servers that sample; unset: one per sampling GPU, or one without any."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of the trainer and of the servers each; unset: half the cores."""
+    """CPU threads of each rank and of each server; unset: half the cores, divided by their number."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds until every process must be up; they count anew when one is started again."""
     stop_timeout: float = Field(10.0, gt=0)

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set in a process that torchrun has started."""
+PARENT = "HEADRACE_RANKS_OF"
+"""The process that starts ranks; it may be gone before they look."""
 VARIABLE = "HEADRACE_LIFELINE"
 """Carries the file descriptor to watch."""
 LOOK_AT_PARENT = 0.2
@@ -41,7 +43,8 @@ def watch(grace: float = GRACE) -> None:
     """In a launched process: stop when the launcher is gone. Does nothing in a process that was started by hand."""
     descriptor = os.environ.pop(VARIABLE, None)
     if TORCHRUN in os.environ:
-        threading.Thread(target=_wait_for_parent, args=(os.getppid(),), name="lifeline", daemon=True).start()
+        parent = int(os.environ.get(PARENT, os.getppid()))
+        threading.Thread(target=_wait_for_parent, args=(parent,), name="lifeline", daemon=True).start()
         return
     if descriptor is None:
         return

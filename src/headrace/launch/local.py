@@ -11,7 +11,7 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
-from headrace.launch.placement import place, seeing, visible_gpus
+from headrace.launch.placement import place, place_trainer, seeing, visible_gpus
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
@@ -49,8 +49,8 @@ def make_supervisor(
     if isinstance(config, RunConfig) or config.evaluates:
         specs = processes(limits, run, resume, config.inference.port)
     else:
-        gpus = visible_gpus()[: limits.trainer_processes]
-        specs = [trainer_process(run, limits.trainer_processes or max(1, len(gpus)), gpus, limits.threads, resume)]
+        ranks, gpus = place_trainer(visible_gpus(), limits.trainer_processes)
+        specs = [trainer_process(run, ranks, gpus, limits.threads, resume)]
     view = make_view(title, config.max_steps)
     return Supervisor(
         specs,

@@ -57,11 +57,11 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     # Where and by how many processes it is trained does not shape it.
     recipe = dump(config.model_copy(update={"output_dir": None, "launch": LaunchConfig()}))
 
-    def train(draft: Path) -> Path:
+    def train(draft: Path, held: int) -> Path:
         run = RunDir(draft)
         pinned = pin(config, draft, base)
         save(pinned, run)
-        if code := make_supervisor(pinned, run, f"sft {file.name}", resume=False).run():
+        if code := make_supervisor(pinned, run, f"sft {file.name}", resume=False, inherited=(held,)).run():
             raise SystemExit(code)  # interrupted: the launcher has said so
         return run.final_model
 
@@ -89,28 +89,34 @@ def _hash(path: Path) -> str:
     return _digest(*(f"{file.relative_to(path)} {_hash(file)}" for file in files))
 
 
-def _write_tiny(draft: Path) -> Path:
+def _write_tiny(draft: Path, held: int) -> Path:
     """In a process of its own: the launcher stays free of torch."""
     command = [sys.executable, "-m", "headrace", "init-model", "tiny", str(draft / "model"), "--seed", str(TINY_SEED)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, pass_fds=(held,)
+    )
     if done.returncode:
         raise LaunchError(f"the tiny model could not be made:\n{done.stdout.rstrip()}")
     return draft / "model"
 
 
-def _cached(digest: str, what: str, make: Callable[[Path], Path]) -> Path:
-    """The cached model; `make` fills a draft directory and says where in it the model is."""
+def _cached(digest: str, what: str, make: Callable[[Path, int], Path]) -> Path:
+    """The cached model; `make` fills a draft directory and says where in it the model is.
+
+    It also gets the lock's descriptor, for the processes it starts to hold: they may outlive this one.
+    """
     place = cache_directory() / "models" / digest
     if place.is_dir():
         _say(f"{what}: from the cache, {place}")
         return place
     draft = place.with_name(f"{digest}.tmp")
-    with lock(place.with_name(f"{digest}.lock"), lambda holder: _say(f"{what}: process {holder} makes it, waiting")):
+    waiting = f"{what}: process {{}} makes it, waiting"
+    with lock(place.with_name(f"{digest}.lock"), lambda holder: _say(waiting.format(holder))) as held:
         if not place.is_dir():  # someone else may have made it while we waited
             _say(f"{what}: made once, then kept in {place}")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            os.replace(make(draft), place)
+            os.replace(make(draft, held), place)
             shutil.rmtree(draft, ignore_errors=True)
     return place
 

@@ -44,12 +44,22 @@ def place(
             f"launch: {training} trainer_processes and {sampling} inference_gpus need a GPU each, but {len(gpus)} are "
             "visible: lower one of them"
         )
-    servers = inference_servers or sampling
-    if sampling % servers:
-        raise ConfigError(f"launch: {sampling} inference_gpus cannot be shared evenly by {servers} inference_servers")
-    each = sampling // servers
-    shares = [gpus[start : start + each] for start in range(0, sampling, each)]
-    return Placement(training, gpus[sampling : sampling + training], shares)
+    if inference_servers not in (None, sampling):
+        raise ConfigError(
+            f"launch: {sampling} inference_gpus and {inference_servers} inference_servers: each samples on one "
+            "GPU; leave inference_servers out"
+        )
+    return Placement(training, gpus[sampling : sampling + training], [[gpu] for gpu in gpus[:sampling]])
+
+
+def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[int, Sequence[str]]:
+    """The ranks of a trainer that has the machine for itself, and their GPUs; unset: one on each."""
+    if gpus and trainer_processes is not None and trainer_processes > len(gpus):
+        raise ConfigError(
+            f"launch.trainer_processes = {trainer_processes}: each needs a GPU, but {len(gpus)} are visible"
+        )
+    ranks = trainer_processes or max(1, len(gpus))
+    return ranks, gpus[:ranks]
 
 
 def visible_gpus() -> list[str]:

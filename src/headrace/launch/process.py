@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace.launch.lifeline import VARIABLE, Lifeline
 
 LAST_LINES = 15
+RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"})
 ASKED_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals by which somebody wants a process to end."""
 
@@ -33,6 +34,11 @@ class ProcessSpec:
         return replace(self, argv=self.restart_argv or self.argv)
 
 
+def _own_environment() -> dict[str, str]:
+    """Ours, but for what a cluster may have set: a process is a rank only if we start it as one."""
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+
+
 class Process:
     """A child in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
 
@@ -43,7 +49,7 @@ class Process:
             self._log_start = output.tell()
             self._popen = subprocess.Popen(
                 list(spec.argv),
-                env={**os.environ, **spec.env, VARIABLE: str(lifeline.read_end)},
+                env={**_own_environment(), **spec.env, VARIABLE: str(lifeline.read_end)},
                 pass_fds=(lifeline.read_end, *inherited),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -51,6 +51,8 @@ class Supervisor:
         self._processes: dict[str, Process] = {}
         """By name, in the order of their first start; a process takes the place of the one that it continues."""
         self._up: set[str] = set()
+        self._condemned: set[Process] = set()
+        """Those that were killed because they had failed and did not end."""
         self._restarts = Restarts(max_restarts, restart_delay)
         self._statuses: dict[str, ProcessStatus] = {}
         self._signals: list[int] = []
@@ -128,12 +130,16 @@ class Supervisor:
 
     def _has_failed(self, process: Process) -> bool:
         """Whether it has said so itself."""
+        if process in self._condemned:
+            return True
         status = self._statuses.get(process.name)
         return status is not None and status.pid == process.pid and status.state == "failed"
 
     def _clear_traces(self, process: Process) -> None:
         """Remove what says that a dead process lives: its status, and the address it listened on."""
-        (self._run.status / f"{process.name}.json").unlink(missing_ok=True)
+        ranks = (self._run.status / "ranks").glob(f"{process.name}-*.json")
+        for status in (self._run.status / f"{process.name}.json", *ranks):
+            status.unlink(missing_ok=True)
         withdraw_endpoint(self._run.endpoints / f"{process.name}.json", process.pid)
 
     def _obituary(self, process: Process) -> str:
@@ -159,7 +165,9 @@ class Supervisor:
         for process in running:
             status = alive.get(process.name)
             if status is not None and status.state == "failed" and now - status.time > self._stop_timeout:
-                process.kill()  # it has failed but some thread of it does not let go; the next look buries it
+                # It has failed, but some thread, or another rank, does not let go; the next look buries it.
+                self._condemned.add(process)
+                process.kill()
 
     def _stop(self) -> None:
         """End what still runs, last started first. A second signal ends the patience."""

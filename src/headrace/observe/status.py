@@ -103,7 +103,7 @@ class Status:
         # Not fsynced: a status is worth nothing after a power loss.
         with self._lock:
             self.current.time = time.time()
-            temporary = self.path.with_name(f".{self.path.name}.tmp")
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
             temporary.write_bytes(msgspec.json.encode(self.current))
             os.replace(temporary, self.path)
 

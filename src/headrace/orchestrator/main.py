@@ -54,7 +54,7 @@ def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int
             loop.close()
 
 
-async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers: int) -> bool:
+async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers: int = 1) -> bool:
     starting = asyncio.current_task()
     assert starting is not None and config.model.name is not None
     loop = asyncio.get_running_loop()

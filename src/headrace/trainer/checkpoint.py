@@ -59,6 +59,7 @@ class Checkpoints:
         self._unfinished: _Unfinished | None = None
         if ranks.first:
             sweep(directory)
+            sweep(directory / PERMANENT)
 
     def begin(self, tensors: dict[str, Tensor], write_files: Callable[[Path], None], state: TrainState) -> None:
         """Copy the tensors, then write them beside whatever comes next. Waits for the checkpoint before this one."""
@@ -91,12 +92,13 @@ class Checkpoints:
             if path.parent.name != TENSORS:  # those were made durable as they were written
                 sync(path)
         final = self.directory / _name(step)
+        if self.permanent_interval is not None and step % self.permanent_interval == 0:
+            # First: what is complete is continued from, and never saved again.
+            link_tree(draft, self.directory / PERMANENT / final.name)
         if final.exists():
             _delete(final)
         os.replace(draft, final)
         sync(self.directory)
-        if self.permanent_interval is not None and step % self.permanent_interval == 0:
-            link_tree(final, self.directory / PERMANENT / final.name)
         for old in complete(self.directory)[: -self.keep_last]:
             _delete(old)
 

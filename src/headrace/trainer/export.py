@@ -12,6 +12,7 @@ from headrace.text.hub import model_directory
 from headrace.trainer import checkpoint
 from headrace.trainer.learner import MODEL, prefixed
 from headrace.trainer.model import PackedModel
+from headrace.trainer.ranks import Ranks
 from headrace.transport.adapter import CONFIG, is_adapter, read_config
 from headrace.transport.files import write_directory
 
@@ -40,8 +41,9 @@ def export(
 
 def _model(files: Path, trust_remote_code: bool) -> PackedModel:
     """The model that a checkpoint's tensors belong to; of one with an adapter, the base comes from where it was."""
+    alone = Ranks(torch.device("cpu"))  # a GPU may be somebody else's
     if not is_adapter(files):
-        return PackedModel(files, load=False, trust_remote_code=trust_remote_code)
+        return PackedModel(files, alone, load=False, trust_remote_code=trust_remote_code)
     adapter = read_config(files / CONFIG)
     if adapter.base_model_name_or_path is None:
         raise BadInput(f"{files / CONFIG} does not say which model the adapter belongs to")
@@ -52,4 +54,4 @@ def _model(files: Path, trust_remote_code: bool) -> PackedModel:
         "use_rslora": adapter.use_rslora,
     }
     base = model_directory(adapter.base_model_name_or_path)
-    return PackedModel(base, lora=lora, trust_remote_code=trust_remote_code)
+    return PackedModel(base, alone, lora=lora, trust_remote_code=trust_remote_code)

@@ -5,6 +5,7 @@ Shared by reinforcement learning and supervised training, which differ in where 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,20 @@ class Learner:
         """This rank's share of a step."""
         if self.ranks.size == 1:
             return pack(samples, self.seq_len)
+        self._check_agreement(samples)
         return pack_for_worker(self.ranks.index, samples, self.seq_len, self.ranks.size, self.model.cost)
+
+    def _check_agreement(self, samples: list[Sample]) -> None:
+        """Each rank takes its share of what it believes all have: it must be the same."""
+        digest = hashlib.blake2b(digest_size=7)
+        for sample in samples:
+            digest.update(sample.token_ids.tobytes())
+        number = int.from_bytes(digest.digest())
+        if self.ranks.any(number != self.ranks.most(number)):
+            raise BadInput(
+                f"the ranks have different examples for step {self.state.step + 1}: does the environment's data depend "
+                "on the process, such as the order of a set?"
+            )
 
     def metrics(self, result: StepResult, lr: float, seconds: float) -> dict[str, float]:
         """The record of a step that took `seconds` in all."""
@@ -216,7 +230,8 @@ def _shape(adapter: AdapterConfig | None) -> str:
     if adapter is None:
         return "no adapter"
     targets = [adapter.target_modules] if isinstance(adapter.target_modules, str) else adapter.target_modules
-    return f"an adapter of rank {adapter.r} and scaling {adapter.scaling:g} of {', '.join(targets)}"
+    size = f"rank {adapter.r} and scaling {adapter.scaling:g}"
+    return f"an adapter of {size} of {', '.join(targets)} of {adapter.base_model_name_or_path}"
 
 
 def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -237,9 +237,9 @@ def _head_dim(config: Any) -> int:
 
 
 def _layers(model: Any) -> Iterable[Any]:
-    """The decoder's layers: the longest list of modules that the model has."""
-    lists = [part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList)]
-    return max(lists, key=len, default=())
+    """The decoder's layers: the first list of as many modules as it says it has layers."""
+    lists = (part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList))
+    return next((part for part in lists if len(part) == model.config.num_hidden_layers), ())
 
 
 def _make(directory: Path, trust_remote_code: bool, load: bool) -> Any:

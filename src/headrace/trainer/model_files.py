@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _NOT_COPIED = ("COMPLETE.json", "*.index.json", "adapter_config.json")
-_LAYER = re.compile(r"^(.*\.\d+)\.")
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 class ModelFiles:

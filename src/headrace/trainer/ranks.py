@@ -25,10 +25,10 @@ PATIENCE = timedelta(minutes=30)
 class Ranks:
     """This process among its peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.index = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = device or _device(int(os.environ.get("LOCAL_RANK", "0")))
         if not dist.is_initialized():
             _join(self.index, self.size, self.device)
 

@@ -195,10 +195,10 @@ def _answer(outputs: np.ndarray, spans: list[_Span], start: int, width: int, ski
 
 
 def _similar(spans: list[_Span], size: Callable[[_Span], int]) -> Iterator[list[_Span]]:
-    """Runs of spans, largest first, in which none is smaller than half of the first: padding stays bounded."""
+    """Runs of spans, largest first, in which none is below three quarters of the first: padding stays small."""
     bucket: list[_Span] = []
     for span in sorted(spans, key=size, reverse=True):
-        if bucket and 2 * size(span) < size(bucket[0]):
+        if bucket and 4 * size(span) < 3 * size(bucket[0]):
             yield bucket
             bucket = []
         bucket.append(span)

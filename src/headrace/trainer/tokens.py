@@ -83,6 +83,8 @@ class StepTokens:
 
         weights = self.streams.get(f"{component}_weights")
         reference = self.streams.get("ref_logprobs")
+        if reference is None and component == "ref_kl":  # other ranks have some; here nothing will be read
+            reference = np.zeros(len(self), np.float32)
         advantages = self.streams.get("advantages")
         return PackedInputs(
             logprobs,

@@ -57,7 +57,7 @@ def draft_of(final: Path) -> Path:
 
 def link_tree(source: Path, target: Path) -> None:
     """Another name for a directory whose files never change: it costs no disk where the file system allows it."""
-    write_directory(target, lambda draft: _copy_into(source, draft), durable=False)
+    write_directory(target, lambda draft: _copy_into(source, draft))
 
 
 def _copy_into(source: Path, draft: Path) -> None:

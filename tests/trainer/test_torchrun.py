@@ -1,0 +1,39 @@
+"""What several ranks end with, as one process."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from headrace.launch.lifeline import PARENT, TORCHRUN
+from headrace.trainer.torchrun import Ending, ended_like
+
+KILLED, TERMINATED, STOPPED = -9, -15, 143
+
+
+@pytest.mark.parametrize(
+    ("endings", "expected"),
+    [
+        ([(KILLED, 100), (1, 100)], KILLED),  # the other failed in talking to it
+        ([(1, 100), (KILLED, 101)], KILLED),  # whichever is noticed first
+        ([(-11, 100)], -11),
+        ([(2, 100), (TERMINATED, 100)], 2),  # explained; torch ended the others
+        ([(1, 100), (2, 100), (STOPPED, 101)], 2),
+        ([(2, 100), (KILLED, 131)], 2),  # torch itself lost patience with it
+        ([(STOPPED, 100), (STOPPED, 100)], STOPPED),
+        ([(TERMINATED, 100), (TERMINATED, 100)], STOPPED),
+    ],
+)
+def test_the_cause_of_several_endings_is_the_ending_of_all(endings: list[tuple[int, int]], expected: int):
+    assert ended_like([Ending(*ending) for ending in endings]) == expected
+
+
+def test_a_rank_whose_parent_was_gone_before_it_looked_ends_at_once():
+    program = "from headrace.launch import lifeline; import time; lifeline.watch(); time.sleep(60)"
+    environment = {**os.environ, TORCHRUN: "x", PARENT: "1"}  # somebody else's child now
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    assert done.returncode == KILLED
+    assert time.monotonic() - started < 60
