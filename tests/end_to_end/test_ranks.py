@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from headrace.config.base import load
 from headrace.config.run import RunConfig
 from headrace.launch.saved_config import pin, save
+from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status, read_status
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.trainer import rl
@@ -107,3 +108,20 @@ def test_ranks_stop_in_order_when_asked_and_go_on_when_resumed(tmp_path: Path, t
     code, output = headrace(*arguments, "--resume")
     assert code == 0, output
     assert draws_trained_once(run)
+
+
+@pytest.mark.full
+def test_two_ranks_learn_from_examples_what_one_learns(tmp_path: Path, tiny_model: Path):
+    losses = []
+    for ranks in (1, 2):
+        file = tmp_path / f"{ranks}.toml"
+        file.write_text(
+            f'output_dir = "{tmp_path / str(ranks)}"\nmax_steps = 4\nseq_len = 64\n[model]\nname = "{tiny_model}"\n'
+            '[data]\nenv = "reverse-text"\nbatch_size = 16\n[validation]\nenv = "reverse-text"\nmax_examples = 8\n'
+        )
+        code, output = headrace("sft", file, "--launch.trainer_processes", ranks)
+        assert code == 0, output
+        records = list(read_metrics(RunDir(tmp_path / str(ranks)).metrics))
+        losses.append([record[key] for record in records for key in ("loss", "val/loss") if key in record])
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -34,6 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
             from headrace.trainer.sft import train as train_sft
 
             train_sft(config, resume=resume, stopped=request.stopped, status=status)
+        from headrace.trainer.ranks import leave
+
+        leave()
     return request.exit_code
 
 

@@ -89,6 +89,12 @@ class Ranks:
         return [int(value) for value in tensor.tolist()]
 
 
+def leave() -> None:
+    """Part from the other ranks at the end of the process: NCCL complains of those who do not."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
