@@ -1,6 +1,7 @@
 """Every decision of a run under random traffic in simulated time. A failing seed replays exactly."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,14 @@ def _quiet(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("first", range(0, 6000, CHUNK))
+def chunks(first: int, last: int, fast: int) -> list[Any]:
+    """The first seed of each chunk from `first` to `last`; those after the first `fast` belong to the long proofs."""
+    return [
+        pytest.param(seed, marks=pytest.mark.full if seed - first >= fast else ()) for seed in range(first, last, CHUNK)
+    ]
+
+
+@pytest.mark.parametrize("first", chunks(0, 6000, fast=2000))
 async def test_random_schedules_lose_nothing_leak_nothing_and_end(first: int):
     for seed in range(first, first + CHUNK):
         simulation = Simulation(seed)
@@ -22,7 +30,7 @@ async def test_random_schedules_lose_nothing_leak_nothing_and_end(first: int):
         simulation.check_end()
 
 
-@pytest.mark.parametrize("first", range(6000, 10_000, CHUNK))
+@pytest.mark.parametrize("first", chunks(6000, 10_000, fast=2000))
 async def test_random_schedules_with_kills_and_restarts_account_for_every_draw_once(first: int):
     for seed in range(first, first + CHUNK):
         simulation = Simulation(seed, kills=3)

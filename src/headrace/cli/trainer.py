@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from headrace.cli.arguments import add_resume
@@ -47,6 +48,7 @@ def run_ranks(count: int, target: Path, resume: str | None) -> int:
 
     setup_logging()
     lifeline.watch()
+    os.environ[lifeline.PARENT] = str(os.getpid())
     return torchrun.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
 
 

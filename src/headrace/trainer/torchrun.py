@@ -22,8 +22,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from headrace.launch.lifeline import PARENT
-
 AT_ONCE = 10
 """Seconds after the first failure within which a killed rank was not killed by torch."""
 NOT_A_KILL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -39,7 +37,6 @@ class Ending(NamedTuple):
 def run_ranks(count: int, arguments: Sequence[str]) -> int:
     """Run `headrace ARGUMENTS` on every rank until the last has ended; returns the exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said what is wrong
-    os.environ[PARENT] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as scratch:
         config = LaunchConfig(
             min_nodes=1,
