@@ -103,7 +103,7 @@ def test_repeated_prompts_share_their_prefill_and_nothing_else(model: Any) -> No
     engine.step()
     requests += [engine.submit(prompt, SamplingParams(max_tokens=6)) for _ in range(2)]
     run_all(engine)
-    assert [width for width in widths if width > 1] == [32]  # 19, padded
+    assert [width for width in widths if width > 1] == [19]
     assert len({tuple(request.tokens) for request in requests}) > 1
     for request in requests:
         assert_like_plain(request, model)
@@ -128,7 +128,7 @@ def test_a_decode_step_computes_live_requests_only(model: Any) -> None:
         engine.submit([7], SamplingParams(max_tokens=length, ignore_eos=True))
     model.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
     run_all(engine)
-    assert rows == [3, 2, 2, 2, 2, 2]  # the last one in company of itself
+    assert rows == [3, 2, 2, 1, 1, 1]
 
 
 def test_requests_wait_in_line_beyond_max_running(model: Any) -> None:
@@ -289,7 +289,7 @@ def test_a_prefill_that_raises_costs_its_own_requests_only(model: Any, monkeypat
     forward = model.base_model.forward
 
     def broken(**kwargs: Any) -> Any:
-        if kwargs["input_ids"].shape[1] == 16:
+        if kwargs["input_ids"].shape[1] == 12:
             raise RuntimeError("out of something")
         return forward(**kwargs)
 
@@ -410,7 +410,7 @@ def test_broken_weights_leave_nothing_behind_for_those_who_come_after(model: Any
     good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    hapless = engine.submit([1] * 30, SamplingParams(max_tokens=5, ignore_eos=True))
+    hapless = engine.submit([1] * 30, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))  # alone, in two rows
     run_all(engine)
     with pytest.raises(EngineError, match="not finite"):
         hapless.future.result()

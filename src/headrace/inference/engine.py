@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 INITIAL = Version(0, 0)
 PREFILL_TOKENS = 8192
 """Prompt tokens that one step takes in, and that one forward computes."""
+PADDING_FLOOR = 256
+"""Padding below this many tokens is cheaper than another forward."""
+NARROWEST = 8
+"""The prompts of seeded requests are padded to a multiple of this many tokens."""
 SCORED_LOGITS = 1 << 27
 """Logits that one forward may hold where prompt logprobs are asked for."""
 
@@ -187,13 +191,14 @@ class Engine:
         admitted = self._take_from_line()
         if not admitted:
             return
-        known = {request.prompt_hash: request for request in self.running if request.cached_with == self.version}
+        # Those with a seed among themselves: their prompts are computed in another way.
+        known = {_prompt_of(request): request for request in self.running if request.cached_with == self.version}
         fresh, copies = [], []
         for request in admitted:
             request.row = len(self.running)
             self.running.append(request)
             request.sampled_by(self.version)
-            twin = known.setdefault(request.prompt_hash, request)
+            twin = known.setdefault(_prompt_of(request), request)
             if twin is request or request.lacks_prompt_logprobs or not request.repeats_prompt_of(twin):
                 fresh.append(request)
             else:
@@ -255,11 +260,11 @@ class Engine:
 
     @property
     def _is_doubled(self) -> bool:
-        """A request that is alone runs in two rows on a CPU, where a single row is multiplied in another order.
+        """A seeded request that is alone runs in two rows on a CPU, where one row is multiplied in another order.
 
         So it gets the same bits in any company.
         """
-        return len(self.running) == 1 and self.device.type == "cpu"
+        return len(self.running) == 1 and self.running[0].params.seed is not None and self.device.type == "cpu"
 
     def _decode(self) -> None:
         """Sample the next token of every running request."""
@@ -340,18 +345,38 @@ class Engine:
                     request.fail(EngineError(f"the engine's step failed: {type(error).__name__}: {error}"))
 
 
+def _prompt_of(request: Request) -> tuple[int, bool]:
+    return request.prompt_hash, request.params.seed is not None
+
+
 def alike_in_length(requests: Iterable[Request]) -> Iterator[tuple[int, list[Request]]]:
-    """Groups to prefill together, each with the width to which its prompts are padded, within one forward."""
-    by_width: dict[int, list[Request]] = {}
-    for request in requests:
-        by_width.setdefault(padded_width(len(request.tokens) - 1), []).append(request)
-    for width, alike in by_width.items():
+    """Groups to prefill together, each with the width to which its prompts are padded, within one forward.
+
+    A request with a seed is padded to a width of its own, so that company changes none of its bits; the others share a
+    forward wherever padding is cheaper than another.
+    """
+    seeded: dict[int, list[Request]] = {}
+    group: list[Request] = []
+    real = 0
+    for request in sorted(requests, key=lambda request: len(request.tokens)):
+        length = len(request.tokens)
+        if request.params.seed is not None:
+            seeded.setdefault(padded_width(length - 1), []).append(request)
+            continue
+        padded = length * (len(group) + 1)
+        if group and (padded > PREFILL_TOKENS or padded > 2 * (real + length) + PADDING_FLOOR):
+            yield len(group[-1].tokens) - 1, group
+            group, real = [], 0
+        group.append(request)
+        real += length
+    if group:
+        yield len(group[-1].tokens) - 1, group
+    for width, alike in seeded.items():
         size = max(1, PREFILL_TOKENS // width)
-        for start in range(0, len(alike), size):
-            yield width, alike[start : start + size]
+        yield from ((width, alike[start : start + size]) for start in range(0, len(alike), size))
 
 
 def padded_width(length: int) -> int:
-    """At most a quarter more, or 15 tokens. It depends on the prompt alone: so does how its attention is rounded."""
-    step = max(KEY_BUCKET, 1 << max(0, length.bit_length() - 3))
+    """At most a quarter more, or 7 tokens. It depends on the prompt alone: so does how its attention is rounded."""
+    step = max(NARROWEST, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step
