@@ -15,16 +15,7 @@ from headrace.cli.main import main, parse
 from headrace.cli.serve import read_target
 from headrace.config.base import load
 from headrace.config.run import RunConfig
-
-RUN_FILE = """
-output_dir = "{output}"
-max_steps = 3
-seq_len = 64
-[model]
-name = "{model}"
-[[orchestrator.train.env]]
-id = "reverse-text"
-"""
+from tests.cli.run_files import RUN_FILE
 
 
 @pytest.fixture

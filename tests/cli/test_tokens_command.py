@@ -15,17 +15,8 @@ from headrace.trainer.ranks import Ranks
 from headrace.trainer.token_table import write_token_table
 from headrace.trainer.tokens import StepTokens, TokenTrace
 from headrace.transport.run_dir import RunDir
+from tests.cli.run_files import RUN_FILE
 from tests.trainer.training_samples import make_sample
-
-RUN_FILE = """
-output_dir = "{output}"
-max_steps = 30
-seq_len = 64
-[model]
-name = "{model}"
-[[orchestrator.train.env]]
-id = "reverse-text"
-"""
 
 
 @pytest.fixture

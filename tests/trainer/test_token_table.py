@@ -29,6 +29,7 @@ from headrace.transport.run_dir import RunDir
 from headrace.transport.token_exports import ExportHeader, read_header
 from tests.trainer.training_samples import (
     ARCHITECTURES,
+    Gradients,
     make_sample,
     mixed_samples,
     random_samples,
@@ -53,15 +54,6 @@ REF_KL = {"mask_low": 1e-3, "kl_tau": 0.03}
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("model"), ARCHITECTURES["qwen3"])
-
-
-class Gradients(Optimizer):
-    """Keeps the gradients instead of applying them."""
-
-    def step(self, lr: float) -> float:
-        self.kept = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
-        self.discard()
-        return 0.0
 
 
 def batch_of(samples: list[Sample]) -> Batch:

@@ -14,7 +14,7 @@ from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tokens import StepTokens
-from tests.trainer.training_samples import ARCHITECTURES, make_sample, random_samples, write_random_model
+from tests.trainer.training_samples import ARCHITECTURES, Gradients, make_sample, random_samples, write_random_model
 
 CPU = torch.device("cpu")
 LOSSES = {"rl": default_loss, "ce": ce_loss, "ref_kl": ref_kl_loss}
@@ -23,15 +23,6 @@ LOSSES = {"rl": default_loss, "ce": ce_loss, "ref_kl": ref_kl_loss}
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("model"), ARCHITECTURES["qwen3"])
-
-
-class Gradients(Optimizer):
-    """Keeps the gradients instead of applying them."""
-
-    def step(self, lr: float) -> float:
-        self.kept = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
-        self.discard()
-        return 0.0
 
 
 def run(

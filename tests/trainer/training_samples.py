@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from headrace.rollout.types import NOT_SAMPLED, Sample
+from headrace.trainer.optim import Optimizer
 from headrace.trainer.tokens import COMPONENTS
 
 SIZES = {
@@ -53,6 +54,15 @@ def write_random_model(directory: Path, config: PreTrainedConfig) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
+
+
+class Gradients(Optimizer):
+    """Keeps the gradients instead of applying them."""
+
+    def step(self, lr: float) -> float:
+        self.kept = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
+        self.discard()
+        return 0.0
 
 
 def make_sample(

@@ -62,12 +62,8 @@ def write_tensors(
     `finished` makes what is written out of the whole tensors of a layer.
     """
     mine: Tensors = {}
-    for names, owner in _shares(tensors, ranks.size):
-        layer = {name: whole(tensors[name]) for name in names}
-        if owner == ranks.index:
-            ready = {name: _in_type(tensor, dtype) for name, tensor in finished(layer).items()}
-            converted = revert_weight_conversion(module, ready)
-            mine |= {name: tensor.contiguous().cpu() for name, tensor in converted.items()}
+    for layer in whole_layers(module, tensors, dtype, keeper=ranks.index, keepers=ranks.size, finished=finished):
+        mine |= {name: tensor.contiguous().cpu() for name, tensor in layer.items()}
     if ranks.size == 1:
         _write(directory / "model.safetensors", mine)
         return
@@ -79,12 +75,24 @@ def write_tensors(
     ranks.wait_for_all()
 
 
-def whole_layers(module: Any, tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Iterator[Tensors]:
-    """Called on every rank: the tensors as a file would have them, layer by layer; nothing where `keep` is False."""
-    for names, _ in _shares(tensors, 1):
+def whole_layers(
+    module: Any,
+    tensors: Tensors,
+    dtype: torch.dtype,
+    *,
+    keeper: int | None,
+    keepers: int = 1,
+    finished: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+) -> Iterator[Tensors]:
+    """Called on every rank: the tensors as a file would have them, layer by layer, one of which is whole at a time.
+
+    Those that fall to number `keeper` of so many `keepers`; None keeps nothing, and only takes part.
+    """
+    for names, owner in _shares(tensors, keepers):
         layer = {name: whole(tensors[name]) for name in names}
-        if keep:
-            yield revert_weight_conversion(module, {name: _in_type(tensor, dtype) for name, tensor in layer.items()})
+        if owner == keeper:
+            ready = {name: _in_type(tensor, dtype) for name, tensor in finished(layer).items()}
+            yield revert_weight_conversion(module, ready)
 
 
 def whole(tensor: Tensor) -> Tensor:

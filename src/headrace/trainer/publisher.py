@@ -68,7 +68,7 @@ class Publisher:
 
     def _offer(self, version: Version) -> None:
         model = self._model
-        layers = whole_layers(model.module, model.tensors(), model.dtype, keep=self._first)
+        layers = whole_layers(model.module, model.tensors(), model.dtype, keeper=0 if self._first else None)
         tensors = (pair for layer in layers for pair in layer.items())  # one layer is whole at a time
         if self._sender is None:
             deque(tensors, maxlen=0)  # takes part in making them whole
