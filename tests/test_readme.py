@@ -69,7 +69,7 @@ async def test_the_environment_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     environment: Environment = load_environment("my_module:Shout", {})
 
     class Shouter:
-        async def chat(self, messages):
+        async def chat(self, messages, tools=(), max_tokens=None):
             word = messages[-1]["content"].upper()
             return Reply({"role": "assistant", "content": word}, Turn([1], [2], [0.0], [0], 1.0))
 

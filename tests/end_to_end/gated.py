@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.environments.base import Context
-from headrace.environments.reverse_text import ReverseText
+from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.observe.metrics import read_metrics
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.transport.run_dir import RunDir

@@ -18,7 +18,9 @@ from tests.environments.worker_environments import NAME
 class Echo:
     """A model that repeats the last message, in tokens that are its characters."""
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Reply:
         text = f"echo {messages[-1]['content']}"
         tokens = [ord(letter) for letter in text]
         logprobs = [-1 / (n + 3) for n in range(len(tokens))]
@@ -36,7 +38,9 @@ class Silent:
         self.asked = asyncio.Event()
         self.hung_up = asyncio.Event()
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Reply:
         self.asked.set()
         try:
             return await asyncio.get_running_loop().create_future()
@@ -48,7 +52,9 @@ class Failing:
     def __init__(self) -> None:
         self.error = Broken("the engine is gone")
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Reply:
         raise self.error
 
 

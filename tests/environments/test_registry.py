@@ -4,7 +4,7 @@ import pytest
 
 from headrace.environments.base import Environment
 from headrace.environments.registry import EnvironmentNotFound, load_environment
-from headrace.environments.reverse_text import ReverseText
+from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import BadInput
 
 
@@ -46,7 +46,7 @@ def test_a_name_like_none_lists_the_known():
 
 @pytest.mark.parametrize(
     ("identifier", "reason"),
-    [("no_such_package.module:Class", "no_such_package"), ("headrace.environments.reverse_text:Absent", "Absent")],
+    [("no_such_package.module:Class", "no_such_package"), ("headrace.environments.shipped.reverse_text:Absent", "Absent")],
 )
 def test_an_import_path_that_leads_nowhere_is_named(identifier: str, reason: str):
     with pytest.raises(BadInput, match=f"{identifier!r} cannot be imported") as failure:
@@ -70,5 +70,5 @@ def test_a_class_that_is_no_environment_is_refused():
 
 
 def test_an_environment_without_demonstrations_says_so():
-    with pytest.raises(NotImplementedError, match="Mine has no demonstrations"):
+    with pytest.raises(BadInput, match="Mine has no demonstrations"):
         next(Mine().demonstrations(0))

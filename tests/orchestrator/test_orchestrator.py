@@ -18,7 +18,7 @@ import pytest
 from headrace.config.base import validate
 from headrace.config.run import RunConfig
 from headrace.environments.base import Environment
-from headrace.environments.reverse_text import ReverseText
+from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import BadInput, Failure
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status

@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from headrace.environments.reverse_text import ReverseText
+from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.rollout.types import Sample
 from headrace.trainer.conversation import Conversation, DataError
 from headrace.trainer.sft_data import Conversations, Cuts, drawn, from_environment, from_rows, hold_out

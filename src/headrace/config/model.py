@@ -40,6 +40,8 @@ class RendererConfig(Config):
     """Whether the generation prompt invites a thinking block; unset: the family's own default."""
     thinking_retention: Literal["tool_cycle", "all"] | None = None
     """`all` keeps a multi-turn conversation in one sample for families that strip earlier thinking."""
+    tool_parser: str | None = None
+    """How `default` reads tool calls: qwen3, qwen3.5, glm or deepseek-v3; other renderers know their own."""
 
 
 class SamplingConfig(Config):

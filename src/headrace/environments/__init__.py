@@ -1,1 +1,9 @@
-"""Tasks, episodes and rewards. Never imports torch."""
+"""Tasks, episodes and rewards: what an environment is written with. Never imports torch."""
+
+from headrace.environments.base import Context, Environment, EpisodeError, Reply
+from headrace.environments.chat import Chat
+from headrace.environments.single_turn import environment
+from headrace.environments.tools import ToolError
+from headrace.rollout.types import Rollout, Task
+
+__all__ = ["Chat", "Context", "Environment", "EpisodeError", "Reply", "Rollout", "Task", "ToolError", "environment"]

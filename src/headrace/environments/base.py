@@ -7,9 +7,13 @@ a task side by side scores their group when all of them are in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
+from headrace.errors import BadInput
 from headrace.rollout.types import Message, Rollout, Task, Turn
 
 
@@ -43,12 +47,24 @@ class ChatFailed(Exception):
         self.kind = kind
 
 
-class Reply:
+class ToolCall(msgspec.Struct):
+    """One attempt of the model to call a tool; `error` says why it cannot be run, if it cannot."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+
+
+class Reply(msgspec.Struct):
     """What the model answered to a conversation: the message, and the exact turn behind it."""
 
-    def __init__(self, message: Message, turn: Turn) -> None:
-        self.message = message
-        self.turn = turn
+    message: Message
+    turn: Turn
+    tool_calls: list[ToolCall] = msgspec.field(default_factory=list)
+    """Every attempt, in order; those that can be run are in the message, too."""
+    raw: str = ""
+    """The whole answer as it was written, thoughts and markup included."""
 
     @property
     def text(self) -> str:
@@ -62,16 +78,31 @@ class Reply:
 class Context(Protocol):
     """An episode's line to the model."""
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
-        """Render the conversation, sample one reply."""
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Reply:
+        """One reply to the conversation. A conversation that goes on from an earlier reply keeps its exact tokens.
+
+        `tools` are function schemas in OpenAI's form; `max_tokens` can only lower what the run allows.
+        """
         ...
 
 
-class Environment:
-    """Base of all environments: subclass, and implement `tasks` and `run`."""
+class Demonstration(msgspec.Struct):
+    """A conversation that shows how a task is done, for supervised training."""
 
-    def tasks(self) -> Sequence[dict[str, Any]]:
-        """The data of every task, in a stable order."""
+    messages: list[Message]
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+
+class Environment:
+    """Base of all environments: subclass, and implement `tasks` and `run`; all else is optional."""
+
+    demonstrate_mistakes: float = 0.0
+    """The share of replies in demonstrations that are mistakes: what RL has to unlearn."""
+
+    def tasks(self) -> Iterable[dict[str, Any]]:
+        """The data of every task, in a stable order. A text under `key` names the task; else its content does."""
         raise NotImplementedError
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
@@ -79,7 +110,7 @@ class Environment:
         raise NotImplementedError
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Set `rewards` (and `metrics`) on the rollouts of one group, once all its episodes are in. Optional."""
+        """Set `rewards` (and `metrics`) on the rollouts of one group, once all its episodes are in."""
         raise NotImplementedError(f"{type(self).__name__} does not score groups")
 
     @property
@@ -87,6 +118,48 @@ class Environment:
         """Whether rewards come from `score_group`."""
         return type(self).score_group is not Environment.score_group
 
-    def demonstrations(self, seed: int) -> Iterator[list[Message]]:
-        """Endless conversations that show how the task is done, for supervised training. Optional."""
-        raise NotImplementedError(f"{type(self).__name__} has no demonstrations to train on")
+    async def start(self) -> None:
+        """Open what episodes need; called once, in the process that runs them, before the first."""
+
+    async def close(self) -> None:
+        """Give back what `start` or an episode opened."""
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
+        """The best reply to this conversation. It makes an environment probeable and able to demonstrate its tasks."""
+        raise NotImplementedError(f"{type(self).__name__} has no gold replies: implement gold(task, messages)")
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
+        """A reply that a beginner might give instead; by default the gold one with a number or a letter changed."""
+        from headrace.environments.script import perturbed
+
+        return perturbed(self.gold(task, messages), rng)
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """Endless episodes on random tasks, played with `gold` replies and a share of mistakes."""
+        from headrace.environments.script import demonstrate
+
+        return demonstrate(self, seed)
+
+
+def tasks_of(environment: Environment, name: str) -> list[Task]:
+    """Its tasks, checked: JSON, at least one, and no two of one key with different data."""
+    tasks: dict[str, Task] = {}
+    found = []
+    for number, data in enumerate(environment.tasks()):
+        given: Any = data
+        if not isinstance(given, dict):
+            raise BadInput(
+                f"environment {name!r}: task {number} is a {type(given).__name__}, not a dict of JSON values"
+            )
+        key = given.get("key", "")
+        try:
+            task = Task(name, given, key if isinstance(key, str) else "")
+            msgspec.json.encode(given)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"environment {name!r}: task {number} is not JSON: {error}") from error
+        if tasks.setdefault(task.key, task).data != task.data:
+            raise BadInput(f"environment {name!r}: task {number} has the key {task.key!r} of another one")
+        found.append(task)
+    if not found:
+        raise BadInput(f"environment {name!r} has no tasks: tasks() gave nothing")
+    return found

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.rollout.types import Message, Rollout, Task, Turn
+from headrace.environments.base import Reply
+from headrace.rollout.types import Rollout, Task
 
 SCHEMA = 1
 ARRAY = 1
@@ -56,8 +57,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     """What the model replied to a `Chat`."""
 
     call: int
-    message: Message
-    turn: Turn
+    reply: Reply
 
 
 class NoAnswer(msgspec.Struct, tag=True, array_like=True):
@@ -80,11 +80,13 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
 
 
 class Chat(msgspec.Struct, tag=True, array_like=True):
-    """A call to the model. The conversation is whatever the environment gave: the parent's context judges it."""
+    """A call to the model. Its arguments are whatever the environment gave: the parent's context judges them."""
 
     job: int
     call: int
     messages: Any
+    tools: Any
+    max_tokens: Any
 
 
 class HangUp(msgspec.Struct, tag=True, array_like=True):

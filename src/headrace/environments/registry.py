@@ -9,7 +9,11 @@ from headrace import imports
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
 
-SHIPPED = {"reverse-text": "headrace.environments.reverse_text:ReverseText"}
+SHIPPED = {
+    "arithmetic": "headrace.environments.shipped.arithmetic:Arithmetic",
+    "copy": "headrace.environments.shipped.copying:copying",
+    "reverse-text": "headrace.environments.shipped.reverse_text:ReverseText",
+}
 
 
 class EnvironmentNotFound(BadInput):

@@ -59,13 +59,24 @@ class Worker:
         self.call_numbers = itertools.count()
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._environment: Environment
+        self._loading: asyncio.Task[None] | None = None
         self._end: asyncio.Future[int]
 
     async def serve(self, end: socket.socket) -> int:
         """Work until the parent closes the channel; returns the exit status. What still runs then is cancelled."""
         self._end = asyncio.get_running_loop().create_future()
         await self.channel.open(end)
-        return await self._end
+        status = await self._end
+        if status == 0 and self._loading is not None and self._loading.done():
+            await self._close()
+        return status
+
+    async def _close(self) -> None:
+        """Let the episodes end, and then the environment; the parent waits for a while."""
+        for job in self._jobs.values():
+            job.cancel()
+        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+        await self._environment.close()
 
     def _parent_left(self) -> None:
         if not self._end.done():
@@ -74,7 +85,7 @@ class Worker:
     def _receive(self, message: ToWorker) -> None:
         match message:
             case Load():
-                self._load(message)
+                self._loading = asyncio.create_task(self._load(message))
             case Run(job, task):
                 self._begin(job, partial(self._environment.run, task, Line(self, job)))
             case Score(job, rollouts):
@@ -82,9 +93,9 @@ class Worker:
             case Cancel(job):
                 if job in self._jobs:  # else its result is on the way
                     self._jobs[job].cancel()
-            case Answer(call, reply, turn):
+            case Answer(call, reply):
                 if self._awaited(call):
-                    self.calls[call].set_result(Reply(reply, turn))
+                    self.calls[call].set_result(reply)
             case NoAnswer(call, kind, text):
                 if self._awaited(call):
                     self.calls[call].set_exception(ChatFailed(call, kind, text))
@@ -93,12 +104,13 @@ class Worker:
         """Whether the environment has not hung up."""
         return call in self.calls and not self.calls[call].done()
 
-    def _load(self, message: Load) -> None:
+    async def _load(self, message: Load) -> None:
         sys.path[:] = message.module_path
         try:
             if message.schema != SCHEMA:
                 raise RuntimeError(f"the pool speaks schema {message.schema}, this worker {SCHEMA}: restart the run")
             self._environment = load_environment(message.identifier, message.args)
+            await self._environment.start()
         except BaseException as error:  # whatever it is, sys.exit() included, the parent has to hear of it
             self.channel.send(Refused(*_text_and_traceback(error)))
             self._end.set_result(1)
@@ -135,9 +147,11 @@ class Line:
         self._worker = worker
         self._job = job
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Reply:
         call = next(self._worker.call_numbers)
-        self._worker.channel.send(Chat(self._job, call, list(messages)))
+        self._worker.channel.send(Chat(self._job, call, list(messages), list(tools), max_tokens))
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._worker.calls[call] = answer
         try:

@@ -233,8 +233,8 @@ class WorkerProcess:
     async def _chat(self, job: Job, context: Context, message: Chat) -> None:
         """The original of an exception stays here, for the case that the environment passes it on."""
         try:
-            reply = await context.chat(message.messages)
-            self._channel.send(Answer(message.call, reply.message, reply.turn))
+            reply = await context.chat(message.messages, message.tools, message.max_tokens)
+            self._channel.send(Answer(message.call, reply))
         except (Exception, asyncio.CancelledError) as error:
             job.chat_errors[message.call] = error
             self._channel.send(NoAnswer(message.call, type(error).__name__, printable(str(error))))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from headrace.environments.base import Context, Environment, EpisodeError
+from headrace.environments.base import Context, Demonstration, Environment, EpisodeError
 from headrace.environments.channel import Run, Score, Scores, decoder
 from headrace.environments.worker_process import WorkerLimits, WorkerProcess
 from headrace.errors import Failure
-from headrace.rollout.types import Message, Rollout, Task
+from headrace.rollout.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class WorkerPool(Environment):
         self._waiting: set[asyncio.Future[str]] = set()
         self._reported: set[str] = set()
 
-    def tasks(self) -> Sequence[dict[str, Any]]:
+    def tasks(self) -> Iterable[dict[str, Any]]:
         return self._environment.tasks()
 
-    def demonstrations(self, seed: int) -> Iterator[list[Message]]:
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         return self._environment.demonstrations(seed)
 
     @property

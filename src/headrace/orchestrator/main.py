@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
 
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
+from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.worker_process import WorkerLimits
 from headrace.environments.workers import WorkerPool
@@ -21,7 +22,6 @@ from headrace.orchestrator.pipeline import RunFailed
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.orchestrator.wiring import Environments, Model, wire
-from headrace.rollout.types import Task
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
             engines = await wait_for(ready, "an answer", whom, status)
             watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
             await watcher.synchronize()
-            model = Model(client, engines, watcher, renderer, tokenizer.vocab_size)
+            model = Model(client, engines, watcher, tokenizer, renderer)
             orchestrator = wire(config, run, status, journal, environments, model)
         except asyncio.CancelledError:
             log.info("stopped before the run began")
@@ -104,20 +104,19 @@ def _only_orchestrator(run: RunDir) -> Iterator[None]:
 
 
 async def _load_environments(config: OrchestratorConfig, stack: AsyncExitStack) -> Environments:
-    """Those with `workers` run in processes of their own, which end with the stack."""
+    """Started, and closed with the stack. Those with `workers` run in processes of their own."""
     loaded: Environments = {}
     slots: list[tuple[Kind, Sequence[EnvConfig]]] = [(Kind.TRAIN, config.train.env), (Kind.EVAL, config.eval.env)]
     for kind, entries in slots:
         for entry in entries:
             environment = load_environment(entry.id, entry.args)
-            tasks = [Task(entry.name, data) for data in environment.tasks()]
+            tasks = tasks_of(environment, entry.name)
             log.info("%s environment %s: %d tasks", kind, entry.name, len(tasks))
             if entry.workers:
                 limits = WorkerLimits(max_memory_mb=entry.worker_memory_mb)
-                pool = WorkerPool(environment, entry.id, entry.args, size=entry.workers, limits=limits)
-                stack.push_async_callback(pool.close)
-                await pool.start()
-                environment = pool
+                environment = WorkerPool(environment, entry.id, entry.args, size=entry.workers, limits=limits)
+            stack.push_async_callback(environment.close)
+            await environment.start()
             loaded[kind, entry.name] = (entry, environment, tasks)
     return loaded
 

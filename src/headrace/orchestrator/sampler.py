@@ -1,22 +1,36 @@
-"""An environment's line to the model: messages to tokens, one request to the engine, tokens to a message."""
+"""An environment's line to the model: a conversation to tokens, one request to the engine, tokens to a reply."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from renderers.base import Renderer
+from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 
-from headrace.environments.base import PromptTooLong, Reply
+from headrace.environments.base import EpisodeError, PromptTooLong, Reply, ToolCall
 from headrace.inference.client import Completion, EngineClient
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.types import Message, Turn
+from headrace.text.prompt import Prompt, Prompts
+from headrace.text.tokenizer import Tokenizer
 
-KEPT_PROMPTS = 16
-"""Rendered prompts that are kept: the episodes of a group start one after another and ask the same."""
+Tools = Sequence[dict[str, Any]]
+
+UNUSABLE = {
+    ToolCallParseStatus.INVALID_JSON: "the tool call is not valid JSON",
+    ToolCallParseStatus.UNCLOSED_BLOCK: "the tool call is not closed",
+    ToolCallParseStatus.MISSING_NAME: "the tool call names no tool",
+    ToolCallParseStatus.MALFORMED_STRUCTURE: "the tool call is malformed",
+}
+"""What a model is told about a call that cannot be read. A name that is not known is the tools' affair."""
+Name = hashlib.blake2b
+encode = msgspec.json.Encoder(order="deterministic").encode
+THOUGHT = ("<think>", "<think>\n")
+"""How a prompt ends that has already opened the model's thoughts."""
 
 
 class Sampler:
@@ -31,6 +45,7 @@ class Sampler:
         self,
         client: EngineClient,
         renderer: Renderer,
+        tokenizer: Tokenizer,
         seq_len: int,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -40,8 +55,10 @@ class Sampler:
         observe: Callable[[list[int], Completion, float], None] | None = None,
         seed: int | None = None,
     ) -> None:
+        self.prompts = Prompts(renderer)
         self._client = client
         self._renderer = renderer
+        self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._temperature = temperature
         self._top_p = top_p
@@ -51,7 +68,6 @@ class Sampler:
         self._observe = observe
         self._seed = seed
         self._stop_token_ids = list(renderer.get_stop_token_ids())
-        self._prompts: dict[bytes, list[int]] = {}
 
     def open(self, session: str, episode: str) -> Conversation:
         self._client.join(session)
@@ -60,19 +76,26 @@ class Sampler:
     def close(self, session: str) -> None:
         self._client.leave(session)
 
-    async def chat(self, messages: Sequence[Message], session: str | None = None, name: str = "") -> Reply:
-        """`name` tells this turn from all others of the run."""
-        prompt_ids = self._render(messages)
-        room = self._seq_len - len(prompt_ids)
+    async def sample(
+        self, prompt: Prompt, tools: Tools, max_tokens: int | None, session: str, name: str, first_call: int
+    ) -> Reply:
+        """`name` tells this turn from all others of the run; tool calls are numbered from `first_call`."""
+        room = self._seq_len - len(prompt.ids)
         if room < 1:
-            raise PromptTooLong(f"the conversation has {len(prompt_ids)} tokens and seq_len is {self._seq_len}")
+            raise PromptTooLong(f"the conversation has {len(prompt.ids)} tokens and seq_len is {self._seq_len}")
+        if tools and not getattr(self._renderer, "supports_tools", True):
+            raise EpisodeError(
+                "no_tool_parser",
+                "the model's own chat template does not say how tool calls are read: set renderer.tool_parser, or a "
+                "renderer.name that knows the model",
+            )
         completion = await self._client.generate(
-            prompt_ids,
+            prompt.ids,
             SamplingParams(
                 temperature=self._temperature,
                 top_p=self._top_p,
                 top_k=self._top_k,
-                max_tokens=min(room, self._max_tokens or room),
+                max_tokens=min(limit for limit in (room, self._max_tokens, max_tokens) if limit is not None),
                 stop_token_ids=self._stop_token_ids,
                 seed=None if self._seed is None else seed_of(f"{self._seed}-{name}"),
             ),
@@ -80,46 +103,131 @@ class Sampler:
             session=session,
         )
         if self._observe is not None:
-            self._observe(prompt_ids, completion, self._temperature)
-        parsed = self._renderer.parse_response(completion.token_ids, prompt_ids=prompt_ids)
-        message: Message = {"role": "assistant", "content": parsed.content or ""}
-        if parsed.reasoning_content:
-            message["reasoning_content"] = parsed.reasoning_content
-        turn = Turn(
-            np.array(prompt_ids, np.int32),
+            self._observe(prompt.ids, completion, self._temperature)
+        raw = self._raw(prompt.ids, completion.token_ids)
+        parsed = self._read(prompt.ids, completion.token_ids, tools, raw)
+        calls = [_tool_call(call, f"call_{first_call + n}") for n, call in enumerate(parsed.tool_calls)]
+        return Reply(_message(parsed, calls), self._turn(prompt, completion), calls, raw)
+
+    def _read(self, prompt_ids: list[int], completion_ids: list[int], tools: Tools, raw: str) -> ParsedResponse:
+        specification: Any = list(tools) or None
+        try:
+            return self._renderer.parse_response(completion_ids, tools=specification, prompt_ids=prompt_ids)
+        except (ValueError, RecursionError):  # a policy writes JSON of any depth, and numbers of any length
+            return ParsedResponse("", tool_calls=[ParsedToolCall(raw, status=ToolCallParseStatus.INVALID_JSON)])
+
+    def _turn(self, prompt: Prompt, completion: Completion) -> Turn:
+        truncated = completion.truncated_logprobs
+        return Turn(
+            np.array(prompt.ids, np.int32),
             np.array(completion.token_ids, np.int32),
             np.array(completion.logprobs, np.float32),
             completion.steps,
             self._temperature,
             completion.finish_reason,
-            None if completion.truncated_logprobs is None else np.array(completion.truncated_logprobs, np.float32),
+            None if truncated is None else np.array(truncated, np.float32),
+            prompt.roles,
         )
-        return Reply(message, turn)
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        key = msgspec.json.encode(messages)
-        if key not in self._prompts:
-            if len(self._prompts) == KEPT_PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
-            self._prompts[key] = list(self._renderer.render_ids(list(messages), add_generation_prompt=True))
-        return self._prompts[key]
+    def _raw(self, prompt_ids: list[int], completion_ids: list[int]) -> str:
+        """What was written, without the token that ended it; thoughts that the prompt opened begin where it did."""
+        ended = bool(completion_ids) and completion_ids[-1] in self._stop_token_ids
+        text = self._tokenizer.decode(completion_ids[:-1] if ended else completion_ids)
+        return "<think>" + text if self._tokenizer.decode(prompt_ids[-8:]).endswith(THOUGHT) else text
+
+
+class _Past(NamedTuple):
+    """A reply that a conversation may go on from, and the turn behind it."""
+
+    reply: Message
+    turn: Turn
 
 
 class Conversation:
-    """A sampler on behalf of one session."""
+    """A sampler on behalf of one episode: it remembers the turns, so that a conversation goes on from exact tokens."""
 
     def __init__(self, sampler: Sampler, session: str, episode: str) -> None:
         self._sampler = sampler
         self._session = session
         self._episode = episode
         self._asked: Counter[bytes] = Counter()
+        self._pasts: dict[bytes, list[_Past]] = {}
+        """By the conversation as far as its last reply, as it was then: an environment may change its messages."""
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
+    async def chat(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None) -> Reply:
         """Several may be under way at once: what is asked, not when, tells one from another."""
-        question = hashlib.blake2b(msgspec.json.encode(messages), digest_size=16).digest()
+        messages, tools = list(messages), list(tools)
+        names = _names(messages, tools)
+        question = names[-1].digest()
         self._asked[question] += 1
         name = f"{self._episode}-{question.hex()}-{self._asked[question]}"
-        return await self._sampler.chat(messages, self._session, name)
+        calls_before = sum(len(message.get("tool_calls") or ()) for message in messages)
+        prompt = self._go_on(messages, tools, names) or self._sampler.prompts.render(messages, tools)
+        reply = await self._sampler.sample(prompt, tools, max_tokens, self._session, name, calls_before)
+        names[-1].update(encode(reply.message))
+        self._pasts.setdefault(names[-1].digest(), []).append(_Past(reply.message, reply.turn))
+        return reply
+
+    def _go_on(self, messages: list[Message], tools: list[dict[str, Any]], names: list[Name]) -> Prompt | None:
+        """The prompt that goes on from the last reply, if this line sampled it in this very conversation."""
+        for end in range(len(messages) - 1, 0, -1):
+            reply = messages[end - 1]
+            if reply.get("role") != "assistant":
+                continue
+            pasts = self._pasts.get(names[end].digest())
+            if pasts:  # the same words may have been sampled twice, in different tokens
+                past = next((past for past in pasts if past.reply is reply), pasts[-1])
+                return self._sampler.prompts.go_on(past.turn, messages[end:], tools)
+        return None
+
+
+def _names(messages: list[Message], tools: list[dict[str, Any]]) -> list[Name]:
+    """The content of a conversation after none of its messages, after the first, and so on to the last."""
+    names = [hashlib.blake2b(encode(tools), digest_size=16)]
+    for message in messages:
+        names.append(names[-1].copy())
+        names[-1].update(encode(message))
+    return names
+
+
+def _tool_call(call: ParsedToolCall, identity: str) -> ToolCall:
+    name = call.name if isinstance(call.name, str) and _is_portable(call.name) else ""
+    arguments: Any = call.arguments
+    error = UNUSABLE.get(call.status, "")
+    if not error and not name:
+        error = UNUSABLE[ToolCallParseStatus.MISSING_NAME]
+    elif not error and not isinstance(arguments, dict):
+        error = "the arguments of a tool call must be a JSON object"
+    elif not error and not _is_portable(arguments):
+        error = "the tool call has a number or a character that cannot be passed on"
+    return ToolCall(call.id or identity, name, {} if error else arguments, error)
+
+
+def _is_portable(value: Any) -> bool:
+    """Python reads integers of any size from JSON, and halves of characters; few others do."""
+    try:
+        msgspec.json.encode(value)
+    except (OverflowError, UnicodeEncodeError, RecursionError):
+        return False
+    return True
+
+
+def _message(parsed: ParsedResponse, calls: list[ToolCall]) -> Message:
+    """The reply as a message. A call that cannot be read stays in its text, as the model wrote it."""
+    unread = [attempt.raw for attempt, call in zip(parsed.tool_calls, calls, strict=True) if call.error]
+    message: Message = {
+        "role": "assistant",
+        "content": "\n".join([parsed.content or "", *unread]).strip("\n") if unread else parsed.content or "",
+    }
+    if parsed.reasoning_content:
+        message["reasoning_content"] = parsed.reasoning_content
+    usable = [call for call in calls if not call.error]
+    if usable:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in usable
+        ]
+    return message
 
 
 def seed_of(name: str) -> int:

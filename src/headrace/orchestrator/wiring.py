@@ -43,6 +43,7 @@ from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
 from headrace.rollout.types import Task
+from headrace.text.tokenizer import Tokenizer
 from headrace.transport.run_dir import RunDir
 
 Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]
@@ -55,8 +56,8 @@ class Model(msgspec.Struct):
     client: EngineClient
     engines: Sequence[Health]
     watcher: WeightWatcher
+    tokenizer: Tokenizer
     renderer: Renderer
-    vocab_size: int
 
 
 def wire(
@@ -68,8 +69,8 @@ def wire(
     processing = TrainProcessing(
         algorithms,
         _by_name(environments, Kind.TRAIN),
-        _filters(config.pre_batch_filters, model.vocab_size),
-        _filters(config.post_batch_filters, model.vocab_size),
+        _filters(config.pre_batch_filters, model.tokenizer.vocab_size),
+        _filters(config.post_batch_filters, model.tokenizer.vocab_size),
         _seq_len(config),
         {env.name: env.timeout for env in config.train.env},
     )
@@ -206,6 +207,7 @@ def _sampler(config: OrchestratorConfig, model: Model, kind: Kind, env: EnvConfi
     return Sampler(
         model.client,
         model.renderer,
+        model.tokenizer,
         _seq_len(config),
         **sampling,
         cache_salt=lambda: str(model.watcher.version),

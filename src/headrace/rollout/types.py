@@ -20,6 +20,9 @@ NOT_SAMPLED = -1
 TRUNCATED = "truncated_logprobs"
 """The stream that tells what top-p and top-k did: a diagnosis, which nobody trains on."""
 
+ROLES = ("", "system", "user", "assistant", "tool")
+"""Who wrote a token of a prompt, by number; 0 is the chat format itself, and whoever has another name."""
+
 KNOWN_STREAMS: dict[str, np.dtype[Any]] = {
     "advantages": np.dtype(np.float32),
     "rl_weights": np.dtype(np.float32),
@@ -57,6 +60,8 @@ class Turn(msgspec.Struct, eq=False):
     finish_reason: str = "stop"
     truncated_logprobs: np.ndarray | None = None
     """Logprobs among what top-p and top-k left to choose from; None where they left everything."""
+    prompt_roles: np.ndarray | None = None
+    """For each token of the prompt the number of its role in `ROLES`; None where the renderer cannot tell."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -74,6 +79,12 @@ class Turn(msgspec.Struct, eq=False):
             if len(self.truncated_logprobs) != len(self.logprobs):
                 raise ValueError(
                     f"a turn of {len(self.logprobs)} tokens has {len(self.truncated_logprobs)} truncated_logprobs"
+                )
+        if self.prompt_roles is not None:
+            self.prompt_roles = np.asarray(self.prompt_roles, np.int8)
+            if len(self.prompt_roles) != len(self.prompt_ids):
+                raise ValueError(
+                    f"a turn with a prompt of {len(self.prompt_ids)} tokens has {len(self.prompt_roles)} prompt_roles"
                 )
 
 

@@ -36,13 +36,11 @@ def make_renderer(
     name: str = "auto",
     enable_thinking: bool | None = None,
     thinking_retention: str | None = None,
+    tool_parser: str | None = None,
 ) -> Renderer:
     """The renderer for a local model directory."""
-    options: dict[str, Any] = {}
-    if enable_thinking is not None:
-        options["enable_thinking"] = enable_thinking
-    if thinking_retention is not None:
-        options["thinking_retention"] = thinking_retention
+    given = {"enable_thinking": enable_thinking, "thinking_retention": thinking_retention, "tool_parser": tool_parser}
+    options = {key: value for key, value in given.items() if value is not None}
     if name == "auto":
         name = _family(Path(model_directory), tokenizer)
     return create_renderer(tokenizer, _config(name, options))

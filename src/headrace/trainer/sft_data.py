@@ -47,7 +47,8 @@ class Chosen:
 
 def from_environment(environment: Environment, seed: int, position: int) -> Iterator[Conversation]:
     """The environment's demonstrations from `position` on."""
-    return (Conversation(messages) for messages in islice(environment.demonstrations(seed), position, None))
+    shown = islice(environment.demonstrations(seed), position, None)
+    return (Conversation(demonstration.messages, tools=demonstration.tools or None) for demonstration in shown)
 
 
 def from_rows(rows: Conversations, seed: int, position: int) -> Iterator[Conversation]:

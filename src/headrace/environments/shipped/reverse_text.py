@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headrace.environments.base import Context, Environment
+from headrace.environments.base import Context, Demonstration, Environment
 from headrace.rollout.types import Message, Rollout, Task
 
 
@@ -50,12 +50,15 @@ class ReverseText(Environment):
             )
         ]
 
-    def demonstrations(self, seed: int) -> Iterator[list[Message]]:
+    def gold(self, task: Task, messages: Sequence[Message]) -> str:
+        return str(task.data["word"][::-1])
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         """Reversals, with `demonstrate_copies` of them copying the word instead: a behaviour for RL to select from."""
         rng = random.Random(seed)
         for word in self._words(rng):
             answer = word if rng.random() < self.demonstrate_copies else word[::-1]
-            yield [{"role": "user", "content": word}, {"role": "assistant", "content": answer}]
+            yield Demonstration([{"role": "user", "content": word}, {"role": "assistant", "content": answer}])
 
     def _words(self, rng: random.Random) -> Iterator[str]:
         """Endless words of this split. A word belongs to evaluation when its letters sum to a multiple of ten."""

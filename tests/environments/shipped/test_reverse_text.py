@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.environments.base import Reply
-from headrace.environments.reverse_text import ReverseText, similarity
+from headrace.environments.base import Demonstration, Reply
+from headrace.environments.shipped.reverse_text import ReverseText, similarity
 from headrace.rollout.types import Message, Task, Turn
 
 FIXED = settings(deadline=None, max_examples=60, derandomize=True)
@@ -27,7 +27,7 @@ class Speaker:
         self.answer, self.finish_reason = answer, finish_reason
         self.heard: list[Message] = []
 
-    async def chat(self, messages):
+    async def chat(self, messages, tools=(), max_tokens=None):
         self.heard = list(messages)
         tokens = [ord(letter) for letter in self.answer]
         turn = Turn([1], tokens, [-1.0] * len(tokens), [0] * len(tokens), 1.0, self.finish_reason)
@@ -48,9 +48,7 @@ def test_no_word_is_in_both_splits_whatever_the_seeds():
 
 
 def test_tasks_are_the_same_in_every_process():
-    code = (
-        "from headrace.environments.reverse_text import ReverseText; print(ReverseText(num_tasks=20, seed=3).tasks())"
-    )
+    code = "from headrace.environments.shipped.reverse_text import ReverseText; print(ReverseText(num_tasks=20, seed=3).tasks())"
     variables = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(ReverseText(num_tasks=20, seed=3).tasks())
@@ -129,20 +127,21 @@ async def test_an_answer_cut_at_the_limit_is_truncated():
 
 
 def test_demonstrations_reverse_their_words():
-    for question, answer in itertools.islice(ReverseText().demonstrations(0), 50):
+    for shown in itertools.islice(ReverseText().demonstrations(0), 50):
+        question, answer = shown.messages
         assert answer == {"role": "assistant", "content": question["content"][::-1]}
 
 
 def test_the_asked_share_of_demonstrations_copies():
     shown = itertools.islice(ReverseText(demonstrate_copies=0.7).demonstrations(0), 4000)
-    pairs = [(question["content"], answer["content"]) for question, answer in shown]
+    pairs = [(question["content"], answer["content"]) for question, answer in (one.messages for one in shown)]
     assert all(answer in (word, word[::-1]) for word, answer in pairs)
     copies = sum(answer == word for word, answer in pairs) / len(pairs)
     assert copies == pytest.approx(0.7, abs=0.03)  # four standard deviations: sqrt(.7 * .3 / 4000) = .0072
 
 
 def test_demonstrations_are_reproducible_and_differ_by_seed():
-    def first(seed: int) -> list[list[Message]]:
+    def first(seed: int) -> list[Demonstration]:
         return list(itertools.islice(ReverseText().demonstrations(seed), 20))
 
     assert first(1) == first(1)
@@ -152,4 +151,4 @@ def test_demonstrations_are_reproducible_and_differ_by_seed():
 def test_demonstrations_for_training_never_show_an_evaluation_word():
     evaluation = set(words(ReverseText("eval", min_letters=1, max_letters=2)))
     shown = itertools.islice(ReverseText("train", min_letters=1, max_letters=2).demonstrations(0), 3000)
-    assert evaluation.isdisjoint(question["content"] for question, _ in shown)
+    assert evaluation.isdisjoint(one.messages[0]["content"] for one in shown)

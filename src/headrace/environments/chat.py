@@ -1,0 +1,126 @@
+"""A conversation with the model, exact to the token.
+
+`Chat` keeps the messages and the turns of one agent, runs the tools it calls, and knows when the conversation is over.
+Which tokens a turn was made of is the context's business: it goes on from the exact tokens of the last turn where the
+chat format allows that, and renders the conversation anew where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headrace.environments.base import Context, PromptTooLong, Reply
+from headrace.environments.tools import Tool, run_call
+from headrace.rollout.types import Message, Rollout, Turn
+
+
+class Chat:
+    """One agent's side of an episode. `tools` are functions with type hints; `max_turns` bounds its replies.
+
+    ```
+    chat = Chat(context, "Guess a number from 1 to 10.", max_turns=5)
+    while reply := await chat.reply():
+        ...
+        chat.say("Higher.")
+    return [chat.rollout({"found": 1.0})]
+    ```
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        prompt: str | Sequence[Message] = (),
+        *,
+        system: str | None = None,
+        tools: Sequence[Callable[..., Any] | Tool] = (),
+        max_turns: int | None = None,
+        agent: str = "policy",
+        trainable: bool = True,
+    ) -> None:
+        self.messages: list[Message] = []
+        self.turns: list[Turn] = []
+        self.stop_reason = ""
+        """Why the conversation cannot go on: "truncated", "context_full", "max_turns", or what `stop` was given."""
+        self._context = context
+        self._tools = {tool.name: tool for tool in (t if isinstance(t, Tool) else Tool(t) for t in tools)}
+        self._schemas = [tool.schema for tool in self._tools.values()]
+        self._max_turns = max_turns
+        self._agent = agent
+        self._trainable = trainable
+        self._metrics: dict[str, float] = {"tool_calls": 0, "tool_errors": 0} if tools else {}
+        self._last: Reply | None = None
+        if system is not None:
+            self.say(system, role="system")
+        if isinstance(prompt, str):
+            self.say(prompt)
+        else:
+            self.messages += prompt
+
+    @property
+    def text(self) -> str:
+        """What the model said last; empty before it said anything."""
+        return self._last.text if self._last is not None else ""
+
+    def say(self, content: str, role: str = "user") -> None:
+        """Add a message for the model to read."""
+        self.messages.append({"role": role, "content": content})
+
+    def stop(self, reason: str) -> None:
+        """End the conversation: from now on there are no replies."""
+        self.stop_reason = self.stop_reason or reason
+
+    async def reply(self, max_tokens: int | None = None) -> Reply | None:
+        """The model's next message; None once the conversation is over.
+
+        A reply that was cut off is the last one. One for which there is no room left within `seq_len` is not asked for,
+        unless it is the first: that is an error.
+        """
+        if self._max_turns is not None and len(self.turns) >= self._max_turns:
+            self.stop("max_turns")
+        if self.stop_reason:
+            return None
+        try:
+            reply = await self._context.chat(self.messages, self._schemas, max_tokens)
+        except PromptTooLong:
+            if not self.turns:
+                raise
+            self.stop("context_full")
+            return None
+        self.messages.append(reply.message)
+        self.turns.append(reply.turn)
+        self._last = reply
+        if reply.truncated:
+            self.stop("truncated")
+        return reply
+
+    async def act(self, max_tokens: int | None = None) -> Reply | None:
+        """Replies, with their tool calls run, until one calls no tool. None if the conversation ended before."""
+        while reply := await self.reply(max_tokens):
+            if not reply.tool_calls:
+                return reply
+            if not self.stop_reason:
+                await self.run_tools(reply)
+        return None
+
+    async def run_tools(self, reply: Reply) -> None:
+        """Run what a reply calls, one after another, and tell the model what came of each."""
+        for call in reply.tool_calls:
+            content, succeeded = await run_call(self._tools, call)
+            self._metrics["tool_calls"] = self._metrics.get("tool_calls", 0) + 1
+            self._metrics["tool_errors"] = self._metrics.get("tool_errors", 0) + (not succeeded)
+            told = {"role": "tool", "tool_call_id": call.id, "content": content}
+            self.messages.append(told | ({"name": call.name} if call.name else {}))
+
+    def rollout(self, rewards: Mapping[str, float], metrics: Mapping[str, float] | None = None) -> Rollout:
+        """What the conversation came to."""
+        return Rollout(
+            agent=self._agent,
+            trainable=self._trainable,
+            rewards=dict(rewards),
+            metrics={**self._metrics, **(metrics or {})},
+            messages=self.messages,
+            turns=self.turns,
+            truncated=self.stop_reason in ("truncated", "context_full"),
+            stop_reason=self.stop_reason,
+        )

@@ -1,0 +1,1 @@
+"""The environments that come with Headrace, one a file; `registry.py` knows them by id."""

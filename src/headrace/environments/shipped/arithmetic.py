@@ -1,0 +1,44 @@
+"""Sums, differences and products of whole numbers; the answer must be the number and nothing else."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from headrace.environments.rewards.exact import Exact
+from headrace.environments.shipped.drawing import draw_tasks
+from headrace.environments.single_turn import SingleTurn
+
+OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+class Arithmetic(SingleTurn):
+    """Two numbers of up to `digits` digits and one of `operations`; `terse` asks "12+7=" without a word."""
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int = 2000,
+        digits: int = 2,
+        operations: str = "+-",
+        terse: bool = False,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        unknown = sorted(set(operations) - set(OPERATIONS))
+        if unknown or not operations:
+            raise TypeError(f"operations must be some of {' '.join(OPERATIONS)}, not {operations!r}")
+        if digits < 1:
+            raise TypeError(f"digits must be positive, not {digits}")
+
+        def draw(rng: random.Random) -> dict[str, Any]:
+            left, right = (rng.randrange(10 ** rng.randint(1, digits)) for _ in range(2))
+            sign = rng.choice(operations)
+            return {"question": f"{left}{sign}{right}", "answer": str(OPERATIONS[sign](left, right))}
+
+        super().__init__(
+            draw_tasks(draw, split, num_tasks, seed),
+            lambda row: f"{row['question']}=" if terse else f"What is {row['question']}? Answer with the number alone.",
+            {"correct": Exact()},
+            demonstrate_mistakes=demonstrate_mistakes,
+        )

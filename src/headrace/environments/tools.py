@@ -1,0 +1,111 @@
+"""Functions that a model may call: the schema it is shown, its arguments checked, what it is told.
+
+A tool is an ordinary function, `async` or not, with type hints; its docstring is what the model reads. A `ToolError`
+that it raises, or arguments that do not fit, are told to the model; anything else that it raises is a fault of the
+environment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from headrace.environments.base import ToolCall
+
+if TYPE_CHECKING:  # a tenth of a second to import, which only environments with tools need
+    import pydantic
+
+
+class ToolError(Exception):
+    """What the model asked of a tool cannot be done; it is told why, and the episode goes on."""
+
+
+class Tool:
+    """`function` with its schema. Functions with the same code, as closures of each episode are, share the schema."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.schema, self._arguments = _describe(function)
+        self.name: str = self.schema["function"]["name"]
+
+    async def __call__(self, arguments: dict[str, Any]) -> str:
+        """The result as the model is told it: a text, or JSON."""
+        import pydantic
+
+        try:
+            checked = self._arguments.model_validate(arguments)
+        except pydantic.ValidationError as error:
+            raise ToolError(f"the arguments of {self.name} do not fit: {_complaints(error)}") from None
+        result = self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
+        if inspect.isawaitable(result):
+            result = await result
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+async def run_call(tools: dict[str, Tool], call: ToolCall) -> tuple[str, bool]:
+    """What the model is told about its call, and whether the call succeeded."""
+    try:
+        if call.error:
+            raise ToolError(call.error)
+        if call.name not in tools:
+            raise ToolError(f"there is no tool {call.name!r}; there is {', '.join(tools) or 'none'}")
+        return await tools[call.name](call.arguments), True
+    except ToolError as error:
+        return f"Error: {error}", False
+
+
+_described: WeakKeyDictionary[CodeType, tuple[dict[str, Any], type[pydantic.BaseModel]]] = WeakKeyDictionary()
+
+
+def _describe(function: Callable[..., Any]) -> tuple[dict[str, Any], type[pydantic.BaseModel]]:
+    """The schema in OpenAI's form, and the model that checks arguments. Making them takes a millisecond."""
+    code = getattr(function, "__code__", None)
+    if code is None or code not in _described:
+        name = getattr(function, "__name__", type(function).__name__)
+        arguments = _arguments_model(name, function)
+        parameters = arguments.model_json_schema()
+        description = inspect.cleandoc(function.__doc__ or "")
+        specification = {"name": name, "description": description, "parameters": _without_titles(parameters)}
+        described = {"type": "function", "function": specification}, arguments
+        if code is None:
+            return described
+        _described[code] = described
+    return _described[code]
+
+
+def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
+    import pydantic
+
+    hints = typing.get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tool {name}: parameter {parameter} cannot be described; give each one a name and a type")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints.get(parameter.name, Any), default)
+    return pydantic.create_model(f"{name}_arguments", __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+
+
+def _without_titles(schema: Any) -> Any:
+    """pydantic repeats each name as a title, which would cost the model tokens."""
+    if isinstance(schema, dict):
+        return {
+            key: {name: _without_titles(part) for name, part in value.items()}
+            if key == "properties"
+            else _without_titles(value)
+            for key, value in schema.items()
+            if not (key == "title" and isinstance(value, str))
+        }
+    return [_without_titles(part) for part in schema] if isinstance(schema, list) else schema
+
+
+def _complaints(error: pydantic.ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, entry['loc'])) or 'arguments'}: {entry['msg']}"
+        for entry in error.errors(include_url=False)
+    )

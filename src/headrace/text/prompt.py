@@ -1,0 +1,79 @@
+"""Conversations as the tokens of a prompt, with the role that wrote each token.
+
+A conversation that goes on from a sampled turn keeps that turn's tokens as they were: sampled text need not be what its
+own rendering would be, and a policy must be trained on what it sampled. Where the chat format rewrites history (it
+drops earlier thoughts, say) that cannot be, and the whole is rendered anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from renderers.base import RenderedTokens, Renderer
+from renderers.default import DefaultRenderer
+
+from headrace.rollout.types import ROLES, Message, Turn
+
+KEPT = 16
+"""Rendered prompts that are kept: the episodes of a group start one after another and ask the same."""
+ASSISTANT = ROLES.index("assistant")
+
+
+class Prompt(NamedTuple):
+    ids: list[int]
+    roles: np.ndarray | None
+    """As in `Turn.prompt_roles`."""
+
+
+class Prompts:
+    """What a renderer makes of conversations."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        # Its attribution would take a rendering per message, and tells no text from scaffold.
+        self._ids_only = isinstance(renderer, DefaultRenderer)
+        self._kept: dict[bytes, Prompt] = {}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
+        """The whole conversation, ready for the next reply."""
+        key = msgspec.json.encode((messages, tools))
+        if key not in self._kept:
+            if len(self._kept) == KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self._render(list(messages), list(tools) or None)
+        return self._kept[key]
+
+    def go_on(self, turn: Turn, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt | None:
+        """The tokens of a turn and then `messages`, ready for the next reply; None where that would not be exact."""
+        prompt, completion = turn.prompt_ids.tolist(), turn.completion_ids.tolist()
+        specification: Any = list(tools) or None
+        try:
+            bridge = self._renderer.bridge_to_next_turn(prompt, completion, list(messages), tools=specification)
+        except RecursionError:  # some read the completion for that, and a policy may write JSON of any depth
+            return None
+        known = prompt + completion
+        if bridge is None or bridge.token_ids[: len(known)] != known:
+            return None
+        tail = _roles(bridge, len(known))
+        if tail is None or turn.prompt_roles is None:
+            return Prompt(bridge.token_ids, None)
+        sampled = np.full(len(completion), ASSISTANT, np.int8)
+        return Prompt(bridge.token_ids, np.concatenate([turn.prompt_roles, sampled, tail]))
+
+    def _render(self, messages: list[Any], tools: Any) -> Prompt:
+        if self._ids_only:
+            return Prompt(list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True)), None)
+        rendered = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
+        return Prompt(rendered.token_ids, _roles(rendered))
+
+
+def _roles(rendered: RenderedTokens, start: int = 0) -> np.ndarray | None:
+    """Who wrote each token from `start` on; None where the renderer cannot tell text from scaffold."""
+    if not rendered.is_content:
+        return None
+    numbers = [ROLES.index(role) if role in ROLES else 0 for role in rendered.message_roles]
+    of_message = np.array([*numbers, 0], np.int8)  # index -1, scaffold of no message, finds the last
+    return np.where(rendered.is_content[start:], of_message[rendered.message_indices[start:]], np.int8(0))

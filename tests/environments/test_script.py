@@ -1,0 +1,141 @@
+"""Episodes without a model, demonstrations, and the checks on tasks."""
+
+import random
+from itertools import islice
+
+import pytest
+
+from headrace.environments import Chat, Environment
+from headrace.environments.base import tasks_of
+from headrace.environments.script import call_tool, demonstrate, perturbed, play
+from headrace.errors import BadInput
+from headrace.rollout.types import Task
+
+
+class Doubling(Environment):
+    """Two turns with a tool: double a number, then say it."""
+
+    def __init__(self, mistakes: float = 0.0) -> None:
+        self.demonstrate_mistakes = mistakes
+        self.life: list[str] = []
+
+    def tasks(self):
+        return ({"n": n} for n in range(1, 50))
+
+    async def run(self, task, context):
+        def double(n: int) -> int:
+            """Twice the number."""
+            return 2 * n
+
+        chat = Chat(context, str(task.data["n"]), tools=[double], max_turns=2)
+        await chat.act()
+        return [chat.rollout({"right": float(chat.text == str(2 * task.data["n"]))})]
+
+    def gold(self, task, messages):
+        if messages[-1]["role"] == "user":
+            return call_tool("double", n=task.data["n"])
+        return messages[-1]["content"]
+
+    async def start(self):
+        self.life.append("started")
+
+    async def close(self):
+        self.life.append("closed")
+
+
+async def test_gold_replies_play_a_tool_episode_to_its_reward():
+    (rollout,), script = await play(
+        Doubling(), Task("double", {"n": 21}), lambda m: Doubling().gold(Task("", {"n": 21}), m)
+    )
+    assert rollout.rewards == {"right": 1.0}
+    assert rollout.metrics == {"tool_calls": 1, "tool_errors": 0}
+    assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    assert rollout.messages[2]["content"] == "42"
+    assert len(script.calls) == 2
+
+
+def test_demonstrations_are_gold_episodes_with_their_tools():
+    for shown in islice(demonstrate(Doubling(), seed=1), 20):
+        asked, call, told, said = shown.messages
+        assert call["tool_calls"][0]["function"] == {"name": "double", "arguments": {"n": int(asked["content"])}}
+        assert said["content"] == told["content"] == str(2 * int(asked["content"]))
+        assert shown.tools[0]["function"]["name"] == "double"
+
+
+def test_demonstrations_are_reproducible_and_differ_by_seed():
+    def first(seed: int):
+        return [shown.messages for shown in islice(demonstrate(Doubling(0.5), seed), 30)]
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+
+
+def test_the_asked_share_of_replies_are_mistakes():
+    shown = [one.messages for one in islice(demonstrate(Doubling(0.3), seed=0), 2000)]
+    wrong_calls = sum(m[1]["tool_calls"][0]["function"]["arguments"]["n"] != int(m[0]["content"]) for m in shown)
+    assert wrong_calls / 2000 == pytest.approx(0.3, abs=0.041)  # four standard deviations: sqrt(.3 * .7 / 2000) = .0102
+
+
+def test_the_environment_lives_as_long_as_its_demonstrations():
+    environment = Doubling()
+    shown = demonstrate(environment, seed=0)
+    next(shown)
+    assert environment.life == ["started"]
+    shown.close()
+    assert environment.life == ["started", "closed"]
+
+
+@pytest.mark.parametrize("gold", ["42", "x = 7 then 12", "seven", "A", "!?", "", "4" * 5000])
+def test_a_perturbed_text_is_another_text(gold: str):
+    rng = random.Random(0)
+    assert all(perturbed(gold, rng) != gold for _ in range(50))
+
+
+def test_of_a_text_with_numbers_the_last_is_changed():
+    assert str(perturbed("3 + 4 = 7", random.Random(0))).startswith("3 + 4 = ")
+
+
+def test_a_perturbed_message_keeps_its_shape():
+    changed = perturbed(call_tool("double", n=3, of="pears"), random.Random(0))
+    assert isinstance(changed, dict)
+    arguments = changed["tool_calls"][0]["function"]["arguments"]
+    assert arguments["n"] != 3
+    assert arguments["of"] != "pears"
+    assert len(arguments["of"]) == 5
+
+
+class Tasks(Environment):
+    def __init__(self, *tasks):
+        self._tasks = tasks
+
+    def tasks(self):
+        yield from self._tasks
+
+
+def test_a_tasks_key_is_its_own_or_a_hash_of_its_content():
+    own, hashed, again = tasks_of(Tasks({"key": "first", "n": 1}, {"n": 1}, {"n": 1}), "env")
+    assert own.key == "first"
+    assert hashed.key == again.key == Task("env", {"n": 1}).key
+
+
+def test_two_tasks_of_one_key_with_different_data_are_refused():
+    with pytest.raises(BadInput, match="task 1 has the key 'same' of another one"):
+        tasks_of(Tasks({"key": "same", "n": 1}, {"key": "same", "n": 2}), "env")
+
+
+@pytest.mark.parametrize(
+    ("task", "complaint"),
+    [
+        ("text", "task 0 is a str, not a dict"),
+        ({"of": object()}, "task 0 is not JSON"),
+        ({1: {2j}}, "task 0 is not JSON"),
+    ],
+)
+def test_a_task_that_is_not_json_is_named(task, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tasks_of(Tasks(task), "env")
+
+
+def test_an_environment_without_tasks_is_refused():
+    with pytest.raises(BadInput, match="'env' has no tasks"):
+        tasks_of(Tasks(), "env")
