@@ -1,5 +1,6 @@
 """Which renderer `auto` takes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +105,12 @@ def test_an_unknown_renderer_is_named(write_model: WriteModel):
 def test_an_option_that_a_family_lacks_is_named(write_model: WriteModel):
     with pytest.raises(ValueError, match="renderer 'llama-3' has no option enable_thinking"):
         renderer_of(write_model(), name="llama-3", enable_thinking=False)
+
+
+def test_auto_says_when_a_family_shows_tools_otherwise_than_the_template(
+    write_model: WriteModel, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    renderer_of(tiny_model)
+    assert "shows tools otherwise" not in caplog.text
+    renderer_of(write_model(QWEN3 + "{# tools #}"))
+    assert "renderer qwen3 shows tools otherwise than the chat template" in caplog.text

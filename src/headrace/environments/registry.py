@@ -10,9 +10,18 @@ from headrace.environments.base import Environment
 from headrace.errors import BadInput
 
 SHIPPED = {
+    "alphabet-sort": "headrace.environments.shipped.alphabet_sort:AlphabetSort",
     "arithmetic": "headrace.environments.shipped.arithmetic:Arithmetic",
+    "calculator": "headrace.environments.shipped.calculator:Calculator",
     "copy": "headrace.environments.shipped.copying:copying",
+    "countdown": "headrace.environments.shipped.countdown:Countdown",
+    "file-search": "headrace.environments.shipped.file_search:FileSearch",
+    "guess-number": "headrace.environments.shipped.guess_number:GuessNumber",
+    "gsm8k": "headrace.environments.shipped.word_problems:Gsm8k",
+    "math": "headrace.environments.shipped.word_problems:Math",
     "reverse-text": "headrace.environments.shipped.reverse_text:ReverseText",
+    "strict-math": "headrace.environments.shipped.word_problems:StrictMath",
+    "wordle": "headrace.environments.shipped.wordle:Wordle",
 }
 
 

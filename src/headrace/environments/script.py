@@ -50,7 +50,7 @@ def as_reply(answer: Message | str | Reply) -> Reply:
     return Reply(message, Turn(nothing, nothing, nothing, nothing, 1.0), calls, raw)
 
 
-def call_tool(name: str, **arguments: Any) -> Message:
+def call_tool(name: str, /, **arguments: Any) -> Message:
     """The message with which a model calls one tool."""
     function = {"name": name, "arguments": arguments}
     return {

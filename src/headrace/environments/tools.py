@@ -21,6 +21,11 @@ if TYPE_CHECKING:  # a tenth of a second to import, which only environments with
     import pydantic
 
 
+LONGEST_NAME = 60
+MOST_COMPLAINTS = 5
+"""Bounds on what a model is told about a wrong call, however long the names are that it made up."""
+
+
 class ToolError(Exception):
     """What the model asked of a tool cannot be done; it is told why, and the episode goes on."""
 
@@ -53,7 +58,7 @@ async def run_call(tools: dict[str, Tool], call: ToolCall) -> tuple[str, bool]:
         if call.error:
             raise ToolError(call.error)
         if call.name not in tools:
-            raise ToolError(f"there is no tool {call.name!r}; there is {', '.join(tools) or 'none'}")
+            raise ToolError(f"there is no tool {call.name!r:.{LONGEST_NAME}}; there is {', '.join(tools) or 'none'}")
         return await tools[call.name](call.arguments), True
     except ToolError as error:
         return f"Error: {error}", False
@@ -69,8 +74,10 @@ def _describe(function: Callable[..., Any]) -> tuple[dict[str, Any], type[pydant
         name = getattr(function, "__name__", type(function).__name__)
         arguments = _arguments_model(name, function)
         parameters = arguments.model_json_schema()
-        description = inspect.cleandoc(function.__doc__ or "")
-        specification = {"name": name, "description": description, "parameters": _without_titles(parameters)}
+        specification: dict[str, Any] = {"name": name}
+        if function.__doc__:
+            specification["description"] = inspect.cleandoc(function.__doc__)
+        specification["parameters"] = _shown(parameters)
         described = {"type": "function", "function": specification}, arguments
         if code is None:
             return described
@@ -91,17 +98,19 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
     return pydantic.create_model(f"{name}_arguments", __config__=pydantic.ConfigDict(extra="forbid"), **fields)
 
 
-def _without_titles(schema: Any) -> Any:
-    """pydantic repeats each name as a title, which would cost the model tokens."""
-    if isinstance(schema, dict):
-        return {
-            key: {name: _without_titles(part) for name, part in value.items()}
-            if key == "properties"
-            else _without_titles(value)
-            for key, value in schema.items()
-            if not (key == "title" and isinstance(value, str))
-        }
-    return [_without_titles(part) for part in schema] if isinstance(schema, list) else schema
+def _shown(schema: Any) -> Any:
+    """The schema without what tells a model nothing: titles that repeat names, that there are no other parameters."""
+    if isinstance(schema, list):
+        return [_shown(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    shown = {}
+    for key, value in schema.items():
+        if key == "properties":
+            shown[key] = {name: _shown(part) for name, part in value.items()}
+        elif key not in ("title", "additionalProperties") or not isinstance(value, str | bool):
+            shown[key] = _shown(value)
+    return shown
 
 
 def _complaints(error: pydantic.ValidationError) -> str:

@@ -28,6 +28,17 @@ _ASKED = [
     {"role": "user", "content": "Again?"},
 ]
 _ANSWERED = [*_ASKED, {"role": "assistant", "content": "Hello again."}]
+_TOOL = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+_CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Add."},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "1"},
+]
 
 
 def make_renderer(
@@ -77,4 +88,20 @@ def _family(directory: Path, tokenizer: Tokenizer) -> str:
         return "default"
     if not faithful:
         log.info("renderer %s differs from the chat template of %s; using the template", family, directory)
-    return family if faithful else "default"
+        return "default"
+    if not _renders_tools_alike(renderer, tokenizer):
+        log.warning("renderer %s shows tools otherwise than the chat template of %s does", family, directory)
+    return family
+
+
+def _renders_tools_alike(renderer: Renderer, tokenizer: Tokenizer) -> bool:
+    """Whether tools look as in the model's own template, where that knows of tools."""
+    if "tools" not in (tokenizer.chat_template or ""):
+        return True
+    tools: Any = [{"type": "function", "function": _TOOL}]
+    called: Any = _CALLED
+    try:
+        template = tokenizer.apply_chat_template(called, tools=tools, add_generation_prompt=True)
+    except TemplateError:
+        return False
+    return bool(renderer.render_ids(called, tools=tools, add_generation_prompt=True) == template)

@@ -62,7 +62,7 @@ async def test_a_copy_earns_by_its_likeness():
     ("args", "complaint"),
     [
         ({"operations": "+/"}, "operations must be some of"),
-        ({"digits": 0}, "digits must be positive"),
+        ({"digits": 0}, "digits must be a whole number from 1"),
         ({"split": "test"}, "split must be 'train' or 'eval'"),
         ({"num_tasks": 0}, "num_tasks must be positive"),
     ],

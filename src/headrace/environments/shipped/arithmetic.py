@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from headrace.environments.rewards.exact import Exact
+from headrace.environments.shipped.arguments import check_flag, check_mistakes, check_whole
 from headrace.environments.shipped.drawing import draw_tasks
 from headrace.environments.single_turn import SingleTurn
 
@@ -25,20 +26,27 @@ class Arithmetic(SingleTurn):
         seed: int = 0,
         demonstrate_mistakes: float = 0.0,
     ) -> None:
-        unknown = sorted(set(operations) - set(OPERATIONS))
-        if unknown or not operations:
-            raise TypeError(f"operations must be some of {' '.join(OPERATIONS)}, not {operations!r}")
-        if digits < 1:
-            raise TypeError(f"digits must be positive, not {digits}")
-
-        def draw(rng: random.Random) -> dict[str, Any]:
-            left, right = (rng.randrange(10 ** rng.randint(1, digits)) for _ in range(2))
-            sign = rng.choice(operations)
-            return {"question": f"{left}{sign}{right}", "answer": str(OPERATIONS[sign](left, right))}
-
+        check_flag("terse", terse)
+        check_mistakes(demonstrate_mistakes)
         super().__init__(
-            draw_tasks(draw, split, num_tasks, seed),
+            sums(split, num_tasks, digits, operations, seed),
             lambda row: f"{row['question']}=" if terse else f"What is {row['question']}? Answer with the number alone.",
             {"correct": Exact()},
             demonstrate_mistakes=demonstrate_mistakes,
         )
+
+
+def sums(
+    split: str = "train", num_tasks: int = 2000, digits: int = 2, operations: str = "+-", seed: int = 0
+) -> list[dict[str, Any]]:
+    """Questions such as "12+7" with their answers."""
+    check_whole("digits", digits, 1, 100)
+    if not operations or not set(operations) <= set(OPERATIONS):
+        raise TypeError(f"operations must be some of {' '.join(OPERATIONS)}, not {operations!r}")
+
+    def draw(rng: random.Random) -> dict[str, Any]:
+        left, right = (rng.randrange(10 ** rng.randint(1, digits)) for _ in range(2))
+        sign = rng.choice(operations)
+        return {"question": f"{left}{sign}{right}", "answer": str(OPERATIONS[sign](left, right))}
+
+    return draw_tasks(draw, split, num_tasks, seed)

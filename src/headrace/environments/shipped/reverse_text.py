@@ -68,7 +68,7 @@ class ReverseText(Environment):
                 yield word
 
 
-def similarity(given: str, wanted: str) -> float:
+def similarity(given: Sequence[str], wanted: Sequence[str]) -> float:
     """Twice the longest common subsequence over the summed lengths: 1 for equal texts, 0 for nothing in common."""
     if not given and not wanted:
         return 1.0

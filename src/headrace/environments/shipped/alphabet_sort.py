@@ -1,0 +1,154 @@
+"""Sort names, and go on sorting as more of them come: each turn adds some to the list.
+
+A turn is worth the similarity of the two lists, item by item; a turn that was not reached is worth nothing. Left out:
+marks beside the names that are new.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.environments.base import Context, Environment
+from headrace.environments.chat import Chat
+from headrace.environments.shipped import arguments
+from headrace.environments.shipped.drawing import check_split, draw_tasks
+from headrace.environments.shipped.reverse_text import similarity
+from headrace.environments.shipped.tags import replies, tag, tagged
+from headrace.environments.shipped.word_lists import word_list
+from headrace.rollout.types import Message, Rollout, Task
+
+MOST = {"names": 80, "letters": 26}
+"""Items that there are to draw from."""
+READ = 10_000
+"""Characters of an answer that are read; no right one is as long."""
+
+
+class AlphabetSort(Environment):
+    """`items` are names, or single letters for the smallest models; `terse` asks without a word of instruction.
+
+    `sort_by` is "first" or "last" name, or "either", which is for each task one of the two. The similarity of each turn
+    is raised to `similarity_power`.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int = 1000,
+        min_turns: int = 1,
+        max_turns: int = 3,
+        min_names_per_turn: int = 1,
+        max_names_per_turn: int = 5,
+        items: str = "names",
+        sort_by: str = "first",
+        similarity_power: float = 1.0,
+        terse: bool = False,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        check_split(split)
+        arguments.check_whole("num_tasks", num_tasks, 1)
+        arguments.check_choice("items", items, MOST)
+        arguments.check_whole("min_turns", min_turns, 1)
+        arguments.check_whole("max_turns", max_turns, min_turns, MOST[items] // 2)
+        arguments.check_whole("min_names_per_turn", min_names_per_turn, 1)
+        arguments.check_whole(
+            "max_names_per_turn", max_names_per_turn, max(2, min_names_per_turn), MOST[items] // max_turns
+        )
+        arguments.check_choice("sort_by", sort_by, ("first", "last", "either"))
+        arguments.check_number("similarity_power", similarity_power, 0.1, 100)
+        arguments.check_flag("terse", terse)
+        arguments.check_mistakes(demonstrate_mistakes)
+        if sort_by != "first" and (terse or items == "letters"):
+            raise TypeError(f"sort_by = {sort_by!r} needs names, and an instruction that says so: leave it at 'first'")
+        self.split = split
+        self.num_tasks = num_tasks
+        self.turns = (min_turns, max_turns)
+        self.names_per_turn = (min_names_per_turn, max_names_per_turn)
+        self.items = items
+        self.sort_by = sort_by
+        self.similarity_power = similarity_power
+        self.terse = terse
+        self.seed = seed
+        self.demonstrate_mistakes = demonstrate_mistakes
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return draw_tasks(self._draw, self.split, self.num_tasks, self.seed)
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        batches = task.data["batches"]
+        chat = Chat(context, self._question(task, 0), max_turns=len(batches))
+        turns: list[float] = []
+        while reply := await chat.reply():
+            turns.append(similarity(self._read(reply.text), in_order(task, len(turns) + 1)))
+            if len(turns) < len(batches):
+                chat.say(self._question(task, len(turns)))
+            else:
+                chat.stop("done")
+        score = sum(turn**self.similarity_power for turn in turns) / len(batches)
+        return [chat.rollout({"similarity": score}, {"exact": turns.count(1.0) / len(batches)})]
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> str:
+        return self._write(in_order(task, len(replies(messages)) + 1))
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
+        """The new names appended as they came."""
+        turn = len(replies(messages))
+        listed = [*in_order(task, turn), *task.data["batches"][turn]]
+        if listed == in_order(task, turn + 1):
+            listed[-2:] = reversed(listed[-2:])
+        return self._write(listed)
+
+    def _draw(self, rng: random.Random) -> dict[str, Any]:
+        """The first batch is never in order already: copying it must not be an answer."""
+        low, high = self.names_per_turn
+        sizes = [rng.randint(low, high) for _ in range(rng.randint(*self.turns))]
+        sizes[0] = max(2, sizes[0])
+        by = rng.choice(("first", "last")) if self.sort_by == "either" else self.sort_by
+        while True:
+            if self.items == "letters":
+                drawn = rng.sample(string.ascii_lowercase, sum(sizes))
+            else:
+                names = (rng.sample(word_list(part), sum(sizes)) for part in ("first_names", "last_names"))
+                drawn = [f"{first} {last}" for first, last in zip(*names, strict=True)]
+            if drawn[: sizes[0]] != _sorted(drawn[: sizes[0]], by):
+                break
+        starts = [sum(sizes[:turn]) for turn in range(len(sizes))]
+        return {"batches": [drawn[start : start + size] for start, size in zip(starts, sizes, strict=True)], "by": by}
+
+    def _question(self, task: Task, turn: int) -> str:
+        listed = self._listed(task.data["batches"][turn])
+        if self.terse:
+            return listed
+        if turn:
+            return f"Add these {self.items} and sort the whole list again:\n{listed}"
+        by = f" by {task.data['by']} name" if self.items == "names" else ""
+        form = "one name to a line" if self.items == "names" else "with spaces between the letters"
+        return (
+            f"Sort these {self.items} alphabetically{by}:\n{listed}\n\n"
+            f"Write the sorted list between <sorted> and </sorted>, {form}."
+        )
+
+    def _listed(self, items: Sequence[str]) -> str:
+        return ("\n" if self.items == "names" else " ").join(items)
+
+    def _write(self, items: Sequence[str]) -> str:
+        return self._listed(items) if self.terse else tag("sorted", f"\n{self._listed(items)}\n")
+
+    def _read(self, text: str) -> list[str]:
+        """The items of an answer: those between the tags, or all of them where no tags are asked for."""
+        body = (text if self.terse else tagged(text, "sorted") or "")[:READ]
+        if self.items == "letters":
+            return body.split()
+        return [line.strip() for line in body.splitlines() if line.strip()]
+
+
+def in_order(task: Task, turns: int) -> list[str]:
+    """All names of the first `turns` turns, sorted."""
+    return _sorted([name for batch in task.data["batches"][:turns] for name in batch], task.data["by"])
+
+
+def _sorted(names: Sequence[str], by: str) -> list[str]:
+    return sorted(names, key=(lambda name: name.split()[::-1]) if by == "last" else str.split)

@@ -1,0 +1,151 @@
+"""Arithmetic with a calculator at hand: the model calls a tool, reads its answer, and replies with the number.
+
+Left out: problems in words. What is asked for is the use of the tool, not the reading of a story.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from headrace.environments.base import Context, Environment
+from headrace.environments.chat import Chat
+from headrace.environments.script import call_tool, perturbed
+from headrace.environments.shipped import arguments
+from headrace.environments.shipped.drawing import check_split, draw_tasks
+from headrace.environments.shipped.expression import BadExpression, evaluate, written
+from headrace.environments.shipped.tags import replies
+from headrace.environments.tools import ToolError
+from headrace.rollout.types import Message, Rollout, Task
+
+OPERATORS = "+-*/%"
+USED_TOOL = 0.2
+"""What it is worth to have had the calculator give the right value."""
+READ = 200
+"""Characters at the end of a reply in which its number must be."""
+_LAST_NUMBER = re.compile(r"(?<![\w.,])(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\W*$", re.ASCII)
+
+
+class Calculator(Environment):
+    """`min_terms` to `max_terms` numbers of `min_digits` to `max_digits` digits, joined by some of `operators`.
+
+    `terse` asks "12*7=?", and the tool is called calc(e) and not described: less to read for the smallest models.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int = 2000,
+        min_terms: int = 2,
+        max_terms: int = 3,
+        min_digits: int = 2,
+        max_digits: int = 4,
+        operators: str = "+-*",
+        max_turns: int = 4,
+        terse: bool = False,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        check_split(split)
+        arguments.check_whole("num_tasks", num_tasks, 1)
+        arguments.check_whole("min_terms", min_terms, 2)
+        arguments.check_whole("max_terms", max_terms, min_terms, 8)
+        arguments.check_whole("min_digits", min_digits, 1)
+        arguments.check_whole("max_digits", max_digits, min_digits, 9)
+        if not (isinstance(operators, str) and operators and set(operators) <= set(OPERATORS)):
+            raise TypeError(f"operators must be some of {' '.join(OPERATORS)}, not {operators!r}")
+        arguments.check_whole("max_turns", max_turns, 2)
+        arguments.check_flag("terse", terse)
+        arguments.check_mistakes(demonstrate_mistakes)
+        self.split = split
+        self.num_tasks = num_tasks
+        self.terms = (min_terms, max_terms)
+        self.digits = (min_digits, max_digits)
+        self.operators = operators
+        self.max_turns = max_turns
+        self.terse = terse
+        self.seed = seed
+        self.demonstrate_mistakes = demonstrate_mistakes
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return draw_tasks(self._draw, self.split, self.num_tasks, self.seed)
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        value = evaluate(task.data["expression"])
+        shown: list[Fraction] = []
+        chat = Chat(context, self._question(task), tools=[self._tool(shown)], max_turns=self.max_turns)
+        reply = await chat.act()
+        correct = reply is not None and is_right(reply.text, value)
+        rewards = {"correct": float(correct), "used_tool": USED_TOOL * (value in shown)}
+        return [chat.rollout(rewards, {"turns": len(chat.turns)})]
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
+        """The tool first; its answer, once it has given the right one or there is no time to ask again."""
+        answer: str = task.data["answer"]
+        known = any(message["role"] == "tool" and message["content"] == answer for message in messages)
+        if known or len(replies(messages)) + 1 >= self.max_turns:
+            return answer
+        expression = self._expression(task)
+        return call_tool("calc", e=expression) if self.terse else call_tool("calculate", expression=expression)
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
+        """A wrong number, at once or in the end, or another expression for the tool."""
+        gold = self.gold(task, messages)
+        if isinstance(gold, str) or rng.random() < 0.5:
+            value = evaluate(task.data["expression"])
+            return written(value + rng.randint(1, 9) * max(1, abs(value) // 10))
+        return perturbed(gold, rng)
+
+    def _draw(self, rng: random.Random) -> dict[str, Any]:
+        """Numbers and operators, two neighbours in parentheses now and then; never a division by zero."""
+        while True:
+            terms = [self._number(rng) for _ in range(rng.randint(*self.terms))]
+            if len(terms) > 2 and rng.random() < 0.5:
+                place = rng.randrange(len(terms) - 1)
+                terms[place], terms[place + 1] = f"({terms[place]}", f"{terms[place + 1]})"
+            expression = terms[0] + "".join(f" {rng.choice(self.operators)} {term}" for term in terms[1:])
+            try:
+                return {"expression": expression, "answer": written(evaluate(expression))}
+            except BadExpression:
+                continue
+
+    def _number(self, rng: random.Random) -> str:
+        digits = rng.randint(*self.digits)
+        return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+    def _expression(self, task: Task) -> str:
+        expression: str = task.data["expression"]
+        return expression.replace(" ", "") if self.terse else expression
+
+    def _question(self, task: Task) -> str:
+        if self.terse:
+            return f"{self._expression(task)}=?"
+        return f"What is {self._expression(task)}? Use the calculator, then end your reply with the number it shows."
+
+    def _tool(self, shown: list[Fraction]) -> Callable[..., str]:
+        """The calculator of one episode; `shown` collects what it gave."""
+
+        def calculate(expression: str) -> str:
+            """The value of an arithmetic expression with + - * / // % ** and parentheses."""
+            try:
+                shown.append(evaluate(expression))
+            except BadExpression as error:
+                raise ToolError(str(error)) from None
+            return written(shown[-1])
+
+        def calc(e: str) -> str:
+            return calculate(e)
+
+        return calc if self.terse else calculate
+
+
+def is_right(text: str, value: Fraction) -> bool:
+    """Whether a reply ends with this number, at least as exactly as the calculator shows it."""
+    match = _LAST_NUMBER.search(text[-READ:].replace("\N{MINUS SIGN}", "-"))
+    if match is None:
+        return False
+    given = Fraction(match[1].replace(",", ""))
+    return abs(given - value) <= abs(Fraction(written(value)) - value)

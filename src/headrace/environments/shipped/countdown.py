@@ -1,0 +1,103 @@
+"""Reach a target from a few numbers, each used exactly once, with + - * / and parentheses."""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from headrace.environments.rewards.base import scaled
+from headrace.environments.shipped.arguments import check_mistakes, check_number, check_whole
+from headrace.environments.shipped.drawing import draw_tasks
+from headrace.environments.shipped.expression import BadExpression, evaluate
+from headrace.environments.shipped.tags import tag, tagged
+from headrace.environments.single_turn import SingleTurn
+
+OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+_OTHERS = re.compile(r"\*\*|//|[.%]")
+"""Operations that the calculator knows and this game does not."""
+
+
+class Countdown(SingleTurn):
+    """`numbers` of them, from 1 to `largest`; every task has a solution. `terse` asks "3 5 7=22" without a word.
+
+    An answer that is an expression of the right numbers, whatever it comes to, earns `format_reward`.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int = 2000,
+        numbers: int = 4,
+        largest: int = 50,
+        format_reward: float = 0.1,
+        terse: bool = False,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        check_whole("numbers", numbers, 2, 8)
+        check_whole("largest", largest, 1, 10**6)
+        check_number("format_reward", format_reward, 0, 1)
+        check_mistakes(demonstrate_mistakes)
+        self._terse = terse
+        super().__init__(
+            draw_tasks(lambda rng: _draw(rng, numbers, largest), split, num_tasks, seed),
+            self._ask,
+            {"solved": self._solved, "format": scaled(self._in_format, format_reward)},
+            gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),
+            demonstrate_mistakes=demonstrate_mistakes,
+        )
+
+    def _ask(self, row: dict[str, Any]) -> str:
+        numbers = [str(number) for number in row["numbers"]]
+        if self._terse:
+            return f"{' '.join(numbers)}={row['target']}"
+        return (
+            f"Write an expression that equals {row['target']}. Use each of the numbers {', '.join(numbers)} exactly "
+            "once, with + - * / and parentheses. Answer with <answer>your expression</answer>."
+        )
+
+    def _solved(self, text: str, data: Mapping[str, Any]) -> float:
+        return float(self._value(text, data) == data["target"])
+
+    def _in_format(self, text: str, data: Mapping[str, Any]) -> float:
+        return float(self._value(text, data) is not None)
+
+    def _value(self, text: str, data: Mapping[str, Any]) -> Fraction | None:
+        """What the answer comes to; None if it is no expression of exactly these numbers."""
+        expression = text.strip() if self._terse else (tagged(text, "answer") or "").strip()
+        try:
+            value = evaluate(expression)
+        except BadExpression:
+            return None
+        used = sorted(int(number) for number in re.findall(r"\d+", expression))
+        return value if used == sorted(data["numbers"]) and not _OTHERS.search(expression) else None
+
+
+def _draw(rng: random.Random, count: int, largest: int) -> dict[str, Any]:
+    """Numbers, and a target that is one of the whole positive values that they can be combined to."""
+    while True:
+        numbers = [rng.randint(1, largest) for _ in range(count)]
+        solution, target = _combine(rng, numbers)
+        if target.denominator == 1 and 0 < target <= 100 * largest:
+            return {"numbers": numbers, "target": int(target), "solution": solution}
+
+
+def _combine(rng: random.Random, numbers: list[int]) -> tuple[str, Fraction]:
+    """Two of them at a time, by a random operation, until one is left."""
+    parts = [(str(number), Fraction(number)) for number in numbers]
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        (left, one), (right, other) = parts.pop(), parts.pop()
+        sign = rng.choice("+-*/" if other and (one / other).denominator == 1 else "+-*")
+        parts.append((f"({left}{sign}{right})", OPERATIONS[sign](one, other)))
+    expression, value = parts[0]
+    return expression.removeprefix("(").removesuffix(")"), value

@@ -1,0 +1,179 @@
+"""Answer questions from files that must be found first: a model searches, reads, and answers.
+
+The files tell of a town that does not exist, so that nothing is known by heart. Left out: files of one's own. The whole
+corpus is some thirty short texts; ranking them needs no index.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+from headrace.environments.base import Context, Environment
+from headrace.environments.chat import Chat
+from headrace.environments.script import call_tool
+from headrace.environments.shipped import arguments
+from headrace.environments.shipped.drawing import check_split
+from headrace.environments.shipped.tags import replies
+from headrace.environments.tools import ToolError
+from headrace.rollout.types import Message, Rollout, Task
+
+HITS = 5
+"""Files that a search names at most."""
+QUERY = 500
+"""Characters of a query that are read."""
+READING = 0.1
+"""What it is worth to have read the right file."""
+SPARE_WORDS = 4
+"""Words that an answer may have beyond those that are asked for: who recites a file has not answered."""
+LONGEST_ANSWER = 500
+EVAL_SHARE = 5
+"""Of so many files one is for evaluation: nothing that stands in it is asked in training."""
+PROMPT = "{question}\nFind the answer in the files about the town of Ollenby, then reply with the answer alone."
+_WORD = re.compile(r"\w+")
+
+
+class File(NamedTuple):
+    title: str
+    text: str
+    words: frozenset[str]
+
+
+class FileSearch(Environment):
+    """`num_tasks` of the split's questions; all, where it is not given."""
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int | None = None,
+        max_turns: int = 6,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        check_split(split)
+        if num_tasks is not None:
+            arguments.check_whole("num_tasks", num_tasks, 1)
+        arguments.check_whole("max_turns", max_turns, 3)
+        arguments.check_mistakes(demonstrate_mistakes)
+        self.split = split
+        self.num_tasks = num_tasks
+        self.max_turns = max_turns
+        self.seed = seed
+        self.demonstrate_mistakes = demonstrate_mistakes
+
+    def tasks(self) -> list[dict[str, Any]]:
+        held_out = set(sorted(files())[::EVAL_SHARE])
+        asked = [dict(q) for q in questions() if (q["file"] in held_out) == (self.split == "eval")]
+        random.Random(f"{self.seed}-{self.split}").shuffle(asked)
+        return asked[: self.num_tasks]
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        seen: set[str] = set()
+        prompt = PROMPT.format(question=task.data["question"])
+        chat = Chat(context, prompt, tools=[search, _reader(seen)], max_turns=self.max_turns)
+        reply = await chat.act()
+        correct = reply is not None and is_right(reply.text, task.data["answer"])
+        rewards = {"correct": float(correct), "reading": READING * (task.data["file"] in seen)}
+        return [chat.rollout(rewards, {"turns": len(chat.turns), "files_read": len(seen)})]
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
+        """Search for the question, read the right file, answer; in time, whatever was done before."""
+        return self._next(task.data, messages)
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
+        """What would be right for another question: once the file is read, for another one about the same file."""
+        read = _was_told(messages, files()[task.data["file"]].text)
+        others = [
+            question
+            for question in questions()
+            if (question["file"] == task.data["file"]) == read and not is_right(question["answer"], task.data["answer"])
+        ]
+        return self._next(rng.choice(others), messages)
+
+    def _next(self, question: dict[str, str], messages: Sequence[Message]) -> Message | str:
+        left = self.max_turns - len(replies(messages))
+        if left <= 1 or _was_told(messages, files()[question["file"]].text):
+            return question["answer"]
+        if left == 2 or _was_told(messages, question["file"]):
+            return call_tool("read", name=question["file"])
+        return call_tool("search", query=question["question"])
+
+
+def search(query: str) -> str:
+    """Find files by words. Gives the names and titles of those that fit best."""
+    listed = ranked(query)
+    if not listed:
+        raise ToolError("nothing was found: use other words")
+    return "\n".join(f"{name}: {files()[name].title}" for name in listed)
+
+
+def _reader(seen: set[str]) -> Callable[[str], str]:
+    """The tool that reads, for one episode; `seen` collects the names of the files that were read."""
+
+    def read(name: str) -> str:
+        """The text of the file of this name."""
+        if name not in files():
+            raise ToolError("there is no file of this name: search gives the names")
+        seen.add(name)
+        return files()[name].text
+
+    return read
+
+
+def ranked(query: str) -> list[str]:
+    """The files with the most words of a query, rare words first; at most `HITS`, none without a word in common."""
+    asked = words_of(query[:QUERY])
+    scores = {name: sum(_rarity(word) for word in set(asked) & file.words) for name, file in files().items()}
+    best = sorted((name for name in scores if scores[name] > 0), key=lambda name: (-scores[name], name))
+    return best[:HITS]
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether a short reply has the words of the answer in it, one after another."""
+    if len(text) > LONGEST_ANSWER:
+        return False
+    said, wanted = words_of(text), words_of(answer)
+    if len(said) > len(wanted) + SPARE_WORDS:
+        return False
+    return any(said[start : start + len(wanted)] == wanted for start in range(len(said) - len(wanted) + 1))
+
+
+def words_of(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+@functools.cache
+def files() -> dict[str, File]:
+    found = {}
+    for entry in _corpus().iterdir():
+        if entry.name.endswith(".md"):
+            text = entry.read_text(encoding="utf-8")
+            found[entry.name] = File(text.partition("\n")[0].removeprefix("# "), text, frozenset(words_of(text)))
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def questions() -> list[dict[str, str]]:
+    """Each with its `file`, `question` and `answer`."""
+    listed: list[dict[str, str]] = json.loads(_corpus().joinpath("questions.json").read_text(encoding="utf-8"))
+    return listed
+
+
+def _corpus() -> Any:
+    return resources.files("headrace.environments.shipped").joinpath("corpus")
+
+
+@functools.cache
+def _rarity(word: str) -> float:
+    """Of a word that is in some file: 0 for one that is in all of them."""
+    return math.log(len(files()) / sum(word in file.words for file in files().values()))
+
+
+def _was_told(messages: Sequence[Message], text: str) -> bool:
+    return any(message["role"] == "tool" and text in message["content"] for message in messages)

@@ -1,0 +1,144 @@
+"""Find a word of five letters in six guesses. Each guess is answered letter by letter: G for one in its place, Y for
+one that is elsewhere in the word, X for one that is not, or not so often.
+
+A guess that is no word costs a turn. Left out: other lengths, and the rule that hints must be used.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.environments.base import Context, Environment
+from headrace.environments.chat import Chat
+from headrace.environments.shipped import arguments
+from headrace.environments.shipped.drawing import check_split, draw_tasks
+from headrace.environments.shipped.tags import replies, tag, tagged
+from headrace.environments.shipped.word_lists import word_list
+from headrace.rollout.types import Message, Rollout, Task
+
+LETTERS = 5
+SOLVED = "G" * LETTERS
+PARTIAL = 0.2
+"""What a last guess with all letters in place is worth by itself; a letter that is elsewhere counts half."""
+FORMAT = 0.1
+"""What it is worth if every guess was a word."""
+RULES = """\
+Guess a word of five letters. After each guess you are told about each of its letters:
+G: it is in this place of the word
+Y: it is in the word, but in another place
+X: it is not in the word, or not once more
+You have {guesses} guesses. Write one guess between <guess> and </guess>."""
+
+
+class Wordle(Environment):
+    """`terse` says nothing of the rules, and a reply is the guess alone."""
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int = 1000,
+        max_guesses: int = 6,
+        terse: bool = False,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        check_split(split)
+        arguments.check_whole("num_tasks", num_tasks, 1)
+        arguments.check_whole("max_guesses", max_guesses, 1)
+        arguments.check_flag("terse", terse)
+        arguments.check_mistakes(demonstrate_mistakes)
+        self.split = split
+        self.num_tasks = num_tasks
+        self.max_guesses = max_guesses
+        self.terse = terse
+        self.seed = seed
+        self.demonstrate_mistakes = demonstrate_mistakes
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed)
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        chat = Chat(context, self._rules(), max_turns=self.max_guesses)
+        marks, invalid = "", 0
+        while reply := await chat.reply():
+            guess = self._read(reply.text)
+            complaint = self._complaint(guess)
+            marks = "" if complaint else feedback(guess, task.data["word"])
+            invalid += bool(complaint)
+            if marks == SOLVED:
+                chat.stop("solved")
+            elif len(chat.turns) < self.max_guesses:
+                chat.say(complaint or self._report(guess, marks, self.max_guesses - len(chat.turns)))
+        guesses = len(chat.turns)
+        rewards = {
+            "solved": float(marks == SOLVED),
+            "partial": PARTIAL * (marks.count("G") + marks.count("Y") / 2) / LETTERS,
+            "format": FORMAT * (1 - invalid / guesses),
+        }
+        return [chat.rollout(rewards, {"turns": guesses, "invalid": invalid})]
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> str:
+        """A word that fits all that is known, as a good player would find one; the last guess is always right."""
+        secret, said = task.data["word"], replies(messages)
+        if len(said) + 1 >= self.max_guesses:
+            return self._write(secret)
+        known = {guess: feedback(guess, secret) for guess in map(self._read, said) if not self._complaint(guess)}
+        fitting = [word for word in answers() if all(feedback(guess, word) == known[guess] for guess in known)]
+        return self._write(random.Random(f"{task.key}-{len(said)}").choice(fitting))
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
+        """A word that is not the right one, whatever is known."""
+        while (word := rng.choice(answers())) == task.data["word"]:
+            pass
+        return self._write(word)
+
+    def _rules(self) -> str:
+        return "?" * LETTERS if self.terse else RULES.format(guesses=self.max_guesses)
+
+    def _write(self, word: str) -> str:
+        return word if self.terse else tag("guess", word)
+
+    def _read(self, text: str) -> str:
+        return (text if self.terse else tagged(text, "guess") or "").strip().lower()
+
+    def _complaint(self, guess: str) -> str:
+        """What is wrong with a guess; nothing, if it is a word. Only what is well-formed is repeated to the model."""
+        if len(guess) != LETTERS or not (guess.isascii() and guess.isalpha()):
+            return "?" if self.terse else "One guess, a word of five letters, belongs between <guess> and </guess>."
+        if guess not in accepted():
+            return "?" if self.terse else f"{guess} is not a known word."
+        return ""
+
+    def _report(self, guess: str, marks: str, left: int) -> str:
+        if self.terse:
+            return marks
+        return f"{' '.join(guess)}\n{' '.join(marks)}\n{left} {'guesses' if left > 1 else 'guess'} left."
+
+
+def feedback(guess: str, secret: str) -> str:
+    """G, Y or X for each letter. A letter is Y only as often as the secret has it beyond those in their place."""
+    elsewhere = [wanted for given, wanted in zip(guess, secret, strict=True) if given != wanted]
+    marks = ""
+    for given, wanted in zip(guess, secret, strict=True):
+        if given == wanted:
+            marks += "G"
+        elif given in elsewhere:
+            elsewhere.remove(given)
+            marks += "Y"
+        else:
+            marks += "X"
+    return marks
+
+
+def answers() -> tuple[str, ...]:
+    """The words that may be asked for: common ones, in their basic form."""
+    return word_list("answers")
+
+
+@functools.cache
+def accepted() -> frozenset[str]:
+    """The words that may be guessed."""
+    return frozenset((*answers(), *word_list("guesses")))

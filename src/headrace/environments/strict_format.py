@@ -1,0 +1,61 @@
+r"""The strict completion format: one block of thoughts, then `\boxed{...}`, and nothing else.
+
+The words that ask for it and the parser that checks it are one definition, so that a model is never asked for what is
+not accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+BOX = r"\boxed{"
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+class StrictCompletion(NamedTuple):
+    thinking: str
+    answer: str
+
+
+class StrictFormat:
+    """`opening` and `closing` are the tags around the thoughts."""
+
+    def __init__(self, opening: str = "<think>", closing: str = "</think>") -> None:
+        if not opening or not closing or opening == closing:
+            raise TypeError(f"tags must be two different texts, not {opening!r} and {closing!r}")
+        self.opening = opening
+        self.closing = closing
+
+    @property
+    def instructions(self) -> str:
+        return (
+            f"Think step by step between {self.opening} and {self.closing}, then write the final answer as "
+            f"{BOX}...}} and nothing else."
+        )
+
+    def parse(self, text: str) -> StrictCompletion | None:
+        """The parts of a completion in this format; None for any other. Takes time in proportion to the text."""
+        body = text.strip()
+        if not body.startswith(self.opening) or body.count(self.opening) != 1 or body.count(self.closing) != 1:
+            return None
+        thinking, _, rest = body[len(self.opening) :].partition(self.closing)
+        rest = rest.strip()
+        if not (rest.startswith(BOX) and rest.endswith("}")):
+            return None
+        answer = rest[len(BOX) : -1].strip()
+        return StrictCompletion(thinking.strip(), answer) if answer and _is_balanced(answer) else None
+
+    def write(self, thinking: str, answer: str) -> str:
+        """A completion in this format."""
+        return f"{self.opening}\n{thinking}\n{self.closing}\n\n{BOX}{answer}}}"
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether its braces close in order, those behind a backslash left out."""
+    depth = 0
+    for match in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth < 0:
+            return False
+    return depth == 0

@@ -1,0 +1,184 @@
+"""Answer questions from files that must be found first."""
+
+import pytest
+
+from headrace.environments.registry import EnvironmentNotFound, load_environment
+from headrace.environments.script import call_tool, play
+from headrace.environments.shipped.file_search import FileSearch, files, is_right, questions, ranked, search, words_of
+from headrace.environments.tools import ToolError
+from headrace.rollout.types import Task
+from tests.environments.shipped.games import (
+    HOSTILE,
+    first_tasks,
+    heard,
+    play_gold,
+    play_mistakes,
+    play_replies,
+    total,
+)
+
+HERON = Task(
+    "game",
+    {"file": "penderby.md", "question": "What was the name of Penderby's tame heron?", "answer": "Bishop"},
+)
+
+
+async def test_a_model_searches_reads_and_answers():
+    rollout = await play_replies(
+        FileSearch(), HERON, call_tool("search", query="heron"), call_tool("read", name="penderby.md"), "It was Bishop."
+    )
+    question, hits, text = heard(rollout)
+    assert question.startswith("What was the name of Penderby's tame heron?\n")
+    assert hits == "penderby.md: Silas Penderby, engineer"
+    assert text.startswith("# Silas Penderby, engineer\n\nSilas Penderby was born in 1738")
+    assert rollout.rewards == {"correct": 1.0, "reading": 0.1}
+    assert rollout.metrics == {"tool_calls": 2, "tool_errors": 0, "turns": 3, "files_read": 1}
+
+
+async def test_reading_the_right_file_earns_its_part_even_if_the_answer_is_wrong():
+    rollout = await play_replies(FileSearch(), HERON, call_tool("read", name="penderby.md"), "Walpole")
+    assert rollout.rewards == {"correct": 0.0, "reading": 0.1}
+
+
+async def test_an_answer_without_reading_earns_no_more_than_its_being_correct():
+    rollout = await play_replies(FileSearch(), HERON, call_tool("read", name="lock-seven.md"), "Bishop")
+    assert rollout.rewards == {"correct": 1.0, "reading": 0.0}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        call_tool("read", name="../registry.py"),
+        call_tool("read", name="/etc/passwd"),
+        call_tool("read", name="questions.json"),
+        call_tool("read", name="x" * (10 * 2**20)),
+        call_tool("read", name=None),
+        call_tool("read"),
+        call_tool("search", query=""),
+        call_tool("search", query="(+)+$ [ \\ .* ???"),
+        call_tool("search", query="xyzzy plugh"),
+        call_tool("search", query="\ud800"),
+        call_tool("search", query=["heron"]),
+        call_tool("delete", name="penderby.md"),
+    ],
+)
+async def test_calls_that_lead_nowhere_are_told_so_in_a_line(call):
+    rollout = await play_replies(FileSearch(), HERON, call, "")
+    told = heard(rollout)[1]
+    assert told.startswith("Error: ")
+    assert len(told) < 300
+    assert rollout.metrics["tool_errors"] == 1
+    assert total(rollout) == 0
+
+
+@pytest.mark.parametrize("query", ["mill " * (2 * 2**20), ".*+?[mill](", "".join(files()), "the a of " * 30 + "canal"])
+def test_whatever_is_asked_a_search_names_five_files_at_most(query: str):
+    listed = search(query).splitlines()
+    assert 1 <= len(listed) <= 5
+    assert all(line.split(": ")[0] in files() for line in listed)
+
+
+def test_words_in_every_file_find_nothing():
+    assert set.intersection(*(set(file.words) for file in files().values())) >= {"the"}
+    with pytest.raises(ToolError, match="other words"):
+        search("the")
+
+
+def test_rare_words_count_for_more():
+    assert ranked("the heron and the canal of the town")[0] == "penderby.md"
+
+
+@pytest.mark.parametrize("question", questions(), ids=lambda question: question["answer"])
+def test_every_question_finds_its_file_and_has_its_answer_there(question):
+    assert question["file"] in ranked(question["question"])
+    text, wanted = words_of(files()[question["file"]].text), words_of(question["answer"])
+    assert any(text[start : start + len(wanted)] == wanted for start in range(len(text)))
+    assert not is_right(question["question"], question["answer"])
+
+
+def test_questions_are_distinct_and_every_file_has_some():
+    assert len({question["question"] for question in questions()}) == len(questions()) == 120
+    assert {question["file"] for question in questions()} == set(files())
+    assert max(len(file.text) for file in files().values()) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("Bishop", "Bishop", True),
+        ("  bishop.\n", "Bishop", True),
+        ("The heron was called Bishop", "Bishop", True),  # four words besides
+        ("The tame heron was called Bishop", "Bishop", False),  # five
+        ("Bishops", "Bishop", False),
+        ("Hobb's mere", "Hobb's Mere", True),
+        ("Mere Hobb's", "Hobb's Mere", False),
+        ("9 miles", "9", True),
+        ("19 miles", "9", False),
+        ("flour, salt, and butter", "Flour, Salt and Butter", True),
+        ("", "Bishop", False),
+        ("Bishop" + " " * 1000, "Bishop", False),
+    ],
+)
+def test_an_answer_is_right_if_it_is_short_and_has_the_words_in_it(text: str, answer: str, right: bool):
+    assert is_right(text, answer) is right
+
+
+async def test_a_file_recited_is_no_answer():
+    text = files()["penderby.md"].text
+    rollout = await play_replies(FileSearch(), HERON, call_tool("read", name="penderby.md"), text)
+    assert rollout.rewards == {"correct": 0.0, "reading": 0.1}
+
+
+async def test_gold_earns_everything_and_mistakes_less():
+    for split in ("train", "eval"):
+        environment = FileSearch(split)
+        for task in first_tasks(environment, 120):
+            rollout = await play_gold(environment, task)
+            assert rollout.rewards == {"correct": 1.0, "reading": 0.1}
+            assert rollout.metrics == {"tool_calls": 2, "tool_errors": 0, "turns": 3, "files_read": 1}
+            mistaken = await play_mistakes(environment, task)
+            assert total(mistaken) == 0
+
+
+async def test_gold_finishes_in_time_after_mistakes():
+    environment = FileSearch(max_turns=4)
+    said = iter([call_tool("search", query="mule"), call_tool("read", name="great-flood.md")])
+    (rollout,), _ = await play(environment, HERON, lambda past: next(said, None) or environment.gold(HERON, past))
+    assert rollout.rewards == {"correct": 1.0, "reading": 0.1}
+    assert rollout.metrics["turns"] == 4
+
+
+async def test_calls_without_end_end_with_the_turns():
+    rollout = await play_replies(FileSearch(), HERON, call_tool("search", query="heron"))
+    assert (total(rollout), rollout.metrics["turns"], rollout.stop_reason) == (0, 6, "max_turns")
+
+
+def test_no_file_is_asked_about_in_both_splits():
+    train, evaluation = FileSearch("train").tasks(), FileSearch("eval").tasks()
+    assert (len(train), len(evaluation)) == (96, 24)
+    assert {task["file"] for task in train}.isdisjoint(task["file"] for task in evaluation)
+
+
+def test_tasks_depend_on_the_seed_alone():
+    assert FileSearch(seed=3).tasks() == FileSearch(seed=3).tasks()
+    assert FileSearch(seed=3).tasks() != FileSearch(seed=4).tasks()
+    assert FileSearch(num_tasks=7).tasks() == FileSearch().tasks()[:7]
+
+
+@pytest.mark.parametrize("reply", HOSTILE)
+async def test_hostile_replies_earn_nothing(reply):
+    assert total(await play_replies(FileSearch(), HERON, reply)) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({"split": "test"}, "split must be"),
+        ({"num_tasks": 0}, "num_tasks must be a whole number of at least 1"),
+        ({"max_turns": 2}, "max_turns must be a whole number of at least 3"),
+        ({"demonstrate_mistakes": None}, "demonstrate_mistakes must be a number from 0 to 1"),
+    ],
+)
+def test_wrong_args_are_refused_by_name(args, complaint):
+    with pytest.raises(EnvironmentNotFound, match=complaint):
+        load_environment("file-search", args)
