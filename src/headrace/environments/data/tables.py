@@ -1,0 +1,202 @@
+"""Raw rows of JSONL files, Parquet files and Hugging Face datasets, by their number, and how errors call each of them.
+
+None is kept as Python objects: JSONL stays on disk, Parquet and datasets stay in Arrow's memory, and a row is read when
+it is asked for. Left out on purpose: datasets that stream, since an order that a resume can repeat needs every row by
+its number.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.errors import BadInput
+
+IN_DIRECTORIES = (".jsonl", ".parquet")
+"""Which files of a directory are data. A file that is named may also be JSON lines called `.json`."""
+
+Wanted = Callable[[list[str]], list[str]]
+"""Which of a table's columns are read."""
+
+
+class DataError(BadInput):
+    """Data that cannot be used. The message names the file and the line."""
+
+
+class Table(Protocol):
+    """Rows by number, and how errors call each."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def where(self, index: int) -> str: ...
+
+
+def all_columns(known: list[str]) -> list[str]:
+    return known
+
+
+def file_table(file: Path, wanted: Wanted = all_columns) -> Table:
+    if not file.is_file():
+        raise DataError(f"{file}: no such file")
+    if file.suffix == ".parquet":
+        return Parquet(file, wanted)
+    if file.suffix in (".jsonl", ".json"):
+        return JsonLines(file)
+    raise DataError(f"{file}: expected a .jsonl or .parquet file, or a directory of them")
+
+
+def directory_tables(directory: Path, wanted: Wanted = all_columns) -> list[Table]:
+    """All data files below a directory, in the order of their names."""
+    files = sorted(file for file in directory.rglob("*") if file.suffix in IN_DIRECTORIES and file.is_file())
+    if not files:
+        raise DataError(f"{directory}: has no {' or '.join(IN_DIRECTORIES)} file")
+    return [file_table(file, wanted) for file in files]
+
+
+def dataset_table(name: str, subset: str | None, split: str, wanted: Wanted = all_columns) -> Table:
+    """A Hugging Face dataset: one on the hub, or a local directory that the library understands."""
+    title = dataset_title(name, subset, split)
+    return Dataset(_load(name, subset, split, title), wanted, title)
+
+
+def dataset_title(name: str, subset: str | None, split: str) -> str:
+    """How errors call it."""
+    return f"dataset {name!r}, {f'subset {subset!r}, ' if subset else ''}split {split!r}"
+
+
+def is_saved_dataset(directory: Path) -> bool:
+    """Whether `save_to_disk` of the datasets library wrote it."""
+    return (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file()
+
+
+class JsonLines:
+    """Of the file only the places where its lines start are kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts, self._numbers = array("q"), array("q")
+        start = 0
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    self._starts.append(start)
+                    self._numbers.append(number)
+                start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self._path, "rb") as file:
+            file.seek(self._starts[index])
+            return self._decode(file.readline(), index)
+
+    def __iter__(self) -> Iterator[Any]:
+        with open(self._path, "rb") as file:
+            lines = (line for line in file if not line.isspace())
+            yield from (self._decode(line, index) for index, line in enumerate(lines))
+
+    def _decode(self, line: bytes, index: int) -> Any:
+        try:
+            return msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.where(index)}: not valid JSON: {error}") from error
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._numbers[index]}"
+
+
+class Parquet:
+    """The columns that are read, in Arrow's memory."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path = path
+        try:
+            known = pyarrow.parquet.read_schema(path).names
+            self._table = pyarrow.parquet.read_table(path, columns=wanted(known))
+        except pyarrow.ArrowInvalid as error:
+            raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return _row(self._table.slice(index, 1).to_pylist()[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._table.to_batches(max_chunksize=1000):
+            yield from map(_row, batch.to_pylist())
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, row {index + 1}"
+
+
+class Dataset:
+    """A loaded `datasets.Dataset`, which lies on disk in Arrow's format."""
+
+    def __init__(self, dataset: Any, wanted: Wanted, title: str) -> None:
+        self._dataset = dataset.select_columns(wanted(dataset.column_names))
+        self._title = title
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return _row(self._dataset[index])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_row, self._dataset)
+
+    def where(self, index: int) -> str:
+        return f"{self._title}, row {index + 1}"
+
+
+def _load(name: str, subset: str | None, split: str, title: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{title}: the datasets library is not installed: pip install 'headrace[datasets]', or give files instead"
+        ) from error
+    datasets.disable_progress_bars()
+    try:
+        if not is_saved_dataset(Path(name)):
+            return datasets.load_dataset(name, subset, split=split)
+        saved = datasets.load_from_disk(name)
+    except ConnectionError as error:
+        raise DataError(
+            f"{title}: it is no local directory, and the hub cannot be reached: {error}. Give a directory of its files "
+            "instead, or load it once where there is a network and bring the cache along (HF_HOME)"
+        ) from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = f" ({error.__cause__!s:.300})" if error.__cause__ else ""
+        raise DataError(f"{title} cannot be loaded: {type(error).__name__}: {error}{cause}") from error
+    # What `save_to_disk` leaves is one split, which may know its name, or several.
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
+    if split not in splits:
+        raise DataError(f"{title}: there is no such split, only {', '.join(splits)}")
+    return splits[split]
+
+
+def _row(columns: dict[str, Any]) -> dict[str, Any]:
+    return {name: _without_nulls(value) for name, value in columns.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without what Arrow fills in where one message or call lacks a field that another has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

@@ -1,0 +1,75 @@
+"""Answers that were paid for once: the latest in memory, and all of them in a file, if there is one.
+
+The file is an SQLite database, to which several processes may add at a time; nothing in it is ever changed, and a
+process that is killed loses what it was about to add.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import OrderedDict
+from pathlib import Path
+
+from headrace.errors import BadInput
+
+SCHEMA = 1
+PATIENCE = 10.0
+"""Seconds to wait for another process that writes."""
+
+
+class AnswerCache:
+    """Without `path`, what is older than the latest `in_memory` is forgotten. It opens again after `close`."""
+
+    def __init__(self, path: Path | None = None, in_memory: int = 10_000) -> None:
+        self._path = path
+        self._in_memory = in_memory
+        self._latest: OrderedDict[str, str] = OrderedDict()
+        self._opened: sqlite3.Connection | None = None
+        self._file()  # one that cannot be used is refused now
+
+    def get(self, key: str) -> str | None:
+        if key not in self._latest and (file := self._file()) is not None:
+            row = file.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+            if row is not None:
+                self._remember(key, row[0])
+        if key in self._latest:
+            self._latest.move_to_end(key)
+        return self._latest.get(key)
+
+    def put(self, key: str, answer: str) -> None:
+        self._remember(key, answer)
+        if (file := self._file()) is not None:
+            file.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, answer))
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _remember(self, key: str, answer: str) -> None:
+        self._latest[key] = answer
+        if len(self._latest) > self._in_memory:
+            self._latest.popitem(last=False)
+
+    def _file(self) -> sqlite3.Connection | None:
+        if self._opened is None and self._path is not None:
+            self._opened = _open(self._path)
+        return self._opened
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+        file.execute("PRAGMA journal_mode = WAL")
+        file.execute("PRAGMA synchronous = NORMAL")
+        [[schema]] = file.execute("PRAGMA user_version").fetchall()
+        if schema not in (0, SCHEMA):
+            raise BadInput(
+                f"{path} has schema {schema}, but this version of headrace reads {SCHEMA}: name another file"
+            )
+        file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID")
+        file.execute(f"PRAGMA user_version = {SCHEMA}")
+    except (sqlite3.Error, OSError) as error:
+        raise BadInput(f"the cache of answers {path} cannot be used: {error}") from error
+    return file

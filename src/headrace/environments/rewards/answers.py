@@ -1,0 +1,115 @@
+r"""Where the answer stands in what a model wrote.
+
+A text may have any length and content, so only so much of it is looked at: the last boxes, and its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from headrace.environments.rewards.mathematics.latex import LONGEST
+from headrace.errors import BadInput
+
+MOST_BOXES = 16
+"""So many boxes are looked at, from the last one backwards."""
+NEAR_THE_END = 4 * LONGEST
+"""Characters, among which words like "the answer is" are looked for."""
+BETWEEN_BOXES = 60
+"""Characters that may connect two boxes to a list."""
+
+Extract = Callable[[str], str | None]
+
+_BOXES = (r"\boxed", r"\fbox")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE = re.compile(r"\s*(?:\\[dt]?frac\s*)?[^\s${}\\]+")
+_CONNECTED = re.compile(r"(?:[\s$,;]|\\[()\[\],;:! ]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\banswer\s{0,9}(?:is|:|=)", re.IGNORECASE)
+_NUMBER = re.compile(r"[-\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?%?")
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""What is in the last `\boxed{...}` or `\fbox{...}` that is complete and not empty; `\boxed 7` will do.
+
+    Boxes that only commas, "and" or "or" connect are one answer, a list: who boxes two guesses has answered with both.
+    """
+    contents: list[str] = []
+    start = len(text)
+    for begin, end, content in _boxes_from_the_end(text):
+        if not contents or end > start:  # the last one, or one around it
+            contents = [content]
+        elif end + BETWEEN_BOXES < start or not _CONNECTED.fullmatch(text, end, start):
+            break
+        elif content not in contents:
+            contents.insert(0, content)
+        start = begin
+    return ", ".join(contents) or None
+
+
+def final_answer(text: str, *, last_number: bool = False) -> str | None:
+    """The boxed answer, else the line after the last `####`, else what follows the last "answer is", else, if wanted,
+    the last number."""
+    answer = boxed_answer(text)
+    if answer is not None:
+        return answer
+    if (mark := text.rfind("####")) >= 0:
+        return _first_line(text[mark + 4 : mark + 4 + LONGEST])
+    end = text[-NEAR_THE_END:]
+    for match in reversed(list(_ANSWER_IS.finditer(end))):
+        return _first_line(end[match.end() :]).split(". ")[0].strip()
+    numbers = _NUMBER.findall(end) if last_number else []
+    return numbers[-1] if numbers else None
+
+
+def whole_text(text: str) -> str | None:
+    return text.strip() if len(text) <= NEAR_THE_END else None
+
+
+EXTRACTS: dict[str, Extract] = {
+    "boxed": boxed_answer,
+    "final": final_answer,
+    "last_number": partial(final_answer, last_number=True),
+    "all": whole_text,
+}
+
+
+def extract_named(extract: str | Extract) -> Extract:
+    """One of `EXTRACTS` by its name, or a function of one's own."""
+    if callable(extract):
+        return extract
+    if extract not in EXTRACTS:
+        raise BadInput(f"extract = {extract!r}: there is only {', '.join(EXTRACTS)}; or give a function")
+    return EXTRACTS[extract]
+
+
+def _boxes_from_the_end(text: str) -> Iterator[tuple[int, int, str]]:
+    """Where each complete box begins and ends, and what is in it."""
+    places = {command: text.rfind(command) for command in _BOXES}
+    for _ in range(MOST_BOXES):
+        begin, command = max((place, command) for command, place in places.items())
+        if begin < 0:
+            return
+        places[command] = text.rfind(command, 0, begin)
+        end = _end_of_box(text, begin + len(command))
+        content = text[begin + len(command) : end].strip()
+        content = content[1:-1].strip() if content.startswith("{") else content.rstrip(".,;:")
+        if end is not None and content:
+            yield begin, end, content
+
+
+def _end_of_box(text: str, start: int) -> int | None:
+    opening = re.compile(r"\s{0,9}\{").match(text, start)
+    if opening is None:
+        bare = _BARE.match(text, start, start + LONGEST)
+        return bare.end() if bare and not text[start : start + 1].isalpha() else None
+    depth = 1
+    for match in _BRACE.finditer(text, opening.end(), opening.end() + LONGEST):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if not depth:
+            return match.end()
+    return None
+
+
+def _first_line(text: str) -> str:
+    return text.lstrip().partition("\n")[0].strip()

@@ -1,0 +1,216 @@
+"""A language model judges the answer, behind any endpoint that speaks OpenAI's chat completions.
+
+Every question is asked once: its answer is kept, in memory and, with `cache`, in a file that survives the run, and
+those who ask the same at the same time share it. What the judge answered is kept, not the score, so that another way to
+read it costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import math
+import random
+import re
+import string
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.environments.rewards.answer_cache import AnswerCache
+from headrace.environments.rewards.base import gold_of
+from headrace.errors import BadInput, Failure
+from headrace.inference.openai_client import OpenAIClient, OpenAIError
+
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
+"""Seconds before a question is asked again, doubled each time; a server may ask for more."""
+SCORE = r"""(?i)\bscore[\s:=*_`"']{1,9}+(\d++(?:\.\d++)?+|\.\d++)(?!\w|\s*[/%])"""
+"""`Score: X`, whatever emphasis it has; neither a percentage nor a share of something."""
+
+
+class JudgeFailed(Failure):
+    """The judge gave no score. The message says why."""
+
+
+def _last_number(pattern: str) -> Callable[[str], float | None]:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise BadInput(f"parse = {pattern!r} is not a regular expression: {error}") from error
+    if not expression.groups:
+        raise BadInput(f"parse = {pattern!r} has no group to read the score from")
+
+    def read(answer: str) -> float | None:
+        found = [match[1] for match in expression.finditer(answer)]
+        return float(found[-1]) if found else None
+
+    return read
+
+
+_read_score = _last_number(SCORE)
+
+
+def zero_to_one(answer: str) -> float | None:
+    """The last `Score: X`, if X is between 0 and 1."""
+    score = _read_score(answer)
+    return score if score is not None and score <= 1.0 else None
+
+
+class Judge:
+    """The score that a model gives to the answer, from 0 to 1 unless `parse` reads it otherwise.
+
+    `prompt` is a template: `{text}` is the answer, and each other name in braces a field of the task. The default
+    `parse` expects the judge to end with `Score: X`. Another one is a regular expression, whose group 1 in its last
+    match is the score, or a function of the judge's text that gives a number, or None if it finds no score.
+
+    `timeout` is in seconds, for one request; `retries` is how often one that failed is sent again. Then `on_failure`
+    is "error", which costs the rollout, or the score to give instead. `calls`, `cached` and `failures` count. An
+    environment in worker processes has a judge in each: `max_concurrent` and `requests_per_minute` hold for one.
+    """
+
+    name = "judge"
+    bounded = True
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        prompt: str,
+        *,
+        system: str | None = None,
+        api_key_var: str | None = "OPENAI_API_KEY",
+        headers: Mapping[str, str] | None = None,
+        parse: str | Callable[[str], float | None] = zero_to_one,
+        temperature: float | None = 0.0,
+        max_tokens: int | None = None,
+        timeout: float = 30.0,
+        max_concurrent: int = 16,
+        requests_per_minute: float | None = None,
+        retries: int = 2,
+        cache: str | Path | None = None,
+        on_failure: Literal["error"] | float = "error",
+    ) -> None:
+        if isinstance(on_failure, str) and on_failure != "error":
+            raise BadInput(f"on_failure must be 'error' or a number, not {on_failure!r}")
+        self.calls = 0
+        self.cached = 0
+        self.failures = 0
+        self._client = OpenAIClient(base_url, model, api_key_var, timeout, headers, max_concurrent)
+        self._parts = _parsed_template(prompt)
+        self._system = system
+        self._parse = _last_number(parse) if isinstance(parse, str) else parse
+        self._sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+        self._interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self._next_at = -math.inf
+        self._retries = retries
+        self._cache = AnswerCache(Path(cache) if cache is not None else None)
+        self._on_failure = on_failure
+        self._asking: dict[str, asyncio.Task[str]] = {}
+
+    async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
+        try:
+            return self._score(await self._answer(self._messages(text, data)))
+        except (OpenAIError, JudgeFailed) as error:
+            self.failures += 1
+            if self._on_failure == "error":
+                raise JudgeFailed(f"the judge gave no score: {error}") from error
+            return float(self._on_failure)
+
+    async def close(self) -> None:
+        asking = list(self._asking.values())
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await self._client.close()
+        self._cache.close()
+
+    def _messages(self, text: str, data: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Values are put in as they are: what is in braces in them stays."""
+        values = (
+            "" if field is None else text if field == "text" else _written(gold_of(data, field))
+            for _, field in self._parts
+        )
+        content = "".join(literal + value for (literal, _), value in zip(self._parts, values, strict=True))
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, {"role": "user", "content": _valid_unicode(content)}]
+
+    async def _answer(self, messages: list[dict[str, str]]) -> str:
+        """What is known, or else asked; a cancelled caller takes the question from nobody else."""
+        question = [self._client.base_url, self._client.model, messages, self._sampling]
+        key = hashlib.sha256(json.dumps(question).encode()).hexdigest()
+        if (known := self._cache.get(key)) is not None:
+            self.cached += 1
+            return known
+        if key in self._asking:
+            self.cached += 1
+        else:
+            task = self._asking[key] = asyncio.create_task(self._ask(key, messages))
+            task.add_done_callback(lambda done: self._asked(key, done))
+        return await asyncio.shield(self._asking[key])
+
+    def _asked(self, key: str, task: asyncio.Task[str]) -> None:
+        del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # if everybody who asked is gone, nobody else looks at it
+
+    async def _ask(self, key: str, messages: list[dict[str, str]]) -> str:
+        for attempt in itertools.count():
+            await self._wait_for_turn()
+            self.calls += 1
+            try:
+                answer = await self._client.chat(messages, **self._sampling)
+                break
+            except OpenAIError as error:
+                if not error.transient or attempt >= self._retries:
+                    raise
+                await asyncio.sleep(_delay(attempt, error.retry_after))
+        if answer.finish_reason == "length":
+            raise JudgeFailed(f"its answer was cut at {answer.usage.completion_tokens} tokens: raise max_tokens")
+        self._score(answer.text)  # what cannot be read is not kept
+        self._cache.put(key, answer.text)
+        return answer.text
+
+    async def _wait_for_turn(self) -> None:
+        now = asyncio.get_running_loop().time()
+        turn = max(now, self._next_at)
+        self._next_at = turn + self._interval
+        if turn > now:
+            await asyncio.sleep(turn - now)
+
+    def _score(self, answer: str) -> float:
+        score = self._parse(answer)
+        if score is None or not math.isfinite(score):
+            raise JudgeFailed(f"no score can be read in its answer, which ends {answer[-200:]!r}")
+        return float(score)
+
+
+def _delay(attempt: int, wanted: float | None) -> float:
+    """Half of it is by chance, so that those who failed together do not come back together."""
+    own = min(FIRST_DELAY * 2.0**attempt, LONGEST_DELAY) * random.uniform(0.5, 1.0)
+    return max(own, min(wanted or 0.0, LONGEST_DELAY))
+
+
+def _parsed_template(prompt: str) -> list[tuple[str, str | None]]:
+    """Texts, each with the field that follows it."""
+    advice = "the answer is {text}, a field of the task is {its name}, and a brace is {{ or }}"
+    try:
+        parts = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise BadInput(f"the judge's prompt is not a template: {error}; {advice}") from error
+    for _, field, form, conversion in parts:
+        if field == "" or form or conversion:
+            raise BadInput(f"the judge's prompt has {{{field}...}}, which is not the name of a field; {advice}")
+    if "text" not in (field for _, field, _, _ in parts):
+        raise BadInput(f"the judge's prompt does not show the answer; {advice}")
+    return [(literal, field) for literal, field, _, _ in parts]
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _valid_unicode(text: str) -> str:
+    """With a sign in place of each lone surrogate, which no server would take."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

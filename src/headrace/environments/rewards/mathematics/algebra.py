@@ -1,0 +1,167 @@
+r"""Whether two expressions are the same, by algebra: what runs in a process of its own.
+
+math-verify's parser reads the LaTeX. Where both sides have values these decide, to 40 digits and at several places:
+that is quicker than simplifying, and refuses what math-verify would let pass (it takes 5 5 for 10, 2(13) for 15, 25_8
+for 25_9, 10^{-9} for 0, and A for a). `math_verify.verify`, gold first, decides about what has no values.
+
+Unlike elsewhere, the heavy imports are at the top: only a process that does nothing else imports this, and the time of
+a call is its own. math-verify's timers are off: the caller has one, and theirs work in main threads alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import mpmath  # type: ignore[import-untyped]
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from math_verify import verify
+from sympy.core.function import AppliedUndef
+
+from headrace.environments.rewards.mathematics.comparison import Numbers, same
+from headrace.environments.rewards.mathematics.numbers import ROUNDING
+from headrace.environments.rewards.mathematics.shapes import Relation, Value, shape_of
+from headrace.environments.rewards.mathematics.vocabulary import FUNCTIONS
+
+DIGITS = 40
+"""To which two values must agree."""
+WORKING = 60
+"""Digits that are computed with; twice as many tell a zero from a small number."""
+PLACES = 12
+"""Where expressions with variables are compared."""
+ENOUGH = 4
+"""At so many of them both sides must have a value."""
+LONG = 4000
+"""Digits of an integer that is rather rounded than written out."""
+TINY = mpmath.mpf(10) ** -DIGITS
+ROUNDING_ERROR = mpmath.mpf(ROUNDING.numerator) / ROUNDING.denominator
+IMAGINARY = "i"
+"""The variable that is a number."""
+_FUNCTION = re.compile("|".join(map(re.escape, sorted(FUNCTIONS))))
+_EXACT_NAMES = ConversionConfig(lowercase_symbols=False)
+_NOT_ALGEBRA = re.compile(r"\\(?:text|mathbb|mathcal|ldots|emptyset|%|\$|&|\\)|[&:'=<>]|\d \d|\d_|\)_|\d+\.\d+\.")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|[a-zA-Z])\\degree")
+_PRODUCT = re.compile(r"(?<=\d)(?=\(|\\binom|\|)|(?<=\))(?=[(\da-zA-Z\\])(?!\\(?:cdot|right|[,;]))")
+"""Where one is not written. The parser takes an integer before a rational for a mixed number: 2(13) would be 15."""
+
+Expression = Any
+"""One of sympy's."""
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
+
+
+def same_answer(gold: str, answer: str) -> bool:
+    """The whole comparison, with algebra where nothing less decides. Raises `Unreadable`."""
+    return bool(same(shape_of(gold), shape_of(answer), Algebra()))
+
+
+class Algebra(Numbers):
+    """The judge of all values and equations that can be parsed; the others are not the same."""
+
+    def values(self, gold: Value, answer: Value) -> bool:
+        verdict = super().values(gold, answer)
+        if verdict is not None or gold.scale != answer.scale:
+            return bool(verdict)
+        pair = _parsed(gold.latex, answer.latex)
+        if pair is None:
+            return False
+        verdict = _same_values(*pair)
+        return bool(verify(*pair, timeout_seconds=None)) if verdict is None else verdict
+
+    def equations(self, gold: Relation, answer: Relation) -> bool:
+        """Whether what must vanish is the same but for a constant factor."""
+        sides = [*gold.sides, *answer.sides]
+        if len(sides) != 4 or not all(isinstance(side, Value) for side in sides):
+            return False
+        parsed = _parsed(*(side.latex for side in sides if isinstance(side, Value)))
+        if parsed is None or any(expression.has(AppliedUndef) for expression in parsed):
+            return False
+        return _proportional(parsed[0] - parsed[1], parsed[2] - parsed[3])
+
+
+def _parsed(*texts: str) -> list[Expression] | None:
+    """None if one of them is not algebra."""
+    if any(map(_NOT_ALGEBRA.search, texts)):
+        return None
+    try:
+        expressions = [_parse(text) for text in texts]
+    except RecursionError:
+        raise
+    except Exception:  # the parser's own, for whatever it does not know
+        return None
+    return expressions if all(isinstance(expression, sympy.Expr) for expression in expressions) else None
+
+
+def _parse(text: str) -> Expression:
+    if _FUNCTION.search(text):
+        text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
+    text = _PRODUCT.sub(r"\\cdot ", text.replace(r"\degree", ""))
+    return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_EXACT_NAMES).doit()
+
+
+def _same_values(gold: Expression, answer: Expression) -> bool | None:
+    """Wherever both have one. None if that is nowhere, or hardly anywhere."""
+    if gold.is_Rational and answer.is_Rational:
+        return bool(gold == answer)  # of any size
+    if gold.has(AppliedUndef) or answer.has(AppliedUndef):
+        return None  # and must not be called by the name that a model gave it
+    rounded = gold.has(sympy.Float) or answer.has(sympy.Float)
+    with mpmath.workdps(WORKING):
+        verdicts = [_agree(one, other, rounded) for one, other in _values(gold, answer)]
+    if False in verdicts:
+        return False
+    return True if verdicts.count(True) >= min(ENOUGH, len(verdicts)) else None
+
+
+def _proportional(gold: Expression, answer: Expression) -> bool:
+    """Whether their ratio is the same everywhere. Zeros tell nothing."""
+    with mpmath.workdps(WORKING):
+        ratios = [one / other for one, other in _values(gold, answer) if one and other]
+        return len(ratios) >= ENOUGH and all(_agree(ratio, ratios[0], rounded=False) for ratio in ratios)
+
+
+def _agree(gold: Any, answer: Any, rounded: bool) -> bool | None:
+    if gold is None or answer is None:
+        return None
+    return bool(abs(gold - answer) <= (ROUNDING_ERROR if rounded else TINY) * abs(gold))
+
+
+def _values(gold: Expression, answer: Expression) -> list[tuple[Any, Any]]:
+    """What both come to, at one place if they have no variables. None is no value, or that both have left the reals."""
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    functions = [sympy.lambdify(symbols, _printable(expression), "mpmath") for expression in (gold, answer)]
+    variables = [symbol for symbol in symbols if str(symbol) != IMAGINARY]
+    pairs = []
+    random = Random(0)
+    for number in range(PLACES if variables else 1):
+        lowest = -6 if number % 2 else 0.1  # half of them positive: roots and logarithms
+        place = [mpmath.mpf(random.uniform(lowest, 6)) if symbol in variables else mpmath.j for symbol in symbols]
+        one, other = (_value(function, place) for function in functions)
+        outside = variables == symbols != [] and None not in (one, other) and mpmath.im(one) and mpmath.im(other)
+        pairs.append((None, None) if outside else (one, other))
+    return pairs
+
+
+def _printable(expression: Expression) -> Expression:
+    """Without numbers that are too long for Python to write them into a function."""
+    long = (number for number in expression.atoms(sympy.Rational) if max(abs(number.p), number.q) > 10**LONG)
+    return expression.xreplace({number: sympy.Float(number, 2 * WORKING) for number in long})
+
+
+def _value(function: Callable[..., Any], place: Sequence[Any]) -> Any:
+    """A zero that only rounding hides is one."""
+    try:
+        value = +mpmath.mpmathify(function(*place))
+        if abs(value) < TINY:
+            with mpmath.workdps(2 * WORKING):
+                closer = +mpmath.mpmathify(function(*place))
+            value = mpmath.mpf(0) if abs(closer) < TINY * abs(value) else closer
+    except (ArithmeticError, ValueError, NameError, TypeError):  # undefined there, or nothing that has values
+        return None
+    if not mpmath.isfinite(value):
+        return None
+    return mpmath.re(value) if abs(mpmath.im(value)) <= TINY * abs(value) else value

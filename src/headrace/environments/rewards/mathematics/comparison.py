@@ -1,0 +1,163 @@
+r"""Whether an answer is the gold one: the rules for everything that is put together from single values.
+
+Both must be the same kind of thing, with as many parts. Names and units may be left out, but not be wrong: `x = 5` and
+`5` are the same, `x = 5` and `y = 5` are not. About single values a judge decides, or cannot tell, and then the verdict
+is None. `Numbers` is the judge without algebra; algebra.py has the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Protocol
+
+from headrace.environments.rewards.mathematics.numbers import Number, number_of, same_number
+from headrace.environments.rewards.mathematics.shapes import (
+    Matrix,
+    Ordered,
+    Relation,
+    Several,
+    Shape,
+    Value,
+    Words,
+    interval_of,
+)
+
+MOST_ITEMS = 100
+"""Longer lists are not compared."""
+_IN_BASE = re.compile(r"(-?)\(?([0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?)\)?(?:_\{(\d+)\})?")
+
+
+class Judge(Protocol):
+    """Says whether two values, or two equations, are the same; None where it cannot tell."""
+
+    def values(self, gold: Value, answer: Value) -> bool | None: ...
+
+    def equations(self, gold: Relation, answer: Relation) -> bool | None: ...
+
+
+def same(gold: Shape, answer: Shape, judge: Judge) -> bool | None:
+    """Gold first: an answer may leave out what the gold one says, and the other way round, but by different rules."""
+    match gold, answer:
+        case Relation(), Relation():
+            return _same_relations(gold, answer, judge)
+        case Relation(), _ if gold.is_equation:
+            return same(gold.values[-1], answer, judge) if gold.name else False
+        case _, Relation() if answer.is_equation:
+            return _all(same(gold, side, judge) for side in answer.values or answer.sides)
+        case Relation(), Ordered():
+            return _same_interval(interval_of(gold), answer, judge)
+        case Ordered(), Relation():
+            return _same_interval(interval_of(answer), gold, judge)
+        case Several(), Several():
+            return _same_items(gold.items, answer.items, judge)
+        case Ordered(), Ordered():
+            return gold.brackets == answer.brackets and _same_in_order(gold.items, answer.items, judge)
+        case Matrix(), Matrix():
+            if [len(row) for row in gold.rows] != [len(row) for row in answer.rows]:
+                return False
+            return _all(_same_in_order(*rows, judge) for rows in zip(gold.rows, answer.rows, strict=True))
+        case Value(), Value():
+            return judge.values(gold, answer)
+        case ((Words() | Value()), (Words() | Value())):
+            return _plain(gold) == _plain(answer)
+    return False
+
+
+class Numbers:
+    """The judge of what numbers and spelling decide."""
+
+    def __init__(self, tolerance: float | None = None) -> None:
+        self._tolerance = tolerance
+
+    def values(self, gold: Value, answer: Value) -> bool | None:
+        if gold.unit and answer.unit and gold.unit != answer.unit:
+            return False
+        golds, answers = _readings(gold), _readings(answer)
+        if golds and answers:
+            pairs = [(golds[0], answers[0])] if gold.unit == answer.unit else [(g, a) for g in golds for a in answers]
+            return any(same_number(gold, answer, self._tolerance) for gold, answer in pairs)
+        if (gold.latex, gold.scale) == (answer.latex, answer.scale):
+            return True
+        in_base, given = _IN_BASE.fullmatch(gold.latex), _IN_BASE.fullmatch(answer.latex)
+        if in_base and given and "_" in gold.latex + answer.latex:
+            return _same_in_base(in_base, given)
+        plain = [len(value.latex) == 1 or bool(_readings(value)) for value in (gold, answer)]
+        return False if all(plain) else None
+
+    def equations(self, gold: Relation, answer: Relation) -> bool | None:
+        return None
+
+
+def is_number(shape: Shape) -> bool:
+    return isinstance(shape, Value) and number_of(shape.latex) is not None
+
+
+def _readings(value: Value) -> list[Number]:
+    """Its number; with a percent sign also a hundredth of it."""
+    number = number_of(value.latex)
+    if number is None:
+        return []
+    number = number.times(value.scale)
+    return [number, number.times(Fraction(1, 100))] if value.unit == "%" else [number]
+
+
+def _same_in_base(gold: re.Match[str], answer: re.Match[str]) -> bool:
+    """Digit by digit in the same base, which an answer may leave out: the question has asked for it."""
+    base, given = gold[3] or "10", answer[3] or gold[3] or "10"
+    return base == given and gold[1] + gold[2].lstrip("0") == answer[1] + answer[2].lstrip("0")
+
+
+def _same_relations(gold: Relation, answer: Relation, judge: Judge) -> bool | None:
+    if gold.signs == answer.signs and _same_in_order(gold.sides, answer.sides, Numbers()):
+        return True
+    if gold.is_equation and answer.is_equation:
+        if gold.name and gold.name == answer.name:
+            return _all(same(gold.values[-1], value, judge) for value in answer.values)
+        return judge.equations(gold, answer)
+    return gold.signs == answer.signs and _same_in_order(gold.sides, answer.sides, judge)
+
+
+def _same_interval(one: Ordered | None, other: Ordered, judge: Judge) -> bool | None:
+    return False if one is None else same(one, other, judge)
+
+
+def _same_in_order(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge) -> bool | None:
+    if len(gold) != len(answer):
+        return False
+    return _all(same(one, other, judge) for one, other in zip(gold, answer, strict=True))
+
+
+def _same_items(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge) -> bool | None:
+    """Each gold item has an answer of its own. Names that tell the gold items apart must be there."""
+    if len(gold) != len(answer) or len(gold) > MOST_ITEMS:
+        return False
+    names = [item.name if isinstance(item, Relation) else "" for item in gold]
+    if len(set(names)) > 1 and sorted(names) != sorted(i.name if isinstance(i, Relation) else "" for i in answer):
+        return False
+    left = list(answer)
+    unknown = 0
+    for item in gold:
+        verdicts = [same(item, other, judge) for other in left]
+        if True in verdicts:
+            del left[verdicts.index(True)]
+        elif None in verdicts:
+            unknown += 1
+        else:
+            return False
+    return None if unknown else True
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    """False if one is, else None if one is."""
+    unknown = False
+    for verdict in verdicts:
+        if verdict is False:
+            return False
+        unknown = unknown or verdict is None
+    return None if unknown else True
+
+
+def _plain(shape: Value | Words) -> str:
+    return shape.text if isinstance(shape, Words) else shape.latex.lower()

@@ -1,0 +1,207 @@
+r"""The LaTeX of an answer as tokens that no longer depend on how it was typed.
+
+Spacing, delimiters, `\dfrac`, `\left`, missing braces, text commands, Unicode signs and plain mathematics (`sqrt(2)`,
+`x^10`) come to one spelling. Braces stay around arguments alone, and neighbouring words become one `\text{...}` token.
+Nothing is computed here. Left out: macros, and environments other than matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from headrace.environments.rewards.mathematics.vocabulary import (
+    ARGUMENTS,
+    CONNECTIVES,
+    DROPPED,
+    FUNCTIONS,
+    IN_WORDS,
+    INVISIBLE,
+    NAMED,
+    PLAIN,
+    SHORT_WORDS,
+    SIGNS,
+    SPELLING,
+    UNIT_LETTERS,
+)
+
+LONGEST = 2000
+"""Characters. A longer text is no answer and is not read."""
+DEEPEST = 40
+"""Levels of nesting that are read."""
+
+Tokens = list[str]
+
+_SIGNS = str.maketrans(SIGNS)
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff\ufffe\uffff]")
+_JOINED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\[,;: ])\s*(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_HALF_DAY = re.compile(r"(?<=[\d\s{])([ap])\.?\s?m(?:\.|\b)", re.IGNORECASE)
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|\s+|.", re.DOTALL)
+
+
+class Unreadable(ValueError):
+    """No LaTeX of an answer: too long, nested too deeply, unbalanced, or with control characters."""
+
+
+def tokens_of(text: str) -> Tokens:
+    """The one spelling of an answer. Raises `Unreadable`."""
+    if len(text) > LONGEST:
+        raise Unreadable(f"{len(text)} characters")
+    if _CONTROL.search(text):
+        raise Unreadable("control characters")
+    text = text.translate(_SIGNS).strip().strip("`*")
+    if text.replace(r"\$", "").count("$") % 2:  # not the signs that enclose mathematics, but money
+        text = text.replace("$", r"\$", 1)
+    text = re.sub(r"(?<!\\)\$", " ", text)
+    text = _HALF_DAY.sub(r" \1m ", text).replace("**", "^")
+    return _Reader(_join_thousands(_JOINED.sub("", text))).read()
+
+
+def latex_of(tokens: Iterable[str]) -> str:
+    """One string of the tokens, with a space only where they would run into each other."""
+    pieces: list[str] = []
+    before = ""
+    for token in tokens:
+        command = before[:1] == "\\" and before[-1].isalpha()
+        runs_on = (command and token[0].isalpha()) or (before[-1:].isdigit() and token.lstrip(".")[:1].isdigit())
+        pieces += [" ", token] if runs_on else [token]
+        before = token
+    return "".join(pieces)
+
+
+def is_word(token: str) -> bool:
+    return token.startswith(r"\text{")
+
+
+def word_of(token: str) -> str:
+    return token[6:-1]
+
+
+def _join_thousands(text: str) -> str:
+    """`1,234` as 1234; but inside brackets a comma separates."""
+
+    def join(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        depth = sum(map(before.count, "([")) + before.count(r"\{") - sum(map(before.count, ")]")) - before.count(r"\}")
+        return match[0] if depth else match[0].replace(",", "")
+
+    return _THOUSANDS.sub(join, text)
+
+
+class _Reader:
+    """Reads the raw tokens from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._raw = _TOKEN.findall(text)[::-1]  # the next one is the last
+        self._before = ""
+        self._depth = 0
+
+    def read(self) -> Tokens:
+        return self._until("", words=False)
+
+    def _until(self, closing: str, words: bool) -> Tokens:
+        """All up to the closing token, or to the end. Among `words`, letters side by side are one."""
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise Unreadable("nested too deeply")
+        tokens: Tokens = []
+        while self._raw and self._raw[-1] != closing:
+            if self._raw[-1] == "}":
+                raise Unreadable("a brace that was not opened")
+            _append(tokens, self._next(words))
+        if closing and not self._raw:
+            raise Unreadable(f"no {closing}")
+        if closing:
+            self._raw.pop()
+        self._depth -= 1
+        return tokens
+
+    def _next(self, words: bool) -> Tokens:
+        """What the next raw token and its arguments come to."""
+        raw = self._raw.pop()
+        before, self._before = self._before, raw
+        token = SPELLING.get(raw, raw)
+        if raw.isspace() or raw in DROPPED or (words and raw == "."):
+            if raw in (r"\left", r"\right") and self._raw[-1:] == ["."]:
+                self._raw.pop()
+            return []
+        if token == "{":
+            return self._until("}", words)
+        if token in INVISIBLE:
+            self._argument()
+            return []
+        if token in IN_WORDS:
+            return self._argument(words=True)
+        if token in "^_":
+            return self._script(token)
+        if token in NAMED:
+            return self._name(token)
+        if token in ARGUMENTS:
+            return [token, *self._root(token), *self._arguments(token)]
+        if raw[0].isalpha():
+            return _letters(raw, words, before)
+        return [token]
+
+    def _arguments(self, command: str) -> Tokens:
+        opening = "(" if command == r"\sqrt" else ""
+        wholly = command != r"\frac"
+        arguments = [self._argument(opening=opening, whole_numbers=wholly) for _ in range(ARGUMENTS[command])]
+        return [token for argument in arguments for token in ("{", *argument, "}")]
+
+    def _argument(self, words: bool = False, opening: str = "", whole_numbers: bool = False) -> Tokens:
+        """A group, or one token: of a number its first digit, unless `whole_numbers`."""
+        while self._raw and (self._raw[-1].isspace() or self._raw[-1] in DROPPED):
+            self._raw.pop()
+        if not self._raw or self._raw[-1] in ("}", "&", r"\\"):
+            raise Unreadable("a command without its argument")
+        if self._raw[-1] == opening:
+            self._raw.pop()
+            return self._until(")", words)
+        if self._raw[-1][0].isalnum() and not words and not (whole_numbers and self._raw[-1][0].isdigit()):
+            first, rest = self._raw[-1][0], self._raw[-1][1:]
+            self._raw[-1:] = [rest] if rest else []
+            return [first]
+        return self._next(words)
+
+    def _script(self, sign: str) -> Tokens:
+        inner = self._argument(opening="(" if sign == "^" else "", whole_numbers=True)
+        return [r"\degree"] if inner in ([r"\circ"], [r"\degree"]) else [sign, "{", *inner, "}"]
+
+    def _root(self, command: str) -> Tokens:
+        while self._raw and self._raw[-1].isspace():
+            self._raw.pop()
+        if command != r"\sqrt" or self._raw[-1:] != ["["]:
+            return []
+        self._raw.pop()
+        return ["[", *self._until("]", words=False), "]"]
+
+    def _name(self, command: str) -> Tokens:
+        name = "".join(word_of(token) if is_word(token) else token for token in self._argument(words=True))
+        if (command, name) == (r"\begin", "array"):
+            self._argument()  # how its columns are aligned
+        if command == r"\operatorname" and rf"\{name}" in FUNCTIONS:
+            return [rf"\{name}"]
+        return [f"{command}{{{name}}}"]
+
+
+def _letters(run: str, words: bool, before: str) -> Tokens:
+    """A sign that is written out, a word, or a product of letters: `2abcd` is one, `2 eggs` is not."""
+    lowered = run.lower()
+    if lowered in PLAIN:
+        return [PLAIN[lowered]]
+    long = len(run) > 3 and not before[-1:].isdigit()
+    if long or lowered in SHORT_WORDS or (words and (len(run) > 1 or run in UNIT_LETTERS)):
+        return [rf"\text{{{run}}}"]
+    return list(run)
+
+
+def _append(tokens: Tokens, more: Tokens) -> None:
+    """Neighbouring words are one, but those that connect two answers stand alone."""
+    for token in more:
+        if tokens and is_word(tokens[-1]) and is_word(token):
+            pair = word_of(tokens[-1]), word_of(token)
+            if not {word.lower() for word in pair} & set(CONNECTIVES):
+                tokens[-1] = r"\text{" + " ".join(pair) + "}"
+                continue
+        tokens.append(token)

@@ -1,0 +1,54 @@
+"""The answer is the gold number, however it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.environments.rewards.answers import Extract, extract_named
+from headrace.environments.rewards.base import gold_of
+from headrace.environments.rewards.mathematics.comparison import Numbers, is_number, same
+from headrace.environments.rewards.mathematics.latex import Unreadable
+from headrace.environments.rewards.mathematics.shapes import Shape, shape_of
+
+
+class Numeric:
+    r"""1.0 if the answer is the number that the task has under `field`, else 0.0.
+
+    Commas, currency, units and the form do not matter: `$1,234.50`, `18 dollars`, `3\frac{1}{2}` and `1e3` are numbers.
+    They must be equal, but a decimal may be rounded, past its sixth digit. With `tolerance` they may differ by that
+    much of the gold one. `extract` says where the answer stands: `final`, `boxed`, `last_number`, `all`, or a function.
+    """
+
+    name = "numeric"
+
+    def __init__(self, field: str = "answer", tolerance: float | None = None, extract: str | Extract = "final") -> None:
+        self._field = field
+        self._judge = Numbers(tolerance)
+        self._extract = extract_named(extract)
+
+    def __call__(self, text: str, data: Mapping[str, Any]) -> float:
+        gold = shape_of_gold(data, self._field)
+        if not is_number(gold):
+            raise ValueError(f"the task's {self._field!r} is not a number: {data[self._field]!r:.100}")
+        answer = shape_of_answer(self._extract(text))
+        return float(answer is not None and same(gold, answer, self._judge) is True)
+
+
+def shape_of_gold(data: Mapping[str, Any], field: str) -> Shape:
+    """Raises `ValueError` for what no answer could be compared with."""
+    gold = gold_of(data, field)
+    if isinstance(gold, bool) or not isinstance(gold, str | int | float):
+        raise ValueError(f"the task's {field!r} is neither a text nor a number: {gold!r:.100}")
+    try:
+        return shape_of(str(gold))
+    except Unreadable as error:
+        raise ValueError(f"the task's {field!r} cannot be read as an answer ({error}): {gold!r:.100}") from error
+
+
+def shape_of_answer(answer: str | None) -> Shape | None:
+    """None for what is no answer at all."""
+    try:
+        return None if answer is None else shape_of(answer)
+    except Unreadable:
+        return None

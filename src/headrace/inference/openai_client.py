@@ -1,0 +1,239 @@
+"""A line to any server that speaks OpenAI's chat completions: a judge, a teacher, a model to be probed.
+
+One call is one request: whoever makes it decides what is worth another try (`transient` tells). Left out: streaming,
+and everything but chat. The engines of a run are reached through `client.py`, which speaks in tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.errors import BadInput, Failure
+
+if TYPE_CHECKING:
+    import httpx
+
+LONGEST_QUOTE = 500
+"""Characters of a server's own words in a message."""
+
+
+class OpenAIError(Failure):
+    """A call that gave no result. `status` is the server's, if it answered, `retry_after` the seconds it asked for."""
+
+    transient = False
+    """Whether the same call may succeed later."""
+
+    def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class OpenAIUnreachable(OpenAIError):
+    """No answer came back: nobody listens, or the connection broke."""
+
+    transient = True
+
+
+class OpenAITimeout(OpenAIError):
+    """No answer came back in time."""
+
+    transient = True
+
+
+class OpenAIRejected(OpenAIError):
+    """The server will not serve this request; the message has its own words."""
+
+
+class OpenAIBusy(OpenAIError):
+    """Too many requests for the server, at the moment."""
+
+    transient = True
+
+
+class OpenAIFailed(OpenAIError):
+    """The server failed at the request, or answered what it must not."""
+
+    transient = True
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    """What the model answered: the assistant's message as it came, tool calls included."""
+
+    message: dict[str, Any]
+    finish_reason: str
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        content = self.message.get("content")
+        return content if isinstance(content, str) else ""
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: Usage | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_completion = msgspec.json.Decoder(_Completion)
+_models = msgspec.json.Decoder(_Models)
+
+
+class OpenAIClient:
+    """`base_url` is what comes before `/chat/completions`: https://api.openai.com/v1. For one event loop at a time.
+
+    The key is read from the environment variable `api_key_var` at each call, and appears in no message; a server that
+    wants none gets none. `timeout` is in seconds, for a request that is under way: waiting for one of the
+    `max_concurrent` does not count.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key_var: str | None = None,
+        timeout: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+        max_concurrent: int = 64,
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise BadInput(f"the address {base_url!r} is none: write http://HOST:PORT/v1 or https://...")
+        if max_concurrent < 1:
+            raise BadInput(f"max_concurrent must be at least 1, not {max_concurrent}")
+        self.base_url = base_url.rstrip("/")
+        self.model = model
+        self._api_key_var = api_key_var
+        self._timeout = timeout
+        self._headers = dict(headers or {})
+        self._max_concurrent = max_concurrent
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient
+        self._permits: asyncio.Semaphore
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> ChatAnswer:
+        """One reply to the conversation. What is None is left to the server; `extra` goes into the request as it is."""
+        asked = {"tools": tools or None, "temperature": temperature, "max_tokens": max_tokens}
+        given = {name: value for name, value in asked.items() if value is not None}
+        body = {"model": self.model, "messages": list(messages), **given, **(extra or {})}
+        completion = self._read(await self._exchange("POST", "/chat/completions", body), _completion)
+        if not completion.choices:
+            raise OpenAIFailed(f"{self.base_url} answered without a choice")
+        choice = completion.choices[0]
+        return ChatAnswer(choice.message, choice.finish_reason or "", completion.usage or Usage())
+
+    async def models(self) -> list[str]:
+        """The names of the models that the server has."""
+        return [model.id for model in self._read(await self._exchange("GET", "/models"), _models).data]
+
+    async def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        if self._loop is asyncio.get_running_loop():
+            await self._http.aclose()
+        self._loop = None
+
+    async def _exchange(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> bytes:
+        import httpx
+
+        self._enter_loop()
+        content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        url = self.base_url + route
+        async with self._permits:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    answer = await self._http.request(method, url, content=content, headers=self._all_headers())
+            except TimeoutError as error:
+                raise OpenAITimeout(f"{url} did not answer within {self._timeout:g} s") from error
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                raise OpenAIUnreachable(f"{url} cannot be reached: {error or type(error).__name__}") from error
+            except httpx.InvalidURL as error:
+                raise BadInput(f"the address {url!r} is none: {error}") from error
+        if answer.status_code != 200:
+            raise self._failure(url, answer)
+        return answer.content
+
+    def _enter_loop(self) -> None:
+        """Connections belong to an event loop."""
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._permits = asyncio.Semaphore(self._max_concurrent)
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrent)
+            self._http = httpx.AsyncClient(limits=limits, timeout=None)
+
+    def _all_headers(self) -> dict[str, str]:
+        key = self._key()
+        authorization = {"Authorization": f"Bearer {key}"} if key else {}
+        return {"Content-Type": "application/json", **authorization, **self._headers}
+
+    def _key(self) -> str:
+        return os.environ.get(self._api_key_var, "").strip() if self._api_key_var else ""
+
+    def _read(self, content: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+        try:
+            return decoder.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            quote = content[:LONGEST_QUOTE].decode(errors="replace")
+            raise OpenAIFailed(f"{self.base_url} answered what it should not ({error}): {quote}") from error
+
+    def _failure(self, url: str, answer: httpx.Response) -> OpenAIError:
+        status = answer.status_code
+        words = f"{_own_words(answer.content)} (HTTP {status} from {url})"
+        if status in (401, 403) and self._api_key_var and not self._key():
+            words += f"; the environment variable {self._api_key_var}, for the key, is not set"
+        if status in (408, 429):
+            return OpenAIBusy(words, status, _seconds(answer.headers.get("retry-after")))
+        if status >= 500:
+            return OpenAIFailed(words, status, _seconds(answer.headers.get("retry-after")))
+        return OpenAIRejected(words, status)
+
+
+def _own_words(content: bytes) -> str:
+    """What the server said: OpenAI's form of an error, one of those that others use, or whatever it is."""
+    text = content.decode(errors="replace").strip()
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        said = None
+    while isinstance(said, dict):
+        said = next((said[name] for name in ("error", "message", "detail") if name in said), None)
+    words = said if isinstance(said, str) else text
+    return words[:LONGEST_QUOTE] or "no explanation"
+
+
+def _seconds(header: str | None) -> float | None:
+    """A date, which the header may have instead, is left to the caller's own patience."""
+    return float(header) if header is not None and header.isdecimal() else None

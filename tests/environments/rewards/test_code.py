@@ -1,0 +1,206 @@
+"""The answer is code that passes tests, and nothing else that looks like it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.environments.base import EpisodeError
+from headrace.environments.rewards import CodeExecution, Rewards
+from tests.environments.heartbeat import ticks_during
+from tests.environments.hostile import hostile
+from tests.environments.test_workers import until, wait_for_lock
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ADD = "def add(a, b):\n    return a + b\n"
+ASSERTIONS = ["assert add(1, 2) == 3", "assert add(2, 2) == 5", "for n in range(3):\n    assert add(n, n) == 2 * n"]
+SUM = "print(sum(map(int, input().split())))"
+PAIRS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5", "output": "10"}]
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the system does not hold this limit")
+
+
+class Codes:
+    """Rewards that share one sandbox, since starting it takes longest."""
+
+    def __init__(self) -> None:
+        self._first = CodeExecution(processes=1)
+
+    def __call__(self, **options: Any) -> CodeExecution:
+        reward = CodeExecution(**{"timeout": 20.0, **options})
+        reward._sandbox = self._first._sandbox
+        return reward
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def make() -> AsyncIterator[Codes]:
+    codes = Codes()
+    yield codes
+    await codes._first.close()
+
+
+def answer(code: str) -> str:
+    return f"I would write this:\n```python\n{code}\n```\nIt should work."
+
+
+async def test_the_score_is_the_share_of_tests_that_pass(make: Codes):
+    assert await make()(answer(ADD), {"tests": ASSERTIONS}) == 2 / 3
+    assert await make(all_or_nothing=True)(answer(ADD), {"tests": ASSERTIONS}) == 0.0
+    assert await make(all_or_nothing=True)(answer(ADD), {"tests": ASSERTIONS[:1]}) == 1.0
+    assert await make(tests_field="checks")(answer(ADD), {"checks": ASSERTIONS[0]}) == 1.0
+
+
+async def test_a_program_is_judged_by_what_it_prints(make: Codes):
+    assert await make()(answer(SUM), {"tests": PAIRS}) == 1.0
+    assert await make()(answer("print(3)"), {"tests": PAIRS}) == 0.5
+    guarded = f"import sys\nif __name__ == '__main__':\n    {SUM}\n    sys.exit(0)"
+    assert await make()(answer(guarded), {"tests": PAIRS}) == 1.0
+    threaded = f"import threading\nthreading.Thread(target=lambda: {SUM}).start()"
+    assert await make()(answer(threaded), {"tests": PAIRS}) == 1.0
+    assert await make()(answer(f"{SUM}\nexit(1)"), {"tests": PAIRS[:1]}) == 0.0
+    assert await make()(answer(f"{SUM}\nraise ValueError"), {"tests": PAIRS[:1]}) == 0.0
+
+
+async def test_space_at_the_ends_of_lines_does_not_matter(make: Codes):
+    lines = answer(r"print('1 \n2\t\n\n')")
+    assert await make()(lines, {"tests": [{"input": "", "output": "1\n2"}]}) == 1.0
+    assert await make()(lines, {"tests": [{"input": "", "output": "1 2"}]}) == 0.0
+
+
+async def test_a_function_is_judged_by_what_it_returns(make: Codes):
+    tests = [{"input": [1, 2], "output": [2, 1]}, {"input": [[], {"a": None}], "output": [{"a": None}, []]}]
+    swap = "def swap(a, b):\n    return b, a"
+    assert await make(entry="swap")(answer(swap), {"tests": tests}) == 1.0
+    assert await make(entry="function")(answer(swap), {"tests": tests, "function": "swap"}) == 1.0
+    method = "class Solution:\n    def swap(self, a, b):\n        return [b, a]"
+    assert await make(entry="Solution().swap")(answer(method), {"tests": tests}) == 1.0
+    assert await make(entry="swop")(answer(swap), {"tests": tests}) == 0.0
+    assert await make(entry="swap")(answer("def swap(a, b):\n    return {1}"), {"tests": tests}) == 0.0
+
+
+async def test_the_last_block_counts(make: Codes):
+    two = f"```python\n{ADD}```\nNo:\n```\ndef add(a, b):\n    return 0\n```"
+    assert await make()(two, {"tests": ASSERTIONS[:1]}) == 0.0
+    assert await make()(ADD, {"tests": ASSERTIONS[:1]}) == 0.0  # there is none
+    assert await make()(f"```python\n{ADD}```\n```text\n3\n```", {"tests": ASSERTIONS[:1]}) == 1.0
+
+
+FORGERIES = {
+    "exits": "exit(0)",
+    "exits at once": "import os\nos._exit(0)",
+    "exits later": f"{ADD}\nimport os\nadd = lambda a, b: os._exit(0)",
+    "prints results": "print('passed\\n' * 3)\nprint([True, True, True])",
+    "writes everywhere": "import os\nfor n in range(3, 64):\n    try: os.write(n, b'1' * 32)\n    except OSError: pass",
+    "is no code": "this is no code",
+    "has a null": "a = '\\0'\x00",
+    "dies": "import ctypes\nctypes.string_at(0)",
+    "hides assertions": "AssertionError = ValueError\nadd = lambda a, b: -1",
+    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
+    "never reads": "import time\nclass add:\n    def __new__(cls, a, b): raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
+async def test_what_does_not_pass_tests_does_not_score(make: Codes, code: str):
+    assert await make()(answer(code), {"tests": ["assert add(1, 2) == 3", PAIRS[1]]}) == 0.0
+
+
+async def test_what_never_ends_scores_nothing_more_and_leaves_the_event_loop_free(make: Codes):
+    code = "def add(a, b):\n    while a == 2: pass\n    return a + b"
+    tests = ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(1, 1) == 2"]
+    score, ticks = await ticks_during(make(timeout=1.0)(answer(code), {"tests": tests}))
+    assert score == 1 / 3
+    assert ticks > 100
+
+
+@pytest.mark.full
+async def test_what_prints_without_end_or_keeps_its_output_open_scores_nothing(make: Codes):
+    assert await make(max_output=1000)(answer("while True: print('3')"), {"tests": PAIRS[:1]}) == 0.0
+    closed = "import os, time\nprint(3, flush=True)\nos.close(1)\ntime.sleep(3600)"
+    assert await make(timeout=0.3)(answer(closed), {"tests": PAIRS[:1]}) == 0.0
+
+
+@pytest.mark.parametrize("leave", ["pass", pytest.param("os.setsid()", marks=LINUX)], ids=["its group", "its session"])
+async def test_processes_that_a_solution_starts_end_with_its_test(make: Codes, tmp_path: Path, leave: str):
+    lock = tmp_path / "lock"
+    lock.touch()
+    code = (
+        f"{ADD}\n{hold(lock)}\nimport time\n"
+        f"if os.fork() == 0:\n    {leave}\n    if os.fork() == 0:\n        {leave}\n    time.sleep(3600)"
+    )
+    assert await make()(answer(code), {"tests": ASSERTIONS[:1]}) == 1.0
+    wait_for_lock(lock)
+
+
+def hold(lock: Path) -> str:
+    """Code that holds it until its process, and all that this one has forked, ends."""
+    return f"import fcntl, os\nheld = os.open({str(lock)!r}, os.O_RDWR)\nfcntl.flock(held, fcntl.LOCK_EX)"
+
+
+async def test_a_cancelled_score_ends_the_solution(make: Codes, tmp_path: Path):
+    lock, started = tmp_path / "lock", tmp_path / "started"
+    lock.touch()
+    code = f"{hold(lock)}\nopen({str(started)!r}, 'w')\nwhile True: pass"
+    scoring = asyncio.create_task(make()(answer(code), {"tests": ["pass"]}))
+    await until(started.exists)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    wait_for_lock(lock)
+
+
+@LINUX
+@pytest.mark.full
+async def test_memory_is_limited(make: Codes):
+    code = f"ballast = bytearray(300 << 20)\n{ADD}"
+    assert await make(memory_mb=200)(answer(code), {"tests": ASSERTIONS[:1]}) == 0.0
+    assert await make(memory_mb=400)(answer(code), {"tests": ASSERTIONS[:1]}) == 1.0
+
+
+async def test_files_are_limited_and_removed(make: Codes, tmp_path: Path):
+    told = tmp_path / "told"
+    many = f"import os\nopen({str(told)!r}, 'w').write(os.getcwd())\nn = 0\nwhile True:\n    n += 1\n    "
+    many += "open(str(n), 'wb').write(bytes(1 << 20))"
+    assert await make(disk_mb=4)(answer(many), {"tests": ["pass"]}) == 0.0
+    assert not Path(told.read_text()).exists()  # noqa: ASYNC240
+    one = "open('file', 'wb').write(bytes(8 << 20))"
+    assert await make(disk_mb=4)(answer(one), {"tests": ["pass"]}) == 0.0
+    assert await make(disk_mb=16)(answer(one), {"tests": ["pass"]}) == 1.0
+
+
+async def test_a_solution_sees_an_empty_directory_and_no_variables(make: Codes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    tests = [
+        "import os; assert os.listdir('.') == []",
+        "import os; assert not {'SECRET_KEY', 'USER', 'VIRTUAL_ENV'} & set(os.environ)",
+        "import os; assert os.environ['HOME'] == os.environ['TMPDIR'] == os.getcwd()",
+        "import sys; assert sys.stdin.read() == ''",
+        "import sys; assert sys.flags.isolated",
+    ]
+    await make._first.close()
+    assert await make()(answer(""), {"tests": tests}) == 1.0
+
+
+@hostile
+async def test_no_text_is_too_much(make: Codes, text: str):
+    assert await make()(text, {"tests": ASSERTIONS}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        ([], "the task has no tests under 'tests'"),
+        ([3], "a test is a statement, or has `input` and `output` with two texts; not 3"),
+        ([{"input": [1], "output": "1"}], "with two texts"),
+        (None, "TypeError"),
+    ],
+)
+async def test_tests_that_are_none_fail_the_episode(make: Codes, tests: Any, words: str):
+    with pytest.raises(EpisodeError, match=words):
+        await Rewards([make()]).score(answer(ADD), {"tests": tests})
