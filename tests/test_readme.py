@@ -11,9 +11,9 @@ import pytest
 from headrace.cli.main import parse
 from headrace.config.base import validate
 from headrace.config.run import RunConfig
-from headrace.environments.base import Environment, Reply
+from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
-from headrace.rollout.types import Task, Turn
+from headrace.environments.script import play
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -66,15 +66,10 @@ async def test_the_environment_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (source,) = blocks("python")
     (tmp_path / "my_module.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    environment: Environment = load_environment("my_module:Shout", {})
-
-    class Shouter:
-        async def chat(self, messages, tools=(), max_tokens=None):
-            word = messages[-1]["content"].upper()
-            return Reply({"role": "assistant", "content": word}, Turn([1], [2], [0.0], [0], 1.0))
-
-    (rollout,) = await environment.run(Task("shout", environment.tasks()[0]), Shouter())
-    assert rollout.rewards == {"exact": 1.0}
+    environment = load_environment("my_module:shout", {})
+    for task in tasks_of(environment, "shout"):
+        (rollout,), _ = await play(environment, task, lambda messages: messages[-1]["content"].split()[1].upper())
+        assert rollout.rewards == {"exact": 1.0}
 
 
 def test_make_demo_is_the_command_that_users_run():

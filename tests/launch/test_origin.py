@@ -122,3 +122,14 @@ def test_data_is_known_by_its_content(tmp_path: Path) -> None:
     assert origin._content(SftDataConfig(name="openai/gsm8k")) == ""
     with pytest.raises(ConfigError, match=r"data\.path: .*none\.jsonl: no such file or directory"):
         origin._content(SftDataConfig(path=tmp_path / "none.jsonl"))
+
+
+def test_a_users_environment_is_known_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = SftDataConfig(env="my_environment:Mine")
+    (tmp_path / "my_environment.py").write_text("one = 1\n")
+    before = origin._content(data)
+    (tmp_path / "my_environment.py").write_text("one = 2\n")
+    assert before
+    assert origin._content(data) not in ("", before)
+    assert origin._content(SftDataConfig(env="reverse-text")) == ""

@@ -30,8 +30,11 @@ def add_resume(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def separate_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into what the command itself reads and the configuration's overrides."""
+def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[str], list[str]]:
+    """Split a command line into what the command itself reads and the configuration's overrides.
+
+    With `dotted`, for a command of many options, only `--section.key` is an override.
+    """
     own: list[str] = []
     overrides: list[str] = []
     pending = list(argv)
@@ -42,10 +45,14 @@ def separate_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             # Its value may be left out, and a run file after it is not the value.
             has_value = value_follows and not pending[0].endswith(".toml")
             own.append(f"--resume={pending.pop(0) if has_value else 'latest'}")
-        elif word.startswith("--") and word.partition("=")[0] not in OWN_OPTIONS:
+        elif word.startswith("--") and _is_override(word.partition("=")[0], dotted):
             overrides.append(word)
             if "=" not in word and value_follows:
                 overrides.append(pending.pop(0))
         else:
             own.append(word)
     return own, overrides
+
+
+def _is_override(option: str, dotted: bool) -> bool:
+    return "." in option if dotted else option not in OWN_OPTIONS

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from headrace import __version__
-from headrace.cli import audit, export, init_model, orchestrator, rl, serve, sft, summary, tokens, trainer
+from headrace.cli import audit, export, init_model, new, orchestrator, probe, rl, serve, sft, summary, tokens, trainer
 from headrace.cli.arguments import separate_overrides
 from headrace.cli.errors import explain
 
@@ -16,6 +16,8 @@ COMMANDS: dict[str, ModuleType] = {
     "rl": rl,
     "sft": sft,
     "serve": serve,
+    "new": new,
+    "probe": probe,
     "orchestrator": orchestrator,
     "trainer": trainer,
     "summary": summary,
@@ -54,5 +56,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         first_line = (module.__doc__ or "").splitlines()[0].removeprefix(f"`headrace {name}`: ")
         command = commands.add_parser(name, help=first_line, description=first_line, allow_abbrev=False)
         module.configure(command)
-    own, overrides = separate_overrides(argv) if argv and argv[0] in ("rl", "sft", "serve") else (list(argv), [])
+    overridden = argv and argv[0] in ("rl", "sft", "serve", "probe")
+    own, overrides = separate_overrides(argv, dotted=argv[0] == "probe") if overridden else (list(argv), [])
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))

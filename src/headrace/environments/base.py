@@ -68,7 +68,8 @@ class Reply(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        return str(self.message.get("content") or "")
+        """What it says, without the line breaks that some chat formats put around it."""
+        return str(self.message.get("content") or "").strip("\n")
 
     @property
     def truncated(self) -> bool:

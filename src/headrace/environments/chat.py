@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.environments.base import Context, PromptTooLong, Reply
+from headrace.environments.base import ChatFailed, Context, PromptTooLong, Reply
 from headrace.environments.tools import Tool, run_call
 from headrace.rollout.types import Message, Rollout, Turn
 
 
 class Chat:
     """One agent's side of an episode. `tools` are functions with type hints; `max_turns` bounds its replies.
+
+    With `describe_tools` false the model is not told of its tools: for one that was trained to call them anyway.
 
     ```
     chat = Chat(context, "Guess a number from 1 to 10.", max_turns=5)
@@ -34,6 +36,7 @@ class Chat:
         *,
         system: str | None = None,
         tools: Sequence[Callable[..., Any] | Tool] = (),
+        describe_tools: bool = True,
         max_turns: int | None = None,
         agent: str = "policy",
         trainable: bool = True,
@@ -44,7 +47,7 @@ class Chat:
         """Why the conversation cannot go on: "truncated", "context_full", "max_turns", or what `stop` was given."""
         self._context = context
         self._tools = {tool.name: tool for tool in (t if isinstance(t, Tool) else Tool(t) for t in tools)}
-        self._schemas = [tool.schema for tool in self._tools.values()]
+        self._schemas = [tool.schema for tool in self._tools.values()] if describe_tools else []
         self._max_turns = max_turns
         self._agent = agent
         self._trainable = trainable
@@ -82,8 +85,9 @@ class Chat:
             return None
         try:
             reply = await self._context.chat(self.messages, self._schemas, max_tokens)
-        except PromptTooLong:
-            if not self.turns:
+        except (PromptTooLong, ChatFailed) as error:
+            too_long = isinstance(error, PromptTooLong) or error.kind == PromptTooLong.__name__
+            if not (too_long and self.turns):
                 raise
             self.stop("context_full")
             return None

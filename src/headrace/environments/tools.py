@@ -59,30 +59,38 @@ async def run_call(tools: dict[str, Tool], call: ToolCall) -> tuple[str, bool]:
             raise ToolError(call.error)
         if call.name not in tools:
             raise ToolError(f"there is no tool {call.name!r:.{LONGEST_NAME}}; there is {', '.join(tools) or 'none'}")
-        return await tools[call.name](call.arguments), True
+        told, succeeded = await tools[call.name](call.arguments), True
     except ToolError as error:
-        return f"Error: {error}", False
+        told, succeeded = f"Error: {error}", False
+    return told.encode(errors="replace").decode(), succeeded  # a tool may quote what is no valid Unicode
 
 
-_described: WeakKeyDictionary[CodeType, tuple[dict[str, Any], type[pydantic.BaseModel]]] = WeakKeyDictionary()
+class _Described(typing.NamedTuple):
+    face: tuple[Any, ...]
+    schema: dict[str, Any]
+    arguments: type[pydantic.BaseModel]
+
+
+_described: WeakKeyDictionary[CodeType, _Described] = WeakKeyDictionary()
 
 
 def _describe(function: Callable[..., Any]) -> tuple[dict[str, Any], type[pydantic.BaseModel]]:
     """The schema in OpenAI's form, and the model that checks arguments. Making them takes a millisecond."""
-    code = getattr(function, "__code__", None)
-    if code is None or code not in _described:
-        name = getattr(function, "__name__", type(function).__name__)
-        arguments = _arguments_model(name, function)
-        parameters = arguments.model_json_schema()
-        specification: dict[str, Any] = {"name": name}
-        if function.__doc__:
-            specification["description"] = inspect.cleandoc(function.__doc__)
-        specification["parameters"] = _shown(parameters)
-        described = {"type": "function", "function": specification}, arguments
-        if code is None:
-            return described
-        _described[code] = described
-    return _described[code]
+    given: Any = function
+    if not hasattr(given, "__code__"):
+        raise TypeError(f"tool {function!r} is no function: give one with a name, type hints and a docstring")
+    # All that a schema is made of: closures of one code may differ in it.
+    face = (given.__name__, given.__doc__, given.__defaults__, given.__kwdefaults__, given.__annotations__)
+    known = _described.get(given.__code__)
+    if known is None or known.face != face:
+        arguments = _arguments_model(given.__name__, function)
+        specification: dict[str, Any] = {"name": given.__name__}
+        if given.__doc__:
+            specification["description"] = inspect.cleandoc(given.__doc__)
+        specification["parameters"] = _shown(arguments.model_json_schema())
+        known = _Described(face, {"type": "function", "function": specification}, arguments)
+        _described[given.__code__] = known
+    return known.schema, known.arguments
 
 
 def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
@@ -91,7 +99,8 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
     hints = typing.get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        unnamed = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
+        if unnamed or parameter.name.startswith("_"):
             raise TypeError(f"tool {name}: parameter {parameter} cannot be described; give each one a name and a type")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints.get(parameter.name, Any), default)
@@ -114,7 +123,9 @@ def _shown(schema: Any) -> Any:
 
 
 def _complaints(error: pydantic.ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, entry['loc'])) or 'arguments'}: {entry['msg']}"
-        for entry in error.errors(include_url=False)
-    )
+    entries = error.errors(include_url=False)
+    told = [
+        f"{'.'.join(map(str, entry['loc']))[:LONGEST_NAME] or 'arguments'}: {entry['msg']}"
+        for entry in entries[:MOST_COMPLAINTS]
+    ]
+    return "; ".join([*told, "and so on"] if len(entries) > MOST_COMPLAINTS else told)

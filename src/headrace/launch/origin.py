@@ -70,13 +70,28 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
 
 
 def _content(data: SftDataConfig) -> str:
-    """What identifies the examples: the content of files. Of a dataset on the hub its name must do."""
+    """What identifies the examples: the content of files, the code of a user's environment.
+
+    Of a dataset on the hub its name must do, and of an environment that ships, too.
+    """
     if data.path is not None:
         if not data.path.exists():
             raise ConfigError(f"data.path: {data.path}: no such file or directory")
         return _hash(data.path)
     if data.name is not None and Path(data.name).is_dir():
         return _hash(Path(data.name))
+    if data.env is not None and ":" in data.env:
+        return _code_of(data.env.partition(":")[0])
+    return ""
+
+
+def _code_of(module: str) -> str:
+    """The hash of a module's file, as the trainer will find it; what the module imports is not looked at."""
+    name = Path(*module.split("."))
+    for folder in (*sys.path, os.getcwd()):
+        for file in (Path(folder) / name.with_suffix(".py"), Path(folder) / name / "__init__.py"):
+            if file.is_file():
+                return _hash(file)
     return ""
 
 

@@ -53,7 +53,7 @@ async def test_a_copy_earns_by_its_likeness():
     environment = load_environment("copy", {"min_letters": 4, "max_letters": 4})
     task = tasks_of(environment, "copy")[0]
     word = task.data["answer"]
-    for answer, worth in ((word, 1.0), (word[:2], 2 * 2 / 6), ("", 0.0), (word * 10**6, 2 * 4 / 20)):
+    for answer, worth in ((word, 1.0), (word[:2], 2 * 2 / 6), ("", 0.0), (word * 10**6, 2 * 4 / 36)):
         (rollout,), _ = await play(environment, task, lambda messages, answer=answer: answer)
         assert rollout.rewards["similarity"] == pytest.approx(worth)
 

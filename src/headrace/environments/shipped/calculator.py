@@ -32,7 +32,8 @@ _LAST_NUMBER = re.compile(r"(?<![\w.,])(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\
 class Calculator(Environment):
     """`min_terms` to `max_terms` numbers of `min_digits` to `max_digits` digits, joined by some of `operators`.
 
-    `terse` asks "12*7=?", and the tool is called calc(e) and not described: less to read for the smallest models.
+    `terse` asks "12*7=?" and says nothing of the tool, which is then calc(e): next to nothing to read for the smallest
+    models, which learn of the tool from demonstrations.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class Calculator(Environment):
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         value = evaluate(task.data["expression"])
         shown: list[Fraction] = []
-        chat = Chat(context, self._question(task), tools=[self._tool(shown)], max_turns=self.max_turns)
+        tools, described = [self._tool(shown)], not self.terse
+        chat = Chat(context, self._question(task), tools=tools, describe_tools=described, max_turns=self.max_turns)
         reply = await chat.act()
         correct = reply is not None and is_right(reply.text, value)
         rewards = {"correct": float(correct), "used_tool": USED_TOOL * (value in shown)}

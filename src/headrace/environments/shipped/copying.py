@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.environments.rewards.exact import Exact
 from headrace.environments.shipped.drawing import draw_tasks
-from headrace.environments.shipped.reverse_text import similarity
+from headrace.environments.shipped.reverse_text import LONGEST, similarity
 from headrace.environments.single_turn import environment
 
 
@@ -25,7 +25,7 @@ def words(
 
 
 def similar(text: str, data: Mapping[str, Any]) -> float:
-    return similarity(text[: 4 * len(data["answer"])], data["answer"])
+    return similarity(text[: LONGEST * len(data["answer"])], data["answer"])
 
 
 @environment(data=words, rewards={"similarity": similar}, metrics={"exact": Exact()})

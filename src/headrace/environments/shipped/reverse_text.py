@@ -11,6 +11,10 @@ from headrace.environments.base import Context, Demonstration, Environment
 from headrace.rollout.types import Message, Rollout, Task
 
 
+LONGEST = 8
+"""Times its length that an answer is read; what is longer would earn next to nothing, and take long to compare."""
+
+
 class ReverseText(Environment):
     """`split` separates the words of training and evaluation: no word is in both."""
 
@@ -42,7 +46,7 @@ class ReverseText(Environment):
         reply = await context.chat(prompt)
         return [
             Rollout(
-                rewards={"similarity": similarity(reply.text, word[::-1])},
+                rewards={"similarity": similarity(reply.text[: LONGEST * len(word)], word[::-1])},
                 metrics={"exact": float(reply.text == word[::-1])},
                 messages=[*prompt, reply.message],
                 turns=[reply.turn],

@@ -1,0 +1,167 @@
+"""`headrace probe`: try an environment before training on it: hostile answers, prompts, rewards, what to fix."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config.probe import ProbeConfig
+    from headrace.environments.probe.probing import Progress
+    from headrace.environments.probe.report import Report
+    from headrace.environments.probe.sampling import Endpoint
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "environment", metavar="ENV", help="an id as in a run file, package.module:Class, or my_env.py:Class"
+    )
+    parser.add_argument(
+        "--args", metavar="JSON", default="{}", help="the environment's args; or one by one, --args.key"
+    )
+    parser.add_argument("--examples", metavar="N", type=_positive, default=3, help="prompts shown, tasks attacked [3]")
+    parser.add_argument("--tasks", metavar="N", type=_positive, default=16, help="tasks that gold is played on [16]")
+    parser.add_argument("--timeout", metavar="S", type=float, default=10.0, help="seconds of one scripted episode [10]")
+    parser.add_argument("--model", metavar="DIR|NAME", help="render prompts with this model's tokenizer and format")
+    parser.add_argument("--seq-len", metavar="N", type=_positive, help="the run's seq_len: do prompts fit?")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    sampling = parser.add_argument_group("to have a model play and see which groups would teach anything")
+    sampling.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server, http://host:port/v1")
+    sampling.add_argument("--endpoint-model", metavar="NAME", help="which of its models [its first]")
+    sampling.add_argument("--api-key-var", metavar="VAR", help="the environment variable with its key")
+    sampling.add_argument("--sample", metavar="TASKSxN", type=_product, default=(16, 8), help="episodes [16x8]")
+    sampling.add_argument("--group-size", metavar="G", type=_positive, default=8, help="the run's group_size [8]")
+    sampling.add_argument("--temperature", metavar="T", type=float, default=1.0, help="[1]")
+    sampling.add_argument("--max-tokens", metavar="N", type=_positive, help="of one reply")
+    sampling.add_argument("--concurrency", metavar="N", type=_positive, default=16, help="episodes at once [16]")
+    parser.epilog = "Keys of the environment and the renderer: --args.split eval --renderer.name qwen3"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import json
+
+    import msgspec
+    from rich.console import Console
+
+    from headrace.environments.probe.findings import findings
+    from headrace.environments.probe.view import view
+
+    config = read_options(arguments.args, arguments.overrides)
+    identifier = importable(arguments.environment)
+    with _progress() as progress:
+        report = asyncio.run(_probe(identifier, config, arguments, progress))
+    found = findings(report)
+    failed = any(finding.severity == "error" for finding in found)
+    if arguments.json:
+        told = {**msgspec.to_builtins(report), "findings": msgspec.to_builtins(found)}
+        print(json.dumps(told))
+    else:
+        Console(highlight=False).print(view(report, found))
+    return 1 if failed else 0
+
+
+async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Namespace, progress: Progress) -> Report:
+    from headrace.environments.probe.probing import probe
+    from headrace.environments.probe.prompts import BYTES, Show, in_bytes, in_tokens, prompts_of
+    from headrace.environments.probe.sampling import sample
+    from headrace.text.hub import model_directory
+
+    show: Show = in_bytes
+    if arguments.model is not None:  # before all else: it may be misspelt
+        show = in_tokens(model_directory(arguments.model), config.renderer.model_dump())
+    endpoint = await _endpoint(arguments)
+    tasks, episodes = arguments.sample
+    report, to_sample = await probe(
+        identifier,
+        config.args,
+        tasks=arguments.tasks,
+        examples=arguments.examples,
+        timeout=arguments.timeout,
+        sampled=tasks if endpoint is not None else 0,
+        progress=progress,
+    )
+    report.seq_len = arguments.seq_len
+    report.prompts = prompts_of(report, arguments.examples, show, BYTES if arguments.model is None else "tokens")
+    for episode in report.episodes:
+        episode.exchange = None  # it has been read
+    if endpoint is not None:
+        report.sampled = await sample(report, to_sample, endpoint, episodes, arguments.group_size, progress)
+    return report
+
+
+async def _endpoint(arguments: argparse.Namespace) -> Endpoint | None:
+    from headrace.environments.probe.sampling import Endpoint
+
+    if arguments.endpoint is None:
+        return None
+    server = arguments.endpoint, arguments.endpoint_model, arguments.api_key_var
+    return await Endpoint(*server, arguments.temperature, arguments.max_tokens, arguments.concurrency).with_model()
+
+
+def read_options(args: str, overrides: list[str]) -> ProbeConfig:
+    """The environment's args and the renderer's options, from JSON and from `--section.key value`."""
+    import json
+
+    from headrace.config.base import ConfigError, Tree, parse_overrides, put, validate
+    from headrace.config.probe import ProbeConfig
+
+    try:
+        tree: Tree = {"args": json.loads(args)}
+    except ValueError as error:
+        raise ConfigError(f"--args is not JSON: {error}; or give them one by one, --args.key value") from error
+    for key, value in parse_overrides(overrides):
+        put(tree, key, value)
+    return validate(ProbeConfig, tree, "command line")[0]
+
+
+def importable(environment: str) -> str:
+    """The id under which other processes find the environment: `my_env.py:Class` lies in a folder of its own."""
+    import os
+    import sys
+    from pathlib import Path
+
+    from headrace.errors import BadInput
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as in a run
+    file, separator, name = environment.partition(":")
+    if not file.endswith(".py"):
+        return environment
+    path = Path(file)
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file")
+    if not (separator and name):
+        raise BadInput(f"{path}: which environment of it? Write {path}:Name")
+    sys.path.insert(0, str(path.resolve().parent))
+    return f"{path.stem}:{name}"
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A line on a terminal that says what is being done."""
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("") as status:
+
+        def tell(what: str, done: int, total: int) -> None:
+            status.update(Text(f"{what} ({done}/{total})" if total else what))
+
+        yield tell
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _product(text: str) -> tuple[int, int]:
+    tasks, times, episodes = text.partition("x")
+    if not times:
+        raise argparse.ArgumentTypeError(f"{text} is not TASKSxEPISODES, as 16x8 is")
+    return _positive(tasks), _positive(episodes)

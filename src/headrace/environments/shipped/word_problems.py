@@ -1,0 +1,99 @@
+r"""Mathematics in words: GSM8K and MATH, as they are, and in the strict format with thinking.
+
+`source` is a file, a directory with a file for each split, or a Hugging Face dataset. An answer counts if the last
+`\boxed{...}` of the reply equals the gold one as mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.environments.data.gsm8k import gsm8k
+from headrace.environments.data.math import math
+from headrace.environments.rewards.base import Reward, scaled
+from headrace.environments.rewards.numeric import Numeric
+from headrace.environments.rewards.symbolic import Symbolic
+from headrace.environments.shipped.arguments import check_choice, check_number
+from headrace.environments.shipped.arithmetic import sums
+from headrace.environments.single_turn import Row, SingleTurn
+from headrace.environments.strict_format import StrictFormat
+
+ASK = "Think step by step, then write the final answer in \\boxed{}."
+SOURCES: dict[str, Callable[..., Iterable[Row]]] = {"gsm8k": gsm8k, "math": math, "arithmetic": sums}
+
+
+class Gsm8k(SingleTurn):
+    """Grade-school problems, whose answers are numbers. Evaluate on `split = "test"`."""
+
+    def __init__(self, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
+        super().__init__(
+            gsm8k(**rows),
+            _question,
+            {"correct": Numeric(extract="boxed")},
+            gold=_solution,
+            demonstrate_mistakes=demonstrate_mistakes,
+        )
+
+
+class Math(SingleTurn):
+    """Competition problems by level and subject, whose answers are numbers, expressions, sets, words."""
+
+    def __init__(self, timeout: float = 5.0, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
+        super().__init__(
+            math(**rows),
+            _question,
+            {"correct": Symbolic(timeout=timeout)},
+            gold=_solution,
+            demonstrate_mistakes=demonstrate_mistakes,
+        )
+
+
+class StrictMath(SingleTurn):
+    r"""One block of thoughts, then `\boxed{...}`, and nothing else; `data` is gsm8k, math or arithmetic.
+
+    Whoever keeps to the format earns `format_reward`, right or wrong; an answer in any other form is no answer.
+    """
+
+    def __init__(
+        self,
+        data: str = "gsm8k",
+        opening: str = "<think>",
+        closing: str = "</think>",
+        format_reward: float = 0.2,
+        demonstrate_mistakes: float = 0.0,
+        **rows: Any,
+    ) -> None:
+        check_choice("data", data, SOURCES)
+        check_number("format_reward", format_reward, 0, 10)
+        strict = StrictFormat(opening, closing)
+
+        def boxed(text: str) -> str | None:
+            completion = strict.parse(text)
+            return completion.answer if completion else None
+
+        def in_format(text: str, row: Mapping[str, Any]) -> float:
+            return float(strict.parse(text) is not None)
+
+        def words(text: str, row: Mapping[str, Any]) -> float:
+            completion = strict.parse(text)
+            return float(len(completion.thinking.split())) if completion else 0.0
+
+        correct: Reward = Symbolic(extract=boxed) if data == "math" else Numeric(extract=boxed)
+        super().__init__(
+            SOURCES[data](**rows),
+            lambda row: f"{strict.instructions}\n\n{row['question']}",
+            {"correct": correct, "format": scaled(in_format, format_reward)},
+            metrics={"thinking_words": words},
+            gold=lambda row: strict.write(row.get("solution", f"{row['question']}={row['answer']}"), row["answer"]),
+            raw=True,
+            demonstrate_mistakes=demonstrate_mistakes,
+        )
+
+
+def _question(row: Row) -> str:
+    return f"{row['question']}\n\n{ASK}"
+
+
+def _solution(row: Row) -> str:
+    return f"{row['solution']}\n\n\\boxed{{{row['answer']}}}"

@@ -1,0 +1,164 @@
+"""A model behind a server plays: what it is sent, what becomes of its answers, and what they say about groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from headrace.environments.base import EpisodeError, PromptTooLong, Reply
+from headrace.environments.probe import sampling
+from headrace.environments.probe.report import Opening, Report
+from headrace.environments.probe.sampling import Endpoint, Line, as_openai, as_reply, sample
+from headrace.errors import BadInput
+from headrace.inference.openai_client import OpenAIUnreachable
+from headrace.rollout.types import Task
+from tests.environments.probe.probed import ASKING, CALLING, DUEL
+from tests.inference.openai_stand_in import OpenAIStandIn, Respond, completion, error
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def report(environment: str, scores_groups: bool = False) -> Report:
+    opening = Opening(0.1, 0.1, 0.1, 2, 100, scores_groups, "")
+    return Report(environment, {}, opening, [], [], 0, None, [], [], None)
+
+
+def reply(message: dict[str, Any], finish_reason: str = "stop") -> web.Response:
+    return web.json_response(completion("", message={"role": "assistant", **message}, finish_reason=finish_reason))
+
+
+def calling(name: str, arguments: str) -> web.Response:
+    function = {"name": name, "arguments": arguments}
+    return reply({"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]})
+
+
+async def ask(respond: Respond, max_tokens: int | None = None) -> tuple[Reply, list[dict[str, Any]]]:
+    """One question through a line, and the bodies that the server got."""
+    async with OpenAIStandIn(respond) as server:
+        client = Endpoint(server.url, "m").client()
+        try:
+            return await Line(client, 0.7, 100).chat(HELLO, max_tokens=max_tokens), server.asked
+        finally:
+            await client.close()
+
+
+async def test_a_question_carries_the_sampling_and_its_answer_becomes_a_reply():
+    answer, (body,) = await ask(lambda _: reply({"content": "hi"}, "length"), max_tokens=20)
+    assert body == {"model": "m", "messages": HELLO, "temperature": 0.7, "max_tokens": 20}
+    assert (answer.text, answer.raw, answer.truncated) == ("hi", "hi", True)
+
+
+async def test_what_may_succeed_later_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampling, "FIRST_PAUSE", 0.0)
+    answers: Iterator[web.Response | str] = iter([error(429, "busy"), error(500, "oops"), "hi"])
+    answer, bodies = await ask(lambda _: next(answers))
+    assert (answer.text, len(bodies)) == ("hi", 3)
+    with pytest.raises(EpisodeError, match="oops") as failed:
+        await ask(lambda _: error(500, "oops"))
+    assert failed.value.reason == "endpoint"
+
+
+async def test_what_cannot_succeed_is_asked_once_and_a_full_context_is_an_end():
+    with pytest.raises(EpisodeError, match="no such model"):
+        await ask(lambda _: error(404, "no such model"))
+    with pytest.raises(PromptTooLong):
+        await ask(lambda _: error(400, "maximum context length is 8"))
+
+
+def test_tool_calls_are_read_and_those_that_cannot_be_are_kept_as_text():
+    given = [
+        {"id": "a", "type": "function", "function": {"name": "press", "arguments": '{"word": "x"}'}},
+        {"id": "b", "type": "function", "function": {"name": "press", "arguments": '{"word": '}},
+        {"id": "c", "type": "function", "function": {"name": "press", "arguments": "[1]"}},
+        {"id": "d", "type": "function"},
+        {"id": "e", "type": "function", "function": {"name": "press", "arguments": ""}},
+    ]
+    answer = as_reply({"content": None, "tool_calls": given, "reasoning_content": "hm"}, "tool_calls")
+    assert [(call.id, call.arguments) for call in answer.tool_calls if not call.error] == [
+        ("a", {"word": "x"}),
+        ("e", {}),
+    ]
+    assert [call.error for call in answer.tool_calls[1:4]] == [
+        "the tool call is not valid JSON",
+        "the arguments of a tool call must be a JSON object",
+        "the tool call names no tool",
+    ]
+    assert [call["id"] for call in answer.message["tool_calls"]] == ["a", "e"]
+    assert answer.text.count("\n") == 2
+    assert (answer.message["reasoning_content"], answer.raw, answer.truncated) == (
+        "hm",
+        "<think>\nhm\n</think>\n\n",
+        False,
+    )
+
+
+def test_messages_go_out_in_openais_form():
+    call = {"id": "a", "type": "function", "function": {"name": "press", "arguments": {"word": "x"}}}
+    sent = as_openai(
+        [
+            *HELLO,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": "pressed"},
+            {"role": "tool", "tool_call_id": "b", "content": "Error: not valid JSON"},
+        ]
+    )
+    assert sent[1]["tool_calls"][0]["function"] == {"name": "press", "arguments": '{"word": "x"}'}
+    assert sent[2]["role"] == "tool"
+    assert sent[3] == {"role": "user", "content": "Error: not valid JSON"}  # nobody made that call
+
+
+async def test_episodes_with_tools_are_played_and_predict_the_signal():
+    words = iter(["no"] + ["mill"] * 7)
+
+    def respond(body: dict[str, Any]) -> web.Response | str:
+        told = body["messages"][-1]["role"] == "tool"
+        return "Done." if told else calling("press", json.dumps({"word": next(words)}))
+
+    told: list[tuple[str, int, int]] = []
+    tasks = [Task(CALLING, {"word": "mill"}), Task(CALLING, {"word": "other"})]
+    async with OpenAIStandIn(respond) as server:
+        endpoint = await Endpoint(server.url, concurrency=1).with_model()  # one at a time: the first task comes first
+        result = await sample(report(CALLING), tasks, endpoint, 4, 2, lambda *words: told.append(words))
+    assert result.model == "small"
+    assert result.rewards == [pytest.approx([0.0, 1.1, 1.1, 1.1]), [0.0] * 4]
+    assert (result.problems, result.episodes, result.truncated) == ([], 8, 0)
+    # of the first task's 6 pairs 3 are equal, of the second task's all
+    assert [(p.group_size, p.without_signal) for p in result.predictions[:2]] == [(2, 0.75), (4, 0.5)]
+    assert [p.group_size for p in result.predictions] == [2, 4, 8, 16, 32]
+    assert told[-1] == ("sampling from small", 8, 8)
+    assert server.asked[0]["tools"][0]["function"]["name"] == "press"
+
+
+async def test_failed_and_cut_off_episodes_are_counted_and_groups_are_scored_together():
+    lengths = iter([1, 2, 3, 4])
+
+    def respond(body: dict[str, Any]) -> web.Response:
+        length = next(lengths)
+        return error(400, "no") if length == 1 else reply({"content": "x" * length}, "length")
+
+    task = Task(DUEL, {"letter": "x"})
+    async with OpenAIStandIn(respond) as server:
+        result = await sample(report(DUEL, True), [task], Endpoint(server.url, "m"), 4, 4, lambda *_: None)
+    assert sorted(result.rewards[0]) == [0.0, 0.0, 1.0]  # the longest of those that came to an end
+    assert [problem.reason for problem in result.problems] == ["endpoint"]
+    assert (result.episodes, result.truncated) == (4, 3)
+
+
+async def test_a_server_that_is_not_there_is_an_error_at_once_and_needs_an_address():
+    with pytest.raises(OpenAIUnreachable):
+        await Endpoint("http://127.0.0.1:9/v1").with_model()
+    with pytest.raises(BadInput, match="address"):
+        await Endpoint("localhost:8000").with_model()
+    assert (await Endpoint("localhost:8000", "named").with_model()).model == "named"
+
+
+async def test_a_task_whose_episodes_all_fail_has_no_rewards():
+    async with OpenAIStandIn(lambda _: error(400, "no")) as server:
+        task, endpoint = Task(ASKING, {"number": 12}), Endpoint(server.url, "m")
+        result = await sample(report(ASKING), [task], endpoint, 2, 4, lambda *_: None)
+    assert (result.rewards, result.predictions) == ([[]], [])
+    assert len(result.problems) == 2

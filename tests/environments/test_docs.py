@@ -1,0 +1,49 @@
+"""What docs/environments.md shows is what runs."""
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from headrace.environments import rewards
+from headrace.environments.base import tasks_of
+from headrace.environments.registry import SHIPPED, load_environment
+from headrace.environments.script import Script, call_tool, play
+
+DOCS = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+SINGLE, SEVERAL, TOOLS = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+
+
+async def gold_rewards(source: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    (tmp_path / "documented.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "documented", raising=False)
+    environment = load_environment(f"documented:{name}", {})
+    played = [await play(environment, t, lambda m, t=t: environment.gold(t, m)) for t in tasks_of(environment, name)]
+    return [rollout.rewards for (rollout,), _ in played]
+
+
+async def test_the_single_turn_environment_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert await gold_rewards(SINGLE, "shout", tmp_path, monkeypatch) == [{"exact": 1.0}] * 3
+
+
+async def test_the_environment_of_several_turns_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert await gold_rewards(SEVERAL, "GuessLetter", tmp_path, monkeypatch) == [{"found": 1.0}] * 8
+
+
+async def test_the_tool_runs():
+    program = "from headrace.environments import Chat\nasync def run(context):\n" + textwrap.indent(TOOLS, "    ")
+    names: dict = {}
+    exec(program + "    return answer", names)
+    script = Script(lambda m: call_tool("add", a=1234, b=4321) if len(m) == 1 else m[-1]["content"])
+    answer = await names["run"](script)
+    assert answer.text == "5555"
+
+
+def test_every_shipped_environment_and_reward_is_listed():
+    listed = re.findall(r"^\| (`[^|]+) \|", DOCS.partition("## Environments that ship")[2], re.MULTILINE)
+    assert {name for cell in listed for name in re.findall(r"`([^`]+)`", cell)} == set(SHIPPED)
+    described = re.findall(r"^\| `(\w+)\(", DOCS.partition("## Rewards that ship")[2], re.MULTILINE)
+    assert set(described) | {"Reward", "Rewards", "in_sandbox", "scaled"} == set(rewards.__all__)
