@@ -1,5 +1,7 @@
 """`@environment`: a prompt, rows and rewards."""
 
+import random
+
 import pytest
 
 from headrace.environments import environment
@@ -109,3 +111,12 @@ async def test_a_reward_that_fails_is_named():
     with pytest.raises(EpisodeError, match="broken") as failure:
         await play(breaking(), tasks_of(breaking(), "breaking")[0], lambda messages: "!")
     assert failure.value.reason == "reward_failed"
+
+
+def test_a_mistake_is_the_gold_reply_to_another_answer():
+    task = Task("any", {"word": "a", "answer": "I"})
+    wrong = shout().mistake(task, [], random.Random(0))
+    assert wrong != "I"
+    assert len(wrong) == 1
+    # where gold does not depend on `answer`, it is gold itself with a letter changed
+    assert repeat().mistake(task, [], random.Random(0)) != "a"

@@ -13,12 +13,14 @@ def shout(row):
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.rewards.base import Reward, Rewards
+from headrace.environments.script import perturbed
 from headrace.rollout.types import Message, Rollout, Task
 
 Row = dict[str, Any]
@@ -76,6 +78,15 @@ class SingleTurn(Environment):
         if "answer" in task.data:
             return str(task.data["answer"])
         return str(super().gold(task, messages))
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
+        """The gold reply as it would be for another answer, where it depends on the row's `answer`."""
+        answer = task.data.get("answer")
+        if isinstance(answer, str):
+            wrong = Task(task.env, {**task.data, "answer": perturbed(answer, rng)}, task.key)
+            if (mistaken := self.gold(wrong, messages)) != self.gold(task, messages):
+                return mistaken
+        return super().mistake(task, messages, rng)
 
 
 def environment(
