@@ -46,7 +46,10 @@ def test_a_name_like_none_lists_the_known():
 
 @pytest.mark.parametrize(
     ("identifier", "reason"),
-    [("no_such_package.module:Class", "no_such_package"), ("headrace.environments.shipped.reverse_text:Absent", "Absent")],
+    [
+        ("no_such_package.module:Class", "no_such_package"),
+        ("headrace.environments.shipped.reverse_text:Absent", "Absent"),
+    ],
 )
 def test_an_import_path_that_leads_nowhere_is_named(identifier: str, reason: str):
     with pytest.raises(BadInput, match=f"{identifier!r} cannot be imported") as failure:

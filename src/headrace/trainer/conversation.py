@@ -17,16 +17,12 @@ from renderers import build_training_sample
 from renderers.base import Renderer
 from renderers.default import DefaultRenderer
 
-from headrace.errors import BadInput
+from headrace.environments.data.tables import DataError as DataError
 from headrace.rollout.types import NOT_SAMPLED, Message, Sample
 
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = ("messages", "prompt", "completion", "tools")
 """What is read of a row: either messages, or prompt and completion; and tools, where there are any."""
-
-
-class DataError(BadInput):
-    """Data that cannot be trained on. The message names the file and the line."""
 
 
 class Conversation:

@@ -48,7 +48,10 @@ def test_no_word_is_in_both_splits_whatever_the_seeds():
 
 
 def test_tasks_are_the_same_in_every_process():
-    code = "from headrace.environments.shipped.reverse_text import ReverseText; print(ReverseText(num_tasks=20, seed=3).tasks())"
+    code = (
+        "from headrace.environments.shipped.reverse_text import ReverseText\n"
+        "print(ReverseText(num_tasks=20, seed=3).tasks())"
+    )
     variables = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(ReverseText(num_tasks=20, seed=3).tasks())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ from headrace.environments.data.tables import DataError
 
 NAME = "openai/gsm8k"
 MARK = "####"
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 def gsm8k(
@@ -20,11 +22,18 @@ def gsm8k(
     limit: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `question`, `answer` (the number after `####`, without commas) and `solution` (all of it)."""
+    """Rows of `question`, `answer` (the number after `####`, without commas) and `solution` (the steps before it).
+
+    The marks in the solutions that stand for a calculator, `<<2*3=6>>`, are left out.
+    """
     subset = "main" if str(source) == NAME else None
     for row in islice(located_rows(source, split, subset, columns), limit):
-        solution = row.text("answer")
-        _, mark, answer = solution.rpartition(MARK)
+        worked = row.text("answer")
+        steps, mark, answer = worked.rpartition(MARK)
         if not mark or not answer.strip():
-            raise DataError(f"{row.where}: no answer follows {MARK} in {solution[-60:]!r}")
-        yield {"question": row.text("question"), "answer": answer.strip().replace(",", ""), "solution": solution}
+            raise DataError(f"{row.where}: no answer follows {MARK} in {worked[-60:]!r}")
+        yield {
+            "question": row.text("question"),
+            "answer": answer.strip().replace(",", ""),
+            "solution": _CALCULATOR.sub("", steps).strip(),
+        }

@@ -25,13 +25,14 @@ _BOXES = (r"\boxed", r"\fbox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"\s*(?:\\[dt]?frac\s*)?[^\s${}\\]+")
 _CONNECTED = re.compile(r"(?:[\s$,;]|\\[()\[\],;:! ]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*", re.IGNORECASE)
-_ANSWER_IS = re.compile(r"\banswer\s{0,9}(?:is|:|=)", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\banswer\s{0,9}(?:is|:|=)\s{0,9}:?", re.IGNORECASE)
 _NUMBER = re.compile(r"[-\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?%?")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What is in the last `\boxed{...}` or `\fbox{...}` that is complete and not empty; `\boxed 7` will do.
+    r"""What is in the last `\boxed{...}` or `\fbox{...}` that is not empty; `\boxed 7` will do.
 
+    One that is not closed, or too long for an answer, is none, and nor is any box before it.
     Boxes that only commas, "and" or "or" connect are one answer, a list: who boxes two guesses has answered with both.
     """
     contents: list[str] = []
@@ -57,7 +58,7 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
         return _first_line(text[mark + 4 : mark + 4 + LONGEST])
     end = text[-NEAR_THE_END:]
     for match in reversed(list(_ANSWER_IS.finditer(end))):
-        return _first_line(end[match.end() :]).split(". ")[0].strip()
+        return _first_line(end[match.end() :]).split(". ")[0].rstrip(". ")
     numbers = _NUMBER.findall(end) if last_number else []
     return numbers[-1] if numbers else None
 
@@ -92,9 +93,11 @@ def _boxes_from_the_end(text: str) -> Iterator[tuple[int, int, str]]:
             return
         places[command] = text.rfind(command, 0, begin)
         end = _end_of_box(text, begin + len(command))
+        if end is None:
+            return
         content = text[begin + len(command) : end].strip()
         content = content[1:-1].strip() if content.startswith("{") else content.rstrip(".,;:")
-        if end is not None and content:
+        if content:
             yield begin, end, content
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from headrace.environments.base import Context, Demonstration, Environment
 from headrace.rollout.types import Message, Rollout, Task
 
-
 LONGEST = 8
 """Times its length that an answer is read; what is longer would earn next to nothing, and take long to compare."""
 

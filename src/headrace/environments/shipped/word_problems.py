@@ -6,7 +6,7 @@ r"""Mathematics in words: GSM8K and MATH, as they are, and in the strict format 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from headrace.environments.data.gsm8k import gsm8k

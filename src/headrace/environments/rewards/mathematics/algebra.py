@@ -2,7 +2,7 @@ r"""Whether two expressions are the same, by algebra: what runs in a process of 
 
 math-verify's parser reads the LaTeX. Where both sides have values these decide, to 40 digits and at several places:
 that is quicker than simplifying, and refuses what math-verify would let pass (it takes 5 5 for 10, 2(13) for 15, 25_8
-for 25_9, 10^{-9} for 0, and A for a). `math_verify.verify`, gold first, decides about what has no values.
+for 25_9, cos 13 for the cosine of 13 degrees, A for a). `math_verify.verify`, gold first, decides what has no values.
 
 Unlike elsewhere, the heavy imports are at the top: only a process that does nothing else imports this, and the time of
 a call is its own. math-verify's timers are off: the caller has one, and theirs work in main threads alone.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -31,7 +32,7 @@ DIGITS = 40
 """To which two values must agree."""
 WORKING = 60
 """Digits that are computed with; twice as many tell a zero from a small number."""
-PLACES = 12
+PLACES = 10
 """Where expressions with variables are compared."""
 ENOUGH = 4
 """At so many of them both sides must have a value."""
@@ -43,7 +44,7 @@ IMAGINARY = "i"
 """The variable that is a number."""
 _FUNCTION = re.compile("|".join(map(re.escape, sorted(FUNCTIONS))))
 _EXACT_NAMES = ConversionConfig(lowercase_symbols=False)
-_NOT_ALGEBRA = re.compile(r"\\(?:text|mathbb|mathcal|ldots|emptyset|%|\$|&|\\)|[&:'=<>]|\d \d|\d_|\)_|\d+\.\d+\.")
+_NOT_ALGEBRA = re.compile(r"\\(?:text|mathbb|mathcal|ldots|emptyset|%|\$|&|\\)|[&:'=<>]|\d \.?\d|\d_|\)_|\d+\.\d+\.")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[a-zA-Z])\\degree")
 _PRODUCT = re.compile(r"(?<=\d)(?=\(|\\binom|\|)|(?<=\))(?=[(\da-zA-Z\\])(?!\\(?:cdot|right|[,;]))")
 """Where one is not written. The parser takes an integer before a rational for a mixed number: 2(13) would be 15."""
@@ -96,6 +97,7 @@ def _parsed(*texts: str) -> list[Expression] | None:
     return expressions if all(isinstance(expression, sympy.Expr) for expression in expressions) else None
 
 
+@lru_cache(maxsize=256)  # the answers of a group share their gold one
 def _parse(text: str) -> Expression:
     if _FUNCTION.search(text):
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)

@@ -43,7 +43,8 @@ def same(gold: Shape, answer: Shape, judge: Judge) -> bool | None:
         case Relation(), Relation():
             return _same_relations(gold, answer, judge)
         case Relation(), _ if gold.is_equation:
-            return same(gold.values[-1], answer, judge) if gold.name else False
+            values = gold.sides if all(map(is_number, gold.sides)) else gold.values
+            return same(values[-1], answer, judge) if values else False
         case _, Relation() if answer.is_equation:
             return _all(same(gold, side, judge) for side in answer.values or answer.sides)
         case Relation(), Ordered():

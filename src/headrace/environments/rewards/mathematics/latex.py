@@ -27,8 +27,8 @@ from headrace.environments.rewards.mathematics.vocabulary import (
 
 LONGEST = 2000
 """Characters. A longer text is no answer and is not read."""
-DEEPEST = 40
-"""Levels of nesting that are read."""
+DEEPEST = 80
+"""Commands, groups and brackets inside each other that are read: a fraction in a fraction adds two."""
 
 Tokens = list[str]
 
@@ -36,7 +36,8 @@ _SIGNS = str.maketrans(SIGNS)
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff\ufffe\uffff]")
 _JOINED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\[,;: ])\s*(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
-_HALF_DAY = re.compile(r"(?<=[\d\s{])([ap])\.?\s?m(?:\.|\b)", re.IGNORECASE)
+_HALF_DAY = re.compile(r"(?<=[\d\s{])([ap])(?:\.\s?m\.?|m\b)", re.IGNORECASE)
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|\s+|.", re.DOTALL)
 
 
@@ -51,9 +52,9 @@ def tokens_of(text: str) -> Tokens:
     if _CONTROL.search(text):
         raise Unreadable("control characters")
     text = text.translate(_SIGNS).strip().strip("`*")
-    if text.replace(r"\$", "").count("$") % 2:  # not the signs that enclose mathematics, but money
-        text = text.replace("$", r"\$", 1)
-    text = re.sub(r"(?<!\\)\$", " ", text)
+    if len(_DOLLAR.findall(text)) % 2:  # not the signs that enclose mathematics, but money
+        text = _DOLLAR.sub(r"\\$", text, count=1)
+    text = _DOLLAR.sub(" ", text)
     text = _HALF_DAY.sub(r" \1m ", text).replace("**", "^")
     return _Reader(_join_thousands(_JOINED.sub("", text))).read()
 
@@ -102,9 +103,6 @@ class _Reader:
 
     def _until(self, closing: str, words: bool) -> Tokens:
         """All up to the closing token, or to the end. Among `words`, letters side by side are one."""
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise Unreadable("nested too deeply")
         tokens: Tokens = []
         while self._raw and self._raw[-1] != closing:
             if self._raw[-1] == "}":
@@ -114,11 +112,18 @@ class _Reader:
             raise Unreadable(f"no {closing}")
         if closing:
             self._raw.pop()
-        self._depth -= 1
         return tokens
 
     def _next(self, words: bool) -> Tokens:
         """What the next raw token and its arguments come to."""
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise Unreadable("nested too deeply")
+        tokens = self._read_one(words)
+        self._depth -= 1
+        return tokens
+
+    def _read_one(self, words: bool) -> Tokens:
         raw = self._raw.pop()
         before, self._before = self._before, raw
         token = SPELLING.get(raw, raw)

@@ -203,22 +203,27 @@ def _value(tokens: Tokens) -> Shape:
 
 
 def _without_unit(tokens: Tokens) -> tuple[Tokens, str, int]:
-    if r"\$" in tokens[:2] or tokens[-1] == r"\$":
-        return [token for token in tokens if token != r"\$"], "dollar", 1
-    if tokens[-1] == r"\%":
-        return tokens[:-1], "%", 1
-    if tokens[-1] == r"\degree" and not any(token in FUNCTIONS for token in tokens):
-        return tokens[:-1], "degree", 1
+    """What is left without the unit, the unit, and how many of it a word like "million" makes."""
     end = len(tokens) - 4 if tokens[-4:-2] == ["^", "{"] else len(tokens)  # square inches
     if end < 2 or not is_word(tokens[end - 1]):
-        return tokens, "", 1
+        return *_without_sign(tokens), 1
     words = word_of(tokens[end - 1]).lower().split()
     more_than_a_unit = len(words) > MOST_UNIT_WORDS or NO_UNITS.intersection(words)
     if more_than_a_unit or (end > 2 and all(token.isalpha() for token in tokens[: end - 1])):
         return tokens, "", 1
-    known = [SAME_UNIT[word] for word in words if word in SAME_UNIT]
-    rest, unit, _ = _without_unit(tokens[: end - 1])
-    return rest, known[0] if known else unit, SCALES.get(words[0], 1)
+    rest, sign = _without_sign(tokens[: end - 1])
+    known = next((SAME_UNIT[word] for word in words if word in SAME_UNIT), "")
+    return rest, known or sign, SCALES.get(words[0], 1)
+
+
+def _without_sign(tokens: Tokens) -> tuple[Tokens, str]:
+    if r"\$" in tokens[:2] or tokens[-1] == r"\$":
+        return [token for token in tokens if token != r"\$"], "dollar"
+    if tokens[-1] == r"\%":
+        return tokens[:-1], "%"
+    if tokens[-1] == r"\degree" and not any(token in FUNCTIONS for token in tokens):
+        return tokens[:-1], "degree"
+    return tokens, ""
 
 
 def _is_name(tokens: Tokens) -> bool:

@@ -90,12 +90,12 @@ OPERATORS = {*FUNCTIONS, "+", "-", "/", "^", "!", "|", r"\cdot", r"\pi", r"\inft
 """What makes a side of an equation more than a name."""
 
 PLAIN = {
-    **{command[1:]: command for command in (*FUNCTIONS, r"\pi", r"\theta", r"\infty")},
+    **{command[1:]: command for command in (*FUNCTIONS - {r"\sec"}, r"\pi", r"\theta", r"\infty")},
     **dict.fromkeys(("infinity", "oo"), r"\infty"),
     **dict.fromkeys(("percent", "percentage", "pct"), r"\%"),
     **dict.fromkeys(("degree", "degrees", "deg"), r"\degree"),
 }
-"""Words that stand for a sign."""
+"""Words that stand for a sign; "sec" for a second."""
 CONNECTIVES = ("and", "or", "to")
 SAME_UNIT = {
     name: names[0]

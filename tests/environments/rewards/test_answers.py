@@ -1,0 +1,114 @@
+r"""Where the answer stands: boxes, `####`, "the answer is", and texts of any size."""
+
+import pytest
+
+from headrace.environments.rewards.answers import boxed_answer, extract_named, final_answer, whole_text
+from headrace.errors import BadInput
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} is too small, so it is \boxed{2}", "2"),
+        (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
+        (r"\boxed{\left\{1, 2\right\}}", r"\left\{1, 2\right\}"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{a\}b}", r"a\}b"),
+        (r"\boxed{\\}", r"\\"),
+        (r"\fbox{7}", "7"),
+        (r"\fbox{7} and later \boxed{8 } ", "8"),
+        (r"\boxed 7", "7"),
+        (r"it is $\boxed 12$.", "12"),
+        (r"\boxed 7. Done", "7"),
+        (r"\boxed\frac12", r"\frac12"),
+        ("\\boxed  {\n5\n}", "5"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+        (r"\boxed{5} (write \boxed{} as asked)", "5"),
+        (r"\boxed{5} and then it broke off: \boxed{6", None),
+        (r"{ \boxed{5}", "5"),
+        (r"\boxed{5} }", "5"),
+        (r"\boxed{{5}", None),
+        (r"\boxed{}", None),
+        (r"\boxed{ }", None),
+        (r"\boxed", None),
+        (r"\boxedanswer{5}", None),
+        ("no box", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_is_the_answer_if_it_is_complete(text: str, answer: str | None):
+    assert boxed_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{1} or \boxed{2}", "1, 2"),
+        (r"\boxed{1}, \boxed{2} and \boxed{3}", "1, 2, 3"),
+        (r"$\boxed{1}$ \text{ or } $\boxed{2}$", "1, 2"),
+        ("\\boxed{1}\n\\boxed{2}", "1, 2"),
+        (r"\boxed{5} \boxed{5}", "5"),
+        (r"\boxed{1} or rather \boxed{2}", "2"),
+    ],
+)
+def test_boxes_side_by_side_are_one_list(text: str, answer: str):
+    assert boxed_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1 + 1 = 2\n#### 2", "2"),
+        ("#### 1\nno:\n#### 1,234 \nbye", "1,234"),
+        (r"#### 1 and \boxed{2}", "2"),
+        ("The answer is 5.", "5"),
+        ("The answer is 3.5. That was easy", "3.5"),
+        ("First the answer is 4\nbut then the ANSWER IS: $\\frac{1}{2}$", r"$\frac{1}{2}$"),
+        ("Answer: 7", "7"),
+        ("I have 3 apples", None),
+        ("", None),
+    ],
+)
+def test_a_final_answer_is_boxed_or_marked_or_announced(text: str, answer: str | None):
+    assert final_answer(text) == answer
+
+
+def test_the_last_number_is_an_answer_only_where_that_is_asked_for():
+    assert final_answer("First 3, then $1,250.50 in all.", last_number=True) == "$1,250.50"
+    assert extract_named("last_number")("3 and then -4") == "-4"
+    assert extract_named("final")("3 and then -4") is None
+
+
+def test_an_unknown_extraction_lists_those_that_there_are():
+    with pytest.raises(BadInput, match="extract = 'box': there is only boxed, final, last_number, all"):
+        extract_named("box")
+    assert extract_named(str.upper)("a") == "A"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 10_000_000,
+        "{" * 10_000_000,
+        "\\" * 10_000_000,
+        r"\boxed{" * 1_000_000,
+        r"\boxed " * 1_000_000,
+        r"\boxed{" + "{" * 100_000 + "}" * 100_001,
+        r"\boxed{" + "9" * 10_000_000 + "}",
+        "answer is " * 1_000_000,
+        "the answer is" + " " * 10_000_000,
+        "answer" + " " * 10_000_000,
+        r"\boxed{1}" + " " * 5_000_000 + r"\boxed{" + " " * 5_000_000 + "}",
+    ],
+    ids=lambda text: f"{text[:12]}...",
+)
+def test_ten_megabytes_are_no_trouble(text: str):
+    for extract in (boxed_answer, final_answer, whole_text, extract_named("last_number")):
+        answer = extract(text)
+        assert answer is None or len(answer) < 10_000
+
+
+def test_an_answer_is_found_in_front_of_ten_megabytes():
+    assert boxed_answer(r"\boxed{5}" + "and so on " * 1_000_000) == "5"
+    assert final_answer("#### 5\n" + "and so on " * 1_000_000) == "5"
