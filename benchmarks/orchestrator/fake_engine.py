@@ -45,7 +45,7 @@ class FakeEngine:
     def __init__(self, model: Path, tokens: int, median: float, sigma: float = 1.0, seed: int = 0) -> None:
         rng = random.Random(seed)
         tokenizer = Tokenizer(model)
-        self.answers = [_encode_answer(tokenizer, tokens, rng) for _ in range(ANSWERS)]
+        self.answers = [encode_answer(tokenizer, letters(tokens - 1, rng), rng) for _ in range(ANSWERS)]
         self.vocab_size = tokenizer.vocab_size
         self.version = Version(0, 0)
         self.in_flight = 0
@@ -63,9 +63,12 @@ class FakeEngine:
     def latency(self) -> float:
         return self._rng.lognormvariate(self._mu, self._sigma)
 
-    def answer(self, version: bytes) -> bytes:
-        before, after = self._rng.choice(self.answers)
+    def answer(self, request: bytes, version: bytes) -> bytes:
+        before, after = self.choose(request)
         return _with_head(before + version + after)
+
+    def choose(self, request: bytes) -> tuple[bytes, bytes]:
+        return self._rng.choice(self.answers)
 
     def health(self) -> bytes:
         health = Health("ok", str(self.version), "fake", self.in_flight, 0, False, 4096, 4096, self.vocab_size)
@@ -107,25 +110,28 @@ class _Connection(asyncio.Protocol):
             delay = self._engine.latency()
             version = str(self._engine.version).encode()
             self._engine.in_flight += 1
-            self._pending = self._loop.call_later(delay, self._answer, version, self._loop.time() + delay)
+            self._pending = self._loop.call_later(delay, self._answer, body, version, self._loop.time() + delay)
         elif head.startswith(b"POST /update_weights "):
             self._transport.write(self._engine.update_weights(body))
         else:
             assert head.startswith(b"GET /health "), head
             self._transport.write(self._engine.health())
 
-    def _answer(self, version: bytes, due: float) -> None:
+    def _answer(self, body: bytes, version: bytes, due: float) -> None:
         self._pending = None
         self._engine.in_flight -= 1
         self._engine.answered += 1
         self._engine.lateness.append(self._loop.time() - due)
-        self._transport.write(self._engine.answer(version))
+        self._transport.write(self._engine.answer(body, version))
 
 
-def _encode_answer(tokenizer: Tokenizer, tokens: int, rng: random.Random) -> tuple[bytes, bytes]:
+def letters(count: int, rng: random.Random) -> str:
+    return "".join(rng.choices(string.ascii_lowercase, k=count))
+
+
+def encode_answer(tokenizer: Tokenizer, text: str, rng: random.Random) -> tuple[bytes, bytes]:
     """What the engine would send, before and after the version that sampled it."""
     assert tokenizer.eos_token_id is not None
-    text = "".join(rng.choices(string.ascii_lowercase, k=tokens - 1))
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
     # As many digits as a float32 has when it becomes a Python float: they are most of an answer's bytes.
     content = [TokenLogprob(token, float(np.float32(-rng.random())), f"token_id:{token}") for token in ids]

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.environments.base import Environment, EpisodeError
 from headrace.inference.client import EngineUnavailable
-from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
+from headrace.orchestrator.dispatcher import AT_ONCE, Dispatcher, EpisodeRunner
 from headrace.orchestrator.signals import Arrival, Episode, Kind
 from headrace.rollout.types import Group, Rollout, Task, Turn
 
@@ -66,7 +66,7 @@ async def outcome(do: str, timeout: float | None = None, cancel: str | None = No
     episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": do}), 1, 0, draw_id=7), 0)
     dispatcher.start(episode)
     if started:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     if cancel is not None:
         dispatcher.cancel(episode, cancel)
     arrival = await asyncio.wait_for(arrivals.get(), 5)
@@ -135,9 +135,39 @@ async def test_closing_ends_within_a_bounded_time_whatever_runs():
     dispatcher = Dispatcher({("train", "env"): runner}, arrivals.append, grace=0.05)
     for number, do in enumerate(["ignore cancellation", "hang", "hang"]):
         dispatcher.start(Episode(number, Kind.TRAIN, Group("g", Task("env", {"do": do}), 3, 0), number))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     await asyncio.wait_for(dispatcher.close(), 5)
     assert [arrival.rollouts[0].error.reason for arrival in arrivals] == ["cancelled"] * 3
+
+
+class Counting(Environment):
+    """Counts the episodes that have begun."""
+
+    begun = 0
+
+    async def run(self, task, context):
+        self.begun += 1
+        return await asyncio.sleep(3600, [])
+
+
+async def test_of_many_episodes_a_few_begin_at_a_time_and_those_cancelled_in_line_never_do():
+    arrivals: list[Arrival] = []
+    environment = Counting()
+    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(environment, NoModel(), None)}, arrivals.append)
+    episodes = [Episode(n, Kind.TRAIN, Group("g", Task("env", {}), 1000, 0), n) for n in range(1000)]
+    for episode in episodes:
+        dispatcher.start(episode)
+    for episode in episodes[500:]:
+        dispatcher.cancel(episode, "off_policy")
+    before, steps = 0, []
+    while environment.begun < 500:
+        await asyncio.sleep(0)
+        steps.append(environment.begun - before)
+        before = environment.begun
+    assert max(steps) == AT_ONCE
+    await dispatcher.close()
+    assert environment.begun == 500
+    assert len(arrivals) == 1000
 
 
 async def test_failures_of_one_kind_are_logged_once_and_counted_each(caplog: pytest.LogCaptureFixture):

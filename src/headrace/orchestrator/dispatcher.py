@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from headrace.rollout.types import Rollout, RolloutError
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 8
+"""Episodes that begin between two looks at what else there is to do: each renders a prompt and opens a connection."""
 GRACE = 10.0
 """Seconds that a cancelled episode gets to end before it is left behind."""
 
@@ -65,6 +68,29 @@ class _Running:
         self.timer: asyncio.TimerHandle | None = None
 
 
+class _Door:
+    """Lets those who come at once in by a few at a time, so that a thousand episodes do not stall the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._let_in)
+        self._waiting.append(turn)
+        await turn
+
+    def _let_in(self) -> None:
+        for _ in range(min(AT_ONCE, len(self._waiting))):
+            turn = self._waiting.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._let_in)
+
+
 class Dispatcher:
     """`runners` by (kind, environment name); `deliver` is called once per started episode."""
 
@@ -77,6 +103,7 @@ class Dispatcher:
         self._runners = runners
         self._deliver = deliver
         self._grace = grace
+        self._door = _Door()
         self._running: dict[int, _Running] = {}
         self._reported: set[str] = set()
 
@@ -116,6 +143,7 @@ class Dispatcher:
 
     async def _run(self, episode: Episode, runner: EpisodeRunner) -> list[Rollout]:
         """The episode's rollouts, processed; any failure but cancellation becomes a rollout that says so."""
+        await self._door.enter()
         context = runner.line.open(episode.group.id, episode.name)
         try:
             rollouts = await runner.environment.run(episode.group.task, context)

@@ -27,10 +27,11 @@ UNUSABLE = {
     ToolCallParseStatus.MALFORMED_STRUCTURE: "the tool call is malformed",
 }
 """What a model is told about a call that cannot be read. A name that is not known is the tools' affair."""
-Name = hashlib.blake2b
-encode = msgspec.json.Encoder(order="deterministic").encode
 THOUGHT = ("<think>", "<think>\n")
 """How a prompt ends that has already opened the model's thoughts."""
+Name = hashlib.blake2b
+"""What tells a conversation from others, as far as it has come."""
+encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class Sampler:
@@ -119,7 +120,7 @@ class Sampler:
     def _turn(self, prompt: Prompt, completion: Completion) -> Turn:
         truncated = completion.truncated_logprobs
         return Turn(
-            np.array(prompt.ids, np.int32),
+            prompt.array,
             np.array(completion.token_ids, np.int32),
             np.array(completion.logprobs, np.float32),
             completion.steps,
@@ -161,9 +162,8 @@ class Conversation:
         question = names[-1].digest()
         self._asked[question] += 1
         name = f"{self._episode}-{question.hex()}-{self._asked[question]}"
-        calls_before = sum(len(message.get("tool_calls") or ()) for message in messages)
         prompt = self._go_on(messages, tools, names) or self._sampler.prompts.render(messages, tools)
-        reply = await self._sampler.sample(prompt, tools, max_tokens, self._session, name, calls_before)
+        reply = await self._sampler.sample(prompt, tools, max_tokens, self._session, name, _calls_in(messages))
         names[-1].update(encode(reply.message))
         self._pasts.setdefault(names[-1].digest(), []).append(_Past(reply.message, reply.turn))
         return reply
@@ -190,6 +190,12 @@ def _names(messages: list[Message], tools: list[dict[str, Any]]) -> list[Name]:
     return names
 
 
+def _calls_in(messages: list[Message]) -> int:
+    """Tool calls so far; those that could not be read are in no message, but have been answered."""
+    called = sum(len(message.get("tool_calls") or ()) for message in messages)
+    return max(called, len([message for message in messages if message.get("role") == "tool"]))
+
+
 def _tool_call(call: ParsedToolCall, identity: str) -> ToolCall:
     name = call.name if isinstance(call.name, str) and _is_portable(call.name) else ""
     arguments: Any = call.arguments
@@ -204,9 +210,9 @@ def _tool_call(call: ParsedToolCall, identity: str) -> ToolCall:
 
 
 def _is_portable(value: Any) -> bool:
-    """Python reads integers of any size from JSON, and halves of characters; few others do."""
+    """Whether it can go to another process: Python reads integers of any size from JSON, and halves of characters."""
     try:
-        msgspec.json.encode(value)
+        msgspec.msgpack.encode(value)
     except (OverflowError, UnicodeEncodeError, RecursionError):
         return False
     return True

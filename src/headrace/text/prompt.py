@@ -23,7 +23,10 @@ ASSISTANT = ROLES.index("assistant")
 
 
 class Prompt(NamedTuple):
+    """`array` holds `ids` once more, as a turn keeps them: all episodes of a group share it."""
+
     ids: list[int]
+    array: np.ndarray
     roles: np.ndarray | None
     """As in `Turn.prompt_roles`."""
 
@@ -57,17 +60,28 @@ class Prompts:
         known = prompt + completion
         if bridge is None or bridge.token_ids[: len(known)] != known:
             return None
-        tail = _roles(bridge, len(known))
-        if tail is None or turn.prompt_roles is None:
-            return Prompt(bridge.token_ids, None)
+        tail = np.array(bridge.token_ids[len(known) :], np.int32)
+        array = np.concatenate([turn.prompt_ids, turn.completion_ids, tail])
+        tail_roles = _roles(bridge, len(known))
+        if tail_roles is None or turn.prompt_roles is None:
+            return Prompt(bridge.token_ids, array, None)
         sampled = np.full(len(completion), ASSISTANT, np.int8)
-        return Prompt(bridge.token_ids, np.concatenate([turn.prompt_roles, sampled, tail]))
+        return Prompt(bridge.token_ids, array, np.concatenate([turn.prompt_roles, sampled, tail_roles]))
 
     def _render(self, messages: list[Any], tools: Any) -> Prompt:
         if self._ids_only:
-            return Prompt(list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True)), None)
+            ids = list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
+            return Prompt(ids, _shared(np.array(ids, np.int32)), None)
         rendered = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
-        return Prompt(rendered.token_ids, _roles(rendered))
+        roles = _roles(rendered)
+        array = np.array(rendered.token_ids, np.int32)
+        return Prompt(rendered.token_ids, _shared(array), None if roles is None else _shared(roles))
+
+
+def _shared(array: np.ndarray) -> np.ndarray:
+    """Nobody may write to it: the turns of many episodes have it."""
+    array.setflags(write=False)
+    return array
 
 
 def _roles(rendered: RenderedTokens, start: int = 0) -> np.ndarray | None:

@@ -82,8 +82,8 @@ def _family(directory: Path, tokenizer: Tokenizer) -> str:
             == tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
             for messages, prompt in ((_ASKED, True), (_ANSWERED, False))
         )
-    except (AssertionError, KeyError, ValueError, TemplateError) as error:
-        # The family's special tokens are missing, or the template refuses such a conversation.
+    except (AssertionError, KeyError, RuntimeError, ValueError, TemplateError) as error:
+        # The family's special tokens or its encoder's files are missing, or the template refuses such a conversation.
         log.info("renderer %s does not fit %s (%s); using the model's own chat template", family, directory, error)
         return "default"
     if not faithful:
