@@ -21,3 +21,16 @@ class Broken(Letters):
 
     async def run(self, task, context):
         raise KeyError("no such column: question")
+
+
+class Talk(Letters):
+    """Two turns by hand: the second goes on from whatever the first came to, cut off or not."""
+
+    async def run(self, task, context):
+        messages = [{"role": "user", "content": task.data["word"]}]
+        first = await context.chat(messages)
+        messages += [first.message, {"role": "user", "content": "again"}]
+        second = await context.chat(messages)
+        letters = [*first.turn.completion_ids, *second.turn.completion_ids]
+        share = sum(32 <= token < 127 for token in letters) / len(letters)
+        return [Rollout(rewards={"printable": share}, messages=messages, turns=[first.turn, second.turn])]
