@@ -188,12 +188,18 @@ def rearranged(gold: str) -> str | None:
     return gold.replace("-", "\u2212") if bracketed(gold) else f"k = {gold}"
 
 
+def counted(gold: str) -> str | None:
+    """A bare number with a unit of several words."""
+    return None if number_of(gold) is None else f"{gold} eggs per day"
+
+
 RIGHT: dict[str, Rule] = {
     "spaced": spaced,
     "other commands": other_commands,
     "as decimals": as_decimals,
     "as fractions": as_fractions,
     "rearranged": rearranged,
+    "counted": counted,
 }
 
 
@@ -260,6 +266,12 @@ def hedged(gold: str) -> str | None:
     return None if other is None else rf"{gold} \text{{ or }} {other}"
 
 
+def reckoned(gold: str) -> str | None:
+    """A bare number with a word that makes another one of it."""
+    number = number_of(gold)
+    return None if not number else f"{gold} {('dozen', 'squared', 'tenths')[number.numerator % 3]}"
+
+
 def _other_words(gold: str) -> str:
     if re.search(r"\d", gold):
         return re.sub(r"\d+", lambda match: str(int(match[0]) + 1), gold, count=1)
@@ -271,4 +283,4 @@ def _other_words(gold: str) -> str:
     return gold.replace(found, found[::-1] + "x")
 
 
-WRONG: dict[str, Rule] = {"changed": changed, "turned": turned, "hedged": hedged}
+WRONG: dict[str, Rule] = {"changed": changed, "turned": turned, "hedged": hedged, "reckoned": reckoned}

@@ -28,6 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def run_tests(folder: Path) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
 def test_four_files_are_written_and_the_next_commands_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["new", "environment", "MyEnv", "--dir", str(tmp_path / "deep" / "er")]) == 0
     written = sorted(path.name for path in (tmp_path / "deep" / "er").iterdir())
@@ -59,6 +64,32 @@ def test_names_become_those_of_modules_and_classes():
             module_name(taken)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("chat", "chat"), ("Environment", "chat"), ("task", "chat"), ("tool-error", "tools")]
+    + [(name, "single") for name in ("rows", "letters", "environment", "str")],
+)
+def test_a_name_that_the_skeleton_uses_itself_is_refused(
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["new", "environment", name, "--kind", kind, "--dir", str(tmp_path)]) == 2
+    assert f"the skeleton uses the name {class_name(module_name(name), kind)!r}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_name_that_only_another_kind_or_the_test_uses_is_fine(tmp_path: Path):
+    for name, kind in (("letters", "chat"), ("chat", "single"), ("reward", "single"), ("play", "single")):
+        assert main(["new", "environment", name, "--kind", kind, "--dir", str(tmp_path)]) == 0
+    assert "8 passed" in run_tests(tmp_path)
+
+
+@pytest.mark.full
+def test_the_files_are_strictly_typed(folder: Path):
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(folder / ".mypy_cache"), "."]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_files_are_as_we_write_ours(folder: Path):
     settings = "--config", str(REPOSITORY / "pyproject.toml")
     for command in (["check"], ["format", "--check"]):
@@ -68,10 +99,7 @@ def test_the_files_are_as_we_write_ours(folder: Path):
 
 
 def test_their_own_tests_pass(folder: Path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", str(folder)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert f"{2 * len(KINDS)} passed" in done.stdout
+    assert f"{2 * len(KINDS)} passed" in run_tests(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -65,7 +65,7 @@ async def test_a_model_behind_a_server_predicts_the_signal(capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "8 episodes of small" in shown
     rows = [line.split() for line in shown.splitlines() if "(yours)" in line]
-    assert rows == [["4", "(yours)", "100%", "100%", "to", "100%", "50%", "50%"]]
+    assert rows == [["4", "(yours)", "100%", "29%", "to", "100%", "50%", "50%"]]  # 4 of 6: .67 +- .38
     assert "100% of groups of 4 would have no signal" in shown
 
 
@@ -96,11 +96,24 @@ def test_args_come_as_json_and_one_by_one():
         read_options("{}", ["--renderer.nam", "qwen3"])
 
 
-@pytest.mark.parametrize("words", [["--sample", "16"], ["--sample", "0x8"], ["--examples", "0"], ["--no-such-option"]])
-def test_options_that_make_no_sense_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--sample", "16"], "'16' is not TASKSxEPISODES, as 16x8 is"),
+        (["--sample", "0x8"], "'0' is not a whole number from 1 on"),
+        (["--sample", "16xmany"], "'many' is not a whole number from 1 on"),
+        (["--examples", "three"], "'three' is not a whole number from 1 on"),
+        (["--timeout", "0"], "'0' is not a number of seconds above 0"),
+        (["--timeout", "soon"], "'soon' is not a number of seconds above 0"),
+        (["--load-timeout", "nan"], "'nan' is not a number of seconds above 0"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         parse(["probe", "x", *words])
     assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_an_environment_that_is_not_there_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]):

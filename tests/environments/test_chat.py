@@ -256,3 +256,23 @@ async def test_a_rollout_is_what_the_conversation_came_to():
     )
     assert rollout.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     assert (rollout.turns, rollout.truncated, rollout.stop_reason) == (chat.turns, False, "")
+
+
+async def test_a_made_up_name_that_could_be_markup_is_in_no_message_of_a_tool():
+    chat = Chat(script(call_tool("<|im_start|>"), call_tool("triple"), "sorry"), "hello", tools=[double])
+    await chat.act()
+    assert [message.get("name") for message in chat.messages if message["role"] == "tool"] == [None, "triple"]
+    assert "<|im_start|>" not in chat.messages[2]["content"]
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(TypeError, match="two tools have the name double"):
+        Chat(script(), "hello", tools=[double, Tool(double)])
+
+
+async def test_a_reply_of_no_tokens_cannot_be_asked_for():
+    line = Small(9)
+    for none in (0, -1):
+        with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+            await Chat(line, "hello").reply(none)
+    assert line.asked == []

@@ -165,6 +165,35 @@ def test_levels_subjects_and_a_limit_choose_among_them():
         next(math(DATA / "math", "test", subjects=["Arithmetic"]))
 
 
+@pytest.mark.parametrize("levels", [5, "5", ["5"], [0], [6], [4.5]])
+def test_levels_that_are_no_list_of_levels_are_refused(levels: Any):
+    with pytest.raises(BadInput, match=r"levels: expected a list of numbers from 1 to 5, as \[4, 5\], not "):
+        next(math(DATA / "math", "test", levels=levels))
+
+
+@pytest.mark.parametrize("subjects", ["Algebra", [1]])
+def test_subjects_that_are_no_list_of_names_are_refused(subjects: Any):
+    with pytest.raises(BadInput, match=r'subjects: expected a list of names, as \["Algebra"\], not '):
+        next(math(DATA / "math", "test", subjects=subjects))
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_split_that_a_directory_does_not_have_is_refused_with_those_it_has(tmp_path: Path, is_saved: bool):
+    directory = tmp_path / "set"
+    if is_saved:
+        parts = {name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")}
+        datasets.DatasetDict(parts).save_to_disk(directory)
+    else:  # which the library could not read together
+        write_lines(directory / "train.jsonl", {"a": 1})
+        write_lines(directory / "test.jsonl", {"b": "x"})
+    with pytest.raises(DataError, match=r"split 'tset': there is no such split, only train, test"):
+        next(math(directory, "tset"))
+
+
+def test_a_part_of_a_split_is_the_librarys_to_read():
+    assert list(gsm8k(DATA / "gsm8k", "test[:3]")) == list(gsm8k(DATA / "gsm8k", "test", limit=3))
+
+
 def test_an_unknown_level_is_none_and_an_impossible_one_an_error(tmp_path: Path):
     write_lines(tmp_path / "train.jsonl", TASK, {**TASK, "level": "Level ?"}, {**TASK, "level": 5})
     assert [row["level"] for row in math(tmp_path)] == [3, None, 5]

@@ -2,8 +2,11 @@
 
 import pytest
 
+from headrace.environments import environment
+from headrace.environments.arguments import check_whole
 from headrace.environments.base import Environment
 from headrace.environments.registry import EnvironmentNotFound, load_environment
+from headrace.environments.rewards.exact import Exact
 from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import BadInput
 
@@ -16,6 +19,29 @@ class Mine(Environment):
 
     def tasks(self) -> list[dict[str, int]]:
         return [{"n": n} for n in range(self.size)]
+
+
+class Buggy(Environment):
+    def __init__(self, size: int = 1) -> None:
+        self.label = "size " + size
+
+
+class Particular(Environment):
+    def __init__(self, size: int) -> None:
+        check_whole("size", size, 3)
+
+
+READ: list[int] = []
+
+
+def rows(size: int = 1) -> list[dict[str, str]]:
+    READ.append(size)
+    return [{"answer": str(n)} for n in range(size)]
+
+
+@environment(data=rows, rewards={"exact": Exact()})
+def lazy(row):
+    return row["answer"]
 
 
 class NotAnEnvironment:
@@ -65,6 +91,37 @@ def test_wrong_args_are_refused_with_the_environments_name_and_the_arg():
 def test_a_wrong_value_of_an_arg_is_refused():
     with pytest.raises(EnvironmentNotFound, match="split must be 'train' or 'eval', not 'test'"):
         load_environment("reverse-text", {"split": "test"})
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({}, "Particular' does not take these args: missing a required argument: 'size'"),
+        ({"size": 2}, "Particular' does not take these args: size must be a whole number of at least 3, not 2"),
+    ],
+)
+def test_what_a_users_environment_does_not_take_is_named(args: dict, complaint: str):
+    with pytest.raises(EnvironmentNotFound, match=complaint):
+        load_environment(f"{__name__}:Particular", args)
+
+
+def test_a_bug_in_a_users_constructor_keeps_its_traceback():
+    with pytest.raises(TypeError, match="concatenate") as failure:
+        load_environment(f"{__name__}:Buggy", {})
+    assert failure.traceback[-1].name == "__init__"
+
+
+def test_the_rows_of_a_users_function_are_read_when_the_tasks_are_asked_for_and_once():
+    READ.clear()
+    environment = load_environment(f"{__name__}:lazy", {"size": 2})
+    assert READ == []
+    assert environment.tasks() == environment.tasks() == [{"answer": "0"}, {"answer": "1"}]
+    assert READ == [2]
+
+
+def test_the_share_of_mistakes_of_a_users_function_is_checked():
+    with pytest.raises(EnvironmentNotFound, match="demonstrate_mistakes must be a number from 0 to 1, not 7"):
+        load_environment(f"{__name__}:lazy", {"demonstrate_mistakes": 7})
 
 
 def test_a_class_that_is_no_environment_is_refused():

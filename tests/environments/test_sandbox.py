@@ -22,7 +22,9 @@ from tests.environments.test_workers import ROOT, until, wait_for_lock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # starting a process takes longest: most tests share one
 AMPLE = 60.0
-LIMITED = pytest.mark.skipif(sys.platform != "linux", reason="the system holds no limit on memory")
+LIMITED = pytest.mark.skipif(
+    sys.platform != "linux", reason="the system neither limits memory nor tells what a process does"
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -185,6 +187,28 @@ async def test_code_that_holds_the_interpreter_leaves_the_event_loop_here_free(s
     assert ticks > 30
 
 
+@LIMITED
+async def test_with_patience_the_processors_time_counts_and_the_clocks_in_the_end(sandbox: Sandbox):
+    assert await sandbox.call("time:sleep", 0.3, timeout=0.1, patience=100.0) is None
+    with pytest.raises(CallTimeout, match=r"time:sleep took longer than 0\.05 s"):
+        await sandbox.call("time:sleep", 60, timeout=0.05, patience=4.0)
+    with pytest.raises(CallTimeout):
+        await sandbox.call("re:fullmatch", "(a+)+$", "a" * 40 + "!", timeout=0.1, patience=10_000.0)
+
+
+@LIMITED
+async def test_a_cancelled_call_ends_what_has_left_its_session(sandbox: Sandbox, tmp_path: Path):
+    told = tmp_path / "told"
+    told.touch()
+    command = ["setsid", "sh", "-c", f"echo $$ > {told}; exec sleep 3600"]
+    calling = asyncio.create_task(sandbox.call("subprocess:call", command, timeout=AMPLE))
+    await until(lambda: told.read_text().endswith("\n"))
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    await until(lambda: not is_running(int(told.read_text())))
+
+
 async def test_waiting_for_a_free_process_does_not_count(sandbox: Sandbox, tmp_path: Path):
     started, stop = tmp_path / "started", tmp_path / "stop"
     first = asyncio.create_task(call(sandbox, "spin_until", str(started), str(stop)))
@@ -234,8 +258,9 @@ async def test_closing_fails_the_calls_that_run_and_those_that_wait(sandbox: San
     waiting = asyncio.create_task(pid_of(sandbox))
     await asyncio.sleep(0)
     await sandbox.close()
-    with pytest.raises(CallFailed, match="the process was ended: the sandbox was closed"):
+    with pytest.raises(CallFailed, match="the process was ended: the sandbox was closed") as failure:
         await running
+    assert failure.value.kind == "closed"
     with pytest.raises(CallFailed, match="the sandbox was closed"):
         await waiting
 

@@ -9,7 +9,7 @@ from headrace.environments import Chat, Environment
 from headrace.environments.base import tasks_of
 from headrace.environments.script import call_tool, demonstrate, perturbed, play
 from headrace.errors import BadInput
-from headrace.rollout.types import Task
+from headrace.rollout.types import RolloutError, Task
 
 
 class Doubling(Environment):
@@ -60,6 +60,52 @@ def test_demonstrations_are_gold_episodes_with_their_tools():
         assert call["tool_calls"][0]["function"] == {"name": "double", "arguments": {"n": int(asked["content"])}}
         assert said["content"] == told["content"] == str(2 * int(asked["content"]))
         assert shown.tools[0]["function"]["name"] == "double"
+
+
+class Judged(Environment):
+    """A judge without tools speaks first, then a solver with one and a helper with another, which at times fails."""
+
+    def __init__(self, trainable: bool = True) -> None:
+        self.trainable = trainable
+
+    def tasks(self):
+        return [{"n": n} for n in range(10)]
+
+    async def run(self, task, context):
+        def solve(n: int) -> str:
+            """Solve it."""
+            return "solved"
+
+        def look(n: int) -> str:
+            """Look it up."""
+            return "found"
+
+        rules = {"role": "system", "content": "Be brief."}
+        judge = Chat(context, [rules, {"role": "user", "content": "judge"}], agent="judge", trainable=False)
+        solver = Chat(context, [rules, {"role": "user", "content": "solve"}], tools=[solve], trainable=self.trainable)
+        helper = Chat(context, [rules, {"role": "user", "content": "look"}], tools=[look], trainable=self.trainable)
+        for chat in (judge, solver, helper):
+            await chat.reply()
+        rollouts = [helper.rollout({}), judge.rollout({}), solver.rollout({})]
+        if task.data["n"] % 2:
+            rollouts[0].error = RolloutError("no_disk")
+        return rollouts
+
+    def gold(self, task, messages):
+        return "ok"
+
+
+def test_each_rollout_is_shown_with_its_own_tools_and_a_judge_or_a_failed_one_never():
+    shown = list(islice(demonstrate(Judged(), seed=0), 40))
+    asked = [one.messages[1]["content"] for one in shown]
+    assert [one.tools[0]["function"]["name"] for one in shown] == asked
+    assert 20 < asked.count("solve") < 40  # a helper fails every other time
+    assert asked.count("look") == 40 - asked.count("solve")
+
+
+def test_an_environment_with_nothing_to_show_says_so():
+    with pytest.raises(BadInput, match="Judged has nothing to demonstrate"):
+        next(demonstrate(Judged(trainable=False), seed=0))
 
 
 def test_demonstrations_are_reproducible_and_differ_by_seed():

@@ -2,6 +2,7 @@ r"""One block of thoughts, then `\boxed{...}`."""
 
 import pytest
 
+from headrace.environments.arguments import BadArgument
 from headrace.environments.strict_format import StrictFormat
 
 STRICT = StrictFormat()
@@ -60,6 +61,10 @@ def test_ten_megabytes_are_read_in_one_pass(bait: str):
     assert STRICT.parse("<think>x</think>\\boxed{" + bait * (10**7 // len(bait))) is None
 
 
-def test_one_tag_for_both_ends_is_refused():
-    with pytest.raises(TypeError, match="two different texts"):
-        StrictFormat("||", "||")
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("||", "||"), ("", "x"), ("x", ""), ("think", "/think"), ("end-think", "think"), (" <think>", "</think>"), (1, 2)],
+)
+def test_tags_with_which_nothing_would_be_accepted_are_refused(opening: str, closing: str):
+    with pytest.raises(BadArgument, match="two different texts, neither in the other"):
+        StrictFormat(opening, closing)

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.environments.base import Environment, EpisodeError
+from headrace.environments.base import Environment, EpisodeError, PromptTooLong
 from headrace.environments.channel import decoder, encode
 from headrace.environments.workers import WorkerPool, WorkersFailed
+from headrace.rollout.fitness import check
 from headrace.rollout.types import Rollout, Sample, Turn
 from tests.environments.pools import Broken, Echo, Failing, Silent, pool, task
-from tests.environments.worker_environments import NAME, Deeds, Ranks
+from tests.environments.worker_environments import NAME, ODD, Deeds, Ranks
 
 ROOT = Path(__file__).parents[2]
 OTHERS = NAME.partition(":")[0]
@@ -99,9 +100,7 @@ async def test_numpy_values_travel():
         [rollout] = await workers.run(task("return_numpy"), Echo())
     assert rollout.rewards == {"mean": 0.5}
     assert rollout.metrics == {"n": 3}
-    content = rollout.messages[0]["content"]
-    assert content.dtype == np.int64
-    assert content.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert rollout.samples[0].streams["mine"].tolist() == [0]
 
 
 def test_a_sample_survives_the_channel():
@@ -140,8 +139,12 @@ async def test_an_exception_says_what_it_was_and_where():
         ("leave", "environment", "SystemExit: a checker that wants to end the program"),
         ("explain", "sandbox", "no sandbox is free"),
         ("cancel_itself", "environment", "the environment cancelled its own episode"),
-        ("return_text", "environment", r"result is malformed: Expected `float`, got `str` - at `\$\[0\]"),
-        ("return_object", "environment", "object cannot travel between processes"),
+        ("return_text", "environment", r"result is malformed: Expected `array`, got `str` - at `\$\[0\]"),
+        ("return_instead", "environment", r"run\(\) must return a list of Rollout, not a Rollout"),
+        ("give_odd_reason", "404", "not found"),
+        ("give_unprintable_reason", r"half \ud800", "a reason"),
+        ("give_reason_without_text", "environment", "RuntimeError: says nothing"),
+        ("be_unspeakable", "environment", "Unspeakable: <exception str"),
     ],
 )
 async def test_whatever_an_episode_does_costs_that_episode_alone(deed: str, reason: str, words: str):
@@ -165,6 +168,35 @@ async def test_a_failed_chat_can_be_caught_by_the_environment():
     async with pool() as workers:
         [rollout] = await workers.run(task("catch"), Failing())
     assert rollout.stop_reason == "Broken | Broken: the engine is gone"
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (PromptTooLong("9 tokens"), "PromptTooLong prompt_too_long: 9 tokens"),
+        (EpisodeError("quota", "all used up"), "EpisodeError quota: all used up"),
+    ],
+)
+async def test_a_failed_chat_is_the_same_episode_error_in_a_worker_as_here(error: EpisodeError, seen: str):
+    model = Failing()
+    model.error = error
+    async with pool() as workers:
+        for environment in (workers, Deeds()):
+            [rollout] = await environment.run(task("catch_episode_error"), model)
+            assert rollout.stop_reason == seen
+        with pytest.raises(EpisodeError) as failure:
+            await workers.run(task("answer"), model)
+    assert failure.value is error
+
+
+async def test_what_an_environment_returns_is_the_same_from_a_worker_as_from_here():
+    deeds = [task("return_with", field=field, which=n) for field, odd in ODD.items() for n in range(len(odd))]
+    async with pool() as workers:
+        for deed in deeds:
+            [there], [here] = await workers.run(deed, Echo()), await Deeds().run(deed, Echo())
+            for rollout in (there, here):
+                check(rollout, scored_later=False)
+            assert encode(there) == encode(here), deed.data
 
 
 async def test_a_call_that_the_environment_gives_up_is_cancelled_here(tmp_path: Path):
@@ -334,6 +366,30 @@ async def test_an_environment_that_does_not_load_in_a_worker_is_named_at_the_sta
         async with pool(2, f"{OTHERS}:HereOnly", args):
             pass
     assert caplog.text.count("Traceback") == 1
+
+
+async def test_an_environment_that_fails_to_start_in_a_worker_is_closed_there(tmp_path: Path):
+    opened, closed = tmp_path / "opened", tmp_path / "closed"
+    args = {"home": os.getpid(), "opened": str(opened), "closed": str(closed), "fails": True}
+    with pytest.raises(WorkersFailed, match="RuntimeError: half open"):
+        async with pool(1, f"{OTHERS}:HalfOpen", args):
+            pass
+    assert closed.exists()
+
+
+async def test_a_pool_closed_while_a_worker_starts_closes_the_environment_there_in_silence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    opened, closed = tmp_path / "opened", tmp_path / "closed"
+    args = {"home": os.getpid(), "opened": str(opened), "closed": str(closed), "fails": False}
+    workers = WorkerPool(Deeds(), f"{OTHERS}:HalfOpen", args, size=1)
+    starting = asyncio.create_task(workers.start())
+    await until(opened.exists)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert closed.exists()
+    assert capfd.readouterr().err == ""
 
 
 async def test_an_environment_that_takes_too_long_to_load_is_named():

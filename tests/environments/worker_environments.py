@@ -20,9 +20,35 @@ from typing import Any
 import numpy as np
 
 from headrace.environments.base import ChatFailed, Context, Environment, EpisodeError
-from headrace.rollout.types import Rollout, Task
+from headrace.rollout.types import Rollout, Sample, Task, Turn
 
 NAME = f"{__name__}:Deeds"
+
+ODD: dict[str, list[Any]] = {
+    "rewards": [{"r": True}, {"r": np.bool_(True)}, {"r": np.float32(0.5)}, {"r": np.int64(2)}, {"r": float("nan")},
+                {"r": "high"}, {5: 1.0}, {"\ud800": 1.0}, 1.0, None, {"r": 10**400}, {}],
+    "metrics": [{"m": True}, {"m": np.float32(0.5)}, {"m": 2**70}, {"m": "text"}, {"\ud800": 1.0}, {5: 1.0}, None],
+    "messages": [[{"content": "\ud800"}], [{"content": 2**70}], [{"content": object()}], ["text"], [{5: "x"}], None,
+                 [{"content": np.arange(3)}]],
+    "agent": [5, "\ud800"],
+    "stop_reason": [5, "\ud800", None],
+    "truncated": [np.bool_(True), "yes"],
+    "trainable": [None],
+    "turns": [["text"], None],
+    "timings": [{"sandbox": "long"}],
+    "error": ["text"],
+}  # fmt: skip
+"""What users' code puts into the fields of a rollout."""
+
+
+class Mute:
+    def __str__(self) -> str:
+        raise RuntimeError("says nothing")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("says nothing")
 
 
 class Deeds(Environment):
@@ -113,15 +139,41 @@ class Deeds(Environment):
         self.forgotten = asyncio.create_task(self.ask_at_once(context))
 
     async def return_numpy(self, context: Context) -> list[Rollout]:
-        rollout = Rollout(rewards={"mean": np.float32(0.5)}, metrics={"n": np.int64(3)})
-        rollout.messages = [{"role": "tool", "content": np.arange(6).reshape(2, 3)}]
-        return [rollout]
+        sample = Sample([1], [True], [0.0], [0], 0, streams={"mine": np.arange(1)})
+        return [Rollout(rewards={"mean": np.float32(0.5)}, metrics={"n": np.int64(3)}, samples=[sample])]
 
     async def return_text(self, context: Context) -> list[Rollout]:
-        return [Rollout(rewards={"score": "high"})]  # type: ignore[dict-item]
+        return [Rollout(samples=[Sample([1], [True], [0.0], [0], 0, obs_spans="none")])]  # type: ignore[arg-type]
 
-    async def return_object(self, context: Context) -> list[Rollout]:
-        return [Rollout(messages=[{"role": "user", "content": object()}])]
+    async def give_odd_reason(self, context: Context) -> None:
+        raise EpisodeError(404, "not found")  # type: ignore[arg-type]
+
+    async def give_unprintable_reason(self, context: Context) -> None:
+        raise EpisodeError("half \ud800", "a reason")
+
+    async def be_unspeakable(self, context: Context) -> None:
+        raise Unspeakable
+
+    async def give_reason_without_text(self, context: Context) -> None:
+        error = EpisodeError("", "no text")
+        error.reason = Mute()  # type: ignore[assignment]
+        raise error
+
+    async def catch_episode_error(self, context: Context) -> list[Rollout]:
+        try:
+            await context.chat([])
+        except EpisodeError as error:
+            return [Rollout(stop_reason=f"{type(error).__name__} {error.reason}: {error}")]
+        raise AssertionError("the chat should have failed")
+
+    async def return_with(self, context: Context, field: str, which: int) -> Any:
+        """A rollout that is good but for one field, whose value is one of those in `ODD`."""
+        rollout = Rollout(turns=[Turn([1, 2], [3], [-0.5], [0], 1.0)], rewards={"r": 1.0})
+        setattr(rollout, field, ODD[field][which])
+        return [rollout]
+
+    async def return_instead(self, context: Context) -> Any:
+        return Rollout()
 
     async def exit_at_once(self, context: Context) -> None:
         os._exit(3)
@@ -160,3 +212,23 @@ class Slow(Deeds):
     def __init__(self, home: int) -> None:
         if os.getpid() != home:
             time.sleep(3600)
+
+
+class HalfOpen(Deeds):
+    """Elsewhere its start fails, or takes for ever, once it has opened something."""
+
+    def __init__(self, home: int, opened: str, closed: str, fails: bool) -> None:
+        self._home = home
+        self._opened = Path(opened)
+        self._closed = Path(closed)
+        self._fails = fails
+
+    async def start(self) -> None:
+        if os.getpid() != self._home:
+            self._opened.touch()
+            if self._fails:
+                raise RuntimeError("half open")
+            await asyncio.sleep(3600)
+
+    async def close(self) -> None:
+        self._closed.touch()

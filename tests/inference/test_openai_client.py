@@ -89,6 +89,44 @@ async def test_the_key_is_that_of_the_variable_and_headers_go_along(
     await client.close()
 
 
+async def test_a_key_that_the_server_repeats_is_not_shown(server: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TEST_KEY", "hunter2")
+    client = OpenAIClient(server.url, "small", "TEST_KEY")
+    for response in (error(401, "-" * 498 + "hunter2"), web.Response(text="-" * 498 + "hunter2")):
+        server.respond = lambda asked, response=response: response
+        with pytest.raises(OpenAIError, match=r"--\*\*") as failure:
+            await client.chat(ASK)
+        assert "hu" not in str(failure.value)
+    await client.close()
+
+
+@pytest.mark.parametrize("key", ["hunter\n2", "hunter2\u2026", "hünter2", "hunter\x7f2"])
+async def test_a_key_that_is_none_is_refused_and_not_shown(
+    server: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch, key: str
+):
+    monkeypatch.setenv("TEST_KEY", key)
+    client = OpenAIClient(server.url, "small", "TEST_KEY")
+    with pytest.raises(BadInput, match="the environment variable TEST_KEY holds what is in no key") as failure:
+        await client.chat(ASK)
+    assert "nter" not in str(failure.value)
+    assert server.asked == []
+    await client.close()
+
+
+async def test_a_password_in_the_address_is_used_and_not_shown(server: OpenAIStandIn):
+    client = OpenAIClient(server.url.replace("//", "//me:hunt@er2@"), "small")
+    await client.chat(ASK)
+    assert server.headers[0]["Authorization"].startswith("Basic ")
+    for response in (error(500, "it broke"), web.Response(text="not JSON"), web.json_response({"choices": []})):
+        server.respond = lambda asked, response=response: response
+        with pytest.raises(OpenAIError, match=f"{server.url}") as failure:
+            await client.chat(ASK)
+        assert "er2" not in str(failure.value)
+    await client.close()
+    with pytest.raises(BadInput, match="the address 'host/v1' is none"):
+        OpenAIClient("me:hunter2@host/v1", "small")
+
+
 async def test_a_refusal_for_want_of_a_key_names_the_variable(server: OpenAIStandIn):
     server.respond = lambda asked: error(401, "You need a key")
     client = OpenAIClient(server.url, "small", "KEY_THAT_IS_NOT_SET")
@@ -131,12 +169,12 @@ async def test_a_failure_says_what_kind_it_is_in_the_servers_words(
 
 async def test_how_long_to_wait_is_told(client: OpenAIClient, server: OpenAIStandIn):
     waits = []
-    for header in ("7", "Wed, 21 Oct 2026 07:28:00 GMT"):
+    for header in ("7", "1.5", "-1", "nan", "Wed, 21 Oct 2026 07:28:00 GMT"):
         server.respond = lambda asked, header=header: error(429, "slow down", Retry_After=header)
         with pytest.raises(OpenAIBusy) as failure:
             await client.chat(ASK)
         waits.append(failure.value.retry_after)
-    assert waits == [7.0, None]
+    assert waits == [7.0, 1.5, None, None, None]
 
 
 async def test_a_server_that_does_not_answer_is_not_waited_for(server: OpenAIStandIn):

@@ -133,3 +133,21 @@ def test_a_users_environment_is_known_by_its_code(tmp_path: Path, monkeypatch: p
     assert before
     assert origin._content(data) not in ("", before)
     assert origin._content(SftDataConfig(env="reverse-text")) == ""
+
+
+@pytest.mark.parametrize("env", ["gsm8k", "my_environment:Mine"])
+def test_files_in_the_args_of_an_environment_are_known_by_their_content(
+    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_environment.py").write_text("one = 1\n")
+    (tmp_path / "data").mkdir()
+    sources = ["data/a.jsonl", str(tmp_path / "data" / "a.jsonl"), "data", ["none", {"of": "data"}]]
+    datas = [SftDataConfig(env=env, args={"limit": 3, "split": "train", "source": source}) for source in sources]
+    (tmp_path / "data" / "a.jsonl").write_text("1\n")
+    before = [origin._content(data) for data in datas]
+    assert [origin._content(data) for data in datas] == before
+    (tmp_path / "data" / "a.jsonl").write_text("2\n")
+    assert not set(before) & {origin._content(data) for data in datas}
+    without = SftDataConfig(env=env, args={"source": "openai/gsm8k", "ask": "x" * 5000, "note": "\0", "no": ""})
+    assert origin._content(without) == origin._content(SftDataConfig(env=env))

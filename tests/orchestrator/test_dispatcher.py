@@ -2,14 +2,18 @@
 
 import asyncio
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.environments.base import Environment, EpisodeError
 from headrace.inference.client import EngineUnavailable
 from headrace.orchestrator.dispatcher import AT_ONCE, Dispatcher, EpisodeRunner
+from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.signals import Arrival, Episode, Kind
-from headrace.rollout.types import Group, Rollout, Task, Turn
+from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
+from tests.environments.worker_environments import ODD
 
 GOOD_TURN = Turn([1], [2], [-0.1], [0], 1.0)
 
@@ -53,6 +57,23 @@ class Scripted(Environment):
                 return [Rollout(rewards={"a": 1.0})]
             case "score nothing":
                 return [Rollout(turns=[GOOD_TURN])]
+            case "quote half a character":
+                raise ValueError("unknown colour \ud800")
+            case "name an odd reason":
+                raise EpisodeError(404, "not found")
+            case "cancel itself":
+                raise asyncio.CancelledError
+            case "return a rollout":
+                return Rollout(rewards={"a": 1.0}, turns=[GOOD_TURN])
+            case "return none":
+                return None
+            case "speak for another":
+                return [Rollout(agent="user", trainable=False, rewards={"a": 0.0})]
+            case "fail and mumble":
+                return [Rollout(error=RolloutError("mine"), messages=[{"content": "\ud800"}], metrics={"m": "x"})]
+            case "change its task":
+                task.data["seen"] = task.data["list"].append(1) or "yes"
+                return [Rollout(rewards={"a": float(len(task.data["list"]))}, turns=[GOOD_TURN])]
             case "score nan":
                 return [Rollout(rewards={"a": math.nan}, turns=[GOOD_TURN])]
         raise AssertionError(task.data)
@@ -100,6 +121,57 @@ async def test_a_failure_arrives_as_a_rollout_that_names_its_reason(do: str, rea
     rollout = await outcome(do)
     assert rollout.error is not None
     assert rollout.error.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("do", "reason", "detail"),
+    [
+        ("quote half a character", "environment", r"ValueError: unknown colour \ud800"),
+        ("name an odd reason", "404", "not found"),
+        ("cancel itself", "environment", "CancelledError: the environment cancelled its own episode"),
+        ("return a rollout", "environment", "TypeError: run() must return a list of Rollout, not a Rollout"),
+        ("return none", "environment", "TypeError: run() must return a list of Rollout, not None"),
+        ("fail and mumble", "mine", ""),
+    ],
+)
+async def test_whatever_an_environment_says_can_be_recorded(do: str, reason: str, detail: str, tmp_path: Path):
+    rollout = await outcome(do)
+    assert rollout.error == RolloutError(reason, detail)
+    write_rollouts(tmp_path, 1, [], [(rollout, reason)], keep_last=1)
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, odd in ODD.items() for value in odd])
+async def test_whatever_an_environment_returns_can_be_recorded(field: str, value: Any, tmp_path: Path):
+    class Odd(Environment):
+        async def run(self, task, context):
+            rollout = Rollout(rewards={"a": 1.0}, turns=[GOOD_TURN])
+            setattr(rollout, field, value)
+            return [rollout]
+
+    arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Odd(), NoModel(), None)}, arrivals.put_nowait)
+    dispatcher.start(Episode(0, Kind.TRAIN, Group("g", Task("env", {}), 1, 0), 0))
+    (rollout,) = (await asyncio.wait_for(arrivals.get(), 5)).rollouts
+    write_rollouts(tmp_path, 1, [], [(rollout, "any")], keep_last=1)
+    assert rollout.error is None or rollout.error.reason in ("invalid_reward", "invalid_rollout")
+
+
+async def test_an_agent_that_is_not_trained_needs_no_tokens():
+    rollout = await outcome("speak for another")
+    assert rollout.error is None
+    assert rollout.reward == 0.0
+
+
+async def test_an_episode_may_change_its_task_without_others_noticing():
+    arrivals: list[Arrival] = []
+    dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Scripted(), NoModel(), None)}, arrivals.append)
+    group = Group("g", Task("env", {"do": "change its task", "list": []}, "own key"), 2, 0)
+    for number in range(2):
+        dispatcher.start(Episode(number, Kind.TRAIN, group, number))
+    await asyncio.sleep(0.01)
+    assert [arrival.rollouts[0].reward for arrival in arrivals] == [1.0, 1.0]
+    assert [arrival.rollouts[0].task_key for arrival in arrivals] == ["own key"] * 2
+    assert group.task.data == {"do": "change its task", "list": []}
 
 
 async def test_an_episode_past_its_time_limit_arrives_as_a_timeout():

@@ -2,12 +2,18 @@
 
 import asyncio
 import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.grpo import Grpo
-from headrace.environments.base import Environment
+from headrace.environments.base import Environment, EpisodeError
+from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
 from headrace.rollout.filters import has_no_advantage
@@ -164,6 +170,94 @@ async def test_an_environment_that_fails_to_score_costs_the_group_and_not_the_ru
     scored = await process(make(environment=Broken()), rollout(math.nan), rollout(math.nan))
     assert scored.rollouts == []
     assert {r.error.detail for r, _ in scored.dropped if r.error} == {"score_group: ZeroDivisionError: no judge"}
+
+
+class Odd(Environment):
+    """Scores a group with whatever `act` does to each of its rollouts."""
+
+    def __init__(self, act: Callable[[Rollout], Any]) -> None:
+        self._act = act
+
+    async def score_group(self, rollouts):
+        for rollout in rollouts:
+            self._act(rollout)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("says nothing")
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def mark_and_fail(rollout: Rollout) -> None:
+    rollout.metrics = {"m": "text"}  # type: ignore[dict-item]
+    raise KeyError("halfway")
+
+
+@pytest.mark.parametrize(
+    ("act", "reason", "words"),
+    [
+        (lambda r: sys.exit(2), "environment", "score_group: SystemExit: 2"),
+        (lambda r: raise_(asyncio.CancelledError()), "environment", "score_group: CancelledError: "),
+        (lambda r: raise_(ValueError("\ud800")), "environment", r"score_group: ValueError: \ud800"),
+        (lambda r: raise_(Mute()), "environment", "score_group: Mute: <exception str() failed>"),
+        (lambda r: raise_(TimeoutError("judge")), "environment", "score_group: TimeoutError: judge"),
+        (lambda r: raise_(EpisodeError(404, "gone")), "404", "score_group: gone"),
+        (lambda r: setattr(r, "rewards", 1.0), "invalid_reward", "rewards are 1.0, not a dict of numbers"),
+        (lambda r: setattr(r, "rewards", None), "invalid_reward", "rewards are None, not a dict of numbers"),
+        (lambda r: setattr(r, "metrics", {"m": "text"}), "invalid_rollout", "metric 'm' is 'text', not a number"),
+        (mark_and_fail, "environment", "score_group: KeyError: 'halfway'"),
+    ],
+)
+async def test_whatever_scoring_does_costs_the_group_and_can_be_recorded(
+    act: Callable[[Rollout], Any], reason: str, words: str, tmp_path: Path
+):
+    scored = await process(make(environment=Odd(act)), rollout(math.nan))
+    [(dropped, why)] = scored.dropped
+    assert dropped.error is not None
+    assert (why, dropped.error.detail) == (reason, words)
+    write_rollouts(tmp_path, 1, [], scored.dropped, keep_last=1)
+
+
+async def test_scores_of_any_kind_of_number_are_floats():
+    member = rollout(math.nan)
+    environment = Odd(lambda r: (setattr(r, "rewards", {"r": np.bool_(True)}), setattr(r, "metrics", {"m": True})))
+    await process(make(environment=environment), member)
+    assert (member.error, member.reward, member.metrics) == (None, 1.0, {"m": 1.0})
+    assert [type(value) for value in (*member.rewards.values(), *member.metrics.values())] == [float, float]
+
+
+async def test_scoring_that_is_cancelled_from_outside_ends():
+    class Waits(Environment):
+        async def score_group(self, rollouts):
+            await asyncio.sleep(3600)
+
+    scoring = asyncio.create_task(process(make(environment=Waits()), rollout(math.nan)))
+    await asyncio.sleep(0.01)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+
+
+async def test_scoring_past_its_time_limit_is_a_timeout():
+    class Waits(Environment):
+        async def score_group(self, rollouts):
+            await asyncio.sleep(3600)
+
+    scored = await process(EvalProcessing({"env": Waits()}, {"env": 0.01}), rollout(math.nan))
+    [(dropped, reason)] = scored.dropped
+    assert dropped.error == RolloutError("timeout", "score_group took longer than 0.01 s")
+    assert reason == "timeout"
+
+
+async def test_a_rollout_that_is_not_trained_may_be_without_turns():
+    audience = Rollout(env="env", trainable=False, reward=0.0)
+    scored = await process(make(), audience, rollout(0), rollout(1))
+    assert (audience.samples, audience.stop_reason) == ([], "")
+    assert scored.dropped == []
 
 
 async def test_an_algorithm_that_raises_on_a_group_is_named_with_its_environment_and_task():

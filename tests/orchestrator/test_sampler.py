@@ -1,5 +1,9 @@
 """An environment's line to the model: what it asks of the engine, and what it makes of the answer."""
 
+import asyncio
+import sys
+import threading
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -8,10 +12,11 @@ from renderers import config_from_name, create_renderer
 from headrace.environments.base import EpisodeError, PromptTooLong
 from headrace.environments.tools import Tool
 from headrace.inference.client import Completion
-from headrace.orchestrator.sampler import Sampler, seed_of
+from headrace.orchestrator.sampler import MOST_CALLS, Sampler, seed_of
 from headrace.rollout.types import Message
+from headrace.text.tokenizer import Tokenizer
 from tests.orchestrator.recording_engine import RecordingEngine, scripted
-from tests.text.families import Model, Said, load
+from tests.text.families import FAMILIES, Model, Said, load
 
 HELLO: list[Message] = [{"role": "user", "content": "hello"}]
 
@@ -233,3 +238,113 @@ async def test_only_the_unreadable_calls_of_a_reply_are_left_out_of_its_message(
     assert [bool(call.error) for call in reply.tool_calls] == [False, True, False]
     assert [call["id"] for call in reply.message["tool_calls"]] == ["call_0", "call_2"]
     assert reply.text == "{no}"
+
+
+async def test_the_calls_beyond_the_most_are_answered_as_one():
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    reply = await say(load("qwen3"), "ok" + call * (MOST_CALLS + 3) + "<|im_end|>")
+    assert [bool(each.error) for each in reply.tool_calls] == [False] * MOST_CALLS + [True]
+    assert reply.tool_calls[-1].id == f"call_{MOST_CALLS}"
+    assert "at most 16 tools" in reply.tool_calls[-1].error
+    assert len(reply.message["tool_calls"]) == MOST_CALLS
+    assert reply.text.startswith("ok")
+    assert reply.text.count('"name": "add"') == 3  # as it was written
+    exact = await say(load("qwen3"), call * MOST_CALLS + "<|im_end|>")
+    assert [each.error for each in exact.tool_calls] == [""] * MOST_CALLS
+
+
+async def meanwhile(work: Awaitable[Any]) -> tuple[Any, set[str]]:
+    """What came of the work, and the names of the threads that encoded or decoded text meanwhile."""
+    seen: set[str] = set()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code in (Tokenizer.encode.__code__, Tokenizer.decode.__code__):
+            seen.add(threading.current_thread().name)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        return await work, seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+@pytest.mark.parametrize("calls", [1, 5000])
+async def test_a_long_reply_is_read_in_a_thread(calls: int):
+    reply, threads = await meanwhile(say(load("qwen3"), "<tool_call></tool_call>" * calls + "<|im_end|>"))
+    assert len(reply.tool_calls) == min(calls, MOST_CALLS + 1)
+    assert any(name.startswith("asyncio") for name in threads) == (calls > 1)
+
+
+@pytest.mark.parametrize("words", [1, 10_000])
+async def test_a_long_prompt_is_made_in_a_thread_and_is_the_same(words: int):
+    model = load("qwen3-all")
+    engine = yes(model)
+    line = sampler_of(model, engine, 100_000).open("session", "episode")
+    messages: list[Message] = [{"role": "user", "content": "cat " * words}]
+    expected = model.renderer.render_ids(messages, add_generation_prompt=True)
+    reply, threads = await meanwhile(line.chat(messages))
+    assert any(name.startswith("asyncio") for name in threads) == (words > 1)
+    messages += [reply.message, {"role": "user", "content": "and " * words}]
+    await line.chat(messages)
+    before = expected + reply.turn.completion_ids.tolist()
+    assert engine.exchanges[0].prompt == expected
+    assert engine.exchanges[1].prompt[: len(before)] == before
+
+
+async def test_episodes_that_ask_the_same_long_prompt_share_it():
+    model = load("qwen3")
+    sampler = sampler_of(model, yes(model), 100_000)
+    messages: list[Message] = [{"role": "user", "content": "cat " * 10_000}]
+    replies = await asyncio.gather(*(sampler.open("session", f"{n}").chat(messages) for n in range(4)))
+    assert all(reply.turn.prompt_ids is replies[0].turn.prompt_ids for reply in replies)
+
+
+async def test_a_prompt_that_cannot_fit_is_not_tokenised():
+    model = load("qwen3")
+    line = sampler_of(model, yes(model), 1000).open("session", "episode")
+    long: list[Message] = [*HELLO, {"role": "tool", "tool_call_id": "0", "content": "lorem ipsum " * 100_000}]
+    refused, threads = await meanwhile(asyncio.gather(line.chat(long), return_exceptions=True))
+    assert threads == set()
+    with pytest.raises(PromptTooLong, match=r"has at least \d+ tokens and seq_len is 1000"):
+        raise refused[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ({"role": "developer", "content": "a"}, r"messages\[1\] has the role 'developer'"),
+        ({"role": "User", "content": "a"}, r"messages\[1\] has the role 'User'"),
+        ({"role": "", "content": "a"}, r"messages\[1\] has the role ''"),
+        ({"role": ["user"], "content": "a"}, r"messages\[1\] has the role \['user'\]"),
+        ({"content": "a"}, r"messages\[1\] has the role None"),
+        ("hello", r"messages\[1\] is a str"),
+        ({"role": "user", "content": 5}, r"messages\[1\] has a int as its content"),
+    ],
+)
+async def test_a_message_that_the_prompt_would_lack_is_refused(message: Any, complaint: str):
+    model = load("qwen3")
+    engine = yes(model)
+    with pytest.raises(EpisodeError, match=complaint) as raised:
+        await sampler_of(model, engine).open("session", "episode").chat([*HELLO, message])
+    assert raised.value.reason == "invalid_message"
+    assert engine.exchanges == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_where_there_are_no_tools_a_call_and_what_follows_it_stay_in_the_text(name: str):
+    model = load(name)
+    written = model.family.write(Said("-61", [("x", {})], "hm" if model.family.thinks else ""))
+    reply = await say(model, f"{written}\nno idea, maybe 7{model.family.stop}", tools=[])
+    assert "no idea, maybe 7" in reply.text
+    assert "x" in reply.text
+    assert "tool_calls" not in reply.message
+
+
+async def test_a_call_where_there_are_no_tools_is_listed_all_the_same():
+    text = '-61\n<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>\nmaybe 7'
+    reply = await say(load("qwen3"), f"<think>\nhm\n</think>\n\n{text}<|im_end|>", tools=[])
+    assert reply.text == text
+    assert reply.message == {"role": "assistant", "content": text, "reasoning_content": "hm"}
+    assert [call.name for call in reply.tool_calls] == ["x"]

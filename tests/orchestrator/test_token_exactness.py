@@ -286,6 +286,23 @@ async def test_turns_that_came_back_from_a_worker_process_are_what_was_sampled()
             await play_adversary(workers, task, model, Random(seed))
 
 
+@pytest.mark.parametrize(("name", "args"), [("arithmetic", {"terse": True}), ("reverse-text", {}), ("copy", {})])
+async def test_what_follows_a_call_counts_where_there_are_no_tools(name: str, args: dict[str, Any]):
+    model, environment = load("qwen3-without-thoughts"), load_environment(name, args)
+    task = tasks_of(environment, name)[0]
+    gold = environment.gold(task, [])
+    assert isinstance(gold, str)
+    more = '\n<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>\nI have no idea, maybe 7'
+    rewards = []
+    for text in (gold, gold + more):
+        engine = RecordingEngine(scripted(model.encode(f"{text}<|im_end|>")))
+        sampler = Sampler(engine.client, model.renderer, model.tokenizer, seq_len=1000)
+        (rollout,) = await environment.run(task, sampler.open("session", "episode"))
+        rewards.append(sum(rollout.rewards.values()))
+    assert rewards[0] == 1.0
+    assert rewards[1] < 1.0
+
+
 NEED_DATA = ("gsm8k", "math", "strict-math")
 ENVIRONMENTS = [name for name in SHIPPED if name not in NEED_DATA]
 

@@ -1,6 +1,7 @@
 """Turns into samples."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,3 +120,20 @@ def test_every_turn_can_be_recovered_and_masks_cover_exactly_what_was_sampled(
         assert home.token_ids[:first].tolist() == t.prompt_ids.tolist()
         assert home.token_ids[first:end].tolist() == t.completion_ids.tolist()
         np.testing.assert_allclose(home.logprobs[first:end], t.logprobs, rtol=1e-6)
+
+
+def test_a_turn_is_compared_with_a_sample_once_however_many_turns_that_has(monkeypatch: pytest.MonkeyPatch):
+    turns = [turn(list(range(20)), [1])]
+    for n in range(30):
+        turns.append(turn([*turns[-1].prompt_ids, *turns[-1].completion_ids, n], [2, 3]))
+    compared: list[int] = []
+    equal = np.array_equal
+    monkeypatch.setattr(np, "array_equal", lambda left, right: compared.append(len(right)) or equal(left, right))
+    (merged,) = merge_turns(turns)
+    assert merged.token_ids.tolist() == [*turns[-1].prompt_ids, 2, 3]
+    assert len(compared) == 2 * 30  # what was given, and what was sampled
+
+
+def test_a_sample_that_was_extended_is_told_apart_in_what_it_began_with():
+    merged = merge_turns([turn([1, 2], [3]), turn([1, 2, 3, 4], [5]), turn([9, 2, 3, 4, 5], [6]), turn([1, 2, 3], [7])])
+    assert [sample.token_ids.tolist() for sample in merged] == [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5, 6], [1, 2, 3, 7]]

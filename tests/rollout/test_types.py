@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.types import Rollout, Sample, Task, Turn
+from headrace.rollout.types import Rollout, RolloutError, Sample, Task, Turn
 from tests.rollout.strategies import FIXED, sample, samples
+
+
+def test_the_words_of_an_error_can_always_be_written():
+    error = RolloutError(404, "half \ud800")
+    assert (error.reason, error.detail) == ("404", r"half \ud800")
+    assert msgspec.json.decode(msgspec.json.encode(error), type=RolloutError) == error
 
 
 @pytest.mark.parametrize("short", ["mask", "logprobs", "versions"])

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from headrace.rollout.types import ROLES, Message, Turn
-from headrace.text.prompt import KEPT, Prompt, Prompts
+from headrace.text.prompt import KEPT, Prompt, Prompts, text_length
+from headrace.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, KEEPS_HISTORY, Model, Said, load
 
 TOOLS: list[dict[str, Any]] = [
@@ -171,3 +175,86 @@ def test_the_same_conversation_is_rendered_once():
     again = prompts.render(HELLO, TOOLS)
     assert again is not first  # the oldest make room
     assert again.ids == first.ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "text", ["the cat and hello " * 40, "</tool_call>" * 60, "e\u0301" * 400, " \n" * 500, "-" * 999]
+)
+def test_a_conversation_never_has_less_tokens_than_its_length_tells(name: str, text: str):
+    model = load(name)
+    call = {"id": "0", "type": "function", "function": {"name": "add", "arguments": {"a": 12}}}
+    messages: list[Message] = [
+        {"role": "system", "content": text},
+        {"role": "user", "content": text if name == "default" else [{"type": "text", "text": text}]},
+        {"role": "assistant", "content": text, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "0", "name": "add", "content": text},
+    ]
+    prompts = Prompts(model.renderer)
+    least = prompts.least_tokens(messages, model.tokenizer)
+    assert least <= len(prompts.render(messages, TOOLS).ids)
+    assert (least > 0) == (name != "default" and not text.isspace())
+
+
+def test_the_length_of_a_conversation_is_that_of_what_is_said():
+    parts = [{"type": "text", "text": "abc"}, {"type": "image", "url": "x"}, "?", {"type": "text"}]
+    messages: list[Message] = [{"role": "user", "content": "hello"}, {"role": "user", "content": parts}]
+    assert text_length([*messages, {"role": "assistant", "content": None}, {"role": "assistant"}]) == 8
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """One token for each byte, and one of eight spaces."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    merges = [("Ġ" * n, "Ġ" * n) for n in (1, 2, 4)]
+    vocabulary = [*letters, *("Ġ" * n for n in (2, 4, 8))]
+    backend = tokenizers.Tokenizer(models.BPE({token: n for n, token in enumerate(vocabulary)}, merges))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return backend
+
+
+def saved(backend: tokenizers.Tokenizer, directory: Path) -> Tokenizer:
+    backend.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
+
+
+def test_a_text_has_as_many_tokens_as_its_longest_would_take(tmp_path: Path):
+    tokenizer = saved(byte_level(), tmp_path)
+    assert tokenizer.least_tokens(" " * 80) == len(tokenizer.encode(" " * 80)) == 10
+    assert tokenizer.least_tokens("x" * 80) == 10
+    composed = "\u03b1\u0313\u0300\u0345" * 8  # four characters that NFC makes one
+    assert tokenizer.least_tokens(composed) == 1
+    assert len(tokenizer.encode(composed)) == 8 * 3
+
+
+def _any_space(backend: tokenizers.Tokenizer) -> None:
+    backend.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+
+
+def _no_space(backend: tokenizers.Tokenizer) -> None:
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])
+
+
+def _removed(backend: tokenizers.Tokenizer) -> None:
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])
+
+
+def _stripped(backend: tokenizers.Tokenizer) -> None:
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+
+
+def _characters(backend: tokenizers.Tokenizer) -> None:
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+
+
+def _cut(backend: tokenizers.Tokenizer) -> None:
+    backend.enable_truncation(5)
+
+
+@pytest.mark.parametrize("change", [_any_space, _no_space, _removed, _stripped, _characters, _cut])
+def test_a_tokenizer_that_may_leave_characters_out_tells_nothing_by_length(change: Any, tmp_path: Path):
+    backend = byte_level()
+    change(backend)
+    assert saved(backend, tmp_path).least_tokens("x" * 1000) == 0

@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
 
     name = module_name(arguments.name)
+    if class_name(name, arguments.kind) in names_in_use(arguments.kind):
+        raise BadInput(f"the skeleton uses the name {class_name(name, arguments.kind)!r} itself: choose another name")
     files = skeleton(name, arguments.kind)
     directory: Path = arguments.dir
     there = [str(directory / file) for file in files if (directory / file).exists()]
@@ -92,6 +94,23 @@ def skeleton(name: str, kind: str) -> dict[str, str]:
         + "\n"
         for file, source in FILES.items()
     }
+
+
+def names_in_use(kind: str) -> set[str]:
+    """What the module of a skeleton defines, imports, or has built in."""
+    import ast
+    import builtins
+
+    module = "a_name_of_its_own"
+    used = set(dir(builtins))
+    for statement in ast.parse(skeleton(module, kind)[f"{module}.py"]).body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            used |= {alias.asname or alias.name for alias in statement.names}
+        elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            used.add(statement.name)
+        elif isinstance(statement, ast.Assign):
+            used |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    return used
 
 
 def module_name(given: str) -> str:

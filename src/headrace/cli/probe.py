@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--examples", metavar="N", type=_positive, default=3, help="prompts shown, tasks attacked [3]")
     parser.add_argument("--tasks", metavar="N", type=_positive, default=16, help="tasks that gold is played on [16]")
-    parser.add_argument("--timeout", metavar="S", type=float, default=10.0, help="seconds of one scripted episode [10]")
+    parser.add_argument(
+        "--timeout", metavar="S", type=_seconds, default=10.0, help="seconds of one scripted episode [10]"
+    )
+    parser.add_argument("--load-timeout", metavar="S", type=_seconds, default=600.0, help="seconds to load it [600]")
     parser.add_argument("--model", metavar="DIR|NAME", help="render prompts with this model's tokenizer and format")
     parser.add_argument("--seq-len", metavar="N", type=_positive, help="the run's seq_len: do prompts fit?")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -80,6 +83,7 @@ async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Names
         tasks=arguments.tasks,
         examples=arguments.examples,
         timeout=arguments.timeout,
+        load_timeout=arguments.load_timeout,
         sampled=tasks if endpoint is not None else 0,
         progress=progress,
     )
@@ -154,14 +158,20 @@ def _progress() -> Iterator[Progress]:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
 
 
 def _product(text: str) -> tuple[int, int]:
     tasks, times, episodes = text.partition("x")
     if not times:
-        raise argparse.ArgumentTypeError(f"{text} is not TASKSxEPISODES, as 16x8 is")
+        raise argparse.ArgumentTypeError(f"{text!r} is not TASKSxEPISODES, as 16x8 is")
     return _positive(tasks), _positive(episodes)

@@ -24,6 +24,12 @@ class EpisodeError(Exception):
     original was raised (its type, file and line) and its `remote_traceback`, so that each place is reported once.
     """
 
+    reason: str = "environment"
+    place: str = ""
+    remote_traceback: str = ""
+    call: int | None = None
+    """In a worker process: the call to the model whose failure it is."""
+
     def __init__(self, reason: str, message: str, *, place: str = "", remote_traceback: str = "") -> None:
         super().__init__(message)
         self.reason = reason
@@ -34,12 +40,17 @@ class EpisodeError(Exception):
 class PromptTooLong(EpisodeError):
     """The conversation leaves no room for an answer within `seq_len`."""
 
+    REASON = "prompt_too_long"
+
     def __init__(self, message: str) -> None:
-        super().__init__("prompt_too_long", message)
+        super().__init__(self.REASON, message)
 
 
 class ChatFailed(Exception):
-    """The model gave no answer, as an environment in a worker process sees it. `kind` names the original's type."""
+    """The model gave no answer, as an environment in a worker process sees it. `kind` names the original's type.
+
+    An original that is an EpisodeError is seen there as one, and a PromptTooLong as a PromptTooLong.
+    """
 
     def __init__(self, call: int, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -146,7 +157,10 @@ def tasks_of(environment: Environment, name: str) -> list[Task]:
     """Its tasks, checked: JSON, at least one, and no two of one key with different data."""
     tasks: dict[str, Task] = {}
     found = []
-    for number, data in enumerate(environment.tasks()):
+    listed: Any = environment.tasks()
+    if not isinstance(listed, Iterable):
+        raise BadInput(f"environment {name!r}: tasks() must return the tasks, not a {type(listed).__name__}")
+    for number, data in enumerate(listed):
         given: Any = data
         if not isinstance(given, dict):
             raise BadInput(
@@ -154,9 +168,9 @@ def tasks_of(environment: Environment, name: str) -> list[Task]:
             )
         key = given.get("key", "")
         try:
+            _check_json(given)
             task = Task(name, given, key if isinstance(key, str) else "")
-            msgspec.json.encode(given)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise BadInput(f"environment {name!r}: task {number} is not JSON: {error}") from error
         if tasks.setdefault(task.key, task).data != task.data:
             raise BadInput(f"environment {name!r}: task {number} has the key {task.key!r} of another one")
@@ -164,3 +178,26 @@ def tasks_of(environment: Environment, name: str) -> list[Task]:
     if not found:
         raise BadInput(f"environment {name!r} has no tasks: tasks() gave nothing")
     return found
+
+
+def _check_json(data: dict[str, Any]) -> None:
+    """Raise unless it is the same after it was written and read, here or in a worker process."""
+    msgspec.msgpack.encode(data)  # refuses integers beyond 64 bits
+    if msgspec.json.decode(msgspec.json.encode(data)) != data:  # the quick way to say yes
+        _find_loss(data, "")
+
+
+def _find_loss(value: Any, path: str) -> None:
+    match value:
+        case dict():
+            for key, entry in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"the key {key!r} is no text")
+                _find_loss(entry, f"{path}[{key!r}]")
+        case list():
+            for number, entry in enumerate(value):
+                _find_loss(entry, f"{path}[{number}]")
+        case str() | int() | float() | None:  # not a number, which equals nothing, travels all the same
+            pass
+        case _:
+            raise TypeError(f"{path} is a {type(value).__name__}")

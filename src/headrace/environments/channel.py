@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 
 from headrace.environments.base import Reply
-from headrace.rollout.types import Rollout, Task
+from headrace.rollout.types import Rollout, RolloutError, Task
+from headrace.rollout.types import printable as printable
 
-SCHEMA = 1
+SCHEMA = 2
 ARRAY = 1
 """The code of a numpy array among msgpack's extension types."""
 HEADER = 4
@@ -61,11 +62,12 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 
 
 class NoAnswer(msgspec.Struct, tag=True, array_like=True):
-    """Why there is no reply to a `Chat`; the exception itself stays with the parent."""
+    """Why there is no reply to a `Chat`; the exception itself stays with the parent. `reason` is an EpisodeError's."""
 
     call: int
     kind: str
     text: str
+    reason: str | None = None
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
@@ -119,10 +121,15 @@ class Scores(msgspec.Struct, array_like=True):
 
     rewards: dict[str, float]
     metrics: dict[str, float]
+    error: RolloutError | None
 
 
-ToWorker = Load | Run | Score | Cancel | Answer | NoAnswer
+ToWorker = Load | Run | Score | Cancel | Answer | NoAnswer | Failed
+"""`Failed` stands for a request that could not be read; the worker sends it back."""
 FromWorker = Ready | Refused | Chat | HangUp | Result | Failed
+
+_ABOUT_A_JOB = {kind.__name__ for kind in (Run, Score, Cancel, Chat, HangUp, Result, Failed)}
+"""The messages whose first field is the number of a job."""
 
 
 def _encode_other(value: Any) -> Any:
@@ -153,12 +160,8 @@ def _decode_other(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"no way to read a {kind.__name__}")
 
 
-def printable(text: str) -> str:
-    """The text of an exception, which may quote what is no valid Unicode."""
-    return text.encode(errors="backslashreplace").decode()
-
-
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
+_any = msgspec.msgpack.Decoder(list[Any])
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
@@ -166,7 +169,11 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Channel(asyncio.Protocol):
-    """One end. `receive` gets every message in order; `lost` is called once, when either end has been closed."""
+    """One end. `receive` gets every message in order; `lost` is called once, when either end has been closed.
+
+    A message that cannot be read is received as the failure of the job that it is about. Without one the channel is
+    closed, and `cause` says why.
+    """
 
     def __init__(self, kind: Any, receive: Callable[[Any], None], lost: Callable[[], None]) -> None:
         self._decoder = decoder(kind)
@@ -174,6 +181,7 @@ class Channel(asyncio.Protocol):
         self._lost = lost
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
+        self.cause = ""
 
     async def open(self, end: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
@@ -206,9 +214,33 @@ class Channel(asyncio.Protocol):
             end = body + int.from_bytes(self._buffer[start:body], "big")
             if len(self._buffer) < end:
                 break
-            self._receive(self._decoder.decode(bytes(self._buffer[body:end])))
+            self._read(bytes(self._buffer[body:end]))
             start = end
         del self._buffer[:start]
 
+    def _read(self, frame: bytes) -> None:
+        if self.cause:  # what follows a message that could not be read
+            return
+        try:
+            message = self._decoder.decode(frame)
+        except Exception as error:  # also what the readers of arrays and structs raise
+            text = f"sent a message that cannot be read: {type(error).__name__}: {printable(str(error))}"
+            job = _job_of(frame)
+            if job is None:
+                self.cause = text
+                self.abort()
+                return
+            message = Failed(job, "worker", f"the other process {text}")
+        self._receive(message)
+
     def connection_lost(self, error: Exception | None) -> None:
         self._lost()
+
+
+def _job_of(frame: bytes) -> int | None:
+    """The number of the job that a message is about, if that much of it can be read."""
+    try:
+        tag, job = _any.decode(frame)[:2]
+    except Exception:
+        return None
+    return job if tag in _ABOUT_A_JOB and isinstance(job, int) else None

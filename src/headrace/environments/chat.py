@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.environments.base import ChatFailed, Context, PromptTooLong, Reply
-from headrace.environments.tools import Tool, run_call
+from headrace.environments.base import Context, PromptTooLong, Reply
+from headrace.environments.tools import Tool, is_plain, run_call
 from headrace.rollout.types import Message, Rollout, Turn
 
 
@@ -46,7 +46,7 @@ class Chat:
         self.stop_reason = ""
         """Why the conversation cannot go on: "truncated", "context_full", "max_turns", or what `stop` was given."""
         self._context = context
-        self._tools = {tool.name: tool for tool in (t if isinstance(t, Tool) else Tool(t) for t in tools)}
+        self._tools = _by_name(tools)
         self._schemas = [tool.schema for tool in self._tools.values()] if describe_tools else []
         self._max_turns = max_turns
         self._agent = agent
@@ -79,15 +79,16 @@ class Chat:
         A reply that was cut off is the last one. One for which there is no room left within `seq_len` is not asked for,
         unless it is the first: that is an error.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
             self.stop("max_turns")
         if self.stop_reason:
             return None
         try:
             reply = await self._context.chat(self.messages, self._schemas, max_tokens)
-        except (PromptTooLong, ChatFailed) as error:
-            too_long = isinstance(error, PromptTooLong) or error.kind == PromptTooLong.__name__
-            if not (too_long and self.turns):
+        except PromptTooLong:
+            if not self.turns:
                 raise
             self.stop("context_full")
             return None
@@ -114,7 +115,7 @@ class Chat:
             self._metrics["tool_calls"] = self._metrics.get("tool_calls", 0) + 1
             self._metrics["tool_errors"] = self._metrics.get("tool_errors", 0) + (not succeeded)
             told = {"role": "tool", "tool_call_id": call.id, "content": content}
-            self.messages.append(told | ({"name": call.name} if call.name else {}))
+            self.messages.append(told | ({"name": call.name} if is_plain(call.name) else {}))
 
     def rollout(self, rewards: Mapping[str, float], metrics: Mapping[str, float] | None = None) -> Rollout:
         """What the conversation came to."""
@@ -128,3 +129,11 @@ class Chat:
             truncated=self.stop_reason in ("truncated", "context_full"),
             stop_reason=self.stop_reason,
         )
+
+
+def _by_name(tools: Sequence[Callable[..., Any] | Tool]) -> dict[str, Tool]:
+    found: dict[str, Tool] = {}
+    for tool in (given if isinstance(given, Tool) else Tool(given) for given in tools):
+        if found.setdefault(tool.name, tool) is not tool:
+            raise TypeError(f"two tools have the name {tool.name}: a model could not tell them apart")
+    return found

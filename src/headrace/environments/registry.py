@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from headrace import imports
+from headrace.environments.arguments import BadArgument, bound
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
 
@@ -13,7 +14,7 @@ SHIPPED = {
     "alphabet-sort": "headrace.environments.shipped.alphabet_sort:AlphabetSort",
     "arithmetic": "headrace.environments.shipped.arithmetic:Arithmetic",
     "calculator": "headrace.environments.shipped.calculator:Calculator",
-    "copy": "headrace.environments.shipped.copying:copying",
+    "copy": "headrace.environments.shipped.copying:Copying",
     "countdown": "headrace.environments.shipped.countdown:Countdown",
     "file-search": "headrace.environments.shipped.file_search:FileSearch",
     "guess-number": "headrace.environments.shipped.guess_number:GuessNumber",
@@ -26,11 +27,11 @@ SHIPPED = {
 
 
 class EnvironmentNotFound(BadInput):
-    """No environment has this id. The message lists what there is."""
+    """No environment has this id, or it does not take its args. The message says what there is."""
 
 
 def load_environment(identifier: str, args: dict[str, Any]) -> Environment:
-    """Construct an environment from its id and the `args` of its config."""
+    """Construct an environment from its id and the `args` of its config. What its own code raises is left as it is."""
     location = SHIPPED.get(identifier, identifier)
     if ":" not in location:
         close = difflib.get_close_matches(identifier, SHIPPED, n=1)
@@ -41,8 +42,8 @@ def load_environment(identifier: str, args: dict[str, Any]) -> Environment:
         )
     kind = imports.load(location, "environment")
     try:
-        environment = kind(**args)
-    except TypeError as error:
+        environment = bound(kind, args)()
+    except BadArgument as error:
         raise EnvironmentNotFound(f"environment {identifier!r} does not take these args: {error}") from error
     if not isinstance(environment, Environment):
         raise EnvironmentNotFound(f"{location} is not a headrace.environments.base.Environment")

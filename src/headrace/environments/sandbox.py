@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,7 @@ from headrace.environments.sandbox_process import (
     Outcome,
     Raised,
     Request,
+    kill_descendants,
     pack,
     unpack,
 )
@@ -39,6 +41,10 @@ GRACE = 1.0
 """Seconds that a process which has hung up may take to end by itself, so that its status tells why."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """One call at a time needs no more."""
+PATIENCE = 10.0
+"""For a checker that computes: how many times its limit it may take by the clock, while others use the processor."""
+LOOK_AGAIN = 0.05
+"""Seconds, at least, until the processor's time of a call is looked at again."""
 PROGRAM = "from headrace.environments.sandbox_process import main; main()"
 
 
@@ -47,7 +53,11 @@ class CallTimeout(Exception):
 
 
 class CallFailed(Exception):
-    """The function raised, with `kind` the exception's type, or its process died, and `kind` is "process"."""
+    """The function raised, with `kind` the exception's type, or its process died, and `kind` is "process".
+
+    `kind` is "start" if no process could be had, or the function could not be made ready in it, and "closed" if the
+    sandbox was closed meanwhile: neither is the call's own doing.
+    """
 
     def __init__(self, kind: str, text: str, remote_traceback: str = "") -> None:
         super().__init__(f"{kind}: {text}")
@@ -73,11 +83,13 @@ class Sandbox:
         self._processes: list[_Process] = []
         self._idle: list[_Process] = []
 
-    async def call(self, function: str, *args: Any, timeout: float) -> Any:
+    async def call(self, function: str, *args: Any, timeout: float, patience: float = 1.0) -> Any:
         """Call `package.module:name` in a process of its own. Arguments and result are JSON values or bytes.
 
-        `timeout` is the call's own: waiting for a free process, its start and its imports do not count. A cancelled
-        call ends as one that takes too long: its process is killed, with all that it has started.
+        `timeout` is the call's own: waiting for a free process, its start and its imports do not count. With `patience`
+        above 1, a call that has not used that much of the processor yet, because others do, goes on for up to
+        `patience` times its timeout, where the system tells what a process has used. A cancelled call ends as one that
+        takes too long: its process is killed, with all that it has started.
         """
         try:
             arguments = pack(args)
@@ -87,10 +99,10 @@ class Sandbox:
         places = self._places
         async with places:
             if places is not self._places:
-                raise CallFailed("process", "the sandbox was closed")
+                raise CallFailed("closed", "the sandbox was closed")
             process = await self._free_process()
             try:
-                return await process.call(function, arguments, timeout)
+                return await process.call(function, arguments, timeout, patience)
             finally:
                 self._put_back(process)
 
@@ -99,7 +111,7 @@ class Sandbox:
         self._places = asyncio.Semaphore(self._size)
         processes, self._processes, self._idle = self._processes, [], []
         for process in processes:
-            process.kill("was ended: the sandbox was closed")
+            process.kill("was ended: the sandbox was closed", kind="closed")
         await asyncio.gather(*(process.ended() for process in processes))
 
     def _enter_loop(self) -> None:
@@ -137,6 +149,7 @@ class _Process:
         self._killed = False
         self._lost = False
         self._cause = ""
+        self._kind = "process"
         self._outcome: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
         """Of what it was asked last; None if it hung up instead."""
         self._channel = Channel(Outcome, self._settle, self._lose)
@@ -153,7 +166,7 @@ class _Process:
         except OSError as error:
             self._ours.close()
             os.close(self._lifeline)
-            raise CallFailed("process", f"no process could be started: {error}") from error
+            raise CallFailed("start", f"no process could be started: {error}") from error
         finally:
             theirs.close()
             os.close(watched)
@@ -166,11 +179,11 @@ class _Process:
             raise
         await self._prepare(Begin(SCHEMA, sys.path, self._memory_mb))
 
-    async def call(self, function: str, arguments: bytes, timeout: float) -> Any:
+    async def call(self, function: str, arguments: bytes, timeout: float, patience: float) -> Any:
         if function not in self._functions:
             await self._prepare(Import(function))
             self._functions.add(function)
-        outcome = await self._ask(Call(function, msgspec.Raw(arguments)), timeout)
+        outcome = await self._ask(Call(function, msgspec.Raw(arguments)), timeout, patience)
         if outcome is None:
             raise CallTimeout(f"{function} took longer than {timeout:g} s")
         return self._result(outcome)
@@ -181,12 +194,13 @@ class _Process:
     def is_buried(self) -> bool:
         return self._killed and self._process.poll() is not None
 
-    def kill(self, cause: str) -> None:
+    def kill(self, cause: str, kind: str = "process") -> None:
         """End it with all that it has started. A call that waits for it fails for this cause."""
         if self._killed:
             return
         self._killed = True
-        self._cause = cause
+        self._cause, self._kind = cause, kind
+        kill_descendants(self._process.pid)  # those that have left its group
         with suppress(ProcessLookupError, PermissionError):  # nobody is left in its group; macOS says so with EPERM
             os.killpg(self._process.pid, signal.SIGKILL)
         os.close(self._lifeline)
@@ -200,26 +214,47 @@ class _Process:
         outcome = await self._ask(request, START_TIMEOUT)
         if outcome is None:
             what = "start" if isinstance(request, Begin) else f"import {request.function}"
-            raise CallFailed("process", f"the process did not {what} within {START_TIMEOUT:g} s")
+            raise CallFailed("start", f"the process did not {what} within {START_TIMEOUT:g} s")
         self._result(outcome)
 
-    async def _ask(self, request: Request, timeout: float) -> Outcome | None:
+    async def _ask(self, request: Request, timeout: float, patience: float = 1.0) -> Outcome | None:
         """The answer, or None if it did not come in time."""
         self._outcome = asyncio.get_running_loop().create_future()
         try:
             if not self._lost:
                 self._channel.send(request)
-                # unlike asyncio.timeout, this takes an answer that came while the event loop was busy elsewhere
-                if not (await asyncio.wait({self._outcome}, timeout=timeout))[0]:
+                if not await self._in_time(timeout, patience):
                     self.kill("was killed: it took too long")
                     return None
             outcome = None if self._lost else self._outcome.result()
             if outcome is None:
-                raise CallFailed("process", f"the process {await self._end()}")
+                how = await self._end()
+                ready = self._kind != "process" or isinstance(request, Call)
+                raise CallFailed(self._kind if ready else "start", f"the process {how}")
         except BaseException:
             self.kill("was killed: its call was cancelled")
             raise
         return outcome
+
+    async def _in_time(self, timeout: float, patience: float) -> bool:
+        """Whether the answer comes before the call has used `timeout` seconds, of the processor's time or in all."""
+        clock = asyncio.get_running_loop().time
+        began, used_before = clock(), self._processor_seconds()
+        left = timeout
+        while left > 0:
+            # unlike asyncio.timeout, this takes an answer that came while the event loop was busy elsewhere
+            if (await asyncio.wait({self._outcome}, timeout=left))[0]:
+                return True
+            unused = timeout - (self._processor_seconds() - used_before)
+            left = min(began + patience * timeout - clock(), max(unused, LOOK_AGAIN) if unused > 0 else 0.0)
+        return False
+
+    def _processor_seconds(self) -> float:
+        """What it has used so far; where the system does not tell, the time by the clock."""
+        if sys.platform == "linux":
+            with suppress(OSError):  # it has just ended
+                return time.clock_gettime(~self._process.pid << 3 | 2)  # how Linux numbers the clocks of processes
+        return time.monotonic()
 
     def _result(self, outcome: Outcome) -> Any:
         if isinstance(outcome, Raised):

@@ -1,19 +1,20 @@
 """A process of a sandbox: it imports functions and calls them, one at a time, as long as its parent asks.
 
-`python -m headrace.environments.sandbox_process CHANNEL LIFELINE` takes two inherited descriptors: the socket on which
-the parent speaks, and the read end of a pipe to which nobody writes. Every request has one answer, and the next request
-comes after it, so this program is a plain loop: a function that runs here may well start an event loop of its own.
+`sandbox.py` starts it with two inherited descriptors, whose numbers are its arguments: the socket on which the parent
+speaks, and the read end of a pipe to which nobody writes. Every request has one answer, and the next request comes
+after it, so this program is a plain loop: a function that runs here may well start an event loop of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -21,13 +22,13 @@ import msgspec
 
 from headrace import imports
 from headrace.environments.channel import HEADER, encode, printable
+from headrace.environments.fault import fault_of
 
 SCHEMA = 1
 NOT_UNICODE = 2
 """The code, among msgpack's extension types, of a text with lone surrogates."""
 
-FRAMES = 30
-"""The innermost frames of a traceback that are sent; a runaway recursion has thousands."""
+PR_SET_CHILD_SUBREAPER = 36
 LONGEST_TEXT = 1000
 """Characters of an exception's text that are sent; it may quote a whole answer."""
 
@@ -116,6 +117,39 @@ def _limit_memory(megabytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
+def adopt_orphans() -> None:
+    """Processes that a function has started, and whose parent ends, become children of this one. Only on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants() -> None:
+    """Kill, and bury, all that this process has started. Only on Linux: elsewhere nobody says what that is."""
+    while sys.platform == "linux":
+        kill_descendants(os.getpid())
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def kill_descendants(pid: int) -> None:
+    """All processes below this one, where the system can list them."""
+    for descendant in _descendants(pid):
+        with suppress(ProcessLookupError):
+            os.kill(descendant, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:  # which grows meanwhile
+        with suppress(OSError):  # it has just ended, or the system does not say
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+    return found[1:]
+
+
 def _obey(request: Request) -> Any:
     match request:
         case Begin(schema, module_path, memory_mb):
@@ -135,9 +169,8 @@ def _answer(content: bytes) -> bytes:
     try:
         return encode(Done(msgspec.Raw(pack(_obey(_requests.decode(content))))))
     except BaseException as error:  # whatever it is, sys.exit() included: it costs its call, not the process
-        summary = traceback.TracebackException.from_exception(error, limit=-FRAMES)
-        text = printable(str(summary))[:LONGEST_TEXT]
-        return encode(Raised(type(error).__name__, text, printable("".join(summary.format()))))
+        fault = fault_of(error)
+        return encode(Raised(fault.kind, fault.message[:LONGEST_TEXT], fault.traceback))
 
 
 def serve(end: socket.socket) -> None:
@@ -158,7 +191,3 @@ def main() -> None:
         os.set_inheritable(descriptor, False)  # what a function starts must not hold them open
     end_with_parent(lifeline)
     serve(socket.socket(fileno=channel))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from headrace.rollout.types import Message, Rollout, Task, Turn
 Answer = Callable[[Sequence[Message]], Message | str | Reply]
 """The next reply to a conversation: a text, a message (perhaps with tool calls), or a whole reply."""
 
+PATIENCE = 100
+"""Episodes in a row with nothing to show before there seems to be nothing."""
 _NUMBER = re.compile(r"\d{1,15}")
 
 
@@ -32,6 +35,14 @@ class Script:
     ) -> Reply:
         self.calls.append((list(messages), list(tools)))
         return as_reply(self._answer(messages))
+
+    def tools_of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Those that were there in this conversation: of the call that has most of its beginning."""
+
+        def in_common(call: tuple[list[Message], list[dict[str, Any]]]) -> int:
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(call[0], messages, strict=False)))
+
+        return max(self.calls, key=in_common)[1] if self.calls else []
 
 
 def as_reply(answer: Message | str | Reply) -> Reply:
@@ -67,7 +78,10 @@ async def play(environment: Environment, task: Task, answer: Answer) -> tuple[li
 
 
 def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
-    """Endless episodes on random tasks with gold replies, `environment.demonstrate_mistakes` of them mistakes."""
+    """Endless episodes on random tasks with gold replies, `environment.demonstrate_mistakes` of them mistakes.
+
+    What is not trained, or failed, is not shown.
+    """
     if type(environment).gold is Environment.gold:
         raise BadInput(f"{type(environment).__name__} has no demonstrations to train on: it needs gold(task, messages)")
     rng = random.Random(seed)
@@ -81,11 +95,17 @@ def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(environment.start())
-        while True:
+        in_vain = 0
+        while in_vain < PATIENCE:
             task = rng.choice(tasks)
             rollouts, script = loop.run_until_complete(play(environment, task, answer))
-            tools = script.calls[0][1] if script.calls else []
-            yield from (Demonstration(rollout.messages, tools) for rollout in rollouts)
+            shown = [rollout for rollout in rollouts if rollout.trainable and rollout.error is None]
+            yield from (Demonstration(rollout.messages, script.tools_of(rollout.messages)) for rollout in shown)
+            in_vain = 0 if shown else in_vain + 1
+        raise BadInput(
+            f"{type(environment).__name__} has nothing to demonstrate: in {PATIENCE} episodes with gold replies, one "
+            "after another, every rollout failed or is not trainable"
+        )
     finally:
         loop.run_until_complete(environment.close())
         loop.close()

@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from headrace.environments.arguments import bound, check_mistakes
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.rewards.base import Reward, Rewards
@@ -31,13 +32,16 @@ RewardTable = Mapping[str, Reward] | Sequence[Reward]
 class SingleTurn(Environment):
     """`rows` are the tasks; `prompt` makes a text or messages of one, `gold` the answer that earns most.
 
+    The rows, or a function that gives them, are not looked at before the tasks are asked for: a process that only runs
+    episodes holds none of them.
+
     Rewards see the answer's text; with `raw`, all that was written, thoughts and markup included. `metrics` are scored
     alike and count for nothing.
     """
 
     def __init__(
         self,
-        rows: Iterable[Row],
+        rows: Iterable[Row] | Callable[[], Iterable[Row]],
         prompt: Prompt,
         rewards: RewardTable,
         *,
@@ -48,8 +52,10 @@ class SingleTurn(Environment):
         timeout: float = 60.0,
         demonstrate_mistakes: float = 0.0,
     ) -> None:
+        check_mistakes(demonstrate_mistakes)
         self.demonstrate_mistakes = demonstrate_mistakes
-        self._rows = list(rows)
+        self._rows = rows
+        self._tasks: list[Row] | None = None
         self._prompt = prompt
         self._rewards = Rewards(rewards, timeout=timeout)
         self._metrics = Rewards(metrics, timeout=timeout)
@@ -58,7 +64,9 @@ class SingleTurn(Environment):
         self._raw = raw
 
     def tasks(self) -> list[Row]:
-        return self._rows
+        if self._tasks is None:
+            self._tasks = list(self._rows() if callable(self._rows) else self._rows)
+        return self._tasks
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         chat = Chat(context, self._prompt(task.data), system=self._system)
@@ -109,7 +117,7 @@ def environment(
         class Made(SingleTurn):
             def __init__(self, demonstrate_mistakes: float = 0.0, **args: Any) -> None:
                 super().__init__(
-                    data(**args),
+                    bound(data, args),
                     prompt,
                     rewards,
                     metrics=metrics,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from headrace.environments.arguments import BadArgument
+
 BOX = r"\boxed{"
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
@@ -22,10 +24,13 @@ class StrictFormat:
     """`opening` and `closing` are the tags around the thoughts."""
 
     def __init__(self, opening: str = "<think>", closing: str = "</think>") -> None:
-        if not opening or not closing or opening == closing:
-            raise TypeError(f"tags must be two different texts, not {opening!r} and {closing!r}")
         self.opening = opening
         self.closing = closing
+        texts = all(isinstance(tag, str) and tag for tag in (opening, closing))
+        if not texts or self.parse(self.write("", "0")) is None:
+            raise BadArgument(
+                f"tags must be two different texts, neither in the other, not {opening!r} and {closing!r}"
+            )
 
     @property
     def instructions(self) -> str:

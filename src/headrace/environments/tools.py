@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable
 from types import CodeType
@@ -21,9 +22,10 @@ if TYPE_CHECKING:  # a tenth of a second to import, which only environments with
     import pydantic
 
 
-LONGEST_NAME = 60
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+"""A name that a model made up is repeated to it only if it is short, and no markup of the chat format."""
 MOST_COMPLAINTS = 5
-"""Bounds on what a model is told about a wrong call, however long the names are that it made up."""
+"""A bound on what a model is told about a wrong call."""
 
 
 class ToolError(Exception):
@@ -58,11 +60,17 @@ async def run_call(tools: dict[str, Tool], call: ToolCall) -> tuple[str, bool]:
         if call.error:
             raise ToolError(call.error)
         if call.name not in tools:
-            raise ToolError(f"there is no tool {call.name!r:.{LONGEST_NAME}}; there is {', '.join(tools) or 'none'}")
+            named = repr(call.name) if is_plain(call.name) else "of that name"
+            raise ToolError(f"there is no tool {named}; there is {', '.join(tools) or 'none'}")
         told, succeeded = await tools[call.name](call.arguments), True
     except ToolError as error:
         told, succeeded = f"Error: {error}", False
     return told.encode(errors="replace").decode(), succeeded  # a tool may quote what is no valid Unicode
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name may go into a prompt as it is."""
+    return PLAIN_NAME.fullmatch(name) is not None
 
 
 class _Described(typing.NamedTuple):
@@ -124,8 +132,9 @@ def _shown(schema: Any) -> Any:
 
 def _complaints(error: pydantic.ValidationError) -> str:
     entries = error.errors(include_url=False)
+    places = [".".join(map(str, entry["loc"])) for entry in entries[:MOST_COMPLAINTS]]
     told = [
-        f"{'.'.join(map(str, entry['loc']))[:LONGEST_NAME] or 'arguments'}: {entry['msg']}"
-        for entry in entries[:MOST_COMPLAINTS]
+        f"{place if is_plain(place) else 'arguments'}: {entry['msg']}"
+        for place, entry in zip(places, entries, strict=False)
     ]
     return "; ".join([*told, "and so on"] if len(entries) > MOST_COMPLAINTS else told)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import itertools
+import logging
 import os
 import select
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from headrace.environments.base import ChatFailed, Environment, EpisodeError, Reply
+from headrace.environments.base import ChatFailed, Environment, EpisodeError, PromptTooLong, Reply
 from headrace.environments.channel import (
     SCHEMA,
     Answer,
@@ -42,12 +42,13 @@ from headrace.environments.channel import (
     encode,
     printable,
 )
+from headrace.environments.fault import CANCELLED_ITSELF, fault_of
 from headrace.environments.registry import load_environment
 from headrace.observe.logs import setup_logging
-from headrace.rollout.types import Message, Rollout
+from headrace.rollout.fitness import clean, rollouts_of
+from headrace.rollout.types import Message, Rollout, Task
 
-FRAMES = 30
-"""The innermost frames of a traceback that are sent; a runaway recursion has thousands."""
+log = logging.getLogger(__name__)
 
 
 class Worker:
@@ -58,7 +59,7 @@ class Worker:
         self.calls: dict[int, asyncio.Future[Reply]] = {}
         self.call_numbers = itertools.count()
         self._jobs: dict[int, asyncio.Task[None]] = {}
-        self._environment: Environment
+        self._environment: Environment | None = None
         self._loading: asyncio.Task[None] | None = None
         self._end: asyncio.Future[int]
 
@@ -67,27 +68,33 @@ class Worker:
         self._end = asyncio.get_running_loop().create_future()
         await self.channel.open(end)
         status = await self._end
-        if status == 0 and self._loading is not None and self._loading.done():
-            await self._close()
+        await self._close()
         return status
 
     async def _close(self) -> None:
-        """Let the episodes end, and then the environment; the parent waits for a while."""
-        for job in self._jobs.values():
-            job.cancel()
-        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
-        await self._environment.close()
+        """Let what runs end, and then the environment, be it half started; the parent waits for a while."""
+        running = [*self._jobs.values(), *([self._loading] if self._loading is not None else [])]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._environment is not None:
+            await self._environment.close()
 
     def _parent_left(self) -> None:
+        if self.channel.cause:
+            log.error("the parent %s; this worker ends", self.channel.cause)
+        self._stop(1 if self.channel.cause else 0)
+
+    def _stop(self, status: int) -> None:
         if not self._end.done():
-            self._end.set_result(0)
+            self._end.set_result(status)
 
     def _receive(self, message: ToWorker) -> None:
         match message:
             case Load():
                 self._loading = asyncio.create_task(self._load(message))
             case Run(job, task):
-                self._begin(job, partial(self._environment.run, task, Line(self, job)))
+                self._begin(job, partial(self._run, task, Line(self, job)))
             case Score(job, rollouts):
                 self._begin(job, partial(self._score, rollouts))
             case Cancel(job):
@@ -96,9 +103,11 @@ class Worker:
             case Answer(call, reply):
                 if self._awaited(call):
                     self.calls[call].set_result(reply)
-            case NoAnswer(call, kind, text):
+            case NoAnswer(call):
                 if self._awaited(call):
-                    self.calls[call].set_exception(ChatFailed(call, kind, text))
+                    self.calls[call].set_exception(_chat_error(message))
+            case Failed():
+                self.channel.send(message)
 
     def _awaited(self, call: int) -> bool:
         """Whether the environment has not hung up."""
@@ -112,8 +121,9 @@ class Worker:
             self._environment = load_environment(message.identifier, message.args)
             await self._environment.start()
         except BaseException as error:  # whatever it is, sys.exit() included, the parent has to hear of it
-            self.channel.send(Refused(*_text_and_traceback(error)))
-            self._end.set_result(1)
+            fault = fault_of(error)
+            self.channel.send(Refused(fault.text, fault.traceback))
+            self._stop(1)
         else:
             self.channel.send(Ready())
 
@@ -123,21 +133,32 @@ class Worker:
 
     async def _work(self, job: int, work: Callable[[], Awaitable[Any]]) -> None:
         try:
-            outcome: Result | Failed = Result(job, msgspec.Raw(encode(await work())))
+            self.channel.send(Result(job, msgspec.Raw(encode(await work()))))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit() in a checker costs its episode, not the worker
-            outcome = _failure(job, error)
-        self.channel.send(outcome)
+            self.channel.send(_failure(job, error))
 
     def _ended(self, job: int, task: asyncio.Task[None]) -> None:
         del self._jobs[job]
         if task.cancelled():  # perhaps before its first step; the parent reads the words only if it did not ask for it
-            self.channel.send(Failed(job, "environment", "CancelledError: the environment cancelled its own episode"))
+            self.channel.send(Failed(job, "environment", CANCELLED_ITSELF))
+        elif (error := task.exception()) is not None:  # its failure was too odd to be told in full
+            self.channel.send(Failed(job, "environment", fault_of(error).text))
+
+    async def _run(self, task: Task, line: Line) -> list[Rollout]:
+        assert self._environment is not None, "the pool asks once it is loaded"
+        rollouts = rollouts_of(await self._environment.run(task, line))
+        for rollout in rollouts:
+            clean(rollout)
+        return rollouts
 
     async def _score(self, rollouts: list[Rollout]) -> list[Scores]:
+        assert self._environment is not None, "the pool asks once it is loaded"
         await self._environment.score_group(rollouts)
-        return [Scores(rollout.rewards, rollout.metrics) for rollout in rollouts]
+        for rollout in rollouts:
+            clean(rollout)
+        return [Scores(rollout.rewards, rollout.metrics, rollout.error) for rollout in rollouts]
 
 
 class Line:
@@ -164,18 +185,21 @@ class Line:
 
 
 def _failure(job: int, error: BaseException) -> Failed:
+    fault = fault_of(error)
     if isinstance(error, EpisodeError):
-        return Failed(job, error.reason, printable(str(error)))
-    text, trace = _text_and_traceback(error)
-    frame = traceback.extract_tb(error.__traceback__, limit=-1)[0]
-    place = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
-    return Failed(job, "environment", text, place, trace, error.call if isinstance(error, ChatFailed) else None)
+        return Failed(job, printable(str(error.reason)), fault.message, call=error.call)
+    call = error.call if isinstance(error, ChatFailed) else None
+    return Failed(job, "environment", fault.text, fault.place, fault.traceback, call)
 
 
-def _text_and_traceback(error: BaseException) -> tuple[str, str]:
-    """Also of an exception whose own `__str__` raises."""
-    summary = traceback.TracebackException.from_exception(error, limit=-FRAMES)
-    return printable(f"{type(error).__name__}: {summary}"), printable("".join(summary.format()))
+def _chat_error(told: NoAnswer) -> Exception:
+    """What the environment would have seen in the parent, as far as it may know that."""
+    if told.reason is None:
+        return ChatFailed(told.call, told.kind, told.text)
+    too_long = told.reason == PromptTooLong.REASON
+    error = PromptTooLong(told.text) if too_long else EpisodeError(told.reason, told.text)
+    error.call = told.call
+    return error
 
 
 def end_with_parent(lifeline: int) -> None:

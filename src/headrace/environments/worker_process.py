@@ -35,6 +35,7 @@ from headrace.environments.channel import (
     Score,
     printable,
 )
+from headrace.environments.fault import fault_of
 
 log = logging.getLogger(__name__)
 
@@ -211,16 +212,22 @@ class WorkerProcess:
                 self._loaded.set()
             case Refused():
                 self.cause, self.refusal = f"cannot load the environment: {message.text}", message.traceback
+                self._channel.close()  # it has a while to close what it had opened
             case Chat():
                 self._start_chat(message)
             case HangUp(job, call):
                 if job in self.jobs and call in self.jobs[job].chats:
                     self.jobs[job].chats[call].cancel()
             case Result(job) | Failed(job):
-                self.jobs.pop(job).end(message)
-                self.finished += 1
-                self._retire_if_too_big()
-                self._close_if_drained()
+                self._finish(job, message)
+
+    def _finish(self, number: int, outcome: Result | Failed) -> None:
+        job = self.jobs.pop(number, None)
+        if job is not None:  # else it has failed already, over a message that could not be read
+            job.end(outcome)
+            self.finished += 1
+            self._retire_if_too_big()
+            self._close_if_drained()
 
     def _start_chat(self, message: Chat) -> None:
         job = self.jobs.get(message.job)
@@ -237,7 +244,9 @@ class WorkerProcess:
             self._channel.send(Answer(message.call, reply))
         except (Exception, asyncio.CancelledError) as error:
             job.chat_errors[message.call] = error
-            self._channel.send(NoAnswer(message.call, type(error).__name__, printable(str(error))))
+            fault = fault_of(error)
+            reason = printable(str(error.reason)) if isinstance(error, EpisodeError) else None
+            self._channel.send(NoAnswer(message.call, fault.kind, fault.message, reason))
 
     def _cancel(self, number: int) -> None:
         if number in self.jobs:
@@ -261,6 +270,7 @@ class WorkerProcess:
 
     def _lose(self) -> None:
         self.ready = False
+        self.cause = self.cause or self._channel.cause
         self._lost.set()
 
     def _kill(self, cause: str) -> None:

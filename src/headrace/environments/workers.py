@@ -105,7 +105,7 @@ class WorkerPool(Environment):
         worker = await self._least_busy()
         scores: list[Scores] = await worker.ask(partial(Score, rollouts=list(rollouts)), _scores)
         for rollout, changed in zip(rollouts, scores, strict=True):
-            rollout.rewards, rollout.metrics = changed.rewards, changed.metrics
+            rollout.rewards, rollout.metrics, rollout.error = changed.rewards, changed.metrics, changed.error
 
     async def _least_busy(self) -> WorkerProcess:
         """The ready worker with the fewest jobs, once there is one."""

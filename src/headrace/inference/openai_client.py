@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +108,9 @@ _models = msgspec.json.Decoder(_Models)
 class OpenAIClient:
     """`base_url` is what comes before `/chat/completions`: https://api.openai.com/v1. For one event loop at a time.
 
-    The key is read from the environment variable `api_key_var` at each call, and appears in no message; a server that
-    wants none gets none. `timeout` is in seconds, for a request that is under way: waiting for one of the
-    `max_concurrent` does not count.
+    The key is read from the environment variable `api_key_var` at each call; a server that wants none gets none. No
+    message shows it, even where the server repeats it, nor a user and password in `base_url`. `timeout` is in seconds,
+    for a request that is under way: waiting for one of the `max_concurrent` does not count.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class OpenAIClient:
         max_concurrent: int = 64,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise BadInput(f"the address {base_url!r} is none: write http://HOST:PORT/v1 or https://...")
+            raise BadInput(f"the address {_shown(base_url)!r} is none: write http://HOST:PORT/v1 or https://...")
         if max_concurrent < 1:
             raise BadInput(f"max_concurrent must be at least 1, not {max_concurrent}")
         self.base_url = base_url.rstrip("/")
@@ -149,7 +151,7 @@ class OpenAIClient:
         body = {"model": self.model, "messages": list(messages), **given, **(extra or {})}
         completion = self._read(await self._exchange("POST", "/chat/completions", body), _completion)
         if not completion.choices:
-            raise OpenAIFailed(f"{self.base_url} answered without a choice")
+            raise OpenAIFailed(f"{_shown(self.base_url)} answered without a choice")
         choice = completion.choices[0]
         return ChatAnswer(choice.message, choice.finish_reason or "", completion.usage or Usage())
 
@@ -169,18 +171,20 @@ class OpenAIClient:
         self._enter_loop()
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         url = self.base_url + route
+        shown = _shown(url)
         async with self._permits:
             try:
                 async with asyncio.timeout(self._timeout):
                     answer = await self._http.request(method, url, content=content, headers=self._all_headers())
             except TimeoutError as error:
-                raise OpenAITimeout(f"{url} did not answer within {self._timeout:g} s") from error
+                raise OpenAITimeout(f"{shown} did not answer within {self._timeout:g} s") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                raise OpenAIUnreachable(f"{url} cannot be reached: {error or type(error).__name__}") from error
+                words = self._without_key(str(error) or type(error).__name__)
+                raise OpenAIUnreachable(f"{shown} cannot be reached: {words}") from error
             except httpx.InvalidURL as error:
-                raise BadInput(f"the address {url!r} is none: {error}") from error
+                raise BadInput(f"the address {shown!r} is none: {error}") from error
         if answer.status_code != 200:
-            raise self._failure(url, answer)
+            raise self._failure(shown, answer)
         return answer.content
 
     def _enter_loop(self) -> None:
@@ -200,18 +204,28 @@ class OpenAIClient:
         return {"Content-Type": "application/json", **authorization, **self._headers}
 
     def _key(self) -> str:
-        return os.environ.get(self._api_key_var, "").strip() if self._api_key_var else ""
+        key = os.environ.get(self._api_key_var, "").strip() if self._api_key_var else ""
+        if not (key.isascii() and key.isprintable()):
+            raise BadInput(
+                f"the environment variable {self._api_key_var} holds what is in no key, "
+                "a line break or a character beyond ASCII: set it to the key alone"
+            )
+        return key
+
+    def _without_key(self, words: str) -> str:
+        key = self._key()
+        return words.replace(key, "***") if key else words
 
     def _read(self, content: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
         try:
             return decoder.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            quote = content[:LONGEST_QUOTE].decode(errors="replace")
-            raise OpenAIFailed(f"{self.base_url} answered what it should not ({error}): {quote}") from error
+            quote = self._without_key(content.decode(errors="replace"))[:LONGEST_QUOTE]
+            raise OpenAIFailed(f"{_shown(self.base_url)} answered what it should not ({error}): {quote}") from error
 
-    def _failure(self, url: str, answer: httpx.Response) -> OpenAIError:
+    def _failure(self, shown: str, answer: httpx.Response) -> OpenAIError:
         status = answer.status_code
-        words = f"{_own_words(answer.content)} (HTTP {status} from {url})"
+        words = self._without_key(_own_words(answer.content))[:LONGEST_QUOTE] + f" (HTTP {status} from {shown})"
         if status in (401, 403) and self._api_key_var and not self._key():
             words += f"; the environment variable {self._api_key_var}, for the key, is not set"
         if status in (408, 429):
@@ -231,9 +245,18 @@ def _own_words(content: bytes) -> str:
     while isinstance(said, dict):
         said = next((said[name] for name in ("error", "message", "detail") if name in said), None)
     words = said if isinstance(said, str) else text
-    return words[:LONGEST_QUOTE] or "no explanation"
+    return words or "no explanation"
+
+
+def _shown(url: str) -> str:
+    """An address without the user and password that it may have."""
+    return re.sub(r"(^|//)[^/]*@", r"\1", url, count=1)
 
 
 def _seconds(header: str | None) -> float | None:
     """A date, which the header may have instead, is left to the caller's own patience."""
-    return float(header) if header is not None and header.isdecimal() else None
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None

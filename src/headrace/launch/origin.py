@@ -11,8 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from headrace import __version__
 from headrace.config.base import ConfigError, dump, load
@@ -70,9 +71,9 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
 
 
 def _content(data: SftDataConfig) -> str:
-    """What identifies the examples: the content of files, the code of a user's environment.
+    """What identifies the examples: the content of files, the code of a user's environment and the files in its args.
 
-    Of a dataset on the hub its name must do, and of an environment that ships, too.
+    Of a dataset on the hub its name must do, and of the code of an environment that ships, too.
     """
     if data.path is not None:
         if not data.path.exists():
@@ -80,9 +81,19 @@ def _content(data: SftDataConfig) -> str:
         return _hash(data.path)
     if data.name is not None and Path(data.name).is_dir():
         return _hash(Path(data.name))
-    if data.env is not None and ":" in data.env:
-        return _code_of(data.env.partition(":")[0])
+    if data.env is not None:
+        code = [_code_of(data.env.partition(":")[0])] if ":" in data.env else []
+        return " ".join(code + [_hash(Path(text)) for text in _texts(data.args) if os.path.exists(text)])
     return ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in an argument, in lists and tables, too: any of them may be the name of a file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _code_of(module: str) -> str:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from headrace.environments.base import Context, Environment, EpisodeError
+from headrace.environments.fault import CANCELLED_ITSELF, fault_of
 from headrace.inference.client import EngineCallError
-from headrace.orchestrator.processing import check_reward
 from headrace.orchestrator.signals import Arrival, Episode
-from headrace.rollout.types import Rollout, RolloutError
+from headrace.rollout.fitness import check, rollouts_of
+from headrace.rollout.types import Rollout, RolloutError, Task
 
 log = logging.getLogger(__name__)
 
@@ -146,23 +146,21 @@ class Dispatcher:
         await self._door.enter()
         context = runner.line.open(episode.group.id, episode.name)
         try:
-            rollouts = await runner.environment.run(episode.group.task, context)
+            rollouts = rollouts_of(await runner.environment.run(_own_copy(episode.group.task), context))
         except EngineCallError as error:
-            return [self._failed(episode, RolloutError("engine", f"{type(error).__name__}: {error}"))]
+            return [self._failed(episode, RolloutError("engine", fault_of(error).text))]
         except EpisodeError as error:
-            return [self._failed(episode, RolloutError(error.reason, str(error)), error.place, error.remote_traceback)]
+            told = RolloutError(error.reason, fault_of(error).message)
+            return [self._failed(episode, told, error.place, error.remote_traceback)]
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:  # whatever a user's environment raises costs its episode, even sys.exit()
             return [self._fault(episode, "environment", error)]
         finally:
             runner.line.close(episode.group.id)
-        try:
-            for rollout in rollouts:
-                _stamp(rollout, episode)
-                _check(rollout, runner.environment.scores_groups)
-        except Exception as error:  # not a list of rollouts
-            return [self._fault(episode, "environment", error)]
+        for rollout in rollouts:
+            _stamp(rollout, episode)
+            check(rollout, runner.environment.scores_groups)
         try:
             for rollout in rollouts:
                 if runner.process is not None:
@@ -198,7 +196,8 @@ class Dispatcher:
                 task.exception()
             return
         if running.ending is not None or task.cancelled():
-            self._arrive(running, [self._failed(running.episode, running.ending or RolloutError("cancelled"))])
+            ending = running.ending or RolloutError("environment", CANCELLED_ITSELF)
+            self._arrive(running, [self._failed(running.episode, ending)])
         elif (error := task.exception()) is not None:
             self._arrive(running, [self._fault(running.episode, "environment", error)])
         else:
@@ -218,10 +217,8 @@ class Dispatcher:
     # -- failures -------------------------------------------------------------------------------------------------
 
     def _fault(self, episode: Episode, reason: str, error: BaseException) -> Rollout:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
-        text = "".join(traceback.format_exception(error))
-        return self._failed(episode, RolloutError(reason, f"{type(error).__name__}: {error}"), place, text)
+        fault = fault_of(error)
+        return self._failed(episode, RolloutError(reason, fault.text), fault.place, fault.traceback)
 
     def _failed(self, episode: Episode, error: RolloutError, place: str = "", trace: str = "") -> Rollout:
         rollout = Rollout(error=error)
@@ -249,25 +246,6 @@ def _stamp(rollout: Rollout, episode: Episode) -> None:
     rollout.draw_id = episode.group.draw_id
 
 
-def _check(rollout: Rollout, scored_later: bool) -> None:
-    """Refuse what cannot be trained or counted. An environment that scores groups gives rewards when all are in."""
-    if rollout.error is None and not any(len(turn.completion_ids) for turn in rollout.turns):
-        rollout.error = RolloutError("empty", "the rollout has no sampled token")
-    if rollout.error is None and (complaint := _unfit(rollout)):
-        rollout.error = RolloutError("invalid_rollout", complaint)
-        rollout.metrics, rollout.messages = {}, []  # so that at least the rest of it can be recorded
-    if rollout.error is None and not scored_later:
-        check_reward(rollout)
-
-
-def _unfit(rollout: Rollout) -> str:
-    """Why it could not be recorded, if it could not."""
-    given: dict[str, Any] = rollout.metrics  # by users' code, whatever the types say
-    for name, value in given.items():
-        if not isinstance(value, int | float):
-            return f"metric {name!r} is {value!r:.60}, not a number"
-    try:
-        msgspec.json.encode(rollout.messages)
-    except TypeError as error:
-        return f"its messages are not JSON: {error}"
-    return ""
+def _own_copy(task: Task) -> Task:
+    """For one episode: it may change its data, and others run on the same task."""
+    return msgspec.structs.replace(task, data=msgspec.msgpack.decode(msgspec.msgpack.encode(task.data)))

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.environments.base import Environment, EpisodeError
+from headrace.environments.fault import fault_of
 from headrace.errors import Failure
 from headrace.orchestrator.evaluation import epoch_metrics
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
+from headrace.rollout.fitness import check
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Group, Rollout, RolloutError
 
@@ -68,31 +67,45 @@ class GroupScores:
         if failed is not None:
             _fail(rollouts, RolloutError(GROUP_FAILED, f"another member of the group failed: {failed.reason}"))
             return
-        limit = self._timeouts.get(group.task.env)
-        try:
-            async with asyncio.timeout(limit):
-                await environment.score_group(rollouts)
-        except TimeoutError as error:
-            text = f"score_group took longer than {limit} s" if limit else f"score_group: {error}"
-            self._report(group.task.env, error, "timeout", text)
-            _fail(rollouts, RolloutError("timeout", text))
-            return
-        except EpisodeError as error:
-            self._report(group.task.env, error, error.place, error.remote_traceback)
-            _fail(rollouts, RolloutError(error.reason, f"score_group: {error}"))
-            return
-        except Exception as error:  # whatever a user's environment raises costs its group, not the run
-            self._report(group.task.env, error, type(error).__name__, "".join(traceback.format_exception(error)))
-            _fail(rollouts, RolloutError("environment", f"score_group: {type(error).__name__}: {error}"))
-            return
-        for rollout in rollouts:
-            check_reward(rollout)
+        error = await self._score(environment, group.task.env, rollouts)
+        if error is not None:
+            _fail(rollouts, error)
+        for rollout in rollouts:  # also after a failure, which may have come halfway
+            check(rollout, scored_later=False)
 
-    def _report(self, env: str, error: Exception, place: str, trace: str) -> None:
+    async def _score(self, environment: Environment, env: str, rollouts: Sequence[Rollout]) -> RolloutError | None:
+        """Why the group could not be scored: whatever a user's environment raises costs its group, not the run."""
+        limit = self._timeouts.get(env)
+        clock = asyncio.timeout(limit)
+        try:
+            async with clock:
+                await environment.score_group(rollouts)
+            return None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                raise
+            return self._reported_error(env, error, f"took longer than {limit} s" if clock.expired() else "")
+
+    def _reported_error(self, env: str, error: BaseException, too_long: str) -> RolloutError:
         """The first error from a place is told in full; the rest are counted."""
+        fault = fault_of(error)
+        reason, text, place, trace = "environment", fault.text, fault.place, fault.traceback
+        if too_long:
+            reason, text = "timeout", too_long
+        elif isinstance(error, EpisodeError):
+            reason, text, place, trace = error.reason, fault.message, error.place, error.remote_traceback
         if (env, place) not in self._reported:
             self._reported.add((env, place))
-            log.error("%s failed to score a group (%s); further failures alike are only counted\n%s", env, error, trace)
+            log.error("%s failed to score a group (%s); further failures alike are only counted\n%s", env, text, trace)
+        return RolloutError(reason, f"score_group {too_long}" if too_long else f"score_group: {text}")
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancelled this task, rather than the code in it itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _fail(rollouts: Iterable[Rollout], error: RolloutError) -> None:
@@ -125,7 +138,8 @@ class TrainProcessing:
         if rollout.error is not None:
             return
         rollout.samples = [sample.truncated(self._seq_len) for sample in merge_turns(rollout.turns)]
-        rollout.stop_reason = rollout.stop_reason or rollout.turns[-1].finish_reason
+        if rollout.turns and not rollout.stop_reason:
+            rollout.stop_reason = rollout.turns[-1].finish_reason
         if rollout.trainable:
             await self._algorithms[rollout.env].score_rollout(RolloutView(rollout))
 
@@ -195,16 +209,6 @@ class EvalProcessing:
 
     async def process_batch(self, batch: EvalBatch) -> None:
         batch.metrics = epoch_metrics(batch)
-
-
-def check_reward(rollout: Rollout) -> None:
-    """Sum the components; a rollout without a finite reward is an error."""
-    given: dict[str, Any] = rollout.rewards  # by users' code, whatever the types say
-    numbers = {name: float(value) for name, value in given.items() if isinstance(value, int | float)}
-    rollout.reward = sum(numbers.values()) if given and len(numbers) == len(given) else math.nan
-    if not math.isfinite(rollout.reward):
-        rollout.error = RolloutError("invalid_reward", f"rewards {given} do not sum to a finite number")
-        rollout.rewards = numbers
 
 
 def _without_errors(kind: Kind, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:

@@ -14,61 +14,59 @@ from headrace.rollout.types import NOT_SAMPLED, TRUNCATED, Sample, Turn
 
 
 class _OpenSample:
-    """A sample under construction, in pieces; all of its tokens are the prefix that a later turn's prompt repeats."""
+    """A sample under construction: its tokens are those of its last turn, all else is in pieces."""
 
     def __init__(self, turn: Turn) -> None:
+        self.last = turn
         self.prompt_length = len(turn.prompt_ids)
         self.temperature = turn.temperature
         self.length = 0
         self.obs_spans: list[tuple[int, int, int, int]] = []
-        self._tokens: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
         self._truncated: list[np.ndarray] = []
         self._is_truncated = False
-        self._append_given(turn.prompt_ids)
+        self._append_given(len(turn.prompt_ids))
         self._append_sampled(turn)
 
     def continues_into(self, turn: Turn) -> bool:
         if self.temperature != turn.temperature or len(turn.prompt_ids) < self.length:
             return False
-        start = 0
-        for piece in self._tokens:
-            if not np.array_equal(turn.prompt_ids[start : start + len(piece)], piece):
-                return False
-            start += len(piece)
-        return True
+        given = len(self.last.prompt_ids)
+        # What was sampled is short, and where most rewritten histories differ.
+        return np.array_equal(turn.prompt_ids[given : self.length], self.last.completion_ids) and np.array_equal(
+            turn.prompt_ids[:given], self.last.prompt_ids
+        )
 
     def extend(self, turn: Turn, turn_index: int) -> None:
-        tail = turn.prompt_ids[self.length :]
-        if len(tail):
-            self.obs_spans.append((self.length - self.prompt_length, turn_index, self.length, len(tail)))
+        tail = len(turn.prompt_ids) - self.length
+        if tail:
+            self.obs_spans.append((self.length - self.prompt_length, turn_index, self.length, tail))
             self._append_given(tail)
         self._append_sampled(turn)
+        self.last = turn
 
-    def _append_given(self, tokens: np.ndarray) -> None:
-        count = len(tokens)
+    def _append_given(self, count: int) -> None:
         nothing = np.zeros(count, np.float32)
-        self._append(tokens, False, nothing, np.full(count, NOT_SAMPLED, np.int32))
+        self._append(count, False, nothing, np.full(count, NOT_SAMPLED, np.int32))
         self._truncated.append(nothing)
 
     def _append_sampled(self, turn: Turn) -> None:
-        self._append(turn.completion_ids, True, turn.logprobs, turn.versions)
+        self._append(len(turn.completion_ids), True, turn.logprobs, turn.versions)
         self._is_truncated |= turn.truncated_logprobs is not None
         # A turn that could choose from everything has nothing to tell apart.
         self._truncated.append(turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs)
 
-    def _append(self, tokens: np.ndarray, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self.length += len(tokens)
-        self._tokens.append(tokens)
-        self._masks.append(np.full(len(tokens), sampled))
+    def _append(self, count: int, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
+        self.length += count
+        self._masks.append(np.full(count, sampled))
         self._logprobs.append(logprobs)
         self._versions.append(versions)
 
     def close(self) -> Sample:
         return Sample(
-            np.concatenate(self._tokens),
+            np.concatenate([self.last.prompt_ids, self.last.completion_ids]),
             np.concatenate(self._masks),
             np.concatenate(self._logprobs),
             np.concatenate(self._versions),

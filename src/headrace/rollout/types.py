@@ -33,6 +33,11 @@ KNOWN_STREAMS: dict[str, np.dtype[Any]] = {
 """Streams that the trainer reads. The map on a sample is open: others travel along and are ignored there."""
 
 
+def printable(text: str) -> str:
+    """The text of an exception, say, which may quote what is no valid Unicode."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class Task(msgspec.Struct, frozen=True):
     """One thing to attempt. `data` is JSON; `key` is stable across processes and restarts."""
 
@@ -161,6 +166,10 @@ class RolloutError(msgspec.Struct, frozen=True):
 
     reason: str
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:  # they quote users' code, and are recorded
+            msgspec.structs.force_setattr(self, field, printable(str(getattr(self, field))))
 
 
 class Rollout(msgspec.Struct):

@@ -7,7 +7,8 @@ drops earlier thoughts, say) that cannot be, and the whole is rendered anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ from renderers.base import RenderedTokens, Renderer
 from renderers.default import DefaultRenderer
 
 from headrace.rollout.types import ROLES, Message, Turn
+from headrace.text.tokenizer import Tokenizer
 
 KEPT = 16
 """Rendered prompts that are kept: the episodes of a group start one after another and ask the same."""
@@ -32,22 +34,37 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """What a renderer makes of conversations."""
+    """What a renderer makes of conversations; in any thread."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         # Its attribution would take a rendering per message, and tells no text from scaffold.
         self._ids_only = isinstance(renderer, DefaultRenderer)
         self._kept: dict[bytes, Prompt] = {}
+        self._keeping = threading.Lock()
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
         """The whole conversation, ready for the next reply."""
         key = msgspec.json.encode((messages, tools))
-        if key not in self._kept:
-            if len(self._kept) == KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = self._render(list(messages), list(tools) or None)
-        return self._kept[key]
+        prompt = self._kept.get(key)
+        if prompt is None:
+            prompt = self._render(list(messages), list(tools) or None)
+            with self._keeping:
+                if len(self._kept) == KEPT:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[key] = prompt
+        return prompt
+
+    def least_tokens(self, messages: Sequence[Message], tokenizer: Tokenizer) -> int:
+        """Tokens that the conversation surely has, told by its length alone.
+
+        What users and tools say is in every prompt, but perhaps for the spaces around it. A model's own template may
+        leave anything out.
+        """
+        if self._ids_only:
+            return 0
+        heard = [message for message in messages if message.get("role") in ("user", "tool")]
+        return sum(tokenizer.least_tokens(text.strip()) for text in _texts(heard))
 
     def go_on(self, turn: Turn, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt | None:
         """The tokens of a turn and then `messages`, ready for the next reply; None where that would not be exact."""
@@ -76,6 +93,21 @@ class Prompts:
         roles = _roles(rendered)
         array = np.array(rendered.token_ids, np.int32)
         return Prompt(rendered.token_ids, _shared(array), None if roles is None else _shared(roles))
+
+
+def text_length(messages: Sequence[Message]) -> int:
+    """Characters that the messages say."""
+    return sum(map(len, _texts(messages)))
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif content:
+            texts = (part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text")
+            yield from (text for text in texts if isinstance(text, str))
 
 
 def _shared(array: np.ndarray) -> np.ndarray:

@@ -5,8 +5,9 @@ transformers' own class takes seconds to import and pulls in torch; the orchestr
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ import jinja2.sandbox
 import tokenizers
 
 from headrace.errors import BadInput
+
+COMPOSED = 4
+"""Characters that NFC makes one of, at most."""
 
 
 class TokenizerError(BadInput):
@@ -68,6 +72,22 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that a text surely has, told by its length alone; 0 where the tokenizer may leave characters out."""
+        if self._longest_token is None:
+            return 0
+        return (len(text) if text.isascii() else len(text) // COMPOSED) // self._longest_token
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        """The most characters that one token stands for; None where that may be any number.
+
+        A token of a byte-level vocabulary is written with a character for each byte.
+        """
+        if not _keeps_every_character(self.backend):
+            return None
+        return max(map(len, self.backend.get_vocab()))
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         if isinstance(tokens, str):
@@ -156,6 +176,27 @@ def _token_text(token: Any) -> str | None:
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """transformers' `tojson`: unlike jinja2's own, it does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _keeps_every_character(backend: tokenizers.Tokenizer) -> bool:
+    """Whether each character of a text is sure to be in one of its tokens: a whole byte-level vocabulary, no more."""
+    steps = list(_parts(backend.pre_tokenizer))
+    return (
+        backend.truncation is None
+        and all(step["type"] == "NFC" for step in _parts(backend.normalizer))
+        and any(step["type"] == "ByteLevel" for step in steps)
+        and all(step["type"] in ("ByteLevel", "Split", "Digits") for step in steps)
+        and all(step.get("behavior") != "Removed" for step in steps)
+        and all(backend.token_to_id(byte) is not None for byte in tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    )
+
+
+def _parts(component: Any) -> Iterator[dict[str, Any]]:
+    """The settings of a part of a tokenizer; of each step where it is a sequence."""
+    if component is not None:
+        state = json.loads(component.__getstate__())
+        yield from state.get("pretokenizers", state.get("normalizers", [state]))
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import re
+import resource
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +22,8 @@ ASKING = f"{__name__}:Asking"
 FLAWED = f"{__name__}:Flawed"
 CALLING = f"{__name__}:Calling"
 DUEL = f"{__name__}:Duel"
-FLAWS = ("", "contains", "crash", "library", "regex", "sleep", "wait", "nan", "refuse", "exit")
+BIDDING = f"{__name__}:Bidding"
+FLAWS = ("", "contains", "crash", "library", "regex", "sleep", "wait", "stubborn", "memory", "nan", "refuse", "exit")
 """Of a scorer, by the task."""
 
 
@@ -32,6 +35,8 @@ class Asking(Environment):
         self.path = path
 
     def tasks(self) -> list[dict[str, Any]]:
+        if self.flaw == "slow tasks":
+            time.sleep(60)
         if self.flaw == "careless":  # the order of a set of texts is another one in each process
             return [{"word": word} for word in {"north", "east", "south", "west", "up", "down", "left", "right"}]
         return [{"number": number} for number in (12, 34, 56, 56)]
@@ -58,6 +63,12 @@ class Asking(Environment):
                 time.sleep(0.15)  # noqa: ASYNC251 - that is the flaw
             case "wait":
                 await asyncio.sleep(0 if text == gold else 60)
+            case "stubborn" if text != gold:
+                while True:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.sleep(60)
+            case "memory":
+                return float(resource.getrlimit(resource.RLIMIT_DATA)[0])  # which is -1 where there is none
             case "careless":
                 return random.random()
             case "nan":
@@ -141,3 +152,19 @@ class Duel(Environment):
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         return str(task.data["letter"]) * 100
+
+
+class Bidding(Environment):
+    """Two agents are trained at each other's cost: the longer answer wins, the first one if they are alike."""
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return [{"prize": prize} for prize in range(4)]
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        chats = [Chat(context, f"You are {name}. Bid for {task.data['prize']}.", agent=name) for name in "ab"]
+        first, second = [len(reply.text) if (reply := await chat.reply()) else 0 for chat in chats]
+        won = 1.0 if first >= second else -1.0
+        return [chats[0].rollout({"won": won}), chats[1].rollout({"won": -won})]
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> str:
+        return "x" * 100

@@ -68,6 +68,14 @@ def test_long_answers_are_as_long_as_they_say():
 
 def test_the_prompt_is_echoed_and_lone_surrogates_are_no_unicode():
     assert said("prompt echoed").text == "You count.\nSay 12."
+    later = [
+        *ASKED.messages,
+        {"role": "assistant", "content": "You count.\nSay 12."},
+        {"role": "user", "content": "No."},
+    ]
+    assert said("prompt echoed", ASKED._replace(messages=later)).text == "You count.\nSay 12."  # or it would double
+    endless = ASKED._replace(messages=[{"role": "user", "content": "x" * HUGE}])
+    assert len(said("prompt echoed", endless).text) == LONG
     with pytest.raises(UnicodeEncodeError):
         said("lone surrogates").text.encode()
 

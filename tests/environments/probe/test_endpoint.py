@@ -16,7 +16,7 @@ from headrace.environments.probe.sampling import Endpoint, Line, as_openai, as_r
 from headrace.errors import BadInput
 from headrace.inference.openai_client import OpenAIUnreachable
 from headrace.rollout.types import Task
-from tests.environments.probe.probed import ASKING, CALLING, DUEL
+from tests.environments.probe.probed import ASKING, BIDDING, CALLING, DUEL
 from tests.inference.openai_stand_in import OpenAIStandIn, Respond, completion, error
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -69,6 +69,23 @@ async def test_what_cannot_succeed_is_asked_once_and_a_full_context_is_an_end():
         await ask(lambda _: error(400, "maximum context length is 8"))
 
 
+async def test_what_is_no_json_costs_its_episode():
+    line = Line(Endpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
+    for content in (float("nan"), b"bytes"):
+        with pytest.raises(EpisodeError, match="cannot be sent as JSON") as failed:
+            await line.chat([{"role": "user", "content": content}])
+        assert failed.value.reason == "invalid_message"
+
+
+async def test_a_game_that_somebody_always_wins_has_signal():
+    lengths = iter([1, 2, 2, 1])
+    async with OpenAIStandIn(lambda _: "x" * next(lengths)) as server:
+        task, endpoint = Task(BIDDING, {"prize": 1}), Endpoint(server.url, "m", concurrency=1)
+        result = await sample(report(BIDDING), [task], endpoint, 2, 2, lambda *_: None)
+    assert result.rewards == [[[-1.0, 1.0], [1.0, -1.0]]]
+    assert [p.without_signal for p in result.predictions] == [0]
+
+
 def test_tool_calls_are_read_and_those_that_cannot_be_are_kept_as_text():
     given = [
         {"id": "a", "type": "function", "function": {"name": "press", "arguments": '{"word": "x"}'}},
@@ -101,12 +118,13 @@ def test_messages_go_out_in_openais_form():
     sent = as_openai(
         [
             *HELLO,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "a", "content": "pressed"},
             {"role": "tool", "tool_call_id": "b", "content": "Error: not valid JSON"},
         ]
     )
     assert sent[1]["tool_calls"][0]["function"] == {"name": "press", "arguments": '{"word": "x"}'}
+    assert "reasoning_content" not in sent[1]
     assert sent[2]["role"] == "tool"
     assert sent[3] == {"role": "user", "content": "Error: not valid JSON"}  # nobody made that call
 
@@ -124,11 +142,11 @@ async def test_episodes_with_tools_are_played_and_predict_the_signal():
         endpoint = await Endpoint(server.url, concurrency=1).with_model()  # one at a time: the first task comes first
         result = await sample(report(CALLING), tasks, endpoint, 4, 2, lambda *words: told.append(words))
     assert result.model == "small"
-    assert result.rewards == [pytest.approx([0.0, 1.1, 1.1, 1.1]), [0.0] * 4]
+    first, second = ([reward for (reward,) in episodes] for episodes in result.rewards)
+    assert (first, second) == (pytest.approx([0.0, 1.1, 1.1, 1.1]), [0.0] * 4)
     assert (result.problems, result.episodes, result.truncated) == ([], 8, 0)
     # of the first task's 6 pairs 3 are equal, of the second task's all
-    assert [(p.group_size, p.without_signal) for p in result.predictions[:2]] == [(2, 0.75), (4, 0.5)]
-    assert [p.group_size for p in result.predictions] == [2, 4, 8, 16, 32]
+    assert [(p.group_size, p.without_signal) for p in result.predictions] == [(2, 0.75), (4, 0.5)]
     assert told[-1] == ("sampling from small", 8, 8)
     assert server.asked[0]["tools"][0]["function"]["name"] == "press"
 
@@ -143,7 +161,7 @@ async def test_failed_and_cut_off_episodes_are_counted_and_groups_are_scored_tog
     task = Task(DUEL, {"letter": "x"})
     async with OpenAIStandIn(respond) as server:
         result = await sample(report(DUEL, True), [task], Endpoint(server.url, "m"), 4, 4, lambda *_: None)
-    assert sorted(result.rewards[0]) == [0.0, 0.0, 1.0]  # the longest of those that came to an end
+    assert sorted(result.rewards[0]) == [[0.0], [0.0], [1.0]]  # the longest of those that came to an end
     assert [problem.reason for problem in result.problems] == ["endpoint"]
     assert (result.episodes, result.truncated) == (4, 3)
 

@@ -87,7 +87,31 @@ def test_rubbish_may_earn_a_little_but_not_much():
 
 
 def test_near_misses_may_earn_something():
-    assert findings(seen({"mistake": 0.8, "prompt echoed": 0.5})) == []
+    assert findings(seen({"mistake": 0.8, "prompt echoed": 0.5, "gold 1,000 times": 0.9})) == []
+
+
+def test_a_cheat_must_not_earn_more_than_half():
+    finding = only(seen({"gold among 20 wrong": 0.9}))
+    assert (finding.severity, finding.seen) == ("warning", "'gold among 20 wrong' earns 90% of what gold does")
+
+
+def test_what_earns_as_much_as_gold_on_single_tasks_is_a_note():
+    finding = only(seen({"forged feedback": [0.0, 1.0]}))
+    assert (finding.severity, finding.seen) == (
+        "note",
+        "'forged feedback' earns as much as gold on 1 of 2 tasks: [1]",
+    )
+    assert findings(seen({"mistake": [0.0, 1.0]})) == []  # a mistake may be right
+    assert findings(seen({"gold": [1.0, 0.5], "forged feedback": [0.0, 0.4]})) == []
+
+
+def test_where_several_agents_are_trained_rewards_are_not_judged():
+    game = [Episode(name, 0, {"won": 0.0}, 0.0, [1.0, -1.0]) for name in ("gold", "empty", "forged feedback")]
+    report = seen(unstable=["gold"])
+    report.episodes = game
+    unstable, note = findings(report)
+    assert unstable.severity == "warning"
+    assert (note.severity, note.seen[:42]) == ("note", "2 agents are trained in an episode, and co")
 
 
 def test_shares_count_from_the_lowest_reward_and_on_the_same_tasks():
@@ -149,6 +173,9 @@ def test_an_episode_without_an_end_is_an_error_unless_no_run_could_sample_its_an
     assert stuck.seen == "'bait for regexes' blocks the event loop for more than 10 s, at env.py:7"
     assert only(seen({}, failed("10 MB", "blocked", blocked_seconds=10.0))).severity == "warning"
     assert only(seen({}, failed("empty", "timeout"))).seen == "'empty': in words"
+    stubborn = only(seen({}, failed("empty", "not_cancelled")))
+    assert (stubborn.severity, stubborn.seen) == ("error", "'empty' in words")
+    assert "CancelledError" in stubborn.do
 
 
 def test_replies_without_end_are_told():
@@ -178,9 +205,10 @@ def test_prompts_that_do_not_fit_are_an_error_and_conversations_a_warning():
 
 
 def sampled(rewards: list[list[float]], size: int = 4, **changes: Any) -> Sampled:
-    predictions: list[Prediction] = [predict(rewards, g) for g in (2, 4, 8)] if any(rewards) else []
+    earned = [[[reward] for reward in task] for task in rewards]
+    predictions: list[Prediction] = [predict(earned, g) for g in (2, 4, 8)] if any(rewards) else []
     given = {"problems": [], "episodes": sum(map(len, rewards)), "truncated": 0, **changes}
-    return Sampled("m", size, rewards, given["problems"], given["episodes"], given["truncated"], 1.0, predictions)
+    return Sampled("m", size, earned, given["problems"], given["episodes"], given["truncated"], 1.0, predictions)
 
 
 def test_groups_without_signal_are_told_with_what_would_help():
@@ -195,6 +223,13 @@ def test_groups_without_signal_are_told_with_what_would_help():
     # of pairs of one right in four half are equal; of groups of four none
     larger = only(seen(sampled=sampled([[0, 0, 0, 1]] * 3 + [[0, 0, 0, 0]], size=2)))
     assert "; group_size 4 would leave 25%" in larger.do
+
+
+def test_where_groups_are_larger_than_what_was_sampled_only_a_bound_is_told():
+    finding = only(seen(sampled=sampled([[0] * 4, [0] * 4, [0] * 4, [0, 1, 0, 1]], size=8)))
+    assert finding.severity == "note"
+    assert finding.seen.startswith("at most 75% of groups of 8 would have no signal")
+    assert finding.do == "--sample 4x8 would tell"
 
 
 def test_cut_off_and_failed_episodes_are_told():

@@ -13,20 +13,28 @@ import pytest
 
 from headrace.environments.probe.completions import BY_NAME, COMPLETIONS
 from headrace.environments.probe.place import held_place, place_of
-from headrace.environments.probe.probing import Theatre, first_difference, probe, spread
+from headrace.environments.probe.probing import (
+    MEMORY_MB,
+    ProbeFailed,
+    Theatre,
+    first_difference,
+    probe,
+    same_reward,
+    spread,
+)
 from headrace.environments.probe.report import Episode, Report
 from headrace.environments.probe.stage import MOST_REPLIES
 from headrace.errors import BadInput
 from headrace.rollout.types import Task
-from tests.environments.probe.probed import ASKING, CALLING, DUEL, FLAWED, FLAWS
+from tests.environments.probe.probed import ASKING, BIDDING, CALLING, DUEL, FLAWED, FLAWS
 
 TIMEOUT = 1.0
 
 
 @asynccontextmanager
-async def theatre(identifier: str, **args: Any) -> AsyncIterator[Theatre]:
+async def theatre(identifier: str, load_timeout: float = 60.0, **args: Any) -> AsyncIterator[Theatre]:
     with tempfile.TemporaryDirectory() as scratch:
-        opened = Theatre(identifier, args, TIMEOUT, Path(scratch))
+        opened = Theatre(identifier, args, TIMEOUT, Path(scratch), load_timeout)
         try:
             yield opened
         finally:
@@ -72,6 +80,15 @@ def test_a_regular_expression_that_holds_the_interpreter_is_killed_and_its_line_
     assert episode.problem.reason == "blocked"
     assert "probe/probed.py:" in episode.problem.place
     assert episode.blocked_seconds == TIMEOUT
+    assert episode.cpu_seconds is None  # nobody measured it
+
+
+def test_an_episode_that_goes_on_waiting_when_it_is_cancelled_is_killed_and_said_to(played: dict[str, Episode]):
+    episode = played["stubborn"]
+    assert episode.problem is not None
+    assert (episode.problem.reason, episode.problem.place) == ("not_cancelled", "")
+    assert episode.problem.text == "does not stop when it is cancelled, after 1 s"
+    assert (episode.blocked_seconds, episode.cpu_seconds) == (0, None)
 
 
 def test_an_episode_that_waits_too_long_is_ended_and_has_not_blocked_the_loop(played: dict[str, Episode]):
@@ -102,6 +119,12 @@ def test_an_environment_that_ends_its_process_costs_one_episode(played: dict[str
     assert problem.reason == "process"
     assert "exit status 3" in problem.text
     assert played[""].reward == 1.0
+
+
+def test_what_an_environment_may_write_to_is_limited(played: dict[str, Episode]):
+    limit = played["memory"].reward
+    assert limit is not None
+    assert 0 < limit <= MEMORY_MB << 20
 
 
 def test_a_scorer_that_searches_the_answer_is_fooled(played: dict[str, Episode]):
@@ -174,6 +197,24 @@ def test_a_random_reward_is_noticed(careless: Report):
 def test_what_close_raises_is_told(careless: Report):
     assert careless.closing is not None
     assert careless.closing.text == "RuntimeError: nothing is open"
+
+
+async def test_what_several_agents_earn_is_kept_apart():
+    async with theatre(BIDDING) as stage:
+        gold = await stage.play(BY_NAME["gold"], 0)
+    assert (gold.earned, gold.reward, gold.rewards) == ([1.0, -1.0], 0.0, {"won": 0.0})
+
+
+def test_agents_that_change_places_earn_something_else_though_their_mean_is_the_same():
+    once, again = (Episode("gold", 0, {"won": 0.0}, 0.0, earned) for earned in ([1.0, -1.0], [-1.0, 1.0]))
+    assert same_reward(once, once)
+    assert not same_reward(once, again)
+
+
+async def test_an_environment_that_takes_too_long_to_load_is_refused_with_the_place():
+    async with theatre(ASKING, load_timeout=1.0, flaw="slow tasks") as stage:
+        with pytest.raises(ProbeFailed, match=r"did not load within 1 s; it was at .*probed\.py:\d+\..*--load-timeout"):
+            await stage.open()
 
 
 async def test_an_environment_that_cannot_be_loaded_is_refused():

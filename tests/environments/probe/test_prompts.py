@@ -43,6 +43,16 @@ def test_gold_conversations_are_counted_first_and_some_prompts_are_shown():
     assert [(shown.task, shown.key, shown.tokens) for shown in prompts.shown] == [(0, "a", 15)]
 
 
+def test_the_prompts_that_are_shown_are_spread_over_the_tasks():
+    played = list(range(0, 80, 10))
+    episodes = [Episode("gold", task, exchange=EXCHANGE) for task in played]
+    given = report(*episodes)
+    given.played, given.keys = played, list("abcdefgh")
+    prompts = prompts_of(given, 3, in_bytes, BYTES)
+    assert [(shown.task, shown.key) for shown in prompts.shown] == [(0, "a"), (20, "c"), (50, "f")]
+    assert len(prompts.lengths) == 8
+
+
 def test_a_conversation_that_cannot_be_rendered_is_told(tiny_model: Path):
     nameless = Exchange([{"content": "x"}], [], [])
     prompts = prompts_of(

@@ -66,6 +66,13 @@ def test_boxes_side_by_side_are_one_list(text: str, answer: str):
         ("The answer is 3.5. That was easy", "3.5"),
         ("First the answer is 4\nbut then the ANSWER IS: $\\frac{1}{2}$", r"$\frac{1}{2}$"),
         ("Answer: 7", "7"),
+        ("The answer is x<3, because of x", "x<3"),
+        ("the answer is 5! Next", "5"),
+        ("the answer is $5!$", "$5!$"),
+        ("The answer is 5! + 1", "5! + 1"),
+        ("<answer> 7 </answer>", "7"),
+        ("the answer is 7<|im_end|>", "7"),
+        ("the answer is not 5", "not 5"),
         ("I have 3 apples", None),
         ("", None),
     ],
@@ -78,6 +85,16 @@ def test_the_last_number_is_an_answer_only_where_that_is_asked_for():
     assert final_answer("First 3, then $1,250.50 in all.", last_number=True) == "$1,250.50"
     assert extract_named("last_number")("3 and then -4") == "-4"
     assert extract_named("final")("3 and then -4") is None
+
+
+def test_the_last_number_is_taken_where_the_announced_answer_is_prose():
+    last_number = extract_named("last_number")
+    assert last_number("the answer is not 5, it is 18") == "18"
+    assert last_number("the answer is easy to see") == "easy to see"
+    assert last_number("the answer is 3 or 5, 9 + 9 being 18") == "18"
+    assert last_number("the answer is 3 or 5") == "3 or 5"
+    assert last_number(r"the answer is $\frac{\sqrt3}{2}$ by 4") == "4"
+    assert last_number(r"the answer is $\frac{\sqrt3}{2}$") == r"$\frac{\sqrt3}{2}$"
 
 
 def test_an_unknown_extraction_lists_those_that_there_are():

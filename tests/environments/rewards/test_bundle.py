@@ -11,6 +11,7 @@ import pytest
 
 from headrace.environments.base import EpisodeError
 from headrace.environments.rewards import Exact, Pattern, Rewards, in_sandbox, scaled
+from headrace.environments.rewards.base import warn_of_count
 from headrace.errors import BadInput
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import HOSTILE
@@ -231,3 +232,11 @@ async def test_the_event_loop_stays_free_while_all_of_them_work():
     await rewards.close()
     assert scores == {"slow": 0.0, "exact": 0.0, "later": 0.5}
     assert ticks > 30
+
+
+def test_what_a_reward_counts_is_logged_at_the_first_and_at_every_doubling(caplog: pytest.LogCaptureFixture):
+    for count in range(10):
+        warn_of_count("code", "solutions that hang", count)
+    assert [record.message for record in caplog.records] == [
+        f"reward 'code': solutions that hang: {count} so far in this process" for count in (1, 2, 4, 8)
+    ]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from headrace.environments.base import EpisodeError
-from headrace.environments.rewards import CodeExecution, Rewards
+from headrace.environments.rewards import CodeExecution, Rewards, code, code_runner
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import hostile
 from tests.environments.test_workers import until, wait_for_lock
@@ -31,10 +34,11 @@ class Codes:
 
     def __init__(self) -> None:
         self._first = CodeExecution(processes=1)
+        self._first._folder = self._folder = mkdtemp()
 
     def __call__(self, **options: Any) -> CodeExecution:
         reward = CodeExecution(**{"timeout": 20.0, **options})
-        reward._sandbox = self._first._sandbox
+        reward._sandbox, reward._folder, reward._works = self._first._sandbox, self._folder, True
         return reward
 
 
@@ -102,6 +106,11 @@ FORGERIES = {
     "dies": "import ctypes\nctypes.string_at(0)",
     "hides assertions": "AssertionError = ValueError\nadd = lambda a, b: -1",
     "kills its parent": "import os\nos.kill(os.getppid(), 9)",
+    "replaces compile": "import builtins\nbuiltins.compile = lambda *given, **more: 'pass'",
+    "replaces exec": "import builtins\nbuiltins.exec = lambda *given: None",
+    "walks frames": "import os, sys\nframe = sys._getframe()\nwhile frame:\n"
+    "    for value in frame.f_locals.values():\n"
+    "        if isinstance(value, bytes): os.write(3, value)\n    frame = frame.f_back\nos._exit(0)",
     "never reads": "import time\nclass add:\n    def __new__(cls, a, b): raise SystemExit(0)",
 }
 
@@ -109,6 +118,114 @@ FORGERIES = {
 @pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
 async def test_what_does_not_pass_tests_does_not_score(make: Codes, code: str):
     assert await make()(answer(code), {"tests": ["assert add(1, 2) == 3", PAIRS[1]]}) == 0.0
+
+
+ATTACKS = {
+    "writes no JSON": "import json\njson.JSONEncoder.encode = lambda *given: 'no JSON'",
+    "writes too deep JSON": "import json\njson.JSONEncoder.encode = lambda *given: '[' * 100_000",
+    "writes too long a number": "import sys\nsys.set_int_max_str_digits(0)\nadd = lambda a, b: 10**6000",
+    "writes where its parent does": "import os\nopen(f'/proc/{os.getppid()}/fd/1', 'w').write('[')",
+    "takes files from its parent": "import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_NOFILE, (3, 3))",
+}
+
+
+@LINUX
+@pytest.mark.parametrize("code", ATTACKS.values(), ids=ATTACKS)
+async def test_an_attack_scores_nothing_and_costs_no_rollout(make: Codes, code: str):
+    tests = [{"input": [1, 2], "output": 4}, {"input": [2, 2], "output": 5}]
+    assert await Rewards([make(entry="add")]).score(answer(f"{ADD}\n{code}"), {"tests": tests}) == {"code": 0.0}
+    assert await make(entry="add")(answer(ADD), {"tests": [{"input": [1, 2], "output": 3}]}) == 1.0
+
+
+async def test_a_solution_that_removes_the_directories_above_harms_itself_alone(make: Codes):
+    remove = f"import shutil\nshutil.rmtree({make._folder!r}, ignore_errors=True)\nexit(1)"
+    assert await make()(answer(remove), {"tests": PAIRS[:1]}) == 0.0
+    assert await make()(answer(SUM), {"tests": PAIRS[:1]}) == 1.0
+
+
+async def test_true_is_not_one(make: Codes):
+    tests = [{"input": [], "output": wanted} for wanted in (1, True, [{"a": 1.0}], [{"a": True}])]
+    assert await make(entry="f")(answer("f = lambda: True"), {"tests": tests}) == 1 / 4
+    assert await make(entry="f")(answer("f = lambda: 1.0"), {"tests": tests}) == 1 / 4
+    assert await make(entry="f")(answer("f = lambda: [{'a': True}]"), {"tests": tests}) == 1 / 4
+    assert await make(entry="f")(answer("f = lambda: ({'a': 1},)"), {"tests": tests}) == 1 / 4
+
+
+async def test_a_solution_that_holds_up_or_brings_down_the_process_scores_nothing(
+    make: Codes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started = tmp_path / "started"
+    reward, hang = make(), answer(f"import time\nopen({str(started)!r}, 'w')\ntime.sleep(3600)")
+    scoring = asyncio.create_task(reward(hang, {"tests": ["pass"]}))
+    await until(started.exists)
+    [process] = [process for process in reward._sandbox._processes if process.is_alive()]
+    os.kill(process._process.pid, signal.SIGKILL)
+    assert (await scoring, reward.failures, reward.timeouts) == (0.0, 1, 0)
+    await reward(answer(""), {"tests": ["pass"]})
+    monkeypatch.setattr(code, "PATIENCE", 0.0)
+    monkeypatch.setattr(code, "GRACE", 0.5)
+    assert (await reward(hang, {"tests": ["pass"]}), reward.failures, reward.timeouts) == (0.0, 1, 1)
+
+
+@LINUX
+async def test_a_runner_that_does_not_work_fails_the_episode():
+    reward = CodeExecution(memory_mb=1, processes=1)
+    with pytest.raises(EpisodeError, match="the program that runs tests does not work"):
+        await Rewards([reward]).score(answer(ADD), {"tests": ASSERTIONS})
+    await reward.close()
+
+
+async def test_closing_removes_what_killed_solutions_left(tmp_path: Path):
+    reward = CodeExecution(processes=1)
+    assert await reward(answer(ADD), {"tests": ASSERTIONS[:1]}) == 1.0
+    assert reward._folder is not None
+    folder = Path(reward._folder)
+    (folder / "left" / "behind").mkdir(parents=True)
+    await reward.close()
+    assert not folder.exists()  # noqa: ASYNC240
+
+
+@pytest.mark.full
+async def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path):
+    top = tmp_path / "top"
+    top.mkdir()
+    here = os.open(top, code_runner.DIRECTORY)
+    for _ in range(1200):
+        os.mkdir("abcd", dir_fd=here)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+        here = code_runner._step(here, "abcd")
+    os.close(here)
+    assert code_runner._is_fuller(str(top), 1 << 40)
+    code_runner.remove_tree(str(top))
+    assert not top.exists()
+
+
+async def test_what_fills_a_directory_is_every_entry_in_it(tmp_path: Path):
+    for name in ("a/b", "c", "d"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "d" / "empty").touch()
+    (tmp_path / "link").symlink_to("/")
+    entries = 6
+    assert not code_runner._is_fuller(str(tmp_path), entries * 8192)
+    assert code_runner._is_fuller(str(tmp_path), entries * code_runner.SMALLEST_ENTRY - 1)
+
+
+@LINUX
+async def test_a_solution_can_signal_nothing_outside_of_its_namespace(make: Codes):
+    apart = answer("import os\nprint(os.getppid() == 1)")
+    if await make()(apart, {"tests": [{"input": "", "output": "True"}]}) == 0.0:
+        pytest.skip("the system refuses a namespace of processes")
+    outside = f"import os\ntry:\n    os.kill({os.getpid()}, 0)\nexcept ProcessLookupError:\n    print('nobody')"
+    first = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nos.kill(os.getppid(), 9)\nprint(os.getppid())"
+    assert await make()(answer(outside), {"tests": [{"input": "", "output": "nobody"}]}) == 1.0
+    assert await make()(answer(first), {"tests": [{"input": "", "output": "1"}]}) == 1.0
+
+
+@LINUX
+async def test_time_is_the_processors(make: Codes):
+    tests = {"tests": [{"input": "", "output": "rested"}]}
+    assert await make(timeout=0.2)(answer("import time\ntime.sleep(0.5)\nprint('rested')"), tests) == 1.0
+    assert await make(timeout=0.05)(answer("import time\ntime.sleep(60)\nprint('rested')"), tests) == 0.0
 
 
 async def test_what_never_ends_scores_nothing_more_and_leaves_the_event_loop_free(make: Codes):
@@ -169,6 +286,7 @@ async def test_files_are_limited_and_removed(make: Codes, tmp_path: Path):
     many += "open(str(n), 'wb').write(bytes(1 << 20))"
     assert await make(disk_mb=4)(answer(many), {"tests": ["pass"]}) == 0.0
     assert not Path(told.read_text()).exists()  # noqa: ASYNC240
+    assert await make(disk_mb=1)(answer(f"{many[: many.rindex('open')]}os.mkdir(str(n))"), {"tests": ["pass"]}) == 0.0
     one = "open('file', 'wb').write(bytes(8 << 20))"
     assert await make(disk_mb=4)(answer(one), {"tests": ["pass"]}) == 0.0
     assert await make(disk_mb=16)(answer(one), {"tests": ["pass"]}) == 1.0

@@ -107,17 +107,33 @@ async def test_a_field_that_a_task_does_not_have_is_named(server: OpenAIStandIn)
         ("**Score:** 0.25.", 0.25),
         ('{"score": 0.9}', 0.9),
         ("Score: 0.1 was my first thought. Score: 0.7", 0.7),
+        ("**Score** 0.5", 0.5),
+        ("Score (0-1): _0.5_", 0.5),
+        ('{"score": 1, "final_score": 0}', 0.0),
+        ("Score: 0.7. This score reflects what is missing.", 0.7),
+        ("Score: 8/10", 0.8),
+        ("Score: **8** / 10", 0.8),
+        ("Score: 1 (out of 10)", 0.1),
+        ("Score: 80 %", 0.8),
+        ("Score: 1 means that it is right.\nScore: 0/10", 0.0),
+        ("Score: 1 means that it is right.\nScore: zero", None),
+        ("Score: 1 means that it is right.\nScore: -1", None),
+        ("Score: 1\nOf 3 mistakes, none counts.", 1.0),
+        ("Score: 1 out of ten", None),
+        ("Score: 11/10", None),
+        ("Score: 0/0", None),
+        ("Score: 120%", None),
+        ("Score: 1/10/2", None),
+        ("Score: 0-1", None),
+        ("Score: 0,5", None),
         ("Score: -1", None),
         ("Score: 7", None),
-        ("Score: 1/10", None),
-        ("Score: 0.5/1", None),
-        ("Score: 1 %", None),
-        ("Score: 1%", None),
         ("Score: 1e-1", None),
         ("underscore: 1", None),
         ("I like it.", None),
         ("", None),
         ("score" * 100_000 + ":" * 100_000, None),
+        ("score(" * 100_000, None),
     ],
 )
 def test_the_default_score_is_the_last_between_zero_and_one(answer: str, score: float | None):
@@ -197,6 +213,19 @@ def test_a_file_that_is_no_cache_is_refused_at_once(tmp_path: Path):
         AnswerCache(tmp_path)
 
 
+def test_an_answer_that_the_file_does_not_take_is_kept_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    cache = AnswerCache(tmp_path / "answers")
+    with sqlite3.connect(tmp_path / "answers") as file:
+        file.execute("DROP TABLE answers")
+    file.close()
+    cache.put("a", "1")
+    cache.put("b", "2")
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == ("1", "2", None)
+    [complaint] = caplog.records
+    assert "answers fails (no such table: answers): new answers may be in memory alone" in complaint.message
+    cache.close()
+
+
 def test_memory_keeps_what_was_used_last(tmp_path: Path):
     cache = AnswerCache(in_memory=2)
     cache.put("a", "1")
@@ -252,6 +281,25 @@ async def test_requests_are_spread_over_the_minute(server: OpenAIStandIn, monkey
         await asyncio.gather(*(reward(str(n), DATA) for n in range(4)))
         monkeypatch.undo()
     assert sorted(round(seconds) for seconds in waited if seconds > 1) == [10, 20, 30]
+
+
+async def test_a_question_that_nobody_waits_for_any_more_is_not_asked(server: OpenAIStandIn):
+    async with judging(server, requests_per_minute=1200) as reward:
+        leaving = [asyncio.create_task(reward(f"{n // 2}", DATA)) for n in range(100)]
+        staying = asyncio.create_task(reward("3", DATA))
+        await asyncio.sleep(0.01)
+        for task in leaving:
+            task.cancel()
+        assert (await asyncio.gather(*leaving, return_exceptions=True)).count(1.0) <= 2
+        assert await staying == 1.0
+        assert await reward("49", DATA) == 1.0
+        assert reward._asking == {}
+    assert len(server.asked) <= 3
+
+
+def test_a_server_may_ask_for_minutes_but_not_for_hours():
+    assert [judge._delay(0, seconds) for seconds in (60.0, 3600.0)] == [60.0, 300.0]
+    assert judge._delay(20, None) <= 30.0
 
 
 async def test_no_more_questions_are_open_than_allowed(server: OpenAIStandIn):

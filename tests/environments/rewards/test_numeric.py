@@ -80,7 +80,18 @@ def score(answer: str, gold: Any, reward: Numeric = boxed) -> float:
         (r"\text{5}", "5"),
         (r"\mathbf{5}", "5"),
         (r"\boxed{5}", "5"),
-        ("12.000001", "12"),
+        (r"\boldsymbol{5}", "5"),
+        (r"\underline{5}", "5"),
+        (r"\textcolor{red}{5}", "5"),
+        (r"\color{red}{5}", "5"),
+        (r"\large 5", "5"),
+        (r"0.\bar{3}", "1/3"),
+        (r"0.333\ldots", "1/3"),
+        ("0.1666...", "1/6"),
+        ("0.666666", "2/3"),
+        ("12.0000001", "12.0"),
+        ("3 000 000", "3000000"),
+        ("20\u00ba", "20"),
     ],
 )
 def test_a_number_is_the_same_however_it_is_written(answer: str, gold: Any):
@@ -113,7 +124,16 @@ def test_a_number_is_the_same_however_it_is_written(answer: str, gold: Any):
         ("1.5", "15"),
         ("1,5", "1.5"),
         ("0.3333", "1/3"),
+        ("0.3\\ldots", "1/3"),
         ("109200001", "109200000"),
+        ("1", r"\frac{4036082}{4036081}"),
+        (r"\frac{4036082}{4036081}", "1"),
+        ("12345678.4", "12345678"),
+        ("12345678", "12345678.4"),
+        ("1e9", "1000000001"),
+        ("12.000001", "12"),
+        ("11.9999999999", "12"),
+        ("10000001", "10000000.0"),
         ("16386.17", "16386.16"),
         ("-5", "5"),
         ("5 feet", "5 inches"),
@@ -139,6 +159,131 @@ def test_a_number_is_the_same_however_it_is_written(answer: str, gold: Any):
 )
 def test_what_is_not_the_gold_number_scores_nothing(answer: str, gold: Any):
     assert score(answer, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(
+            "eggs",
+            "big apples",
+            "eggs per day",
+            "miles per hour",
+            "dollars a day",
+            "cups of tea",
+            "years old",
+            "people",
+        ),
+        *(
+            "bags of dog food left over",
+            "sq ft",
+            "square feet",
+            "feet squared",
+            "cm^2",
+            "mL",
+            "L",
+            "m",
+            "s",
+            "GB",
+            "mpg",
+        ),
+        *("USD", "km/h", "m/s", "m/s^2", "/hour", "mins", "in total", r"\text{ m/s}", r"\text{ m/s}^2"),
+        r"\frac{\text{miles}}{\text{hour}}",
+    ],
+)
+def test_whatever_is_counted_or_measured_may_be_named(unit: str):
+    assert score(f"18 {unit}", "18") == 1.0
+    assert score(f"19 {unit}", "18") == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", ["18m", "18h", "18mins", "x = 18 m", "\u20ac18", "\u00a318", "18\u20ac", "USD 18", "US$18"]
+)
+def test_units_may_touch_the_number_and_currencies_stand_in_front(answer: str):
+    assert score(answer, "18") == 1.0
+
+
+@pytest.mark.parametrize("answer", ["-18 degrees Celsius", r"-18^\circ\text{C}", r"-18^\circ C", "-\u20ac18"])
+def test_a_negative_number_may_have_a_unit(answer: str):
+    assert score(answer, "-18") == 1.0
+    assert score(answer, "18") == 0.0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "squared",
+            "cubed",
+            "halves",
+            "thirds",
+            "tenths",
+            "factorial",
+            "doubled",
+            "twice",
+            "wrong",
+            "squared dollars",
+        ),
+        *(
+            "dozen",
+            "pairs",
+            "gross",
+            "hundreds",
+            "hundred",
+            "thousand dollars",
+            "k",
+            "K",
+            "x",
+            "ab",
+            "plus tax",
+            "mod 5",
+        ),
+        *("or more", "less than x", "and a half", "to the power of two", "over 2", "minus one", "/x", r"\text{ nd}"),
+    ],
+)
+def test_words_that_change_a_number_are_no_unit(words: str):
+    assert score(f"18 {words}", "18") == 0.0
+
+
+@pytest.mark.parametrize("answer", [r"\not= 18", r"\not 18", r"\ne 18", r"\text{not } 18", r"\cancel{18}"])
+def test_what_is_denied_is_not_the_answer(answer: str):
+    assert score(answer, "18") == 0.0
+
+
+def test_only_up_to_one_is_a_thing_named_in_the_singular():
+    assert [score(answer, gold) for answer, gold in (("1 egg", "1"), ("1/2 pizza", "0.5"), ("1 half", "1"))] == [
+        1,
+        1,
+        0,
+    ]
+    assert score("2 nonsense", "2") == 0.0
+
+
+def test_a_dozen_is_twelve_and_a_pair_two():
+    assert [score(answer, "24") for answer in ("2 dozen eggs", "12 pairs", "24 dozen")] == [1.0, 1.0, 0.0]
+
+
+def test_the_exponent_of_a_unit_must_not_be_wrong():
+    gold = r"5\text{ cm}^2"
+    assert [score(answer, gold) for answer in ("5", "5 square cm", "5 cm^2", "5 centimeters squared")] == [1.0] * 4
+    assert [score(answer, gold) for answer in ("5 cm", "5 cm^3", "5 cubic centimeters", "5 m^2")] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("18", ["18%"], ["1800%", "0.18%"]),
+        ("0.5", ["50%"], ["0.5%", "5%"]),
+        ("1/4", ["25%"], ["0.25%"]),
+        ("1", [], ["1%", "100%"]),
+        ("0", ["0%"], ["1%"]),
+        ("50%", ["50", "0.5", "1/2", "50 percent"], ["5", "0.05", "5000", "0.5%"]),
+        ("100%", ["1", "100"], ["1%"]),
+    ],
+)
+def test_a_percentage_for_a_plain_number_is_read_in_one_way_alone(gold: str, right: list[str], wrong: list[str]):
+    assert [score(answer, gold) for answer in right] == [1.0] * len(right)
+    assert [score(answer, gold) for answer in wrong] == [0.0] * len(wrong)
 
 
 @FIXED
@@ -175,6 +320,27 @@ def test_the_answer_may_stand_after_four_hashes_or_be_all_of_the_text():
     assert Numeric(extract="last_number")("16, no, 18", {"answer": "18"}) == 1.0
     assert Numeric(extract="all")(" 18 ", {"answer": "18"}) == 1.0
     assert Numeric(extract="all", field="gold")("18", {"gold": 18}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 18 because 9*2 = 18.",
+        "The answer is 18, since 9+9=18.",
+        "The answer is 18!",
+        "The answer is 18! Great",
+        "The answer is 18</answer>",
+        "<answer>18</answer>",
+        "The answer is 18<|im_end|>",
+        "The answer is 18 eggs per day.",
+        "The answer is $18/hour.",
+        "Answer: 18 dollars a day",
+        "The answer is **18 miles**. That is all.",
+    ],
+)
+@pytest.mark.parametrize("extract", ["final", "last_number"])
+def test_an_announced_number_is_found_in_its_sentence(text: str, extract: str):
+    assert Numeric(extract=extract)(text, {"answer": "18"}) == 1.0
 
 
 def test_a_task_without_a_gold_number_is_an_error_that_names_the_field():

@@ -41,6 +41,18 @@ async def test_algebra_decides_in_a_process_of_its_own(reward: Symbolic):
     assert (reward.timeouts, reward.failures) == (0, 0)
 
 
+async def test_a_letter_after_a_number_is_a_unit_unless_the_gold_answer_has_letters(reward: Symbolic):
+    scores = {("18 m", "18"): 1.0, ("18 m", "18m"): 1.0, ("18", "18m"): 0.0, ("m+17m", "18m"): 1.0, ("18 x", "18"): 0.0}
+    for (answer, gold), score in scores.items():
+        assert await reward(rf"\boxed{{{answer}}}", {"answer": gold}) == score
+
+
+async def test_what_is_not_defined_is_wrong_and_no_failure(reward: Symbolic):
+    for answer in (r"\frac{1}{0}", r"\log 0", "0^{-1}", r"\frac{0}{0}", r"\tan 90^\circ"):
+        assert [await reward(rf"\boxed{{{answer}}}", {"answer": gold}) for gold in (r"\sqrt2", "x")] == [0.0, 0.0]
+    assert reward.failures == 0
+
+
 @pytest.mark.parametrize(
     "text", [r"\boxed{1} or \boxed{2}", r"\boxed{1 \text{ or } 2}", r"\boxed{1, 2}", r"\boxed{\pm 2}"]
 )

@@ -129,6 +129,13 @@ async def test_hostile_replies_earn_almost_nothing(environment, reply):
     assert total(await play_replies(environment, task, reply)) < 0.3
 
 
+async def test_of_a_long_answer_only_a_few_times_the_wanted_items_are_read():
+    late = await play_replies(LETTERS, DAC_B, "x " * 8 * 3 + "a c d", "x " * 8 * 4 + "a b c d")
+    assert late.rewards == {"similarity": 0.0}
+    early = await play_replies(LETTERS, DAC_B, "a c d " + "x " * 4000, "a b c d " + "x " * 4000)
+    assert early.rewards == {"similarity": pytest.approx((2 * 3 / (3 + 24) + 2 * 4 / (4 + 32)) / 2)}
+
+
 async def test_a_turn_that_is_not_reached_counts_as_nothing():
     class OneTurn:
         async def chat(self, messages, tools=(), max_tokens=None):

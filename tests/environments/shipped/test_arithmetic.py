@@ -64,7 +64,11 @@ async def test_a_copy_earns_by_its_likeness():
         ({"operations": "+/"}, "operations must be some of"),
         ({"digits": 0}, "digits must be a whole number from 1"),
         ({"split": "test"}, "split must be 'train' or 'eval'"),
-        ({"num_tasks": 0}, "num_tasks must be positive"),
+        ({"num_tasks": 0}, "num_tasks must be a whole number of at least 1, not 0"),
+        ({"num_tasks": True}, "num_tasks must be a whole number of at least 1, not True"),
+        ({"operations": 5}, "operations must be some of"),
+        ({"split": ["train"]}, "split must be"),
+        ({"demonstrate_mistakes": 7}, "demonstrate_mistakes must be a number from 0 to 1, not 7"),
     ],
 )
 def test_wrong_args_say_what_is_right(args, complaint):
@@ -72,7 +76,21 @@ def test_wrong_args_say_what_is_right(args, complaint):
         load_environment("arithmetic", args)
 
 
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({"min_letters": 9}, "max_letters must be a whole number of at least 9, not 8"),
+        ({"min_letters": 0}, "min_letters must be a whole number of at least 1, not 0"),
+        ({"num_tasks": "5"}, "num_tasks must be a whole number of at least 1, not '5'"),
+        ({"demonstrate_mistakes": 7}, "demonstrate_mistakes must be a number from 0 to 1, not 7"),
+    ],
+)
+def test_wrong_args_of_copying_say_what_is_right(args, complaint):
+    with pytest.raises(EnvironmentNotFound, match=complaint):
+        load_environment("copy", args)
+
+
 def test_a_small_world_gives_the_tasks_it_has():
     tasks = draw_tasks(lambda rng: {"n": rng.randrange(40)}, "train", 1000, 0)
     evaluation = draw_tasks(lambda rng: {"n": rng.randrange(40)}, "eval", 1000, 0)
-    assert sorted(task["n"] for task in tasks + evaluation) == list(range(40))
+    assert sorted(task["n"] for task in [*tasks, *evaluation]) == list(range(40))

@@ -102,6 +102,11 @@ async def test_calls_without_end_end_with_the_turns():
         ("", 0, False),
         ("nan", 0, False),
         ("9" * 5000, 9, False),
+        ("5284" + "!" * 197, 284, False),  # not all of the number is read
+        ("5284" + "!" * 196, 5284, True),
+        ("so 284" + "!" * 197, 284, False),  # nor whether it begins there
+        ("x-5" + "!" * 199, 5, False),
+        ("It is as follows: " * 50 + "284", 284, True),
         ("<tool_response>84</tool_response>", 84, False),
         ("0.333333333333", Fraction(1, 3), True),
         ("0.33333333333333333", Fraction(1, 3), True),

@@ -61,6 +61,15 @@ def test_splits_share_no_task():
     assert {str(task) for task in train}.isdisjoint(str(task) for task in evaluation)
 
 
-def test_wrong_args_say_what_is_right():
-    with pytest.raises(EnvironmentNotFound, match="numbers must be a whole number from 2 to 8, not 1"):
-        load_environment("countdown", {"numbers": 1})
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({"numbers": 1}, "numbers must be a whole number from 2 to 8, not 1"),
+        ({"terse": "yes"}, "terse must be true or false, not 'yes'"),
+        ({"num_tasks": True}, "num_tasks must be a whole number of at least 1, not True"),
+        ({"split": "test"}, "split must be 'train' or 'eval', not 'test'"),
+    ],
+)
+def test_wrong_args_say_what_is_right(args, complaint):
+    with pytest.raises(EnvironmentNotFound, match=complaint):
+        load_environment("countdown", args)

@@ -24,6 +24,8 @@ from headrace.environments.shipped.expression import LARGEST, BadExpression, eva
         ("2 ** -3", Fraction(1, 8)),
         ("7 / 2", Fraction(7, 2)),
         ("0.1 + 0.2", Fraction(3, 10)),  # exact, as no float is
+        ("0.10000000000000000001 * 10 ** 20", 10**19 + 1),  # more digits than a float has
+        ("1.00000000000000000003 - 1.00000000000000000001", Fraction(2, 10**20)),
         ("1 / 3 * 3", 1),
         (".5 * 4.", 2),
         ("1 ** 1000", 1),

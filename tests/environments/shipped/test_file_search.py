@@ -1,10 +1,22 @@
 """Answer questions from files that must be found first."""
 
+import itertools
+import re
+
 import pytest
 
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import call_tool, play
-from headrace.environments.shipped.file_search import FileSearch, files, is_right, questions, ranked, search, words_of
+from headrace.environments.shipped.file_search import (
+    FILLERS,
+    FileSearch,
+    files,
+    is_right,
+    questions,
+    ranked,
+    search,
+    words_of,
+)
 from headrace.environments.tools import ToolError
 from headrace.rollout.types import Task
 from tests.environments.shipped.games import (
@@ -107,8 +119,17 @@ def test_questions_are_distinct_and_every_file_has_some():
     [
         ("Bishop", "Bishop", True),
         ("  bishop.\n", "Bishop", True),
-        ("The heron was called Bishop", "Bishop", True),  # four words besides
-        ("The tame heron was called Bishop", "Bishop", False),  # five
+        ("It was called Bishop", "Bishop", True),
+        ("The answer is: **Bishop**.", "Bishop", True),
+        ("The heron was called Bishop", "Bishop", False),  # who repeats the question has not given the answer alone
+        ("not Bishop", "Bishop", False),
+        ("It is not the Bishop", "Bishop", False),
+        ("It isn't Bishop", "Bishop", False),
+        ("Bishop or Walpole", "Bishop", False),
+        ("Penderby 1701 1702 1703 1704", "Penderby", False),
+        ("9, 10", "9", False),
+        ("in 1802", "1802", True),
+        ("1802 1803", "1802", False),
         ("Bishops", "Bishop", False),
         ("Hobb's mere", "Hobb's Mere", True),
         ("Mere Hobb's", "Hobb's Mere", False),
@@ -121,6 +142,35 @@ def test_questions_are_distinct_and_every_file_has_some():
 )
 def test_an_answer_is_right_if_it_is_short_and_has_the_words_in_it(text: str, answer: str, right: bool):
     assert is_right(text, answer) is right
+
+
+def test_answers_with_what_is_counted_are_right():
+    asked = [(re.search(r"How many (?:lime )?(\w+)", q["question"]), q["answer"]) for q in questions()]
+    counted = [
+        f"{answer} {found[1]}." for found, answer in asked if found and is_right(f"{answer} {found[1]}.", answer)
+    ]
+    assert len(counted) == sum(found is not None for found, _ in asked) >= 15
+
+
+def test_no_answer_is_made_of_fillers():
+    assert all(not FILLERS.issuperset(words_of(question["answer"])) for question in questions())
+
+
+def test_who_names_two_answers_of_a_file_has_given_none():
+    for one, other in itertools.permutations(questions(), 2):
+        if one["file"] == other["file"] and one["answer"] != other["answer"]:
+            assert not is_right(f"{one['answer']}, {other['answer']}", one["answer"])
+            assert not is_right(f"{other['answer']} or {one['answer']}", one["answer"])
+
+
+def test_demonstrations_for_training_never_ask_what_evaluation_asks():
+    held_out = {value for task in FileSearch("eval").tasks() for value in (task["question"], task["file"])}
+    said = set()
+    for shown in itertools.islice(FileSearch("train", demonstrate_mistakes=0.5).demonstrations(0), 200):
+        for call in itertools.chain(*(message.get("tool_calls", []) for message in shown.messages)):
+            said.update(call["function"]["arguments"].values())
+    assert len(said) > 100
+    assert said.isdisjoint(held_out)
 
 
 async def test_a_file_recited_is_no_answer():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.environments.base import Demonstration, Reply
+from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.shipped.reverse_text import ReverseText, similarity
 from headrace.rollout.types import Message, Task, Turn
 
@@ -126,7 +127,34 @@ async def test_a_wrong_answer_gets_partial_credit():
 
 async def test_an_answer_cut_at_the_limit_is_truncated():
     (rollout,) = await ReverseText().run(Task("reverse-text", {"word": "abcd"}), Speaker("dc", "length"))
-    assert rollout.truncated
+    assert (rollout.truncated, rollout.stop_reason) == (True, "truncated")
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({"split": "test"}, "split must be 'train' or 'eval', not 'test'"),
+        ({"num_tasks": 0}, "num_tasks must be a whole number of at least 1, not 0"),
+        ({"min_letters": 9}, "max_letters must be a whole number of at least 9, not 8"),
+        ({"min_letters": 0, "max_letters": 0}, "min_letters must be a whole number of at least 1, not 0"),
+        ({"demonstrate_copies": 7}, "demonstrate_copies must be a number from 0 to 1, not 7"),
+    ],
+)
+def test_wrong_args_are_refused_by_name(args, complaint):
+    with pytest.raises(EnvironmentNotFound, match=complaint):
+        load_environment("reverse-text", args)
+
+
+def test_words_and_demonstrations_of_a_seed_stay_what_they_were():
+    environment = ReverseText(num_tasks=3, demonstrate_copies=0.75)
+    assert words(environment) == ["jnsk", "lfydb", "ehzue"]
+    shown = itertools.islice(environment.demonstrations(0), 4)
+    assert [tuple(message["content"] for message in one.messages) for one in shown] == [
+        ("tkgnkuh", "tkgnkuh"),
+        ("qfolnbxx", "qfolnbxx"),
+        ("suqpvis", "suqpvis"),
+        ("eogz", "zgoe"),
+    ]
 
 
 def test_demonstrations_reverse_their_words():

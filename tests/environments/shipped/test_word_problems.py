@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.environments.base import tasks_of
+from headrace.environments.data.tables import DataError
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import play
 
@@ -71,6 +72,35 @@ async def test_the_strict_prompt_asks_for_its_own_tags():
 def test_math_can_be_narrowed_to_levels():
     environment = load_environment("math", {"source": str(DATA / "math"), "split": "test", "levels": [1, 5]})
     assert {task["level"] for task in environment.tasks()} == {1, 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "complaint"),
+    [
+        ("gsm8k", {"sauce": "x"}, "unexpected keyword argument 'sauce'"),
+        ("math", {"sauce": "x"}, "unexpected keyword argument 'sauce'"),
+        ("strict-math", {"sauce": "x"}, "unexpected keyword argument 'sauce'"),
+        ("strict-math", {"data": "arithmetic", "digits": 0}, "digits must be a whole number from 1 to 100, not 0"),
+        ("strict-math", {"opening": "think", "closing": "/think"}, "neither in the other"),
+        ("gsm8k", {"demonstrate_mistakes": 7}, "demonstrate_mistakes must be a number from 0 to 1, not 7"),
+    ],
+)
+def test_wrong_args_are_refused_by_name(name: str, args: dict, complaint: str):
+    with pytest.raises(EnvironmentNotFound, match=complaint):
+        load_environment(name, args)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "strict-math"])
+def test_data_is_read_when_the_tasks_are_asked_for(name: str, tmp_path: Path):
+    environment = load_environment(name, {"source": str(tmp_path / "absent.jsonl")})
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
+        environment.tasks()
+
+
+def test_the_tasks_are_the_same_list_each_time():
+    for name, args in (("gsm8k", {"source": str(DATA / "gsm8k"), "split": "test"}), ("arithmetic", {}), ("copy", {})):
+        environment = load_environment(name, args)
+        assert list(environment.tasks()) == list(environment.tasks()) != []
 
 
 def test_unknown_data_is_refused():

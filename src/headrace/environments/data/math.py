@@ -44,6 +44,10 @@ def math(
 
     A problem whose solution boxes nothing (there are two among those for training) is left out, with a warning.
     """
+    if subjects is not None and (isinstance(subjects, str) or not all(isinstance(one, str) for one in subjects)):
+        raise BadInput(f'subjects: expected a list of names, as ["Algebra"], not {subjects!r:.60}')
+    if levels is not None and not _are_levels(levels):
+        raise BadInput(f"levels: expected a list of numbers from 1 to 5, as [4, 5], not {levels!r:.60}")
     wanted = None if subjects is None else {_subject(subject) for subject in subjects}
     rows = (_task(row) for row in _rows(source, split, wanted, columns))
     chosen = (
@@ -88,6 +92,11 @@ def _level(level: Any, where: str) -> int | None:
     if digits in ("?", "None"):
         return None
     raise DataError(f"{where}: the level is neither a number nor 'Level 1' to 'Level 5', but {level!r:.60}")
+
+
+def _are_levels(levels: Any) -> bool:
+    """As a run file gave them: of any type."""
+    return isinstance(levels, Sequence) and all(isinstance(level, int) and 1 <= level <= 5 for level in levels)
 
 
 def _subject(subject: str, where: str = "subjects") -> str:

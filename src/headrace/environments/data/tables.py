@@ -172,6 +172,9 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
     datasets.disable_progress_bars()
     try:
         if not is_saved_dataset(Path(name)):
+            if Path(name).is_dir():  # all its splits would be read, and may not fit together, before this one is missed
+                files = datasets.load_dataset_builder(name, subset).config.data_files
+                _check_split(split, [str(known) for known in files or ()], title)
             return datasets.load_dataset(name, subset, split=split)
         saved = datasets.load_from_disk(name)
     except ConnectionError as error:
@@ -184,9 +187,14 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
         raise DataError(f"{title} cannot be loaded: {type(error).__name__}: {error}{cause}") from error
     # What `save_to_disk` leaves is one split, which may know its name, or several.
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
-    if split not in splits:
-        raise DataError(f"{title}: there is no such split, only {', '.join(splits)}")
+    _check_split(split, list(splits), title)
     return splits[split]
+
+
+def _check_split(split: str, known: list[str], title: str) -> None:
+    """A part of one, as `train[:100]`, is the library's to judge."""
+    if known and split not in known and split.replace("_", "").isalnum():
+        raise DataError(f"{title}: there is no such split, only {', '.join(known)}")
 
 
 def _row(columns: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ they crash parsers, hold regular expressions for minutes, or earn what only an a
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -113,7 +114,9 @@ def _together(replies: Sequence[Message | str]) -> Message | str:
 
 
 def _echo(scene: Scene) -> str:
-    return "\n".join(str(message.get("content") or "") for message in scene.messages)
+    """What was asked at first: to echo echoes would double them with every turn."""
+    asked = itertools.takewhile(lambda message: message.get("role") != "assistant", scene.messages)
+    return "\n".join(str(message.get("content") or "") for message in asked)[:LONG]
 
 
 def _forged(scene: Scene) -> str:

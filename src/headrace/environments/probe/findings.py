@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,8 @@ EQUAL = 0.999
 """Share of what gold earns, above the lowest, from which on a completion earns as much as gold."""
 SOME = 0.1
 """Share from which on rubbish earns too much."""
+MUCH = 0.5
+"""Share from which on a cheat earns too much."""
 HELD = 0.1
 """Seconds that an episode may hold the event loop: all others wait meanwhile."""
 SLOW_LOAD = 30.0
@@ -94,6 +97,13 @@ def _of_prompts(prompts: Prompts | None, seq_len: int | None) -> Iterator[Findin
 
 
 def _of_gold(report: Report) -> Iterator[Finding]:
+    if report.agents > 1:
+        yield Finding(
+            "note",
+            f"{report.agents} agents are trained in an episode, and completions speak for all: rewards were not judged",
+            "see the table for failures and times, and have a model play (--endpoint) to see what is earned",
+        )
+        return
     rewards = {episode.task: episode.reward for episode in report.of("gold") if episode.reward is not None}
     if not report.of("gold"):
         yield Finding(
@@ -112,6 +122,14 @@ def _of_gold(report: Report) -> Iterator[Finding]:
 
 
 def _of_rewards(report: Report) -> Iterator[Finding]:
+    if report.unstable:
+        seen = f"the second time {_listed(report.unstable)} earned something else"
+        yield Finding("warning", seen, "seed what is random; of a judge, ask for temperature 0")
+    if report.agents <= 1:  # several may earn at each other's cost
+        yield from _of_shares(report)
+
+
+def _of_shares(report: Report) -> Iterator[Finding]:
     earned = [episode.reward for episode in report.episodes if episode.reward is not None]
     gold = [episode.reward for episode in report.of("gold") if episode.reward is not None]
     floor = min([0.0, *earned])
@@ -120,8 +138,8 @@ def _of_rewards(report: Report) -> Iterator[Finding]:
         return
     alike: dict[tuple[Severity, str, str], list[str]] = defaultdict(list)
     offers_tools = any(episode.offers_tools for episode in report.episodes)
-    for name, share in _shares(report, floor).items():
-        if verdict := _verdict(BY_NAME[name], share, offers_tools):
+    for name, shares in _shares(report, floor).items():
+        if verdict := _verdict(BY_NAME[name], shares, offers_tools):
             alike[verdict].append(name)
     for (severity, much, remedy), names in alike.items():
         verb = "earn" if len(names) > 1 else "earns"
@@ -131,22 +149,23 @@ def _of_rewards(report: Report) -> Iterator[Finding]:
             rewards = [episode.reward for episode in report.of(name) if episode.reward is not None]
             if rewards and fmean(rewards) > 0:
                 yield Finding("warning", f"{name!r} earns {fmean(rewards):.3g}", "see what it earns that for")
-    if report.unstable:
-        seen = f"the second time {_listed(report.unstable)} earned something else"
-        yield Finding("warning", seen, "seed what is random; of a judge, ask for temperature 0")
 
 
-def _verdict(completion: Completion, share: float, offers_tools: bool) -> tuple[Severity, str, str] | None:
-    """How bad it is that a completion earns this share of what gold does, in words, and what to do."""
-    remedy = _REMEDY[completion.kind]
+def _verdict(completion: Completion, shares: Shares, offers_tools: bool) -> tuple[Severity, str, str] | None:
+    """How bad it is that a completion earns these shares of what gold does, in words, and what to do."""
+    remedy, share = _REMEDY[completion.kind], shares.together
     if share > 2 - EQUAL:
         return "error", "more than gold", remedy
     if share >= EQUAL and offers_tools and completion.name in SEVERAL_CALLS:
         return SEVERAL_CALLS[completion.name], "as much as gold", "if calls are guesses, count them"
     if share >= EQUAL:
         return completion.as_good_as_gold, "as much as gold", remedy
-    if share > SOME and completion.kind in ("empty", "garbage", "tool call"):
+    if completion.kind == "mistake" or completion.as_good_as_gold == "note":
+        return None  # it may be nearly right
+    if share > (MUCH if completion.kind == "hostile" else SOME):
         return "warning", f"{share:.0%} of what gold does", remedy
+    if shares.equal:
+        return "note", f"as much as gold on {len(shares.equal)} of {shares.tasks} tasks: {shares.equal[:3]}", remedy
     return None
 
 
@@ -166,16 +185,30 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _shares(report: Report, floor: float) -> dict[str, float]:
-    """By completion, what it earned above the lowest, as a share of what gold earned on the same tasks."""
+class Shares(NamedTuple):
+    """What a completion earned above the lowest, as a share of what gold earned on the same tasks."""
+
+    together: float
+    equal: list[int]
+    """The tasks on which it earned as much as gold, which earned something there."""
+    tasks: int
+
+
+def _shares(report: Report, floor: float) -> dict[str, Shares]:
+    """By completion, where gold earned something on the tasks that it was played on."""
     gold = {episode.task: episode.reward for episode in report.of("gold") if episode.reward is not None}
     shares = {}
     for name in dict.fromkeys(episode.completion for episode in report.episodes):
         others = [episode for episode in report.of(name) if not episode.says_gold and episode.task in gold]
-        both = [(episode.reward, gold[episode.task]) for episode in others if episode.reward is not None]
-        wanted = sum(best - floor for _, best in both)
+        both = {
+            episode.task: (episode.reward - floor, gold[episode.task] - floor)
+            for episode in others
+            if episode.reward is not None
+        }
+        wanted = sum(best for _, best in both.values())
         if name != "gold" and wanted > 0:
-            shares[name] = sum(reward - floor for reward, _ in both) / wanted
+            equal = [task for task, (reward, best) in both.items() if best > 0 and reward >= EQUAL * best]
+            shares[name] = Shares(sum(reward for reward, _ in both.values()) / wanted, equal, len(both))
     return shares
 
 
@@ -228,6 +261,8 @@ def _late(episode: Episode, beyond: bool) -> Finding:
     if episode.problem.reason == "blocked":
         seen = f"{episode.completion!r} blocks the event loop for more than {episode.blocked_seconds:.3g} s{where}"
         advice = "cut the text before it is scored" if beyond else "give it a reward in_sandbox, which has a time limit"
+    elif episode.problem.reason == "not_cancelled":
+        seen, advice = f"{episode.completion!r} {episode.problem.text}", "let asyncio.CancelledError pass"
     else:
         seen, advice = f"{episode.completion!r}: {episode.problem.text}", "wait for things with a time limit"
     return Finding("warning" if beyond else "error", seen, advice)
@@ -252,7 +287,17 @@ def _of_samples(sampled: Sampled) -> Iterator[Finding]:
         yield Finding("warning", seen, "raise max_tokens, or ask for shorter answers")
     now = next((p for p in sampled.predictions if p.group_size == sampled.group_size), None)
     if now is not None and now.without_signal > 0.5:
-        yield _without_signal(now, sampled.predictions)
+        yield _unknown_signal(now, sampled) if now.is_bound else _without_signal(now, sampled.predictions)
+
+
+def _unknown_signal(now: Prediction, sampled: Sampled) -> Finding:
+    """There were fewer episodes of a task than the run's groups have."""
+    seen = f"at most {now.without_signal:.0%} of groups of {now.group_size} would have no signal: that is all that "
+    return Finding(
+        "note",
+        seen + f"{sampled.episodes // len(sampled.rewards)} episodes of each task can say",
+        f"--sample {len(sampled.rewards)}x{now.group_size} would tell",
+    )
 
 
 def _without_signal(now: Prediction, others: Sequence[Prediction]) -> Finding:
@@ -263,7 +308,8 @@ def _without_signal(now: Prediction, others: Sequence[Prediction]) -> Finding:
         advice = "harder tasks: mostly everything is earned"
     else:
         advice = "tasks in between: many are too easy, and many too hard"
-    larger = [p for p in others if p.group_size > now.group_size and p.without_signal < 0.8 * now.without_signal]
+    seen = [p for p in others if p.group_size > now.group_size and not p.is_bound]
+    larger = [p for p in seen if p.without_signal < 0.8 * now.without_signal]
     if larger:
         advice += f"; group_size {larger[0].group_size} would leave {larger[0].without_signal:.0%}"
     return Finding("warning", f"{now.without_signal:.0%} of groups of {now.group_size} would have no signal", advice)

@@ -27,6 +27,12 @@ def held_place(trace: str, folder: str) -> str:
     return place_of([(file, int(line)) for file, line in _HELD.findall(dumped)], folder)
 
 
+def waits_in_loop(trace: str) -> bool:
+    """Whether that process was doing nothing but wait, in its event loop."""
+    innermost = [Path(file) for file, _ in _HELD.findall(trace.rpartition("most recent call first")[2])[:2]]
+    return [path.name for path in innermost] == ["selectors.py", "base_events.py"]
+
+
 def _is_own(file: str, folder: str) -> bool:
     path = Path(file)
     return bool(folder) and path.is_relative_to(folder) and "site-packages" not in path.relative_to(folder).parts

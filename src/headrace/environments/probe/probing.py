@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,10 @@ from typing import Any
 import msgspec
 
 from headrace.environments.probe.completions import COMPLETIONS, Completion
-from headrace.environments.probe.place import held_place
+from headrace.environments.probe.place import held_place, waits_in_loop
 from headrace.environments.probe.report import Episode, Opening, Problem, Report
 from headrace.environments.probe.stage import HOLD, TOO_LONG
+from headrace.environments.registry import SHIPPED
 from headrace.environments.sandbox import CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput, Failure
 from headrace.rollout.types import Task
@@ -20,10 +24,14 @@ from headrace.rollout.types import Task
 STAGE = "headrace.environments.probe.stage"
 LOAD_TIMEOUT = 600.0
 """Seconds to load an environment and its tasks."""
+MEMORY_MB = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 >> 20
+"""What the environment's process may write to: half of what the machine has."""
 PLAIN = ("gold", "mistake", "empty")
 """Kinds that are played on many tasks; the others on a few."""
-LATE = ("timeout", "blocked")
-"""Reasons of episodes that took too long: they waited for something, or held their process and were killed with it."""
+UNSTOPPABLE = "does not stop when it is cancelled, after {:g} s"
+LATE = ("timeout", "blocked", "not_cancelled")
+"""Reasons of episodes that took too long: they waited for something, or held their process and were killed with it, or
+were killed because they still waited when they were to stop."""
 TOLERANCE = 1e-9
 
 Progress = Callable[[str, int, int], None]
@@ -37,22 +45,37 @@ class ProbeFailed(Failure):
 class Theatre:
     """The process in which the environment lives, started again when an episode has cost it its life."""
 
-    def __init__(self, identifier: str, args: dict[str, Any], timeout: float, scratch: Path) -> None:
+    def __init__(
+        self,
+        identifier: str,
+        args: dict[str, Any],
+        timeout: float,
+        scratch: Path,
+        load_timeout: float = LOAD_TIMEOUT,
+    ) -> None:
         self._identifier = identifier
         self._args = args
         self._timeout = timeout
+        self._load_timeout = load_timeout
         self._trace = scratch / "trace"
         self._folder = ""
         self._is_fresh = True
         self._warms_up = True
-        self._sandbox = Sandbox(processes=1, memory_mb=None)
+        self._sandbox = Sandbox(processes=1, memory_mb=MEMORY_MB)
 
     async def open(self) -> Opening | None:
         """Have the environment there; None if it was there already."""
+        limit = self._load_timeout
+        given = self._identifier, self._args, str(self._trace), limit
         try:
-            told = await self._call("prepare", self._identifier, self._args, str(self._trace), timeout=LOAD_TIMEOUT)
+            told = await self._call("prepare", *given, timeout=limit + HOLD)
         except CallTimeout as error:
-            raise ProbeFailed(f"environment {self._identifier!r} did not load within {LOAD_TIMEOUT:g} s") from error
+            place = held_place(self._trace.read_text(), _folder_of(self._identifier))
+            where = f"; it was at {place}" if place else ""
+            raise ProbeFailed(
+                f"environment {self._identifier!r} did not load within {limit:g} s{where}. "
+                "If it needs longer, give --load-timeout S"
+            ) from error
         except CallFailed as error:
             trace = f"\n{error.remote_traceback.rstrip()}" if error.remote_traceback else ""
             raise ProbeFailed(f"environment {self._identifier!r} cannot be loaded: {error}{trace}") from error
@@ -66,12 +89,12 @@ class Theatre:
 
     async def keys(self) -> list[str]:
         await self.open()
-        keys: list[str] = await self._call("keys", timeout=LOAD_TIMEOUT)
+        keys: list[str] = await self._call("keys", timeout=self._load_timeout)
         return keys
 
     async def tasks(self, numbers: Sequence[int]) -> list[Task]:
         await self.open()
-        told = await self._call("tasks", list(numbers), timeout=LOAD_TIMEOUT)
+        told = await self._call("tasks", list(numbers), timeout=self._load_timeout)
         return [Task(self._identifier, data, key) for data, key in told]
 
     async def play(self, completion: Completion, task: int, keep: bool = False) -> Episode:
@@ -101,18 +124,24 @@ class Theatre:
         await self._sandbox.close()
 
     async def _play(self, completion: Completion, task: int, keep: bool) -> Episode:
+        started = time.perf_counter()
+        held = 0.0
         try:
             told = await self._call(
                 "play", task, completion.name, self._timeout, keep, timeout=self._timeout + 2 * HOLD
             )
             return msgspec.convert(told, Episode)
         except CallTimeout:
-            place = held_place(self._trace.read_text(), self._folder)
-            problem = Problem("blocked", TOO_LONG.format(self._timeout), place)
-            held = self._timeout
+            trace = self._trace.read_text()
+            if waits_in_loop(trace):
+                problem = Problem("not_cancelled", UNSTOPPABLE.format(self._timeout))
+            else:
+                problem = Problem("blocked", TOO_LONG.format(self._timeout), held_place(trace, self._folder))
+                held = self._timeout
         except CallFailed as error:
-            problem, held = Problem("process" if error.kind == "process" else "exception", str(error)), 0.0
-        return Episode(completion.name, task, problem=problem, seconds=held, cpu_seconds=held, blocked_seconds=held)
+            problem = Problem("process" if error.kind == "process" else "exception", str(error))
+        seconds = time.perf_counter() - started
+        return Episode(completion.name, task, problem=problem, seconds=seconds, cpu_seconds=None, blocked_seconds=held)
 
     async def _call(self, function: str, *args: Any, timeout: float) -> Any:
         return await self._sandbox.call(f"{STAGE}:{function}", *args, timeout=timeout)
@@ -125,6 +154,7 @@ async def probe(
     tasks: int = 16,
     examples: int = 3,
     timeout: float = 10.0,
+    load_timeout: float = LOAD_TIMEOUT,
     sampled: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[Report, list[Task]]:
@@ -133,14 +163,14 @@ async def probe(
     Comes with `sampled` tasks for a model to play.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-probe-") as scratch:
-        theatre = Theatre(identifier, args, timeout, Path(scratch))
+        theatre = Theatre(identifier, args, timeout, Path(scratch), load_timeout)
         try:
             progress("loading", 0, 0)
             opening = await theatre.open()
             assert opening is not None, "it was not there before"
             keys = await theatre.keys()
             progress("loading again, in another process", 0, 0)
-            difference = first_difference(keys, await _keys_elsewhere(identifier, args, Path(scratch)))
+            difference = first_difference(keys, await _keys_elsewhere(identifier, args, Path(scratch), load_timeout))
             many = spread(len(keys), max(tasks, examples))
             few = [many[place] for place in spread(len(many), examples)]
             episodes, unstable = await _play_all(theatre, many, few, progress)
@@ -163,9 +193,9 @@ async def probe(
     return report, to_sample
 
 
-async def _keys_elsewhere(identifier: str, args: dict[str, Any], scratch: Path) -> list[str]:
+async def _keys_elsewhere(identifier: str, args: dict[str, Any], scratch: Path, load_timeout: float) -> list[str]:
     """In a process of its own, where sets have another order and a clock or a random seed has another value."""
-    theatre = Theatre(identifier, args, LOAD_TIMEOUT, scratch)
+    theatre = Theatre(identifier, args, load_timeout, scratch, load_timeout)
     try:
         return await theatre.keys()
     finally:
@@ -207,9 +237,18 @@ async def _play_on(theatre: Theatre, completion: Completion, tasks: Sequence[int
 
 
 def same_reward(first: Episode, second: Episode) -> bool:
-    if first.rewards.keys() != second.rewards.keys():
+    if first.rewards.keys() != second.rewards.keys() or len(first.earned) != len(second.earned):
         return False
-    return all(abs(first.rewards[name] - second.rewards[name]) <= TOLERANCE for name in first.rewards)
+    pairs = [(first.rewards[name], second.rewards[name]) for name in first.rewards]
+    pairs += zip(first.earned, second.earned, strict=True)
+    return all(abs(once - again) <= TOLERANCE for once, again in pairs)
+
+
+def _folder_of(identifier: str) -> str:
+    """Where an environment's code is that has not been loaded."""
+    module = SHIPPED.get(identifier, identifier).partition(":")[0]
+    found = importlib.util.find_spec(module.partition(".")[0])
+    return str(Path(found.origin).parent) if found is not None and found.origin else ""
 
 
 def first_difference(once: Sequence[str], again: Sequence[str]) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.environments.probe.probing import spread
 from headrace.environments.probe.report import Exchange, Prompts, Report, ShownPrompt
 from headrace.rollout.types import Message
 
@@ -17,11 +18,13 @@ Show = Callable[[Exchange], tuple[str, int, int]]
 
 
 def prompts_of(report: Report, examples: int, show: Show, counted_in: str) -> Prompts:
-    """Of the tasks that were played; the text of the first `examples`."""
+    """Of the tasks that were played; the text of `examples` of them, spread evenly."""
     exchanges = {episode.task: episode.exchange for episode in reversed(report.episodes) if episode.exchange}
     keys = dict(zip(report.played, report.keys, strict=True))
     prompts = Prompts(counted_in, [], [], [])
-    for task in sorted(exchanges):
+    tasks = sorted(exchanges)
+    to_show = [tasks[place] for place in spread(len(tasks), examples)]
+    for task in tasks:
         try:
             text, length, whole = show(exchanges[task])
         except Exception as error:  # chat templates raise what they like about messages they cannot render
@@ -29,7 +32,7 @@ def prompts_of(report: Report, examples: int, show: Show, counted_in: str) -> Pr
             break
         prompts.lengths.append(length)
         prompts.conversation_lengths.append(whole)
-        if len(prompts.shown) < examples:
+        if task in to_show:
             prompts.shown.append(ShownPrompt(task, keys[task], text, length))
     return prompts
 

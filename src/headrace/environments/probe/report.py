@@ -51,9 +51,13 @@ class Episode(msgspec.Struct):
     task: int
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     reward: float | None = None
+    """The mean of what the agents earned that are trained, as `rewards` are by component."""
+    earned: list[float] = msgspec.field(default_factory=list)
+    """What each of these agents earned."""
     problem: Problem | None = None
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
+    cpu_seconds: float | None = 0.0
+    """None if its process was killed, or died: nobody measured it."""
     blocked_seconds: float = 0.0
     """The longest stretch that the event loop was held."""
     replies: int = 0
@@ -87,17 +91,17 @@ class Prompts(msgspec.Struct):
 
 
 class Sampled(msgspec.Struct):
-    """What a model earned: by task, its episodes' rewards."""
+    """What a model earned: by task and episode, the rewards of all agents that are trained."""
 
     model: str
     group_size: int
-    rewards: list[list[float]]
+    rewards: list[list[list[float]]]
     problems: list[Problem]
     episodes: int
     truncated: int
     seconds: float
     predictions: list[Prediction]
-    """By group size, the run's among others; none if all episodes failed."""
+    """By group size, the run's and those that there are episodes enough for; none if all episodes failed."""
 
 
 class Report(msgspec.Struct):
@@ -121,9 +125,14 @@ class Report(msgspec.Struct):
     def of(self, completion: str) -> list[Episode]:
         return [episode for episode in self.episodes if episode.completion == completion]
 
+    @property
+    def agents(self) -> int:
+        """How many are trained in an episode, at most."""
+        return max((len(episode.earned) for episode in self.episodes), default=0)
 
-def rewards_of(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], float]:
-    """By component and in all, averaged over the agents that are trained."""
+
+def rewards_of(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[float]]:
+    """By component, averaged over the agents that are trained; and what each of them earned in all."""
     trained = [rollout for rollout in rollouts if rollout.trainable]
     if not trained:
         raise EpisodeError("no_rollout", "the episode returned no rollout that is trained")
@@ -135,4 +144,4 @@ def rewards_of(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], float]:
             raise EpisodeError("invalid_reward", f"rewards {given} do not sum to a finite number")
     names = dict.fromkeys(name for rollout in trained for name in rollout.rewards)
     by_name = {name: sum(float(r.rewards.get(name, 0.0)) for r in trained) / len(trained) for name in names}
-    return by_name, sum(by_name.values())
+    return by_name, [float(sum(rollout.rewards.values())) for rollout in trained]

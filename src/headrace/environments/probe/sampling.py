@@ -76,11 +76,16 @@ class Line:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
     ) -> Reply:
         limits = [limit for limit in (self._max_tokens, max_tokens) if limit is not None]
+        sent = as_openai(messages)
+        try:
+            json.dumps([sent, tools], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise EpisodeError("invalid_message", f"a message or tool cannot be sent as JSON: {error}") from error
         pause = FIRST_PAUSE
         for left in reversed(range(TRIES)):
             try:
                 answer = await self._client.chat(
-                    as_openai(messages),
+                    sent,
                     tools=tools,
                     temperature=self._temperature,
                     max_tokens=min(limits, default=None),
@@ -151,6 +156,7 @@ async def sample(
     async with Sampling(report, endpoint, lambda: progress(f"sampling from {endpoint.model}", next(done), total)) as s:
         by_task = await asyncio.gather(*(s.play_task(task, episodes) for task in tasks))
     rewards = [_rewards(played, s.problems) for played in by_task]
+    sizes = {size for size in GROUP_SIZES if size <= episodes} | {group_size}
     return Sampled(
         endpoint.model or "",
         group_size,
@@ -159,11 +165,11 @@ async def sample(
         total,
         sum(any(rollout.truncated for rollout in rollouts) for played in by_task for rollouts in played),
         time.perf_counter() - started,
-        [predict(rewards, size) for size in sorted({*GROUP_SIZES, group_size})] if any(rewards) else [],
+        [predict(rewards, size) for size in sorted(sizes)] if any(rewards) else [],
     )
 
 
-def _rewards(played: Sequence[Sequence[Rollout]], problems: list[Problem]) -> list[float]:
+def _rewards(played: Sequence[Sequence[Rollout]], problems: list[Problem]) -> list[list[float]]:
     rewards = []
     for rollouts in played:
         try:
@@ -176,11 +182,13 @@ def _rewards(played: Sequence[Sequence[Rollout]], problems: list[Problem]) -> li
 def as_openai(messages: Sequence[Message]) -> list[Message]:
     """Messages as OpenAI's servers want them: arguments as JSON texts, and tool results only for calls that were made.
 
-    What a model was told about a call that could not be read is told by the user.
+    What a model was told about a call that could not be read is told by the user. Thoughts stay here: many servers
+    refuse them.
     """
     told: list[Message] = []
     known: set[str] = set()
-    for message in messages:
+    for given in messages:
+        message = {name: value for name, value in given.items() if name != "reasoning_content"}
         if message.get("tool_calls"):
             calls = [_call_as_openai(call) for call in message["tool_calls"]]
             known |= {call["id"] for call in calls}

@@ -1,33 +1,34 @@
-"""How many groups would teach nothing: the chance that all episodes of a group earn the same.
+"""How many groups would teach nothing: the chance that all rollouts of a group earn the same.
 
-A group of g episodes of one task has no signal when its rewards are all equal. If reward v comes with probability p_v,
-that happens with probability sum_v p_v^g. From n episodes of the task, k_v of which earned v:
+A group of g episodes of one task has no signal when the rewards of all its rollouts are equal; several agents may be
+trained in an episode. Of n episodes of the task, let k_v be those in which every rollout earned v. Then
 
-    g <= n    sum_v C(k_v, g) / C(n, g)
-    g >  n    sum_v prod_{i<g} (k_v + s q_v + i) / (n + s + i)
+    sum_v C(k_v, g) / C(n, g)
 
-The first is the share of all groups of g among the n episodes whose rewards are equal: it has no bias. For the second,
-no group of g was seen, and the task is taken for one like the others: its p is drawn from a Dirichlet distribution
-around q, how often each reward came over all tasks. How far tasks spread around q, the one number s, is what makes all
-the counts likeliest: near 0 if each task gives one reward only, large if all tasks are alike. The term is what is then
-expected of p_v^g after the n episodes. Tasks are averaged, and the interval is what the average would be over other
-tasks drawn from these (bootstrap, 95%).
+is the share of all groups of g among the n episodes that have no signal. It has no bias, and tasks are averaged. The
+interval (95%) adds two groups of either kind to as many groups as there are tasks, and takes the normal
+approximation for a share (Agresti and Coull). A task's term lies between 0 and 1, so it varies no more than one group
+would: for g = n that is what it is, for smaller groups the interval is wider than it need be.
+
+Left out on purpose: g > n. How rare the rare rewards of a task are cannot be seen from fewer episodes, and each guess
+at how tasks spread is far off for some other spread. A larger group has no signal less often, so what holds for n
+is a bound.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from statistics import median_high
 
 import msgspec
-import numpy as np
 
-RESAMPLES = 2000
 DIGITS = 9
 """Rewards that agree to so many digits are equal."""
-STRENGTHS = np.geomspace(0.01, 100, 81)
-"""Values of s that are tried."""
+ADDED = 2
+"""Groups of either kind that the interval adds."""
+Z = 1.96
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -41,53 +42,44 @@ class Prediction(msgspec.Struct, frozen=True):
     """Those without signal whose reward is below the middle between the lowest and the highest of all tasks."""
     too_easy: float
     """Those whose reward is above."""
+    is_bound: bool = False
+    """Whether there are too few episodes: the shares are those of the largest groups that could be seen."""
 
 
-def predict(rewards: Sequence[Sequence[float]], group_size: int, seed: int = 0) -> Prediction:
-    """From the rewards of each task's episodes. Tasks without any are left out; one must have some."""
-    tasks = [Counter(round(reward, DIGITS) for reward in task) for task in rewards if task]
-    prior = fitted_prior(tasks)
-    middle = (min(prior) + max(prior)) / 2 if len(prior) > 1 else 0.0
-    chances = [chances_of_equal(task, group_size, prior) for task in tasks]
-    totals = np.array([sum(chance.values()) for chance in chances])
-    drawn = np.random.default_rng(seed).integers(len(totals), size=(RESAMPLES, len(totals)))
-    low, high = np.percentile(totals[drawn].mean(1), (2.5, 97.5))
+def predict(rewards: Sequence[Sequence[Sequence[float]]], group_size: int) -> Prediction:
+    """From the rewards of all rollouts of each episode, by task; one task must have episodes.
+
+    A task may have fewer than the others, where some failed: it is left out if at least half of them have enough.
+    """
+    tasks = [[[round(reward, DIGITS) for reward in episode] for episode in task] for task in rewards if task]
+    size = min(group_size, median_high(map(len, tasks)))
+    chances = [chances_of_equal(task, size) for task in tasks if len(task) >= size]
+    all_rewards = {reward for task in tasks for episode in task for reward in episode}
+    middle = (min(all_rewards) + max(all_rewards)) / 2 if len(all_rewards) > 1 else 0.0
+    share = sum(sum(chance.values()) for chance in chances) / len(chances)
+    low, high = interval(share, len(chances))
+    is_bound = size < group_size
     return Prediction(
         group_size,
-        float(totals.mean()),
-        float(low),
-        float(high),
-        too_hard=sum(p for chance in chances for value, p in chance.items() if value <= middle) / len(tasks),
-        too_easy=sum(p for chance in chances for value, p in chance.items() if value > middle) / len(tasks),
+        share,
+        0.0 if is_bound else low,
+        high,
+        too_hard=sum(p for chance in chances for value, p in chance.items() if value <= middle) / len(chances),
+        too_easy=sum(p for chance in chances for value, p in chance.items() if value > middle) / len(chances),
+        is_bound=is_bound,
     )
 
 
-def chances_of_equal(counts: Counter[float], group_size: int, prior: Mapping[float, float]) -> dict[float, float]:
-    """For each reward the chance that a group of one task earns nothing else. `prior` has s q_v for each."""
-    episodes = counts.total()
-    if group_size <= episodes:
-        return {value: math.comb(k, group_size) / math.comb(episodes, group_size) for value, k in counts.items()}
-    weight = episodes + sum(prior.values())
-    return {
-        value: math.prod((counts[value] + share + i) / (weight + i) for i in range(group_size))
-        for value, share in prior.items()
-    }
+def chances_of_equal(episodes: Sequence[Sequence[float]], group_size: int) -> dict[float, float]:
+    """For each reward the share of groups of one task's episodes in which all rollouts earn it."""
+    alike = Counter(episode[0] for episode in episodes if len(set(episode)) == 1)
+    groups = math.comb(len(episodes), group_size)
+    return {value: math.comb(count, group_size) / groups for value, count in alike.items()}
 
 
-def fitted_prior(tasks: Sequence[Counter[float]]) -> dict[float, float]:
-    """s q_v for each reward, with the s of the greatest likelihood."""
-    pooled: Counter[float] = sum(tasks, Counter())
-    shares = {value: count / pooled.total() for value, count in pooled.items()}
-    strength = max(STRENGTHS, key=lambda strength: _log_likelihood(tasks, shares, strength))
-    return {value: float(strength * share) for value, share in shares.items()}
-
-
-def _log_likelihood(tasks: Sequence[Counter[float]], shares: Mapping[float, float], strength: float) -> float:
-    """Of the tasks' counts under Dirichlet-multinomial distributions, but for what does not depend on s."""
-    total = 0.0
-    for counts in tasks:
-        total += math.lgamma(strength) - math.lgamma(strength + counts.total())
-        for value, count in counts.items():
-            weight = strength * shares[value]
-            total += math.lgamma(weight + count) - math.lgamma(weight)
-    return total
+def interval(share: float, tasks: int) -> tuple[float, float]:
+    """Where the share of groups without signal lies, over all tasks, if it is `share` of so many."""
+    count = tasks + 2 * ADDED
+    centre = (share * tasks + ADDED) / count
+    reach = Z * math.sqrt(centre * (1 - centre) / count)
+    return max(centre - reach, 0.0), min(centre + reach, 1.0)

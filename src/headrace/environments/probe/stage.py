@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -72,6 +73,7 @@ class Stage:
         task = self.tasks[number]
         held = LoopWatch()
         watching = asyncio.create_task(held.watch())
+        unwatched = self.loop.call_later(timeout, watching.cancel)  # then the loop is still, unless it is held
         actor = Actor(self.environment, task, completion, held)
         episode = Episode(completion.name, number)
         started, cpu_started = time.perf_counter(), time.process_time()
@@ -79,12 +81,14 @@ class Stage:
         try:
             async with limit:
                 rollouts = await self._scored(task, actor)
-            episode.rewards, episode.reward = rewards_of(rollouts)
+            episode.rewards, episode.earned = rewards_of(rollouts)
+            episode.reward = fmean(episode.earned)
         except (Exception, SystemExit) as error:
             expired = limit.expired()
             episode.problem = Problem("timeout", TOO_LONG.format(timeout)) if expired else self._problem(error, actor)
         held.note()
         watching.cancel()
+        unwatched.cancel()
         episode.seconds = time.perf_counter() - started - actor.seconds
         episode.cpu_seconds = time.process_time() - cpu_started - actor.cpu_seconds
         episode.blocked_seconds = held.longest
@@ -206,20 +210,24 @@ _stage: Stage | None = None
 _trace: Any = None
 
 
-def prepare(identifier: str, args: dict[str, Any], trace: str) -> dict[str, Any] | str | None:
+def prepare(identifier: str, args: dict[str, Any], trace: str, timeout: float) -> dict[str, Any] | str | None:
     """Have the environment here. How it loaded, or a refusal in words; nothing if it was here already.
 
-    Where an episode holds the interpreter, its place is written to the file `trace` before the process is killed.
+    Where loading takes too long, or an episode holds the interpreter, the place is written to the file `trace` before
+    the process is killed.
     """
     global _stage, _trace
     if _stage is not None:
         return None
     os.dup2(2, 1)  # the probe's own output has no room for what an environment prints
+    _trace = open(trace, "w")  # noqa: SIM115 - as long as the process
+    faulthandler.dump_traceback_later(timeout, file=_trace)
     try:
         _stage = Stage(identifier, args)
     except Failure as error:
         return str(error)
-    _trace = open(trace, "w")  # noqa: SIM115 - as long as the process
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     opening: dict[str, Any] = msgspec.to_builtins(_stage.opening)
     return opening
 

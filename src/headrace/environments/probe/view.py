@@ -75,16 +75,19 @@ def _completions(report: Report) -> Table:
 
 
 def _row(name: str, episodes: Sequence[Episode]) -> tuple[str, ...]:
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    rewards = [reward for episode in episodes for reward in episode.earned]
     mean = f"{fmean(rewards):.3f}" if rewards else "-"
     least, most = (f"{extreme(rewards):.2f}" if rewards else "" for extreme in (min, max))
     failed = Counter(episode.problem.reason for episode in episodes if episode.problem is not None)
     reasons = ", ".join(f"{count} {reason}" for reason, count in failed.items())
-    wall, cpu = [episode.seconds for episode in episodes], [episode.cpu_seconds for episode in episodes]
+    wall = [episode.seconds for episode in episodes]
+    cpu = [episode.cpu_seconds for episode in episodes if episode.cpu_seconds is not None]
     return name, mean, "" if least == most else f"{least} to {most}", _times(wall), _times(cpu), reasons
 
 
 def _times(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
     middle, most = _milliseconds(median(seconds)), _milliseconds(max(seconds))
     return middle if middle == most else f"{middle} ({most})"
 
@@ -108,7 +111,7 @@ def _components(report: Report, names: Sequence[str]) -> Table:
 
 
 def _sampled(sampled: Sampled) -> RenderableType:
-    rewards = [reward for task in sampled.rewards for reward in task]
+    rewards = [reward for task in sampled.rewards for episode in task for reward in episode]
     if not rewards:
         return Text(f"{sampled.episodes} sampled episodes: all failed")
     values = Counter(f"{reward:.2f}" for reward in rewards).most_common(4)
@@ -123,11 +126,12 @@ def _sampled(sampled: Sampled) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for p in sampled.predictions:
         size = f"{p.group_size}{' (yours)' if p.group_size == sampled.group_size else ''}"
+        at_most = "at most " if p.is_bound else ""
         shares = (
-            f"{p.without_signal:.0%}",
-            f"{p.low:.0%} to {p.high:.0%}",
-            f"{p.too_hard:.0%}",
-            f"{p.too_easy:.0%}",
+            f"{at_most}{p.without_signal:.0%}",
+            f"{at_most}{p.high:.0%}" if p.is_bound else f"{p.low:.0%} to {p.high:.0%}",
+            f"{at_most}{p.too_hard:.0%}",
+            f"{at_most}{p.too_easy:.0%}",
         )
         table.add_row(size, *shares)
     return Group(lines, table)

@@ -6,11 +6,14 @@ process that is killed loses what it was about to add.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections import OrderedDict
 from pathlib import Path
 
 from headrace.errors import BadInput
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1
 PATIENCE = 10.0
@@ -18,33 +21,48 @@ PATIENCE = 10.0
 
 
 class AnswerCache:
-    """Without `path`, what is older than the latest `in_memory` is forgotten. It opens again after `close`."""
+    """Without `path`, what is older than the latest `in_memory` is forgotten. It opens again after `close`.
+
+    A file that cannot be written or read any more (a full disk) is logged once: what was paid for stays in memory.
+    """
 
     def __init__(self, path: Path | None = None, in_memory: int = 10_000) -> None:
         self._path = path
         self._in_memory = in_memory
         self._latest: OrderedDict[str, str] = OrderedDict()
         self._opened: sqlite3.Connection | None = None
+        self._complained = False
         self._file()  # one that cannot be used is refused now
 
     def get(self, key: str) -> str | None:
-        if key not in self._latest and (file := self._file()) is not None:
-            row = file.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-            if row is not None:
-                self._remember(key, row[0])
+        if key not in self._latest:
+            rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
+            if rows:
+                self._remember(key, rows[0][0])
         if key in self._latest:
             self._latest.move_to_end(key)
         return self._latest.get(key)
 
     def put(self, key: str, answer: str) -> None:
         self._remember(key, answer)
-        if (file := self._file()) is not None:
-            file.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, answer))
+        self._execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, answer)
 
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+    def _execute(self, statement: str, *values: str) -> list[tuple[str, ...]]:
+        file = self._file()
+        if file is None:
+            return []
+        try:
+            return file.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            if not self._complained:
+                self._complained = True
+                log.warning("the cache of answers %s fails (%s): new answers may be in memory alone", self._path, error)
+            return []
 
     def _remember(self, key: str, answer: str) -> None:
         self._latest[key] = answer

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from headrace.environments.rewards.mathematics.latex import LONGEST
+from headrace.environments.rewards.mathematics.latex import LONGEST, Unreadable
+from headrace.environments.rewards.mathematics.shapes import has_words, shape_of
 from headrace.errors import BadInput
 
 MOST_BOXES = 16
@@ -25,7 +26,8 @@ _BOXES = (r"\boxed", r"\fbox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"\s*(?:\\[dt]?frac\s*)?[^\s${}\\]+")
 _CONNECTED = re.compile(r"(?:[\s$,;]|\\[()\[\],;:! ]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*", re.IGNORECASE)
-_ANSWER_IS = re.compile(r"\banswer\s{0,9}(?:is|:|=)\s{0,9}:?", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"(?<!/)\banswer\s{0,9}(?:is|:|=|>)\s{0,9}:?", re.IGNORECASE)
+_END_OF_ANSWER = re.compile(r"\.\s|!(?=\s+[A-Z]|\s*$)|,?\s(?:because|since|as|so|which|where)\b|</\w|<\||\n")
 _NUMBER = re.compile(r"[-\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?%?")
 
 
@@ -49,18 +51,17 @@ def boxed_answer(text: str) -> str | None:
 
 
 def final_answer(text: str, *, last_number: bool = False) -> str | None:
-    """The boxed answer, else the line after the last `####`, else what follows the last "answer is", else, if wanted,
-    the last number."""
+    """The boxed answer, else the line after the last `####`, else what follows the last "answer is" or `<answer>` up to
+    the end of the clause. If wanted, the last number, where there is none of these or the last is prose."""
     answer = boxed_answer(text)
     if answer is not None:
         return answer
     if (mark := text.rfind("####")) >= 0:
         return _first_line(text[mark + 4 : mark + 4 + LONGEST])
     end = text[-NEAR_THE_END:]
-    for match in reversed(list(_ANSWER_IS.finditer(end))):
-        return _first_line(end[match.end() :]).split(". ")[0].rstrip(". ")
-    numbers = _NUMBER.findall(end) if last_number else []
-    return numbers[-1] if numbers else None
+    announced = _announced(end)
+    numbers = _NUMBER.findall(end) if last_number and (announced is None or _is_prose(announced)) else []
+    return numbers[-1] if numbers else announced
 
 
 def whole_text(text: str) -> str | None:
@@ -112,6 +113,21 @@ def _end_of_box(text: str, start: int) -> int | None:
         if not depth:
             return match.end()
     return None
+
+
+def _announced(text: str) -> str | None:
+    found = list(_ANSWER_IS.finditer(text))
+    if not found:
+        return None
+    following = text[found[-1].end() :].lstrip()
+    return _END_OF_ANSWER.split(following, maxsplit=1)[0].rstrip(". ")
+
+
+def _is_prose(answer: str) -> bool:
+    try:
+        return has_words(shape_of(answer, variables=False))
+    except Unreadable:
+        return True
 
 
 def _first_line(text: str) -> str:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
-import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.environments.base import EpisodeError
-from headrace.environments.sandbox import CallFailed, CallTimeout, Sandbox
-from headrace.environments.sandbox_process import FRAMES
+from headrace.environments.fault import fault_of
+from headrace.environments.sandbox import PATIENCE, CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput
+
+log = logging.getLogger(__name__)
 
 
 class Reward(Protocol):
@@ -121,7 +123,9 @@ class _InSandbox:
         self._sandbox = Sandbox(processes)
 
     async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
-        value: float = await self._sandbox.call(self._function, text, dict(data), timeout=self._timeout)
+        value: float = await self._sandbox.call(
+            self._function, text, dict(data), timeout=self._timeout, patience=PATIENCE
+        )
         return value
 
     async def close(self) -> None:
@@ -133,6 +137,12 @@ def gold_of(data: Mapping[str, Any], field: str) -> Any:
     if field not in data:
         raise LookupError(f"the task has no field {field!r}, only {', '.join(map(repr, data)) or 'none at all'}")
     return data[field]
+
+
+def warn_of_count(name: str, what: str, count: int) -> None:
+    """Log what a reward counts, at the first and whenever it has doubled; `what` is such as "answers cut short"."""
+    if count > 0 and count & (count - 1) == 0:
+        log.warning("reward %r: %s: %d so far in this process", name, what, count)
 
 
 def name_of(reward: Reward) -> str:
@@ -173,7 +183,6 @@ def _failure(name: str, error: BaseException) -> EpisodeError:
     if isinstance(error, CallFailed):
         place, trace, words = f"{name} {error.kind}", error.remote_traceback, str(error)
     else:
-        frame = traceback.extract_tb(error.__traceback__, limit=-1)[0]
-        place, words = f"{type(error).__name__} {frame.filename}:{frame.lineno}", f"{type(error).__name__}: {error}"
-        trace = "".join(traceback.format_exception(error, limit=-FRAMES))
+        fault = fault_of(error)
+        place, trace, words = fault.place, fault.traceback, fault.text
     return EpisodeError("reward_failed", f"reward {name!r}: {words}", place=place, remote_traceback=trace)

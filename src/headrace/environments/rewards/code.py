@@ -2,17 +2,22 @@
 
 Every test runs in a process of its own: the solution first, then the test. It has limits on time, memory, files and
 processes, an empty directory, no environment variables to speak of, and it is killed with all that it has started. A
-solution that exits, prints what a test would, forks, fills its directory or never ends earns nothing by it. A test that
-compares an output cannot be cheated by looking: the expected output stays here. An assertion and the solution share an
-interpreter: that the assertion has passed is told with a random token, so that a solution has to search the frames of
-its own interpreter to forge it.
+solution that exits, prints what a test would, forks, fills its directory, attacks the program that runs it or never
+ends earns nothing by it, and costs no rollout. A test that compares an output cannot be cheated by looking: the
+expected output stays here.
 
-This is no security boundary. A solution can read and write the files, and use the network, of the user who runs this:
-with models that you do not trust, run the whole of it in a container.
+An assertion and the solution share an interpreter, and that can be cheated: by a solution whose functions return an
+object that equals everything, by one that replaces what the assertion calls, or by one that takes the token which
+tells that the assertion has passed out of the pipe in which it waits. Where that matters, use `entry` with pairs.
+
+This is no security boundary. A solution can read and write the files, and use the network, of the user who runs this;
+where the system refuses it a namespace of processes (see `code_runner`), it can also kill every process of that user.
+With models that you do not trust, run the whole of it in a container.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -22,9 +27,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.environments.rewards.base import gold_of
+import msgspec
+
+from headrace.environments.rewards.base import gold_of, warn_of_count
+from headrace.environments.rewards.code_runner import remove_tree
 from headrace.environments.rewards.fences import last_block
-from headrace.environments.sandbox import ONE_THREAD, Sandbox
+from headrace.environments.sandbox import ONE_THREAD, PATIENCE, CallFailed, CallTimeout, Sandbox
+from headrace.environments.sandbox_process import adopt_orphans, end_descendants
 
 RUNNER = Path(__file__).with_name("code_runner.py")
 LANGUAGES = ("python", "py", "python3", "")
@@ -40,7 +49,9 @@ class CodeExecution:
     `entry`, the list of arguments of that function and what it has to return, as JSON. `entry` is the field of the task
     that names the function, or the name itself: `solve`, `Solution().solve`.
 
-    `timeout` is in seconds and for all tests together; what has not passed by then has failed.
+    `timeout` is in seconds of the processor's time, for all tests together, which may take `PATIENCE` times that by the
+    clock; what has not passed by then has failed. `timeouts` counts the solutions that even held up the program that
+    runs the tests, `failures` those that brought down its process; both score nothing.
     """
 
     name = "code"
@@ -57,11 +68,21 @@ class CodeExecution:
         all_or_nothing: bool = False,
         processes: int = 2,
     ) -> None:
+        self.timeouts = 0
+        self.failures = 0
         self._tests_field = tests_field
         self._entry = entry
-        self._limits = {"timeout": timeout, "memory_mb": memory_mb, "disk_mb": disk_mb, "max_output": max_output}
+        self._limits = {
+            "timeout": timeout,
+            "patience": PATIENCE,
+            "memory_mb": memory_mb,
+            "disk_mb": disk_mb,
+            "max_output": max_output,
+        }
         self._all_or_nothing = all_or_nothing
         self._sandbox = Sandbox(processes, memory_mb=None)
+        self._folder: str | None = None
+        self._works = False
 
     async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
         entry = None if self._entry is None else data.get(self._entry, self._entry)
@@ -69,14 +90,45 @@ class CodeExecution:
         tests = [_test(test, entry is not None) for test in ([tests] if isinstance(tests, str) else tests)]
         if not tests:
             raise ValueError(f"the task has no tests under {self._tests_field!r}")
-        job = {"entry": entry, **self._limits}
-        passed: list[bool] = await self._sandbox.call(
-            f"{__name__}:run_tests", text, tests, job, timeout=self._limits["timeout"] + GRACE
-        )
-        return float(all(passed)) if self._all_or_nothing else sum(passed) / len(passed)
+        await self._check()
+        passed = await self._passed(text, tests, {"entry": entry, **self._limits})
+        return float(len(passed) == len(tests) and all(passed)) if self._all_or_nothing else sum(passed) / len(tests)
 
     async def close(self) -> None:
         await self._sandbox.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:  # what a solution left there that had to be killed with the program that runs it
+            await asyncio.to_thread(remove_tree, folder)
+
+    async def _check(self) -> None:
+        """Else a broken installation would look like wrong answers."""
+        if not self._works:
+            easy = {"kind": "assert", "code": "assert True"}
+            job = {**self._limits, "entry": None, "timeout": GRACE}
+            if await self._run("```\npass\n```", [easy], job) != [True]:
+                raise RuntimeError("the program that runs tests does not work: its log, above, says why")
+            self._works = True
+
+    async def _passed(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
+        """Nothing, if the solution prevents an answer: that must not be worth more than a wrong solution."""
+        try:
+            return await self._run(text, tests, job)
+        except CallTimeout:
+            self.timeouts += 1
+            warn_of_count(self.name, "solutions that held up the program that runs the tests", self.timeouts)
+        except CallFailed as error:
+            if error.kind != "process":
+                raise
+            self.failures += 1
+            warn_of_count(self.name, "solutions that brought down the process that runs the tests", self.failures)
+        return []
+
+    async def _run(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
+        self._folder = self._folder or tempfile.mkdtemp(prefix="headrace-code-")
+        limit = PATIENCE * job["timeout"] + GRACE
+        call = f"{__name__}:run_tests", text, tests, job, self._folder
+        passed: list[bool] = await self._sandbox.call(*call, timeout=limit)
+        return passed
 
 
 def _test(test: Any, has_entry: bool) -> dict[str, Any]:
@@ -92,27 +144,26 @@ def _test(test: Any, has_entry: bool) -> dict[str, Any]:
     raise ValueError(f"a test is a statement, or has `input` and `output` with {pair}; not {str(test)[:80]}")
 
 
-def run_tests(text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
-    """What runs in the sandbox: which tests pass."""
+def run_tests(text: str, tests: list[dict[str, Any]], job: dict[str, Any], folder: str) -> list[bool]:
+    """What runs in the sandbox: which tests pass. It works in `folder`."""
     code = last_block(text, LANGUAGES)
     if code is None:
         return [False] * len(tests)
     expected = [test.pop("expected", None) for test in tests]
-    status, answer = _run({"code": code, "tests": tests, **job})
-    if status < 0:  # the solution has killed it
-        return [False] * len(tests)
-    if status > 0:
-        raise RuntimeError(f"the program that runs tests ended with status {status}; its log says why")
-    results: list[str | None] = json.loads(answer)
+    status, answer = _run({"code": code, "tests": tests, **job}, folder)
+    results = _read(answer, len(tests)) if status == 0 else [None] * len(tests)
     return [
         result is not None and _agrees(test["kind"], result, wanted)
         for test, result, wanted in zip(tests, results, expected, strict=True)
     ]
 
 
-def _run(job: dict[str, Any]) -> tuple[int, bytes]:
-    """The exit status and the answer of the program that runs tests."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
+    """The exit status and the answer of the program that runs tests. Nothing of it, or of the solution, is left."""
+    adopt_orphans()
+    os.makedirs(folder, exist_ok=True)  # a solution may have removed it
+    directory = tempfile.mkdtemp(dir=folder)
+    try:
         runner = subprocess.Popen(
             [sys.executable, "-I", "-X", "utf8", str(RUNNER)],
             stdin=subprocess.PIPE,
@@ -126,15 +177,42 @@ def _run(job: dict[str, Any]) -> tuple[int, bytes]:
             runner.stdin.flush()  # and left open: the runner ends, with all that it runs, when this process does
             answer = runner.stdout.read()
             return runner.wait(), answer
+    finally:
+        end_descendants()
+        remove_tree(directory)
+
+
+def _read(answer: bytes, count: int) -> list[str | None]:
+    """What every test wrote; nothing, if the solution has got at the answer."""
+    try:
+        results = msgspec.json.decode(answer, type=list[str | None])
+    except ValueError:
+        results = []
+    return results if len(results) == count else [None] * count
 
 
 def _agrees(kind: str, result: str, wanted: Any) -> bool:
     match kind:
         case "call":
-            return bool(json.loads(result) == wanted)
+            try:
+                return _same(json.loads(result), wanted)
+            except (ValueError, RecursionError):  # no JSON, or more of it than can be read
+                return False
         case "program":
             return _lines(result) == _lines(wanted)
     return not result
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """As Python compares, except that True is not 1."""
+    match value, wanted:
+        case (bool(), _) | (_, bool()):
+            return value is wanted
+        case list(), list():
+            return len(value) == len(wanted) and all(map(_same, value, wanted))
+        case dict(), dict():
+            return value.keys() == wanted.keys() and all(_same(value[key], wanted[key]) for key in value)
+    return bool(value == wanted)
 
 
 def _lines(text: str) -> list[str]:

@@ -4,6 +4,10 @@ It reads one line of JSON from its standard input and answers with one. It execu
 every test has a process of its own, forked from here, with limits, a directory that is removed afterwards, and nothing
 to read but the test's input. What that process has started ends with it; when the standard input closes, all ends.
 
+Where Linux lets it, the tests run in a namespace of processes of their own: a solution then sees, and can signal,
+nothing outside of it, and cannot stop or kill this program. Where that is refused, as in many containers, and on other
+systems, a solution can signal whatever its user can: `os.kill(-1, 9)` ends every process of the user.
+
 Of tests that compare an output, neither this program nor the processes below it ever see the expected one.
 """
 
@@ -14,7 +18,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -28,45 +31,85 @@ from typing import Any, NoReturn
 LINUX = sys.platform == "linux"
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two looks at a test's process."""
-REPORT = 3
-"""The descriptor on which a test's process says that the test has passed, or what the function returned."""
-SPARE_TASKS = 64
-"""Processes and threads that a solution may have besides all those of its user. A superuser has no limit."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+REPORT, SECRET = 3, 4
+"""Where a test's process says that the test has passed, or what the function returned, and where its token waits."""
+TOKEN_BYTES = 32
+SPARE_TASKS = 512
+"""Processes and threads that a solution may have besides all those of its user. A superuser may have no limit."""
+SMALLEST_ENTRY = 4096
+"""Bytes of disk that a file or a directory counts as, at least."""
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 
 Job = dict[str, Any]
 
 
-def run_test(job: Job, test: dict[str, Any], deadline: float) -> str | None:
+class Clock:
+    """The time that all tests share: they may use the processor for `seconds`, and take `patience` times that in all.
+
+    The processor's time is what counts, so that a busy machine turns no right answer into a wrong one. Where it cannot
+    be told, the wall's does.
+    """
+
+    def __init__(self, seconds: float, patience: float) -> None:
+        self._seconds = seconds
+        self._began = time.monotonic()
+        self._patience = patience if LINUX else 1.0
+
+    def is_over(self, pid: int) -> bool:
+        passed = time.monotonic() - self._began
+        if passed < self._seconds:
+            return False
+        return passed >= self._seconds * self._patience or _processor_seconds(pid) >= self._seconds
+
+
+def _processor_seconds(pid: int) -> float:
+    """Of the test that runs, and of the processes that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = 0.0
+    with suppress(OSError):  # it has ended, and been waited for
+        running = time.clock_gettime(~pid << 3 | 2)  # how Linux numbers the clocks of processes
+    return ended.ru_utime + ended.ru_stime + running
+
+
+def run_test(job: Job, test: dict[str, Any], clock: Clock) -> str | None:
     """What the test's process wrote if it ended as it should, else None.
 
     A program has to end with status 0; an assertion or a function has to write a random token first, which no `exit`
-    and no guess does.
+    and no guess does. The token is made after the fork, and waits in a pipe: no frame of the solution's process has it.
     """
-    token = os.urandom(16).hex().encode()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory, tempfile.TemporaryFile() as given:
+    directory = tempfile.mkdtemp()
+    reading, writing = os.pipe()
+    secret, telling = os.pipe()
+    with tempfile.TemporaryFile() as given:
         given.write(test.get("input", "").encode(errors="replace"))
         given.seek(0)
-        reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
-            _be_the_test(job, test, token, directory, given.fileno(), writing)
-        os.close(writing)
-        try:
-            status, written = _watch(pid, reading, directory, job, deadline)
-        finally:
-            os.close(reading)
-            _end_descendants(pid)
+            _be_the_test(job, test, directory, (given.fileno(), writing, secret))
+    os.close(writing)
+    os.close(secret)
+    token = os.urandom(TOKEN_BYTES // 2).hex().encode()
+    try:
+        with suppress(BrokenPipeError):  # it has ended already, or is a program
+            os.write(telling, token)
+        os.close(telling)
+        status, written = _watch(pid, reading, directory, job, clock)
+    finally:
+        os.close(reading)
+        _end_descendants(pid)
+        remove_tree(directory)
     if test["kind"] == "program":
         return written.decode(errors="replace") if status == 0 else None
     return written[len(token) :].decode(errors="replace") if written.startswith(token) else None
 
 
-def _watch(pid: int, reading: int, directory: str, job: Job, deadline: float) -> tuple[int | None, bytes]:
+def _watch(pid: int, reading: int, directory: str, job: Job, clock: Clock) -> tuple[int | None, bytes]:
     """Until it ends, or has to be ended: its exit status (None if it was ended), and what it wrote."""
     written, status, pause = bytearray(), None, FIRST_PAUSE
     watched = [sys.stdin.fileno(), reading]
-    while (left := deadline - time.monotonic()) > 0 and len(written) <= job["max_output"]:
-        ready = select.select(watched, [], [], min(pause, left) if status is None else 0)[0]
+    while not clock.is_over(pid) and len(written) <= job["max_output"]:
+        ready = select.select(watched, [], [], pause if status is None else 0)[0]
         if sys.stdin.fileno() in ready:  # nobody writes there: whoever asked is gone
             sys.exit(1)
         if reading in ready:
@@ -78,28 +121,34 @@ def _watch(pid: int, reading: int, directory: str, job: Job, deadline: float) ->
             return status, bytes(written)
         elif (ended := os.waitpid(pid, os.WNOHANG))[0]:
             status = os.waitstatus_to_exitcode(ended[1])
-        elif pause == LONGEST_PAUSE and _used_mb(directory) > job["disk_mb"]:
+        elif pause == LONGEST_PAUSE and _is_fuller(directory, job["disk_mb"] << 20):
             break
         else:
             pause = min(2 * pause, LONGEST_PAUSE)
     return None, b""
 
 
-def _be_the_test(job: Job, test: dict[str, Any], token: bytes, directory: str, given: int, writing: int) -> NoReturn:
-    """What the forked process does; it never returns to the code above."""
+def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tuple[int, int, int]) -> NoReturn:
+    """What the forked process does; it never returns to the code above.
+
+    What it needs after the solution has run it takes before, since a solution may put something else in its place.
+    """
     status = 1
+    leave, read, write, execute, evaluate, dumps = os._exit, os.read, os.write, exec, eval, json.dumps
     try:
-        _confine(job, directory, given, writing, is_program=test["kind"] == "program")
+        _confine(job, directory, descriptors, is_program=test["kind"] == "program")
         solution = ModuleType("__main__" if test["kind"] == "program" else "solution")
         sys.modules[solution.__name__] = solution
         try:
-            exec(compile(job["code"], "solution.py", "exec"), solution.__dict__)
-            if test["kind"] == "assert":
-                exec(compile(test["code"], "test.py", "exec"), solution.__dict__)
-                os.write(REPORT, token)
+            check = compile(test["code"], "test.py", "exec") if test["kind"] == "assert" else None
+            execute(compile(job["code"], "solution.py", "exec"), solution.__dict__)
+            if check is not None:
+                execute(check, solution.__dict__)
+                write(REPORT, read(SECRET, TOKEN_BYTES))
             elif test["kind"] == "call":
-                function = eval(job["entry"], solution.__dict__)
-                os.write(REPORT, token + json.dumps(function(*test["arguments"])).encode())
+                function = evaluate(job["entry"], solution.__dict__)
+                result = dumps(function(*test["arguments"]))
+                write(REPORT, read(SECRET, TOKEN_BYTES) + result.encode())
             else:
                 _join_threads()
             status = 0
@@ -107,23 +156,18 @@ def _be_the_test(job: Job, test: dict[str, Any], token: bytes, directory: str, g
             status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
         sys.stdout.flush()
     finally:  # whatever it raised: nobody would read it
-        os._exit(status & 0xFF)
+        leave(status & 0xFF)
 
 
-def _confine(job: Job, directory: str, given: int, writing: int, *, is_program: bool) -> None:
+def _confine(job: Job, directory: str, descriptors: tuple[int, int, int], *, is_program: bool) -> None:
     """A session, a directory, limits and descriptors of its own."""
     os.setsid()
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
     os.chdir(directory)
     os.environ.update(HOME=directory, TMPDIR=directory)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for source, target in ((given, 0), (writing if is_program else nowhere, 1), (nowhere, 2), (writing, REPORT)):
-        os.dup2(source, target)
-    os.closerange(REPORT if is_program else REPORT + 1, 1 << 16)
-    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace")
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace")
-    sys.stderr = os.fdopen(2, "w")
+    _take_descriptors(*descriptors, is_program=is_program)
     limits = {
         resource.RLIMIT_CPU: ceil(job["timeout"]) + 1,
         resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
@@ -135,6 +179,18 @@ def _confine(job: Job, directory: str, given: int, writing: int, *, is_program: 
         most = resource.getrlimit(kind)[1]
         least = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(kind, (least, least))
+
+
+def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool) -> None:
+    """Those that it gets were opened in this order, after `REPORT` at the earliest, so that none is overwritten."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    output = writing if is_program else nowhere
+    for target, source in enumerate((given, output, nowhere, writing, secret)):
+        os.dup2(source, target)
+    os.closerange(REPORT if is_program else SECRET + 1, 1 << 16)
+    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace")
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+    sys.stderr = os.fdopen(2, "w")
 
 
 def _join_threads() -> None:
@@ -159,20 +215,69 @@ def _end_descendants(pid: int) -> None:
 
 
 def _children() -> list[int]:
-    """On Linux an orphan becomes a child of this process."""
+    """On Linux an orphan becomes a child of this process. As the first of its namespace it can name all at once."""
     if not LINUX:
         return []
+    if os.getpid() == 1:
+        return [-1]
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
 
 
-def _used_mb(directory: str) -> float:
-    blocks = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):  # it has just been removed
-                blocks += os.lstat(os.path.join(parent, name)).st_blocks
-    return blocks * 512 / 2**20
+def _is_fuller(directory: str, most: int) -> bool:
+    """Whether all that is below it takes more than `most` bytes. What cannot be looked at is too much."""
+    used, unseen = 0, [directory]
+    while unseen and used <= most:
+        try:
+            for entry in os.scandir(unseen.pop()):
+                with suppress(FileNotFoundError):  # it has just been removed
+                    used += max(entry.stat(follow_symlinks=False).st_blocks * 512, SMALLEST_ENTRY)
+                    if entry.is_dir(follow_symlinks=False):
+                        unseen.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:  # nested too deeply to have a path, or closed to us
+            return True
+    return used > most
+
+
+def remove_tree(directory: str) -> None:
+    """However deep it is: one directory is open at a time, and its parent is found by its `..`."""
+    with suppress(OSError):  # somebody else has removed it, or has put there what is not ours to remove
+        here = os.open(directory, DIRECTORY)
+        try:
+            names: list[str] = []
+            unseen = [_remove_files(here)]
+            while unseen:
+                if unseen[-1]:
+                    names.append(unseen[-1].pop())
+                    os.chmod(names[-1], 0o700, dir_fd=here)
+                    here = _step(here, names[-1])
+                    unseen.append(_remove_files(here))
+                else:
+                    unseen.pop()
+                    if names:
+                        here = _step(here, "..")
+                        os.rmdir(names.pop(), dir_fd=here)
+        finally:
+            os.close(here)
+        os.rmdir(directory)
+
+
+def _step(here: int, name: str) -> int:
+    there = os.open(name, DIRECTORY, dir_fd=here)
+    os.close(here)
+    return there
+
+
+def _remove_files(directory: int) -> list[str]:
+    """And give the names of the directories there."""
+    with os.scandir(directory) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        if not is_directory:
+            os.unlink(name, dir_fd=directory)
+    return [name for name, is_directory in found if is_directory]
 
 
 def _tasks_of_user() -> int:
@@ -185,16 +290,55 @@ def _tasks_of_user() -> int:
     return tasks
 
 
+def _enter_namespace() -> None:
+    """The next child is the first process of a namespace; its end is that of all others there."""
+    user, group = os.geteuid(), os.getegid()
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID):
+        raise OSError(ctypes.get_errno(), "no namespace")
+    for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+
+
+def _may_enter_namespace() -> bool:
+    """Tried by a process that ends afterwards, since there is no way back from half of it."""
+    if (pid := os.fork()) == 0:
+        status = 1
+        try:
+            _enter_namespace()
+            if (first := os.fork()) == 0:
+                os._exit(0)
+            status = os.waitpid(first, 0)[1]
+        finally:
+            os._exit(int(status != 0))
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _isolate() -> None:
+    """What goes on from here is out of the solution's reach, or as far out of it as the system lets us get."""
+    call = ctypes.CDLL(None).prctl
+    call(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _may_enter_namespace():
+        _enter_namespace()
+        if (first := os.fork()) != 0:
+            call(PR_SET_DUMPABLE, 0)
+            os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
+        call(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        call(PR_SET_CHILD_SUBREAPER, 1)
+    call(PR_SET_DUMPABLE, 0)  # nobody but a superuser may look into its memory or use its descriptors
+
+
 def main() -> None:
     job: Job = json.loads(sys.stdin.buffer.readline())
     if LINUX:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         job["tasks"] = _tasks_of_user() + SPARE_TASKS
-    deadline = time.monotonic() + job["timeout"]
+        _isolate()
+    clock = Clock(job["timeout"], job["patience"])
     try:
-        print(json.dumps([run_test(job, test, deadline) for test in job.pop("tests")]))
+        print(json.dumps([run_test(job, test, clock) for test in job.pop("tests")]))
     except SystemExit:  # the parent, which removes this directory, is gone
-        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+        remove_tree(tempfile.gettempdir())
         raise
 
 

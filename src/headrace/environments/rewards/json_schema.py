@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from headrace.environments.rewards.base import gold_of
+from headrace.environments.rewards.base import gold_of, warn_of_count
 from headrace.environments.rewards.fences import last_block
-from headrace.environments.sandbox import CallTimeout, Sandbox
+from headrace.environments.sandbox import PATIENCE, CallTimeout, Sandbox
 from headrace.errors import BadInput
 
 
 class JsonSchema:
     """1.0 if the text, or the last block in it that is fenced as `json`, is JSON which fits the schema, else 0.0.
 
-    With `field`, the JSON must also equal what the task has there. An answer that cannot be judged within `timeout`
-    seconds does not fit; `timeouts` counts those.
+    With `field`, the JSON must also equal what the task has there. An answer that takes longer than `timeout`
+    seconds of the processor to judge does not fit; `timeouts` counts those.
     """
 
     name = "json_schema"
@@ -39,9 +39,11 @@ class JsonSchema:
     async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
         gold = [] if self._field is None else [gold_of(data, self._field)]
         try:
-            return float(await self._sandbox.call(f"{__name__}:fits", text, self._schema, gold, timeout=self._timeout))
+            call = f"{__name__}:fits", text, self._schema, gold
+            return float(await self._sandbox.call(*call, timeout=self._timeout, patience=PATIENCE))
         except CallTimeout:
             self.timeouts += 1
+            warn_of_count(self.name, "answers that took too long to check", self.timeouts)
             return 0.0
 
     async def close(self) -> None:

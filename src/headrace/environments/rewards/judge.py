@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import logging
 import math
 import random
 import re
@@ -20,14 +21,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.environments.rewards.answer_cache import AnswerCache
-from headrace.environments.rewards.base import gold_of
+from headrace.environments.rewards.base import gold_of, warn_of_count
 from headrace.errors import BadInput, Failure
 from headrace.inference.openai_client import OpenAIClient, OpenAIError
 
+log = logging.getLogger(__name__)
+
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Seconds before a question is asked again, doubled each time; a server may ask for more."""
-SCORE = r"""(?i)\bscore[\s:=*_`"']{1,9}+(\d++(?:\.\d++)?+|\.\d++)(?!\w|\s*[/%])"""
-"""`Score: X`, whatever emphasis it has; neither a percentage nor a share of something."""
+LONGEST_WISH = 300.0
+"""Seconds that a server may ask for."""
+EMPHASIS = r"""[\s*_`"']{0,9}+"""
+ANNOUNCED = re.compile(
+    rf"(?i)(?<![^\W_])score{EMPHASIS}(?:(?:\([^()\n]{{0,40}}+\){EMPHASIS})?+[:=]|(?<!score)(?=[-+.\d])){EMPHASIS}"
+)
+"""`Score: `, whatever emphasis it has, or `score ` before what may be a number."""
+NUMBER = r"\d++(?:\.\d++)?+|\.\d++"
+WRITTEN_SCORE = re.compile(
+    rf"(?i)({NUMBER})(?:[ \t*_`(]{{0,9}}+(?:(%)|(?:/|(?:out )?of )[ \t*_`]{{0,9}}+({NUMBER})))?+"
+    r"(?![^\W_]|[.,]\d|[ \t*_`(]{0,9}+(?:[/%]|(?:out )?of\b)|[ \t]{0,9}+[-\u2013][ \t]{0,9}+\d)"
+)
+"""A number by itself, a percentage, or so many of so many; neither a range nor any other part of something longer."""
 
 
 class JudgeFailed(Failure):
@@ -49,13 +63,25 @@ def _last_number(pattern: str) -> Callable[[str], float | None]:
     return read
 
 
-_read_score = _last_number(SCORE)
-
-
 def zero_to_one(answer: str) -> float | None:
-    """The last `Score: X`, if X is between 0 and 1."""
-    score = _read_score(answer)
-    return score if score is not None and score <= 1.0 else None
+    """What the last `Score:` says: a number from 0 to 1, or a share such as 8/10, 8 out of 10 or 80%.
+
+    None if just there is nothing of the kind: an earlier score is not what the judge ended with.
+    """
+    starts = [announced.end() for announced in ANNOUNCED.finditer(answer)]
+    written = WRITTEN_SCORE.match(answer, starts[-1]) if starts else None
+    if written is None:
+        return None
+    score, most = float(written[1]), 100.0 if written[2] else float(written[3] or 1)
+    return score / most if score <= most and most > 0 else None
+
+
+class _Question:
+    """What is being asked, and how many wait for the answer."""
+
+    def __init__(self, task: asyncio.Task[str]) -> None:
+        self.task = task
+        self.waiting = 0
 
 
 class Judge:
@@ -66,8 +92,9 @@ class Judge:
     match is the score, or a function of the judge's text that gives a number, or None if it finds no score.
 
     `timeout` is in seconds, for one request; `retries` is how often one that failed is sent again. Then `on_failure`
-    is "error", which costs the rollout, or the score to give instead. `calls`, `cached` and `failures` count. An
-    environment in worker processes has a judge in each: `max_concurrent` and `requests_per_minute` hold for one.
+    is "error", which costs the rollout, or the score to give instead. `calls`, `cached` and `failures` count, for the
+    log. An environment in worker processes has a judge in each: `max_concurrent` and `requests_per_minute` hold for
+    one.
     """
 
     name = "judge"
@@ -107,24 +134,32 @@ class Judge:
         self._retries = retries
         self._cache = AnswerCache(Path(cache) if cache is not None else None)
         self._on_failure = on_failure
-        self._asking: dict[str, asyncio.Task[str]] = {}
+        self._asking: dict[str, _Question] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._line: asyncio.Lock
 
     async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
         try:
             return self._score(await self._answer(self._messages(text, data)))
         except (OpenAIError, JudgeFailed) as error:
             self.failures += 1
+            warn_of_count(self.name, "answers that got no score", self.failures)
             if self._on_failure == "error":
                 raise JudgeFailed(f"the judge gave no score: {error}") from error
             return float(self._on_failure)
 
     async def close(self) -> None:
-        asking = list(self._asking.values())
+        asking = [question.task for question in self._asking.values()]
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         await self._client.close()
         self._cache.close()
+        if self.calls or self.cached:
+            counts = self.calls, self.cached, self.failures
+            log.info(
+                "reward %r: %d requests, %d answers that were known or being asked for, %d failures", self.name, *counts
+            )
 
     def _messages(self, text: str, data: Mapping[str, Any]) -> list[dict[str, str]]:
         """Values are put in as they are: what is in braces in them stays."""
@@ -138,22 +173,24 @@ class Judge:
 
     async def _answer(self, messages: list[dict[str, str]]) -> str:
         """What is known, or else asked; a cancelled caller takes the question from nobody else."""
-        question = [self._client.base_url, self._client.model, messages, self._sampling]
-        key = hashlib.sha256(json.dumps(question).encode()).hexdigest()
+        asked = [self._client.base_url, self._client.model, messages, self._sampling]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         if (known := self._cache.get(key)) is not None:
             self.cached += 1
             return known
-        if key in self._asking:
-            self.cached += 1
+        question = self._asking.get(key)
+        if question is None:
+            question = self._asking[key] = _Question(asyncio.create_task(self._ask(key, messages)))
         else:
-            task = self._asking[key] = asyncio.create_task(self._ask(key, messages))
-            task.add_done_callback(lambda done: self._asked(key, done))
-        return await asyncio.shield(self._asking[key])
-
-    def _asked(self, key: str, task: asyncio.Task[str]) -> None:
-        del self._asking[key]
-        if not task.cancelled():
-            task.exception()  # if everybody who asked is gone, nobody else looks at it
+            self.cached += 1
+        question.waiting += 1
+        try:
+            return await asyncio.shield(question.task)
+        finally:
+            question.waiting -= 1
+            if not question.waiting:  # if it is not answered yet, nobody wants to know any more
+                question.task.cancel()
+                del self._asking[key]
 
     async def _ask(self, key: str, messages: list[dict[str, str]]) -> str:
         for attempt in itertools.count():
@@ -173,11 +210,15 @@ class Judge:
         return answer.text
 
     async def _wait_for_turn(self) -> None:
-        now = asyncio.get_running_loop().time()
-        turn = max(now, self._next_at)
-        self._next_at = turn + self._interval
-        if turn > now:
-            await asyncio.sleep(turn - now)
+        """The first in line waits for the clock, the others for the first: whoever leaves the line costs no turn."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._line = loop, asyncio.Lock()
+        async with self._line:
+            turn = max(loop.time(), self._next_at)
+            if turn > loop.time():
+                await asyncio.sleep(turn - loop.time())
+            self._next_at = turn + self._interval
 
     def _score(self, answer: str) -> float:
         score = self._parse(answer)
@@ -189,7 +230,7 @@ class Judge:
 def _delay(attempt: int, wanted: float | None) -> float:
     """Half of it is by chance, so that those who failed together do not come back together."""
     own = min(FIRST_DELAY * 2.0**attempt, LONGEST_DELAY) * random.uniform(0.5, 1.0)
-    return max(own, min(wanted or 0.0, LONGEST_DELAY))
+    return max(own, min(wanted or 0.0, LONGEST_WISH))
 
 
 def _parsed_template(prompt: str) -> list[tuple[str, str | None]]:

@@ -31,7 +31,7 @@ class Numeric:
         gold = shape_of_gold(data, self._field)
         if not is_number(gold):
             raise ValueError(f"the task's {self._field!r} is not a number: {data[self._field]!r:.100}")
-        answer = shape_of_answer(self._extract(text))
+        answer = shape_of_answer(self._extract(text), variables=False)
         return float(answer is not None and same(gold, answer, self._judge) is True)
 
 
@@ -46,9 +46,9 @@ def shape_of_gold(data: Mapping[str, Any], field: str) -> Shape:
         raise ValueError(f"the task's {field!r} cannot be read as an answer ({error}): {gold!r:.100}") from error
 
 
-def shape_of_answer(answer: str | None) -> Shape | None:
-    """None for what is no answer at all."""
+def shape_of_answer(answer: str | None, variables: bool) -> Shape | None:
+    """None for what is no answer at all. Without `variables` in the gold one its letters are units and words."""
     try:
-        return None if answer is None else shape_of(answer)
+        return None if answer is None else shape_of(answer, variables)
     except Unreadable:
         return None

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.environments.rewards.base import gold_of
-from headrace.environments.sandbox import CallTimeout, Sandbox
+from headrace.environments.rewards.base import gold_of, warn_of_count
+from headrace.environments.sandbox import PATIENCE, CallTimeout, Sandbox
 from headrace.errors import BadInput
 
 
@@ -19,7 +19,8 @@ class Pattern:
     """1.0 if the pattern is found in the text, or with `full` describes all of it, else 0.0.
 
     With `field`, what the first match has in group 1 (all of the match, if the pattern has no group) must also be what
-    the task has there. A text that cannot be matched within `timeout` seconds does not match; `timeouts` counts those.
+    the task has there. A text that takes longer than `timeout` seconds of the processor's time does not match;
+    `timeouts` counts those.
     """
 
     name = "pattern"
@@ -43,9 +44,10 @@ class Pattern:
         gold = None if self._field is None else str(gold_of(data, self._field))
         call = f"{__name__}:matches", self._pattern, text, self._full, gold
         try:
-            return float(await self._sandbox.call(*call, timeout=self._timeout))
+            return float(await self._sandbox.call(*call, timeout=self._timeout, patience=PATIENCE))
         except CallTimeout:
             self.timeouts += 1
+            warn_of_count(self.name, "answers that took too long to match", self.timeouts)
             return 0.0
 
     async def close(self) -> None:

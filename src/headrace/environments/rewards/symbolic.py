@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.environments.rewards.answers import Extract, extract_named
+from headrace.environments.rewards.base import warn_of_count
 from headrace.environments.rewards.mathematics.comparison import Numbers, same
+from headrace.environments.rewards.mathematics.shapes import has_variables
 from headrace.environments.rewards.numeric import shape_of_answer, shape_of_gold
-from headrace.environments.sandbox import CallFailed, CallTimeout, Sandbox
+from headrace.environments.sandbox import PATIENCE, CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput
 
 ALGEBRA = "headrace.environments.rewards.mathematics.algebra:same_answer"
@@ -48,7 +50,7 @@ class Symbolic:
     async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
         gold = shape_of_gold(data, self._field)
         extracted = self._extract(text)
-        answer = shape_of_answer(extracted)
+        answer = shape_of_answer(extracted, has_variables(str(data[self._field])))
         if answer is None:
             return 0.0
         verdict = same(gold, answer, Numbers())
@@ -64,9 +66,13 @@ class Symbolic:
             await self._sandbox.call(ALGEBRA, "x+x", "2x", timeout=60.0)
             self._works = True
         try:
-            return bool(await self._sandbox.call(ALGEBRA, gold, answer, timeout=self._timeout))
+            return bool(await self._sandbox.call(ALGEBRA, gold, answer, timeout=self._timeout, patience=PATIENCE))
         except CallTimeout:
             self.timeouts += 1
-        except CallFailed:
+            warn_of_count(self.name, "answers that took too long to compare", self.timeouts)
+        except CallFailed as error:
+            if error.kind in ("start", "closed"):  # no fault of the answer
+                raise
             self.failures += 1
+            warn_of_count(self.name, "answers whose comparison broke down", self.failures)
         return False

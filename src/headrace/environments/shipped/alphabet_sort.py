@@ -11,11 +11,11 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.shipped import arguments
 from headrace.environments.shipped.drawing import check_split, draw_tasks
-from headrace.environments.shipped.reverse_text import similarity
+from headrace.environments.shipped.reverse_text import LONGEST, similarity
 from headrace.environments.shipped.tags import replies, tag, tagged
 from headrace.environments.shipped.word_lists import word_list
 from headrace.rollout.types import Message, Rollout, Task
@@ -30,7 +30,7 @@ class AlphabetSort(Environment):
     """`items` are names, or single letters for the smallest models; `terse` asks without a word of instruction.
 
     `sort_by` is "first" or "last" name, or "either", which is for each task one of the two. The similarity of each turn
-    is raised to `similarity_power`.
+    is raised to `similarity_power`. What is asked to be sorted first in evaluation is not in training, in any order.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class AlphabetSort(Environment):
         arguments.check_flag("terse", terse)
         arguments.check_mistakes(demonstrate_mistakes)
         if sort_by != "first" and (terse or items == "letters"):
-            raise TypeError(f"sort_by = {sort_by!r} needs names, and an instruction that says so: leave it at 'first'")
+            raise arguments.BadArgument(
+                f"sort_by = {sort_by!r} needs names, and an instruction that says so: leave it at 'first'"
+            )
         self.split = split
         self.num_tasks = num_tasks
         self.turns = (min_turns, max_turns)
@@ -75,14 +77,15 @@ class AlphabetSort(Environment):
         self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
-        return draw_tasks(self._draw, self.split, self.num_tasks, self.seed)
+        return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed, split_by=_first_items))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         batches = task.data["batches"]
         chat = Chat(context, self._question(task, 0), max_turns=len(batches))
         turns: list[float] = []
         while reply := await chat.reply():
-            turns.append(similarity(self._read(reply.text), in_order(task, len(turns) + 1)))
+            wanted = in_order(task, len(turns) + 1)
+            turns.append(similarity(self._read(reply.text)[: LONGEST * len(wanted)], wanted))
             if len(turns) < len(batches):
                 chat.say(self._question(task, len(turns)))
             else:
@@ -148,6 +151,11 @@ class AlphabetSort(Environment):
 def in_order(task: Task, turns: int) -> list[str]:
     """All names of the first `turns` turns, sorted."""
     return _sorted([name for batch in task.data["batches"][:turns] for name in batch], task.data["by"])
+
+
+def _first_items(task: dict[str, Any]) -> list[str]:
+    """What the first question is about, whatever comes later."""
+    return sorted(task["batches"][0])
 
 
 def _sorted(names: Sequence[str], by: str) -> list[str]:

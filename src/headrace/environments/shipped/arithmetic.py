@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
+from headrace.environments.arguments import check_flag, check_letters, check_whole
 from headrace.environments.rewards.exact import Exact
-from headrace.environments.shipped.arguments import check_flag, check_mistakes, check_whole
 from headrace.environments.shipped.drawing import draw_tasks
 from headrace.environments.single_turn import SingleTurn
 
@@ -27,7 +28,6 @@ class Arithmetic(SingleTurn):
         demonstrate_mistakes: float = 0.0,
     ) -> None:
         check_flag("terse", terse)
-        check_mistakes(demonstrate_mistakes)
         super().__init__(
             sums(split, num_tasks, digits, operations, seed),
             lambda row: f"{row['question']}=" if terse else f"What is {row['question']}? Answer with the number alone.",
@@ -38,11 +38,10 @@ class Arithmetic(SingleTurn):
 
 def sums(
     split: str = "train", num_tasks: int = 2000, digits: int = 2, operations: str = "+-", seed: int = 0
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Questions such as "12+7" with their answers."""
     check_whole("digits", digits, 1, 100)
-    if not operations or not set(operations) <= set(OPERATIONS):
-        raise TypeError(f"operations must be some of {' '.join(OPERATIONS)}, not {operations!r}")
+    check_letters("operations", operations, OPERATIONS)
 
     def draw(rng: random.Random) -> dict[str, Any]:
         left, right = (rng.randrange(10 ** rng.randint(1, digits)) for _ in range(2))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.script import call_tool, perturbed
-from headrace.environments.shipped import arguments
 from headrace.environments.shipped.drawing import check_split, draw_tasks
 from headrace.environments.shipped.expression import BadExpression, evaluate, written
 from headrace.environments.shipped.tags import replies
@@ -56,8 +56,7 @@ class Calculator(Environment):
         arguments.check_whole("max_terms", max_terms, min_terms, 8)
         arguments.check_whole("min_digits", min_digits, 1)
         arguments.check_whole("max_digits", max_digits, min_digits, 9)
-        if not (isinstance(operators, str) and operators and set(operators) <= set(OPERATORS)):
-            raise TypeError(f"operators must be some of {' '.join(OPERATORS)}, not {operators!r}")
+        arguments.check_letters("operators", operators, OPERATORS)
         arguments.check_whole("max_turns", max_turns, 2)
         arguments.check_flag("terse", terse)
         arguments.check_mistakes(demonstrate_mistakes)
@@ -72,7 +71,7 @@ class Calculator(Environment):
         self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
-        return draw_tasks(self._draw, self.split, self.num_tasks, self.seed)
+        return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         value = evaluate(task.data["expression"])
@@ -147,7 +146,7 @@ class Calculator(Environment):
 def is_right(text: str, value: Fraction) -> bool:
     """Whether a reply ends with this number, at least as exactly as the calculator shows it."""
     match = _LAST_NUMBER.search(text[-READ:].replace("\N{MINUS SIGN}", "-"))
-    if match is None:
+    if match is None or (match.start() == 0 and len(text) > READ):  # one at the cut may be the end of a longer one
         return False
     given = Fraction(match[1].replace(",", ""))
     return abs(given - value) <= abs(Fraction(written(value)) - value)

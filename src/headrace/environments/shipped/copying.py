@@ -7,28 +7,39 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.environments.arguments import check_whole
 from headrace.environments.rewards.exact import Exact
 from headrace.environments.shipped.drawing import draw_tasks
 from headrace.environments.shipped.reverse_text import LONGEST, similarity
-from headrace.environments.single_turn import environment
+from headrace.environments.single_turn import SingleTurn
 
 
-def words(
-    split: str = "train", num_tasks: int = 2000, min_letters: int = 4, max_letters: int = 8, seed: int = 0
-) -> list[dict[str, Any]]:
-    """Random words of a few letters."""
+class Copying(SingleTurn):
+    """Write the word that the user wrote: random letters, `min_letters` to `max_letters` of them."""
 
-    def draw(rng: random.Random) -> dict[str, Any]:
-        return {"answer": "".join(rng.choices(string.ascii_lowercase, k=rng.randint(min_letters, max_letters)))}
+    def __init__(
+        self,
+        split: str = "train",
+        num_tasks: int = 2000,
+        min_letters: int = 4,
+        max_letters: int = 8,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        check_whole("min_letters", min_letters, 1)
+        check_whole("max_letters", max_letters, min_letters)
 
-    return draw_tasks(draw, split, num_tasks, seed)
+        def draw(rng: random.Random) -> dict[str, Any]:
+            return {"answer": "".join(rng.choices(string.ascii_lowercase, k=rng.randint(min_letters, max_letters)))}
+
+        super().__init__(
+            draw_tasks(draw, split, num_tasks, seed),
+            lambda row: str(row["answer"]),
+            {"similarity": _similar},
+            metrics={"exact": Exact()},
+            demonstrate_mistakes=demonstrate_mistakes,
+        )
 
 
-def similar(text: str, data: Mapping[str, Any]) -> float:
+def _similar(text: str, data: Mapping[str, Any]) -> float:
     return similarity(text[: LONGEST * len(data["answer"])], data["answer"])
-
-
-@environment(data=words, rewards={"similarity": similar}, metrics={"exact": Exact()})
-def copying(row: dict[str, Any]) -> str:
-    """Write the word that the user wrote."""
-    return str(row["answer"])

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from headrace.environments.arguments import check_flag, check_number, check_whole
 from headrace.environments.rewards.base import scaled
-from headrace.environments.shipped.arguments import check_mistakes, check_number, check_whole
 from headrace.environments.shipped.drawing import draw_tasks
 from headrace.environments.shipped.expression import BadExpression, evaluate
 from headrace.environments.shipped.tags import tag, tagged
@@ -46,10 +46,10 @@ class Countdown(SingleTurn):
         check_whole("numbers", numbers, 2, 8)
         check_whole("largest", largest, 1, 10**6)
         check_number("format_reward", format_reward, 0, 1)
-        check_mistakes(demonstrate_mistakes)
+        check_flag("terse", terse)
         self._terse = terse
         super().__init__(
-            draw_tasks(lambda rng: _draw(rng, numbers, largest), split, num_tasks, seed),
+            draw_tasks(lambda rng: _draw(rng, numbers, largest), split, num_tasks, seed, identity=_problem),
             self._ask,
             {"solved": self._solved, "format": scaled(self._in_format, format_reward)},
             gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),
@@ -89,6 +89,11 @@ def _draw(rng: random.Random, count: int, largest: int) -> dict[str, Any]:
         solution, target = _combine(rng, numbers)
         if target.denominator == 1 and 0 < target <= 100 * largest:
             return {"numbers": numbers, "target": int(target), "solution": solution}
+
+
+def _problem(task: dict[str, Any]) -> Any:
+    """What is asked, in whatever order: not how it may be solved."""
+    return [sorted(task["numbers"]), task["target"]]
 
 
 def _combine(rng: random.Random, numbers: list[int]) -> tuple[str, Fraction]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+
+from headrace.environments.arguments import check_choice, check_whole
 
 SPLITS = ("train", "eval")
 EVAL_SHARE = 10
@@ -15,27 +17,47 @@ EVAL_SHARE = 10
 PATIENCE = 200
 """Draws in a row without a new task before there seem to be no more."""
 
+Draw = Callable[[random.Random], dict[str, Any]]
+Part = Callable[[dict[str, Any]], Any]
+"""A part of a task, as JSON values."""
+
+
+def whole(task: dict[str, Any]) -> dict[str, Any]:
+    return task
+
 
 def draw_tasks(
-    draw: Callable[[random.Random], dict[str, Any]], split: str, num_tasks: int, seed: int
-) -> list[dict[str, Any]]:
-    """Up to `num_tasks` different ones that `draw` makes: fewer where there are no more."""
+    draw: Draw, split: str, num_tasks: int, seed: int, identity: Part = whole, split_by: Part | None = None
+) -> Iterator[dict[str, Any]]:
+    """Up to `num_tasks` different ones that `draw` makes: fewer where there are no more. None is drawn before its turn.
+
+    Two tasks are the same if they have the same `identity`: it must be what the prompt depends on, and nothing else. Of
+    what they have in common by `split_by` (unset: their identity) all are in one split.
+    """
     check_split(split)
-    if num_tasks < 1:
-        raise TypeError(f"num_tasks must be positive, not {num_tasks}")
+    check_whole("num_tasks", num_tasks, 1)
+    return _drawn(draw, split, num_tasks, seed, identity, split_by or identity)
+
+
+def _drawn(
+    draw: Draw, split: str, num_tasks: int, seed: int, identity: Part, split_by: Part
+) -> Iterator[dict[str, Any]]:
     rng = random.Random(f"{seed}-{split}")
-    tasks: dict[bytes, dict[str, Any]] = {}
+    known: set[bytes] = set()
     in_vain = 0
-    while len(tasks) < num_tasks and in_vain < PATIENCE:
+    while len(known) < num_tasks and in_vain < PATIENCE:
         task = draw(rng)
-        content = msgspec.json.encode(task, order="deterministic")
-        wanted = (zlib.crc32(content) % EVAL_SHARE == 0) == (split == "eval") and content not in tasks
-        in_vain = 0 if wanted else in_vain + 1
-        if wanted:
-            tasks[content] = task
-    return list(tasks.values())
+        name = _encoded(identity(task))
+        in_vain += 1
+        if name not in known and (zlib.crc32(_encoded(split_by(task))) % EVAL_SHARE == 0) == (split == "eval"):
+            in_vain = 0
+            known.add(name)
+            yield task
 
 
-def check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise TypeError(f"split must be 'train' or 'eval', not {split!r}")
+def _encoded(part: Any) -> bytes:
+    return msgspec.json.encode(part, order="deterministic")
+
+
+def check_split(split: Any) -> None:
+    check_choice("split", split, SPLITS)

@@ -41,11 +41,12 @@ def evaluate(expression: str) -> Fraction:
         raise BadExpression(f"an expression has at most {LONGEST} characters")
     if not _CHARACTERS.issuperset(expression):
         raise BadExpression("an expression has numbers, + - * / // % ** and parentheses, and nothing else")
+    source = expression.strip()
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        tree = ast.parse(source, mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
         raise BadExpression("the expression is not well-formed") from None
-    return _value(tree.body)
+    return _value(tree.body, source)
 
 
 def written(value: Fraction) -> str:
@@ -55,16 +56,16 @@ def written(value: Fraction) -> str:
     return f"{_TWELVE_DIGITS.divide(Decimal(value.numerator), Decimal(value.denominator)):f}"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: ast.expr, source: str) -> Fraction:
     match node:
-        case ast.Constant(value=int() | float() as number):
-            return _bounded(Fraction(str(number)))
+        case ast.Constant(value=int() | float()):  # as it is written: a float is rounded
+            return _bounded(Fraction(source[node.col_offset : node.end_col_offset]))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            return -_value(operand) if isinstance(sign, ast.USub) else _value(operand)
+            return -_value(operand, source) if isinstance(sign, ast.USub) else _value(operand, source)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
+            return _power(_value(left, source), _value(right, source))
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
-            return _operation(_OPERATIONS[type(sign)], _value(left), _value(right))
+            return _operation(_OPERATIONS[type(sign)], _value(left, source), _value(right, source))
     raise BadExpression("the expression is not well-formed")
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
+from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.script import call_tool
-from headrace.environments.shipped import arguments
 from headrace.environments.shipped.drawing import check_split
 from headrace.environments.shipped.tags import replies
 from headrace.environments.tools import ToolError
@@ -30,13 +30,18 @@ QUERY = 500
 """Characters of a query that are read."""
 READING = 0.1
 """What it is worth to have read the right file."""
-SPARE_WORDS = 4
-"""Words that an answer may have beyond those that are asked for: who recites a file has not answered."""
+_WORD = re.compile(r"\w+")
+FILLERS = frozenset(
+    _WORD.findall(
+        "a an answer are at by called for from in is it its named of on s that the they this to was were with "
+        "acres bells clocks feet floats gallons inches kilns links men miles people seconds sides tons yards"
+    )
+)
+"""Words that may stand beside an answer, which say nothing by themselves: who names several answers has given none."""
 LONGEST_ANSWER = 500
 EVAL_SHARE = 5
 """Of so many files one is for evaluation: nothing that stands in it is asked in training."""
 PROMPT = "{question}\nFind the answer in the files about the town of Ollenby, then reply with the answer alone."
-_WORD = re.compile(r"\w+")
 
 
 class File(NamedTuple):
@@ -68,8 +73,7 @@ class FileSearch(Environment):
         self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
-        held_out = set(sorted(files())[::EVAL_SHARE])
-        asked = [dict(q) for q in questions() if (q["file"] in held_out) == (self.split == "eval")]
+        asked = [dict(question) for question in self._questions()]
         random.Random(f"{self.seed}-{self.split}").shuffle(asked)
         return asked[: self.num_tasks]
 
@@ -91,10 +95,15 @@ class FileSearch(Environment):
         read = _was_told(messages, files()[task.data["file"]].text)
         others = [
             question
-            for question in questions()
+            for question in self._questions()
             if (question["file"] == task.data["file"]) == read and not is_right(question["answer"], task.data["answer"])
         ]
         return self._next(rng.choice(others), messages)
+
+    def _questions(self) -> list[dict[str, str]]:
+        """All of this split."""
+        held_out = set(sorted(files())[::EVAL_SHARE])
+        return [question for question in questions() if (question["file"] in held_out) == (self.split == "eval")]
 
     def _next(self, question: dict[str, str], messages: Sequence[Message]) -> Message | str:
         left = self.max_turns - len(replies(messages))
@@ -135,13 +144,12 @@ def ranked(query: str) -> list[str]:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Whether a short reply has the words of the answer in it, one after another."""
+    """Whether a short reply has the words of the answer in it, one after another, and nothing else but fillers."""
     if len(text) > LONGEST_ANSWER:
         return False
     said, wanted = words_of(text), words_of(answer)
-    if len(said) > len(wanted) + SPARE_WORDS:
-        return False
-    return any(said[start : start + len(wanted)] == wanted for start in range(len(said) - len(wanted) + 1))
+    ends = ((start, start + len(wanted)) for start in range(len(said) - len(wanted) + 1))
+    return any(said[start:end] == wanted and FILLERS.issuperset(said[:start] + said[end:]) for start, end in ends)
 
 
 def words_of(text: str) -> list[str]:

@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.shipped import arguments
 from headrace.environments.shipped.drawing import check_split
 from headrace.environments.shipped.tags import replies, tag, tagged
 from headrace.rollout.types import Message, Rollout, Task

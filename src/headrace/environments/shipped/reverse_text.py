@@ -7,7 +7,10 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from headrace.environments.arguments import check_number, check_whole
 from headrace.environments.base import Context, Demonstration, Environment
+from headrace.environments.chat import Chat
+from headrace.environments.shipped.drawing import check_split
 from headrace.rollout.types import Message, Rollout, Task
 
 LONGEST = 8
@@ -26,8 +29,11 @@ class ReverseText(Environment):
         seed: int = 0,
         demonstrate_copies: float = 0.0,
     ) -> None:
-        if split not in ("train", "eval"):
-            raise TypeError(f"split must be 'train' or 'eval', not {split!r}")
+        check_split(split)
+        check_whole("num_tasks", num_tasks, 1)
+        check_whole("min_letters", min_letters, 1)
+        check_whole("max_letters", max_letters, min_letters)
+        check_number("demonstrate_copies", demonstrate_copies, 0, 1)
         self.split = split
         self.num_tasks = num_tasks
         self.letters = (min_letters, max_letters)
@@ -41,17 +47,10 @@ class ReverseText(Environment):
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         word = task.data["word"]
-        prompt: list[Message] = [{"role": "user", "content": word}]
-        reply = await context.chat(prompt)
-        return [
-            Rollout(
-                rewards={"similarity": similarity(reply.text[: LONGEST * len(word)], word[::-1])},
-                metrics={"exact": float(reply.text == word[::-1])},
-                messages=[*prompt, reply.message],
-                turns=[reply.turn],
-                truncated=reply.truncated,
-            )
-        ]
+        chat = Chat(context, word)
+        await chat.reply()
+        likeness = similarity(chat.text[: LONGEST * len(word)], word[::-1])
+        return [chat.rollout({"similarity": likeness}, {"exact": float(chat.text == word[::-1])})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         return str(task.data["word"][::-1])

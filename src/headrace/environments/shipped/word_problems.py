@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from headrace.environments.arguments import bound, check_choice, check_number
 from headrace.environments.data.gsm8k import gsm8k
 from headrace.environments.data.math import math
 from headrace.environments.rewards.base import Reward, scaled
 from headrace.environments.rewards.numeric import Numeric
 from headrace.environments.rewards.symbolic import Symbolic
-from headrace.environments.shipped.arguments import check_choice, check_number
 from headrace.environments.shipped.arithmetic import sums
 from headrace.environments.single_turn import Row, SingleTurn
 from headrace.environments.strict_format import StrictFormat
@@ -28,7 +28,7 @@ class Gsm8k(SingleTurn):
 
     def __init__(self, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         super().__init__(
-            gsm8k(**rows),
+            bound(gsm8k, rows),
             _question,
             {"correct": Numeric(extract="boxed")},
             gold=_solution,
@@ -41,7 +41,7 @@ class Math(SingleTurn):
 
     def __init__(self, timeout: float = 5.0, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         super().__init__(
-            math(**rows),
+            bound(math, rows),
             _question,
             {"correct": Symbolic(timeout=timeout)},
             gold=_solution,
@@ -52,7 +52,9 @@ class Math(SingleTurn):
 class StrictMath(SingleTurn):
     r"""One block of thoughts, then `\boxed{...}`, and nothing else; `data` is gsm8k, math or arithmetic.
 
-    Whoever keeps to the format earns `format_reward`, right or wrong; an answer in any other form is no answer.
+    Whoever keeps to the format earns `format_reward`, right or wrong; an answer in any other form is no answer. Where
+    the renderer writes an empty thought by itself (`enable_thinking = false`), no reply can have the tags of thoughts
+    in it: set `enable_thinking = true`, or use other tags.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class StrictMath(SingleTurn):
 
         correct: Reward = Symbolic(extract=boxed) if data == "math" else Numeric(extract=boxed)
         super().__init__(
-            SOURCES[data](**rows),
+            bound(SOURCES[data], rows)(),  # it checks its arguments, and yields no row before it is asked
             lambda row: f"{strict.instructions}\n\n{row['question']}",
             {"correct": correct, "format": scaled(in_format, format_reward)},
             metrics={"thinking_words": words},

@@ -11,9 +11,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.shipped import arguments
 from headrace.environments.shipped.drawing import check_split, draw_tasks
 from headrace.environments.shipped.tags import replies, tag, tagged
 from headrace.environments.shipped.word_lists import word_list
@@ -58,7 +58,7 @@ class Wordle(Environment):
         self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
-        return draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed)
+        return list(draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         chat = Chat(context, self._rules(), max_turns=self.max_guesses)

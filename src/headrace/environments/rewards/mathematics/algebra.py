@@ -24,16 +24,16 @@ from math_verify import verify
 from sympy.core.function import AppliedUndef
 
 from headrace.environments.rewards.mathematics.comparison import Numbers, same
-from headrace.environments.rewards.mathematics.numbers import ROUNDING
-from headrace.environments.rewards.mathematics.shapes import Relation, Value, shape_of
+from headrace.environments.rewards.mathematics.numbers import ROUNDING, number_of
+from headrace.environments.rewards.mathematics.shapes import Relation, Value, has_variables, shape_of
 from headrace.environments.rewards.mathematics.vocabulary import FUNCTIONS
 
 DIGITS = 40
 """To which two values must agree."""
-WORKING = 60
+WORKING = 100
 """Digits that are computed with; twice as many tell a zero from a small number."""
-PLACES = 10
-"""Where expressions with variables are compared."""
+RANGES = (*((0.1, 6), (-6, 6)) * 4, (6, 40), (-40, -6), (40, 200), (-200, -40))
+"""Of the places where expressions with variables are compared: half positive, for roots and logarithms."""
 ENOUGH = 4
 """At so many of them both sides must have a value."""
 LONG = 4000
@@ -46,7 +46,11 @@ _FUNCTION = re.compile("|".join(map(re.escape, sorted(FUNCTIONS))))
 _EXACT_NAMES = ConversionConfig(lowercase_symbols=False)
 _NOT_ALGEBRA = re.compile(r"\\(?:text|mathbb|mathcal|ldots|emptyset|%|\$|&|\\)|[&:'=<>]|\d \.?\d|\d_|\)_|\d+\.\d+\.")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[a-zA-Z])\\degree")
-_PRODUCT = re.compile(r"(?<=\d)(?=\(|\\binom|\|)|(?<=\))(?=[(\da-zA-Z\\])(?!\\(?:cdot|right|[,;]))")
+_BEFORE_A_VALUE = re.compile(r"(?:[-+/(\[{^]|\\cdot|\\lvert)\s*$")
+_PRODUCT = re.compile(
+    r"(?<=\d)(?=\(|\\binom|\\lvert)|(?<=rvert )(?=[(\da-zA-Z]|\\lvert)"
+    r"|(?<=\))(?=[(\da-zA-Z\\])(?!\\(?:cdot|rvert|[,;]))"
+)
 """Where one is not written. The parser takes an integer before a rational for a mixed number: 2(13) would be 15."""
 
 Expression = Any
@@ -57,7 +61,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 def same_answer(gold: str, answer: str) -> bool:
     """The whole comparison, with algebra where nothing less decides. Raises `Unreadable`."""
-    return bool(same(shape_of(gold), shape_of(answer), Algebra()))
+    return bool(same(shape_of(gold), shape_of(answer, has_variables(gold)), Algebra()))
 
 
 class Algebra(Numbers):
@@ -70,7 +74,7 @@ class Algebra(Numbers):
         pair = _parsed(gold.latex, answer.latex)
         if pair is None:
             return False
-        verdict = _same_values(*pair)
+        verdict = _same_values(pair[0], pair[1], _last_place(gold.latex, answer.latex))
         return bool(verify(*pair, timeout_seconds=None)) if verdict is None else verdict
 
     def equations(self, gold: Relation, answer: Relation) -> bool:
@@ -94,26 +98,47 @@ def _parsed(*texts: str) -> list[Expression] | None:
         raise
     except Exception:  # the parser's own, for whatever it does not know
         return None
-    return expressions if all(isinstance(expression, sympy.Expr) for expression in expressions) else None
+    return expressions if all(map(_is_defined, expressions)) else None
+
+
+def _is_defined(expression: Expression) -> bool:
+    return isinstance(expression, sympy.Expr) and not expression.has(sympy.zoo, sympy.nan)
 
 
 @lru_cache(maxsize=256)  # the answers of a group share their gold one
 def _parse(text: str) -> Expression:
     if _FUNCTION.search(text):
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
-    text = _PRODUCT.sub(r"\\cdot ", text.replace(r"\degree", ""))
+    text = _PRODUCT.sub(r"\\cdot ", _with_bars(text.replace(r"\degree", "")))
     return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_EXACT_NAMES).doit()
 
 
-def _same_values(gold: Expression, answer: Expression) -> bool | None:
+def _with_bars(text: str) -> str:
+    """Absolute values with the bars that say which one opens: after a sign, or where none is open."""
+    pieces = text.split("|")
+    written, opened = pieces[0], 0
+    for piece in pieces[1:]:
+        opens = not opened or _BEFORE_A_VALUE.search(written) is not None
+        opened += 1 if opens else -1
+        written += (r"\lvert " if opens else r"\rvert ") + piece
+    return written
+
+
+def _last_place(*texts: str) -> Any:
+    """By how much a decimal may differ from what it stands for; endless if there is none, or one in an expression."""
+    numbers = [number for number in map(number_of, texts) if number is not None and number.places is not None]
+    return min((mpmath.mpf(10) ** -(number.places or 0) for number in numbers), default=mpmath.inf)
+
+
+def _same_values(gold: Expression, answer: Expression, last_place: Any) -> bool | None:
     """Wherever both have one. None if that is nowhere, or hardly anywhere."""
     if gold.is_Rational and answer.is_Rational:
         return bool(gold == answer)  # of any size
     if gold.has(AppliedUndef) or answer.has(AppliedUndef):
         return None  # and must not be called by the name that a model gave it
-    rounded = gold.has(sympy.Float) or answer.has(sympy.Float)
+    rounding = last_place if gold.has(sympy.Float) or answer.has(sympy.Float) else None
     with mpmath.workdps(WORKING):
-        verdicts = [_agree(one, other, rounded) for one, other in _values(gold, answer)]
+        verdicts = [_agree(one, other, rounding) for one, other in _values(gold, answer)]
     if False in verdicts:
         return False
     return True if verdicts.count(True) >= min(ENOUGH, len(verdicts)) else None
@@ -123,13 +148,15 @@ def _proportional(gold: Expression, answer: Expression) -> bool:
     """Whether their ratio is the same everywhere. Zeros tell nothing."""
     with mpmath.workdps(WORKING):
         ratios = [one / other for one, other in _values(gold, answer) if one and other]
-        return len(ratios) >= ENOUGH and all(_agree(ratio, ratios[0], rounded=False) for ratio in ratios)
+        return len(ratios) >= ENOUGH and all(_agree(ratio, ratios[0]) for ratio in ratios)
 
 
-def _agree(gold: Any, answer: Any, rounded: bool) -> bool | None:
+def _agree(gold: Any, answer: Any, rounding: Any = None) -> bool | None:
+    """But for `rounding`, if there is any."""
     if gold is None or answer is None:
         return None
-    return bool(abs(gold - answer) <= (ROUNDING_ERROR if rounded else TINY) * abs(gold))
+    allowed = TINY * abs(gold) if rounding is None else min(ROUNDING_ERROR * abs(gold), rounding)
+    return bool(abs(gold - answer) <= allowed)
 
 
 def _values(gold: Expression, answer: Expression) -> list[tuple[Any, Any]]:
@@ -139,9 +166,8 @@ def _values(gold: Expression, answer: Expression) -> list[tuple[Any, Any]]:
     variables = [symbol for symbol in symbols if str(symbol) != IMAGINARY]
     pairs = []
     random = Random(0)
-    for number in range(PLACES if variables else 1):
-        lowest = -6 if number % 2 else 0.1  # half of them positive: roots and logarithms
-        place = [mpmath.mpf(random.uniform(lowest, 6)) if symbol in variables else mpmath.j for symbol in symbols]
+    for span in RANGES if variables else RANGES[:1]:
+        place = [mpmath.mpf(random.uniform(*span)) if symbol in variables else mpmath.j for symbol in symbols]
         one, other = (_value(function, place) for function in functions)
         outside = variables == symbols != [] and None not in (one, other) and mpmath.im(one) and mpmath.im(other)
         pairs.append((None, None) if outside else (one, other))

@@ -26,6 +26,8 @@ from headrace.environments.rewards.mathematics.shapes import (
 
 MOST_ITEMS = 100
 """Longer lists are not compared."""
+PERCENT = Fraction(1, 100)
+_CHOICE = re.compile(r"\(([A-Z])\)(.+)")
 _IN_BASE = re.compile(r"(-?)\(?([0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?)\)?(?:_\{(\d+)\})?")
 
 
@@ -75,16 +77,17 @@ class Numbers:
     def values(self, gold: Value, answer: Value) -> bool | None:
         if gold.unit and answer.unit and gold.unit != answer.unit:
             return False
-        golds, answers = _readings(gold), _readings(answer)
-        if golds and answers:
-            pairs = [(golds[0], answers[0])] if gold.unit == answer.unit else [(g, a) for g in golds for a in answers]
-            return any(same_number(gold, answer, self._tolerance) for gold, answer in pairs)
+        number, given = _number(gold), _number(answer)
+        if number and given:
+            return any(same_number(*pair, self._tolerance) for pair in _readings(number, given, gold.unit, answer.unit))
         if (gold.latex, gold.scale) == (answer.latex, answer.scale):
             return True
-        in_base, given = _IN_BASE.fullmatch(gold.latex), _IN_BASE.fullmatch(answer.latex)
-        if in_base and given and "_" in gold.latex + answer.latex:
-            return _same_in_base(in_base, given)
-        plain = [len(value.latex) == 1 or bool(_readings(value)) for value in (gold, answer)]
+        if (choice := _CHOICE.fullmatch(answer.latex)) and len(gold.latex) == 1 and number_of(choice[2]):
+            return gold.latex == choice[1]
+        digits = _IN_BASE.fullmatch(gold.latex), _IN_BASE.fullmatch(answer.latex)
+        if digits[0] and digits[1] and "_" in gold.latex + answer.latex and gold.unit == answer.unit:
+            return _same_in_base(digits[0], digits[1])
+        plain = [len(gold.latex) == 1 or number is not None, len(answer.latex) == 1 or given is not None]
         return False if all(plain) else None
 
     def equations(self, gold: Relation, answer: Relation) -> bool | None:
@@ -95,13 +98,24 @@ def is_number(shape: Shape) -> bool:
     return isinstance(shape, Value) and number_of(shape.latex) is not None
 
 
-def _readings(value: Value) -> list[Number]:
-    """Its number; with a percent sign also a hundredth of it."""
+def _number(value: Value) -> Number | None:
     number = number_of(value.latex)
-    if number is None:
+    return None if number is None else number.times(value.scale)
+
+
+def _readings(gold: Number, answer: Number, unit: str, given: str) -> list[tuple[Number, Number]]:
+    """What to compare: a percent sign is a unit that may be left out, or a hundredth.
+
+    A gold percentage may be given in both ways. A percentage that is given for a plain number can be right in one of
+    them alone, which is told by its size: below one it is a hundredth, above one a unit, and 1 may be either.
+    """
+    if (unit == "%") == (given == "%"):
+        return [(gold, answer)]
+    if unit == "%":
+        return [(gold, answer), (gold.times(PERCENT), answer)]
+    if abs(gold.value) == 1:
         return []
-    number = number.times(value.scale)
-    return [number, number.times(Fraction(1, 100))] if value.unit == "%" else [number]
+    return [(gold, answer.times(PERCENT) if abs(gold.value) < 1 else answer)]
 
 
 def _same_in_base(gold: re.Match[str], answer: re.Match[str]) -> bool:

@@ -17,6 +17,7 @@ from headrace.environments.rewards.mathematics.vocabulary import (
     FUNCTIONS,
     IN_WORDS,
     INVISIBLE,
+    KNOWN_UNITS,
     NAMED,
     PLAIN,
     SHORT_WORDS,
@@ -35,9 +36,14 @@ Tokens = list[str]
 _SIGNS = str.maketrans(SIGNS)
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff\ufffe\uffff]")
 _JOINED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\[,;: ])\s*(?=\d{3}(?!\d))")
+_SPACED = re.compile(r"(?<![\d.,/^_])[1-9]\d{0,2}(?: \d{3})+(?![\d/])")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_CHOICE = re.compile(r"([A-Z])(?:\)|\.(?=\s))")
+_NOT_EQUAL = re.compile(r"\\not\s*=")
+_GOES_ON = re.compile(r"(?<=\d)\.\.\.")
 _HALF_DAY = re.compile(r"(?<=[\d\s{])([ap])(?:\.\s?m\.?|m\b)", re.IGNORECASE)
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_DIFFERENTIAL = re.compile("d[a-z]")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|\s+|.", re.DOTALL)
 
 
@@ -45,18 +51,25 @@ class Unreadable(ValueError):
     """No LaTeX of an answer: too long, nested too deeply, unbalanced, or with control characters."""
 
 
-def tokens_of(text: str) -> Tokens:
-    """The one spelling of an answer. Raises `Unreadable`."""
+def tokens_of(text: str, variables: bool = True) -> Tokens:
+    """The one spelling of an answer. Raises `Unreadable`.
+
+    Without `variables` letters side by side are words however few they are, and `5 m` has a unit: so the answer to a
+    gold one without letters is read.
+    """
     if len(text) > LONGEST:
         raise Unreadable(f"{len(text)} characters")
     if _CONTROL.search(text):
         raise Unreadable("control characters")
     text = text.translate(_SIGNS).strip().strip("`*")
+    if choice := _CHOICE.match(text):
+        text = f"({choice[1]}){text[choice.end() :]}"
     if len(_DOLLAR.findall(text)) % 2:  # not the signs that enclose mathematics, but money
         text = _DOLLAR.sub(r"\\$", text, count=1)
     text = _DOLLAR.sub(" ", text)
     text = _HALF_DAY.sub(r" \1m ", text).replace("**", "^")
-    return _Reader(_join_thousands(_JOINED.sub("", text))).read()
+    text = _NOT_EQUAL.sub(r"\\ne ", _GOES_ON.sub(r"\\ldots ", text))
+    return _Reader(_join_thousands(_JOINED.sub("", text)), variables).read()
 
 
 def latex_of(tokens: Iterable[str]) -> str:
@@ -69,6 +82,10 @@ def latex_of(tokens: Iterable[str]) -> str:
         pieces += [" ", token] if runs_on else [token]
         before = token
     return "".join(pieces)
+
+
+def has_letters(tokens: Tokens) -> bool:
+    return any(len(token) == 1 and token.isalpha() for token in tokens)
 
 
 def is_word(token: str) -> bool:
@@ -87,13 +104,14 @@ def _join_thousands(text: str) -> str:
         depth = sum(map(before.count, "([")) + before.count(r"\{") - sum(map(before.count, ")]")) - before.count(r"\}")
         return match[0] if depth else match[0].replace(",", "")
 
-    return _THOUSANDS.sub(join, text)
+    return _THOUSANDS.sub(join, _SPACED.sub(lambda match: match[0].replace(" ", ""), text))
 
 
 class _Reader:
     """Reads the raw tokens from left to right."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, variables: bool) -> None:
+        self._variables = variables
         self._raw = _TOKEN.findall(text)[::-1]  # the next one is the last
         self._before = ""
         self._depth = 0
@@ -107,7 +125,10 @@ class _Reader:
         while self._raw and self._raw[-1] != closing:
             if self._raw[-1] == "}":
                 raise Unreadable("a brace that was not opened")
-            _append(tokens, self._next(words))
+            more = self._next(words)
+            if not self._variables and _is_unit_letter(more, tokens):
+                more = [rf"\text{{{more[0]}}}"]
+            _append(tokens, more)
         if closing and not self._raw:
             raise Unreadable(f"no {closing}")
         if closing:
@@ -143,14 +164,14 @@ class _Reader:
         if token in NAMED:
             return self._name(token)
         if token in ARGUMENTS:
-            return [token, *self._root(token), *self._arguments(token)]
+            return _unit_fraction([token, *self._root(token), *self._arguments(token)])
         if raw[0].isalpha():
-            return _letters(raw, words, before)
+            return _letters(raw, words, before, self._variables)
         return [token]
 
     def _arguments(self, command: str) -> Tokens:
         opening = "(" if command == r"\sqrt" else ""
-        wholly = command != r"\frac"
+        wholly = ARGUMENTS[command] == 1
         arguments = [self._argument(opening=opening, whole_numbers=wholly) for _ in range(ARGUMENTS[command])]
         return [token for argument in arguments for token in ("{", *argument, "}")]
 
@@ -190,20 +211,39 @@ class _Reader:
         return [f"{command}{{{name}}}"]
 
 
-def _letters(run: str, words: bool, before: str) -> Tokens:
+def _letters(run: str, words: bool, before: str, variables: bool) -> Tokens:
     """A sign that is written out, a word, or a product of letters: `2abcd` is one, `2 eggs` is not."""
     lowered = run.lower()
     if lowered in PLAIN:
         return [PLAIN[lowered]]
-    long = len(run) > 3 and not before[-1:].isdigit()
-    if long or lowered in SHORT_WORDS or (words and (len(run) > 1 or run in UNIT_LETTERS)):
+    long = len(run) > (3 if variables or _DIFFERENTIAL.fullmatch(run) else 1) and not before[-1:].isdigit()
+    known = lowered in SHORT_WORDS or (not variables and (run == "a" or (len(run) > 1 and lowered in KNOWN_UNITS)))
+    if long or known or (words and (len(run) > 1 or run in UNIT_LETTERS)):
         return [rf"\text{{{run}}}"]
     return list(run)
 
 
+def _is_unit_letter(more: Tokens, tokens: Tokens) -> bool:
+    """The m of `5 m` and the h of `5 km/h`."""
+    if len(more) != 1 or more[0] not in UNIT_LETTERS or not tokens:
+        return False
+    return tokens[-1][-1].isdigit() or tokens[-1] == "}" or (tokens[-1] == "/" and is_word(tokens[-2:][0]))
+
+
+def _unit_fraction(tokens: Tokens) -> Tokens:
+    match tokens:
+        case [r"\frac", "{", top, "}", "{", bottom, "}"] if is_word(top) and is_word(bottom):
+            return [rf"\text{{{word_of(top)} per {word_of(bottom)}}}"]
+    return tokens
+
+
 def _append(tokens: Tokens, more: Tokens) -> None:
-    """Neighbouring words are one, but those that connect two answers stand alone."""
+    """Neighbouring words are one, but those that connect two answers stand alone. `km/h` are words too."""
     for token in more:
+        if tokens and tokens[-1] == "/" and is_word(token):
+            tokens.pop()
+            _append(tokens, [rf"\text{{per {word_of(token)}}}"])
+            continue
         if tokens and is_word(tokens[-1]) and is_word(token):
             pair = word_of(tokens[-1]), word_of(token)
             if not {word.lower() for word in pair} & set(CONNECTIVES):

@@ -14,14 +14,19 @@ from headrace.environments.rewards.mathematics.latex import (
     DEEPEST,
     Tokens,
     Unreadable,
+    has_letters,
     is_word,
     latex_of,
     tokens_of,
     word_of,
 )
+from headrace.environments.rewards.mathematics.numbers import number_of
 from headrace.environments.rewards.mathematics.vocabulary import (
     CLOSING,
+    CURRENCIES,
+    DIMENSIONS,
     FUNCTIONS,
+    KNOWN_UNITS,
     MATRICES,
     MOST_UNIT_WORDS,
     NO_UNITS,
@@ -30,13 +35,14 @@ from headrace.environments.rewards.mathematics.vocabulary import (
     RELATIONS,
     SAME_UNIT,
     SCALES,
+    TEMPERATURES,
     TURNED,
 )
 
 
 @dataclass(frozen=True)
 class Value:
-    """An expression without its unit, which is one of `SAME_UNIT`, `%`, or empty."""
+    """An expression without its unit, which is one of `SAME_UNIT` with its exponent, `%`, or empty."""
 
     latex: str
     unit: str = ""
@@ -90,9 +96,26 @@ class Relation:
 Shape = Value | Words | Several | Ordered | Matrix | Relation
 
 
-def shape_of(text: str) -> Shape:
-    """Raises `Unreadable`."""
-    return _shape(tokens_of(text))
+def shape_of(text: str, variables: bool = True) -> Shape:
+    """What `tokens_of` reads. Raises `Unreadable`."""
+    return _shape(tokens_of(text, variables))
+
+
+def has_variables(gold: str) -> bool:
+    """Whether letters in the answers to it may be variables; else they are units and words."""
+    return has_letters(tokens_of(gold))
+
+
+def has_words(shape: Shape) -> bool:
+    """Whether it is prose, or prose is among its parts."""
+    match shape:
+        case Words():
+            return True
+        case Several() | Ordered():
+            return any(map(has_words, shape.items))
+        case Relation():
+            return any(map(has_words, shape.values or shape.sides))
+    return False
 
 
 def interval_of(relation: Relation) -> Ordered | None:
@@ -123,6 +146,10 @@ def _shape(tokens: Tokens) -> Shape:
     parts = _split(tokens, lambda token: token in (",", ";") or _connects(token, "and", "or"))
     if len(parts) > 1:
         return _several(parts)
+    if tokens == [r"\{", r"\}"]:
+        return Value(r"\emptyset")
+    if tokens == [r"\mathbb{R}"]:
+        return Ordered("()", (Value(r"-\infty"), Value(r"\infty")))
     if tokens[0] == r"\{" and (items := _enclosed(tokens)):
         return items
     if r"\pm" in tokens or r"\mp" in tokens:
@@ -208,19 +235,47 @@ def _without_unit(tokens: Tokens) -> tuple[Tokens, str, int]:
     if end < 2 or not is_word(tokens[end - 1]):
         return *_without_sign(tokens), 1
     words = word_of(tokens[end - 1]).lower().split()
-    more_than_a_unit = len(words) > MOST_UNIT_WORDS or NO_UNITS.intersection(words)
-    if more_than_a_unit or (end > 2 and all(token.isalpha() for token in tokens[: end - 1])):
-        return tokens, "", 1
     rest, sign = _without_sign(tokens[: end - 1])
+    if not _is_unit(words, rest) or (end > 2 and all(token.isalpha() for token in tokens[: end - 1])):
+        return tokens, "", 1
+    unit = _unit(words, exponent=tokens[-2] if end < len(tokens) else "")
+    return rest, unit or sign, SCALES.get(words[0], 1)
+
+
+def _is_unit(words: list[str], value: Tokens) -> bool:
+    """Whether they may say of what there is so much: `18 eggs`, `18 feet squared`, `1 egg`, but not `18 squared`."""
+    if words[-1] in DIMENSIONS and words[-2:-1] and words[-2] in SAME_UNIT:
+        words = words[:-1]
+    if len(words) > MOST_UNIT_WORDS or NO_UNITS.intersection(words):
+        return False
+    number = number_of(latex_of(value))
+    one_at_most = number is not None and abs(number.value) <= 1
+    return one_at_most or any(word in KNOWN_UNITS or word == "per" or _is_plural(word) for word in words)
+
+
+def _is_plural(word: str) -> bool:
+    return len(word) > 2 and word.endswith("s") and not word.endswith("ss")
+
+
+def _unit(words: list[str], exponent: str) -> str:
+    """The first known one, with its exponent; of what stands after "per" none."""
+    words = words[: words.index("per")] if "per" in words else words
     known = next((SAME_UNIT[word] for word in words if word in SAME_UNIT), "")
-    return rest, known or sign, SCALES.get(words[0], 1)
+    exponent = exponent or next((DIMENSIONS[word] for word in words if word in DIMENSIONS), "")
+    return f"{known}^{exponent}" if known and exponent else known
 
 
 def _without_sign(tokens: Tokens) -> tuple[Tokens, str]:
+    front = 1 if tokens[0] == "-" else 0
+    if len(tokens) > front + 1 and is_word(tokens[front]) and (name := word_of(tokens[front]).lower()) in CURRENCIES:
+        rest, sign = _without_sign(tokens[:front] + tokens[front + 1 :])
+        return rest, sign or SAME_UNIT.get(name, "")
     if r"\$" in tokens[:2] or tokens[-1] == r"\$":
         return [token for token in tokens if token != r"\$"], "dollar"
     if tokens[-1] == r"\%":
         return tokens[:-1], "%"
+    if len(tokens) > 2 and tokens[-2] == r"\degree" and tokens[-1] in TEMPERATURES:
+        return tokens[:-2], TEMPERATURES[tokens[-1]]
     if tokens[-1] == r"\degree" and not any(token in FUNCTIONS for token in tokens):
         return tokens[:-1], "degree"
     return tokens, ""

@@ -14,6 +14,7 @@ SIGNS = {
     "\u221a": r"\sqrt ",
     "\u221e": r"\infty ",
     "\u00b0": r"^\circ ",
+    "\u00ba": r"^\circ ",
     "\u00b1": r"\pm ",
     "\u2213": r"\mp ",
     "\u2264": r"\le ",
@@ -23,6 +24,7 @@ SIGNS = {
     "\u222a": r"\cup ",
     "\u2208": r"\in ",
     "\u2205": r"\emptyset ",
+    "\u2026": r"\ldots ",
     "\u211d": r"\mathbb{R}",
     "\u00b2": "^2",
     "\u00b3": "^3",
@@ -37,10 +39,13 @@ SIGNS = {
 
 SIZES = tuple(rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "m", "r"))
 STYLES = (r"\displaystyle", r"\textstyle", r"\scriptstyle", r"\limits", r"\nolimits", r"\rm", r"\bf", r"\it")
+SIZES_OF_TEXT = (r"\large", r"\Large", r"\LARGE", r"\huge", r"\Huge", r"\normalsize", r"\small")
+EMPHASIS = (r"\boldsymbol", r"\bm", r"\underline", r"\blacksquare")
 SPACES = (r"\!", r"\,", r"\;", r"\:", r"\>", "\\ ", "\\\n", "~", r"\quad", r"\qquad")
-DROPPED = {*SIZES, *STYLES, *SPACES, r"\left", r"\right", r"\middle", r"\boxed", r"\fbox", r"\(", r"\)", r"\[", r"\]"}
+DELIMITERS = (r"\left", r"\right", r"\middle", r"\boxed", r"\fbox", r"\(", r"\)", r"\[", r"\]")
+DROPPED = {*SIZES, *STYLES, *SIZES_OF_TEXT, *EMPHASIS, *SPACES, *DELIMITERS}
 """Commands that say how it looks, not what it is."""
-INVISIBLE = {r"\phantom", r"\hphantom", r"\hspace", r"\vspace"}
+INVISIBLE = {r"\phantom", r"\hphantom", r"\hspace", r"\vspace", r"\color", r"\textcolor"}
 """The same, with an argument."""
 IN_WORDS = {rf"\text{face}" for face in ("", "bf", "it", "rm", "sf", "normal")} | {
     *(r"\mbox", r"\hbox", r"\mathrm", r"\mathbf", r"\mathit", r"\mathsf")
@@ -56,6 +61,7 @@ SPELLING = {
     **dict.fromkeys((r"\lvert", r"\rvert", r"\vert", r"\mid"), "|"),
     **dict.fromkeys((r"\dots", r"\cdots"), r"\ldots"),
     "sqrt": r"\sqrt",
+    r"\bar": r"\overline",
     r"\neq": r"\ne",
     r"\lt": "<",
     r"\gt": ">",
@@ -73,7 +79,7 @@ SPELLING = {
 """Tokens that mean the same."""
 ARGUMENTS = {
     **dict.fromkeys((r"\frac", r"\binom"), 2),
-    **dict.fromkeys((r"\sqrt", r"\overline", r"\bar", r"\vec", r"\hat", r"\overrightarrow", r"\pmod"), 1),
+    **dict.fromkeys((r"\sqrt", r"\overline", r"\vec", r"\hat", r"\overrightarrow", r"\pmod"), 1),
 }
 """How many of them a command has."""
 NAMED = {r"\begin", r"\end", r"\mathbb", r"\mathcal", r"\operatorname"}
@@ -110,28 +116,62 @@ SAME_UNIT = {
         ("kilometer", "kilometers", "kilometres", "km"),
         ("gram", "grams", "gm", "g"),
         ("kilogram", "kilograms", "kg"),
+        ("milliliter", "milliliters", "millilitres", "ml"),
+        ("liter", "liters", "litre", "litres", "l"),
         ("ounce", "ounces", "oz"),
-        ("pound", "pounds", "lb", "lbs"),
-        ("second", "seconds", "sec", "s"),
-        ("minute", "minutes", "min"),
+        ("pound", "pounds", "lb", "lbs", "gbp"),
+        ("second", "seconds", "sec", "secs", "s"),
+        ("minute", "minutes", "min", "mins"),
         ("hour", "hours", "hr", "hrs", "h"),
         ("day", "days"),
         ("week", "weeks"),
         ("month", "months"),
         ("year", "years"),
         ("cent", "cents"),
-        ("dollar", "dollars"),
-        ("euro", "euros"),
+        ("dollar", "dollars", "usd"),
+        ("euro", "euros", "eur"),
         ("radian", "radians"),
+        ("celsius",),
+        ("fahrenheit",),
     )
     for name in names
 }
 """Units that must not be taken for each other. All others are ignored."""
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-NO_UNITS = {"am", "pm", "not", "times", "more", "less", "if", "for", "when", "is"}
+CURRENCIES = {"us", "usd", "euro", "eur", "pound", "gbp"}
+"""Units that may stand in front."""
+TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}
+DIMENSIONS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
+"""Words for the exponent of a unit."""
+SCALES = {
+    name: scale
+    for words, scale in (
+        (("pair", "pairs"), 2),
+        (("dozen", "dozens"), 12),
+        (("gross",), 144),
+        (("hundred", "hundreds"), 10**2),
+        (("thousand", "thousands"), 10**3),
+        (("million", "millions"), 10**6),
+        (("billion", "billions"), 10**9),
+        (("trillion", "trillions"), 10**12),
+    )
+    for name in words
+}
+NO_PLURALS = ("people", "ppl", "men", "women", "children", "fish", "sheep", "deer", "mice", "geese", "teeth", "dice")
+UNCHANGED = ("mph", "mpg", "kph", "kb", "mb", "gb", "tb", "sq", "square", "cubic")
+NO_MATTER = ("total", "altogether", "left", "each")
+KNOWN_UNITS = {*SAME_UNIT, *SCALES, *NO_PLURALS, *UNCHANGED, *NO_MATTER}
+"""Words that are units after every number. Others are if they are plurals, or after a number up to one: `1 egg`."""
+ORDINALS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
+NO_UNITS = {
+    *("am", "pm", "not", "no", "times", "more", "less", "than", "if", "for", "when", "is", "was", "this", "but"),
+    *("minus", "plus", "divided", "multiplied", "equals", "versus", "vs", "mod", "choose", "power", "factorial"),
+    *("half", "halves", *ORDINALS, *(f"{ordinal}s" for ordinal in ORDINALS)),
+    *("squared", "cubed", "doubled", "tripled", "halved", "twice", "thrice"),
+    *("wrong", "false", "incorrect", "maybe", "perhaps"),
+}
 """Words that say something else about what stands before them."""
-MOST_UNIT_WORDS = 4
-SHORT_WORDS = {"am", "pm", "mph", "men", *CONNECTIVES, *(name for name in SAME_UNIT if 1 < len(name) < 4)}
-"""Words so short that elsewhere they would be products of letters."""
-UNIT_LETTERS = {name for name in SAME_UNIT if len(name) == 1}
-"""Letters that are units among words."""
+MOST_UNIT_WORDS = 6
+SHORT_WORDS = {"am", "pm", "mph", "men", *CONNECTIVES, *(name for name in SAME_UNIT if 1 < len(name) < 4)} - {"ml"}
+"""Words so short that others like them, and ml, are products of letters where there are variables."""
+UNIT_LETTERS = {*(name for name in SAME_UNIT if len(name) == 1), "L"}
+"""Letters that are units among words, and after a number where there are no variables."""

@@ -1,0 +1,146 @@
+"""Whether what an environment returned can be recorded, counted and trained on.
+
+Environments are users' code, so a rollout may hold anything, whatever the types say. It is looked at once more, in the
+same way, wherever it enters: in the process that ran the episode, and where it arrives. Numbers become floats, once;
+what cannot be recorded is put back to its default, and the rollout becomes an error that says what it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.rollout.types import Message, Rollout, RolloutError, Sample, Turn, printable
+
+
+def rollouts_of(returned: Any) -> list[Rollout]:
+    """What `run()` returned, if it is what it should be."""
+    if not isinstance(returned, list | tuple):
+        raise TypeError(f"run() must return a list of Rollout, not {_named(returned)}")
+    for member in returned:
+        if not isinstance(member, Rollout):
+            raise TypeError(f"run() must return a list of Rollout, not a list with {_named(member)} in it")
+    return list(returned)
+
+
+def check(rollout: Rollout, scored_later: bool) -> None:
+    """Set `reward`, or `error` if it is unfit. An environment that scores groups gives rewards when all are in."""
+    clean(rollout)
+    if rollout.error is not None:
+        return
+    if rollout.trainable and not rollout.completion_tokens:
+        rollout.error = RolloutError("empty", "the rollout has no sampled token")
+    elif not scored_later:
+        rollout.reward = sum(rollout.rewards.values()) if rollout.rewards else math.nan
+        if not math.isfinite(rollout.reward):
+            words = f"rewards {rollout.rewards} do not sum to a finite number"
+            rollout.error, rollout.reward = RolloutError("invalid_reward", words), math.nan
+
+
+def clean(rollout: Rollout) -> None:
+    """Read what the environment filled in; the first field that cannot be read is the error, unless there is one."""
+    for field, read in _READERS.items():
+        try:
+            setattr(rollout, field, read(field, getattr(rollout, field)))
+        except Exception as error:  # also what a user's own type raises when it is looked at
+            setattr(rollout, field, getattr(Rollout(), field))
+            reason = "invalid_reward" if field == "rewards" else "invalid_rollout"
+            rollout.error = rollout.error or RolloutError(reason, str(error))
+
+
+def _text(what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is {_shown(value)}, not a text")
+    if printable(value) != value:
+        raise ValueError(f"{what} is {_shown(value)}, not valid Unicode")
+    return str(value)
+
+
+def _number(what: str, value: Any) -> float:
+    if not hasattr(type(value), "__float__"):
+        raise TypeError(f"{what} is {_shown(value)}, not a number")
+    try:
+        return float(value)
+    except Exception as error:  # an integer beyond all floats, an array of several numbers
+        raise TypeError(f"{what} is {_shown(value)}, not a number: {type(error).__name__}") from error
+
+
+def _numbers(field: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{field} are {_shown(value)}, not a dict of numbers")
+    one = field.removesuffix("s")
+    return {_text(f"the name of a {one}", name): _number(f"{one} {name!r}", entry) for name, entry in value.items()}
+
+
+def _flag(field: str, value: Any) -> bool:
+    if not isinstance(value, int | np.bool_):
+        raise TypeError(f"{field} is {_shown(value)}, neither true nor false")
+    return bool(value)
+
+
+def _messages(field: str, value: Any) -> list[Message]:
+    for message in _all_of(dict, field, value):
+        for key in message:
+            _text("a key of a message", key)
+    try:
+        msgspec.json.encode(value)  # it is recorded so
+        msgspec.msgpack.encode(value)  # and travels so; this refuses integers beyond 64 bits
+    except Exception as error:
+        raise ValueError(f"its messages are not JSON: {error}") from error
+    return list(value)
+
+
+def _turns(field: str, value: Any) -> list[Turn]:
+    for turn in _all_of(Turn, field, value):
+        turn.finish_reason = _text("the finish_reason of a turn", turn.finish_reason)
+        turn.temperature = _number("the temperature of a turn", turn.temperature)
+        turn.__post_init__()  # for one that was changed after it was made
+    return list(value)
+
+
+def _samples(field: str, value: Any) -> list[Sample]:
+    for sample in _all_of(Sample, field, value):
+        sample.__post_init__()
+    return list(value)
+
+
+def _all_of(kind: type, field: str, value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(member, kind) for member in value):
+        raise TypeError(f"{field} are {_shown(value)}, not a list of {kind.__name__}")
+    return value
+
+
+def _error(field: str, value: Any) -> RolloutError | None:
+    if not isinstance(value, RolloutError | None):
+        raise TypeError(f"{field} is {_shown(value)}, not a RolloutError")
+    return value
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "error": _error,
+    "agent": _text,
+    "stop_reason": _text,
+    "trainable": _flag,
+    "truncated": _flag,
+    "rewards": _numbers,
+    "metrics": _numbers,
+    "timings": _numbers,
+    "messages": _messages,
+    "turns": _turns,
+    "samples": _samples,
+}
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except Exception:  # its own `__repr__` does
+        return _named(value)
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

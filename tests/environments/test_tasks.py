@@ -1,0 +1,46 @@
+"""The tasks of an environment are JSON, which an episode in another process gets as they were given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from headrace.environments.base import Environment, tasks_of
+from headrace.errors import BadInput
+
+
+class Tasks(Environment):
+    def __init__(self, tasks: Any) -> None:
+        self._tasks = tasks
+
+    def tasks(self) -> Any:
+        return self._tasks
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        ({"n": 2**70}, "can't serialize ints"),
+        ({"a": [{"b": {1, 2}}]}, r"\['a'\]\[0\]\['b'\] is a set"),
+        ({"a": (1, 2)}, r"\['a'\] is a tuple"),
+        ({"a": b"bytes"}, r"\['a'\] is a bytes"),
+        ({"a": {5: 1}}, "the key 5 is no text"),
+        ({"a": "\ud800"}, "surrogates not allowed"),
+    ],
+)
+def test_a_task_that_would_not_arrive_as_it_was_is_refused_by_its_number(data: dict[str, Any], complaint: str):
+    with pytest.raises(BadInput, match=f"'env': task 1 is not JSON: .*{complaint}"):
+        tasks_of(Tasks([{"n": 1}, data]), "env")
+
+
+def test_every_json_value_is_taken():
+    data = {"a": [1, 2.5, True, None, "text", {"b": []}], "n": 2**64 - 1, "undefined": math.nan}
+    assert tasks_of(Tasks([data]), "env")[0].data is data
+
+
+@pytest.mark.parametrize("tasks", [None, 5])
+def test_what_cannot_be_gone_through_is_refused_as_tasks(tasks: Any):
+    with pytest.raises(BadInput, match=rf"'env': tasks\(\) must return the tasks, not a {type(tasks).__name__}"):
+        tasks_of(Tasks(tasks), "env")
