@@ -137,7 +137,14 @@ def test_processes_killed_one_after_another_are_started_again_and_the_run_ends_a
     assert not processes_of(run.root)
 
 
-@pytest.mark.parametrize("moment", ["while models load", "between steps", "while the last step is saved"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("while models load", marks=pytest.mark.full),
+        "between steps",
+        pytest.param("while the last step is saved", marks=pytest.mark.full),
+    ],
+)
 def test_sigterm_ends_everything_in_order_and_says_how_to_go_on(moment: str, tmp_path: Path, tiny_model: Path):
     file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
     process = start("rl", file, *(("--max_steps", 1000) if moment == "between steps" else ()))

@@ -14,7 +14,7 @@ from headrace.rollout.packing import pack, pack_for_worker
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
-from headrace.trainer.ranks import Ranks
+from headrace.trainer.ranks import Ranks, leave
 from headrace.trainer.rl import losses
 from headrace.trainer.step import TrainStep
 from headrace.trainer.token_table import write_token_table
@@ -58,3 +58,4 @@ def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any
 
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:4]), {"r": 4, "alpha": 8} if "lora" in sys.argv[4:] else None)
+    leave()  # else gloo's threads, still there when the interpreter ends, may abort it

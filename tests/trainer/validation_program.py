@@ -12,7 +12,7 @@ from headrace.rollout.types import NOT_SAMPLED, Sample
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
-from headrace.trainer.ranks import Ranks
+from headrace.trainer.ranks import Ranks, leave
 from headrace.trainer.step import TrainStep
 from headrace.trainer.validation import Validation
 
@@ -50,3 +50,4 @@ if __name__ == "__main__":
     told = json.dumps(losses_around_a_step(Path(sys.argv[1])))
     if Ranks().first:
         print(told)
+    leave()
