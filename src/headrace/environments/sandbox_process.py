@@ -22,6 +22,7 @@ import msgspec
 
 from headrace import imports
 from headrace.environments.channel import HEADER, encode, printable
+from headrace.environments.child import parents_end
 from headrace.environments.fault import fault_of
 
 SCHEMA = 1
@@ -183,11 +184,4 @@ def serve(end: socket.socket) -> None:
 
 
 def main() -> None:
-    from headrace.environments.worker import end_with_parent  # a program itself, which its parent must not import
-
-    channel, lifeline = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    for descriptor in (channel, lifeline):
-        os.set_inheritable(descriptor, False)  # what a function starts must not hold them open
-    end_with_parent(lifeline)
-    serve(socket.socket(fileno=channel))
+    serve(parents_end())

@@ -7,12 +7,8 @@ speaks, and the read end of a pipe to which nobody writes. It samples nothing it
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
 import logging
-import os
-import select
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,6 +38,7 @@ from headrace.environments.channel import (
     encode,
     printable,
 )
+from headrace.environments.child import parents_end
 from headrace.environments.fault import CANCELLED_ITSELF, fault_of
 from headrace.environments.registry import load_environment
 from headrace.observe.logs import setup_logging
@@ -202,29 +199,10 @@ def _chat_error(told: NoAnswer) -> Exception:
     return error
 
 
-def end_with_parent(lifeline: int) -> None:
-    """Have the kernel end this process group when the parent's end of the pipe closes.
-
-    A thread that waits for it could not run while C code (a regular expression, a huge power) holds the interpreter.
-    """
-    if sys.platform == "linux":
-        signal.signal(signal.SIGIO, signal.SIG_DFL)  # ends the process
-    else:  # where the default is to ignore it
-        signal.signal(signal.SIGIO, lambda number, frame: os._exit(1))
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it was closed before we asked
-        os._exit(1)
-
-
 def main() -> int:
-    channel, lifeline = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    for descriptor in (channel, lifeline):
-        os.set_inheritable(descriptor, False)  # what the environment starts must not hold them open
-    end_with_parent(lifeline)
+    end = parents_end()
     setup_logging()
-    return asyncio.run(Worker().serve(socket.socket(fileno=channel)))
+    return asyncio.run(Worker().serve(end))
 
 
 if __name__ == "__main__":

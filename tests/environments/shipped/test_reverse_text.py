@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.environments.base import Demonstration, Reply
 from headrace.environments.registry import EnvironmentNotFound, load_environment
-from headrace.environments.shipped.reverse_text import ReverseText, similarity
+from headrace.environments.shipped.reverse_text import ReverseText
+from headrace.environments.shipped.similarity import similarity
 from headrace.rollout.types import Message, Task, Turn
 
 FIXED = settings(deadline=None, max_examples=60, derandomize=True)

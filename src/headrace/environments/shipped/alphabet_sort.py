@@ -15,7 +15,7 @@ from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.drawing import check_split, draw_tasks
-from headrace.environments.shipped.reverse_text import LONGEST, similarity
+from headrace.environments.shipped.similarity import LONGEST, similarity
 from headrace.environments.shipped.tags import replies, tag, tagged
 from headrace.environments.shipped.word_lists import word_list
 from headrace.rollout.types import Message, Rollout, Task

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.environments.arguments import check_whole
 from headrace.environments.rewards.exact import Exact
 from headrace.environments.shipped.drawing import draw_tasks
-from headrace.environments.shipped.reverse_text import LONGEST, similarity
+from headrace.environments.shipped.similarity import LONGEST, similarity
 from headrace.environments.single_turn import SingleTurn
 
 

@@ -11,10 +11,8 @@ from headrace.environments.arguments import check_number, check_whole
 from headrace.environments.base import Context, Demonstration, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.drawing import check_split
+from headrace.environments.shipped.similarity import LONGEST, similarity
 from headrace.rollout.types import Message, Rollout, Task
-
-LONGEST = 8
-"""Times its length that an answer is read; what is longer would earn next to nothing, and take long to compare."""
 
 
 class ReverseText(Environment):
@@ -68,15 +66,3 @@ class ReverseText(Environment):
             word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*self.letters)))
             if (sum(word.encode()) % 10 == 0) == (self.split == "eval"):
                 yield word
-
-
-def similarity(given: Sequence[str], wanted: Sequence[str]) -> float:
-    """Twice the longest common subsequence over the summed lengths: 1 for equal texts, 0 for nothing in common."""
-    if not given and not wanted:
-        return 1.0
-    row = [0] * (len(wanted) + 1)
-    for left in given:
-        diagonal = 0
-        for column, right in enumerate(wanted, 1):
-            diagonal, row[column] = row[column], diagonal + 1 if left == right else max(row[column], row[column - 1])
-    return 2 * row[-1] / (len(given) + len(wanted))
