@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.environments import arguments
-from headrace.environments.base import Context, Environment
+from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import check_split, draw_tasks
+from headrace.environments.shipped.drawing import Drawn, draw_tasks
 from headrace.environments.shipped.similarity import LONGEST, similarity
 from headrace.environments.shipped.tags import replies, tag, tagged
 from headrace.environments.shipped.word_lists import word_list
@@ -26,7 +26,7 @@ READ = 10_000
 """Characters of an answer that are read; no right one is as long."""
 
 
-class AlphabetSort(Environment):
+class AlphabetSort(Drawn):
     """`items` are names, or single letters for the smallest models; `terse` asks without a word of instruction.
 
     `sort_by` is "first" or "last" name, or "either", which is for each task one of the two. The similarity of each turn
@@ -48,8 +48,7 @@ class AlphabetSort(Environment):
         seed: int = 0,
         demonstrate_mistakes: float = 0.0,
     ) -> None:
-        check_split(split)
-        arguments.check_whole("num_tasks", num_tasks, 1)
+        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
         arguments.check_choice("items", items, MOST)
         arguments.check_whole("min_turns", min_turns, 1)
         arguments.check_whole("max_turns", max_turns, min_turns, MOST[items] // 2)
@@ -60,21 +59,16 @@ class AlphabetSort(Environment):
         arguments.check_choice("sort_by", sort_by, ("first", "last", "either"))
         arguments.check_number("similarity_power", similarity_power, 0.1, 100)
         arguments.check_flag("terse", terse)
-        arguments.check_mistakes(demonstrate_mistakes)
         if sort_by != "first" and (terse or items == "letters"):
             raise arguments.BadArgument(
                 f"sort_by = {sort_by!r} needs names, and an instruction that says so: leave it at 'first'"
             )
-        self.split = split
-        self.num_tasks = num_tasks
         self.turns = (min_turns, max_turns)
         self.names_per_turn = (min_names_per_turn, max_names_per_turn)
         self.items = items
         self.sort_by = sort_by
         self.similarity_power = similarity_power
         self.terse = terse
-        self.seed = seed
-        self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
         return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed, split_by=_first_items))

@@ -12,10 +12,10 @@ from fractions import Fraction
 from typing import Any
 
 from headrace.environments import arguments
-from headrace.environments.base import Context, Environment
+from headrace.environments.base import Context
 from headrace.environments.chat import Chat
 from headrace.environments.script import call_tool, perturbed
-from headrace.environments.shipped.drawing import check_split, draw_tasks
+from headrace.environments.shipped.drawing import Drawn, draw_tasks
 from headrace.environments.shipped.expression import BadExpression, evaluate, written
 from headrace.environments.shipped.tags import replies
 from headrace.environments.tools import ToolError
@@ -29,7 +29,7 @@ READ = 200
 _LAST_NUMBER = re.compile(r"(?<![\w.,])(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\W*$", re.ASCII)
 
 
-class Calculator(Environment):
+class Calculator(Drawn):
     """`min_terms` to `max_terms` numbers of `min_digits` to `max_digits` digits, joined by some of `operators`.
 
     `terse` asks "12*7=?" and says nothing of the tool, which is then calc(e): next to nothing to read for the smallest
@@ -50,8 +50,7 @@ class Calculator(Environment):
         seed: int = 0,
         demonstrate_mistakes: float = 0.0,
     ) -> None:
-        check_split(split)
-        arguments.check_whole("num_tasks", num_tasks, 1)
+        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
         arguments.check_whole("min_terms", min_terms, 2)
         arguments.check_whole("max_terms", max_terms, min_terms, 8)
         arguments.check_whole("min_digits", min_digits, 1)
@@ -59,16 +58,11 @@ class Calculator(Environment):
         arguments.check_letters("operators", operators, OPERATORS)
         arguments.check_whole("max_turns", max_turns, 2)
         arguments.check_flag("terse", terse)
-        arguments.check_mistakes(demonstrate_mistakes)
-        self.split = split
-        self.num_tasks = num_tasks
         self.terms = (min_terms, max_terms)
         self.digits = (min_digits, max_digits)
         self.operators = operators
         self.max_turns = max_turns
         self.terse = terse
-        self.seed = seed
-        self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
         return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed))

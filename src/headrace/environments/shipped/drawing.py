@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.environments.arguments import check_choice, check_whole
+from headrace.environments.arguments import check_choice, check_mistakes, check_whole
+from headrace.environments.base import Environment
 
 SPLITS = ("train", "eval")
 EVAL_SHARE = 10
@@ -20,6 +21,19 @@ PATIENCE = 200
 Draw = Callable[[random.Random], dict[str, Any]]
 Part = Callable[[dict[str, Any]], Any]
 """A part of a task, as JSON values."""
+
+
+class Drawn(Environment):
+    """What environments of several turns take alike: which tasks, how many, and the mistakes in demonstrations."""
+
+    def __init__(self, split: str, num_tasks: int, seed: int, demonstrate_mistakes: float) -> None:
+        check_split(split)
+        check_whole("num_tasks", num_tasks, 1)
+        check_mistakes(demonstrate_mistakes)
+        self.split = split
+        self.num_tasks = num_tasks
+        self.seed = seed
+        self.demonstrate_mistakes = demonstrate_mistakes
 
 
 def whole(task: dict[str, Any]) -> dict[str, Any]:

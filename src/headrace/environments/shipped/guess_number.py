@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.environments import arguments
-from headrace.environments.base import Context, Environment
+from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import check_split
+from headrace.environments.shipped.drawing import Drawn
 from headrace.environments.shipped.tags import replies, tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
@@ -24,7 +24,7 @@ SLACK = 3
 MOST_DIGITS = 9
 
 
-class GuessNumber(Environment):
+class GuessNumber(Drawn):
     """`highest` is N; `terse` asks "1-100", and a reply is the guess alone."""
 
     def __init__(
@@ -37,21 +37,15 @@ class GuessNumber(Environment):
         seed: int = 0,
         demonstrate_mistakes: float = 0.0,
     ) -> None:
-        check_split(split)
-        arguments.check_whole("num_tasks", num_tasks, 1)
+        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
         arguments.check_whole("highest", highest, 2, 10**MOST_DIGITS - 1)
         if max_guesses is not None:
             arguments.check_whole("max_guesses", max_guesses, 1)
         arguments.check_flag("terse", terse)
-        arguments.check_mistakes(demonstrate_mistakes)
-        self.split = split
-        self.num_tasks = num_tasks
         self.highest = highest
         self.by_halving = highest.bit_length()
         self.max_guesses = max_guesses or self.by_halving + SLACK
         self.terse = terse
-        self.seed = seed
-        self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
         rng = random.Random(f"{self.seed}-{self.split}")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.environments import arguments
-from headrace.environments.base import Context, Environment
+from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import check_split, draw_tasks
+from headrace.environments.shipped.drawing import Drawn, draw_tasks
 from headrace.environments.shipped.tags import replies, tag, tagged
 from headrace.environments.shipped.word_lists import word_list
 from headrace.rollout.types import Message, Rollout, Task
@@ -33,7 +33,7 @@ X: it is not in the word, or not once more
 You have {guesses} guesses. Write one guess between <guess> and </guess>."""
 
 
-class Wordle(Environment):
+class Wordle(Drawn):
     """`terse` says nothing of the rules, and a reply is the guess alone."""
 
     def __init__(
@@ -45,17 +45,11 @@ class Wordle(Environment):
         seed: int = 0,
         demonstrate_mistakes: float = 0.0,
     ) -> None:
-        check_split(split)
-        arguments.check_whole("num_tasks", num_tasks, 1)
+        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
         arguments.check_whole("max_guesses", max_guesses, 1)
         arguments.check_flag("terse", terse)
-        arguments.check_mistakes(demonstrate_mistakes)
-        self.split = split
-        self.num_tasks = num_tasks
         self.max_guesses = max_guesses
         self.terse = terse
-        self.seed = seed
-        self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
         return list(draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed))
