@@ -54,14 +54,17 @@ def test_versions_are_evaluated_while_training_goes_on_and_the_last_one_before_t
     assert [record["step"] for record in records if "loss" in record] == list(range(1, 9))
     versions = [evaluated(record) for record in records if evaluated(record) >= 0]
     assert versions == sorted(set(versions))
-    assert {0, 4, 8} <= set(versions) <= {0, 4, 6, 8}
+    # Which is offered second depends on whether the orchestrator was there before step 2 or after it.
+    first, second, *_, last = versions
+    assert (first, last) == (0, 8) and second in (2, 4) and set(versions) <= {0, second, 6, 8}
     for record in records:
         if evaluated(record) >= 0:  # each from one version, whatever was published meanwhile
             sampled = (record["eval/words/version/min"], record["eval/words/version/max"])
             assert sampled == (record["step"], record["step"])
     # Steps 3 and 4 were trained during the first evaluation, and the second came before step 5.
     order = [("eval", evaluated(r)) if evaluated(r) >= 0 else ("step", r["step"]) for r in records]
-    assert order.index(("step", 4)) < order.index(("eval", 0)) < order.index(("eval", 4)) < order.index(("step", 5))
+    moments = [("step", 4), ("eval", 0), ("eval", second), ("step", 5)]
+    assert sorted(moments, key=order.index) == moments
     assert "held-out reward" in output
     assert run.final_model.is_dir()
     assert not processes_of(run.root)
