@@ -69,6 +69,10 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
+CONTRACT = "inference.reference"
+"""What algorithms know of other models: an interface, which imports nothing of its room."""
+
+
 def files_of(room: str) -> list[Path]:
     found = sorted((SOURCE / room).rglob("*.py"))
     assert found
@@ -96,7 +100,7 @@ def test_imports_point_downward(room: str, closed: tuple[str, ...]):
         f"{path.relative_to(SOURCE)} imports {module}"
         for path in files_of(room)
         for module in imports_of(path)
-        if any(enters(module, other) for other in closed)
+        if any(enters(module, other) for other in closed) and not enters(module, CONTRACT)
     }
     assert trespasses == set()
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.arguments import importable
 from headrace.cli.main import main, parse
-from headrace.cli.probe import importable, read_options
+from headrace.cli.probe import read_options
 from headrace.config.base import ConfigError
 from headrace.errors import BadInput
 from tests.environments.probe.probed import ASKING, CALLING
@@ -72,14 +73,14 @@ async def test_a_model_behind_a_server_predicts_the_signal(capsys: pytest.Captur
 def test_an_environment_may_be_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.py").touch()
-    assert importable(f"{tmp_path}/mine.py:Mine") == "mine:Mine"
+    assert importable(f"{tmp_path}/mine.py:Mine", "environment") == "mine:Mine"
     assert sys.path[0] == str(tmp_path)
     assert str(Path.cwd()) in sys.path
-    assert importable("reverse-text") == "reverse-text"
+    assert importable("reverse-text", "environment") == "reverse-text"
     with pytest.raises(BadInput, match="no such file"):
-        importable("nowhere.py:Mine")
+        importable("nowhere.py:Mine", "environment")
     with pytest.raises(BadInput, match=r"which environment of it\?"):
-        importable(f"{tmp_path}/mine.py")
+        importable(f"{tmp_path}/mine.py", "environment")
 
 
 def test_args_come_as_json_and_one_by_one():

@@ -25,6 +25,11 @@ def run(**changes: Any) -> RunConfig:
     return validate(RunConfig, minimal(**changes), "run.toml")[0]
 
 
+def algo(given: Any, **orchestrator: Any) -> Any:
+    """The algorithm that `[orchestrator.algo]` becomes."""
+    return run(orchestrator={"algo": given, **orchestrator}).orchestrator.algo
+
+
 MINIMAL = """
 output_dir = "outputs/test"
 max_steps = 10

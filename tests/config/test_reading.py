@@ -6,7 +6,8 @@ import pytest
 
 from headrace.config.base import ConfigError, load, parse_overrides
 from headrace.config.run import RunConfig
-from tests.config.run_files import MINIMAL, load_text
+from headrace.config.yaml_text import parse_yaml
+from tests.config.run_files import MINIMAL, algo, load_text
 
 
 def write(directory: Path, name: str, text: str) -> Path:
@@ -117,3 +118,55 @@ def test_text_beyond_ascii_is_read(tmp_path: Path):
     path.write_bytes((MINIMAL + '[[orchestrator.eval.env]]\nid = "prüfung"\n').encode())
     config, _ = load(RunConfig, [path])
     assert config.orchestrator.eval.env[0].id == "prüfung"
+
+
+def test_yaml_says_the_same_as_toml(tmp_path: Path):
+    (tmp_path / "run.toml").write_text(MINIMAL)
+    (tmp_path / "more.yaml").write_text(
+        "orchestrator:\n  algo:\n    type: rlcsd\n    delta: 2e-2\n    teacher:\n      name: t\n      base_url: http://t/v1\n"
+        "trainer:\n  optim: {lr: 1e-4}\n"
+    )
+    config, _ = load(RunConfig, [tmp_path / "run.toml", tmp_path / "more.yaml"])
+    assert config.orchestrator.algo == algo(
+        {"type": "rlcsd", "delta": 0.02, "teacher": {"name": "t", "base_url": "http://t/v1"}}
+    )
+    assert config.trainer.optim.lr == 1e-4
+
+
+def test_yaml_may_merge_what_an_anchor_names_and_give_its_keys_again():
+    text = """
+base: &base {lr: 1, seed: 2}
+more: &more
+  <<: *base
+  lr: 3
+most:
+  <<: *more
+  lr: 4
+  seed: 5
+both:
+  <<: [*more, {seed: 6, steps: 7}]
+deep:
+  inner: &inner {<<: *base, lr: 3}
+early: {<<: *inner}
+"""
+    base, more, most = {"lr": 1, "seed": 2}, {"lr": 3, "seed": 2}, {"lr": 4, "seed": 5}
+    both = {"lr": 3, "seed": 2, "steps": 7}
+    rest = {"deep": {"inner": more}, "early": more}
+    assert parse_yaml(text) == {"base": base, "more": more, "most": most, "both": both, **rest}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2\n", "not valid YAML: 'a' is given twice"),
+        ("a: 1\nb: {c: 1, 'c': 2}\n", r"not valid YAML: 'c' is given twice\s+in .*line 2"),
+        ("a: &a {b: 1, b: 2}\nc:\n  <<: *a\n", "not valid YAML: 'b' is given twice"),
+        ("a: &a {b: 1}\nc:\n  <<: *a\n  b: 2\n  b: 3\n", "not valid YAML: 'b' is given twice"),
+        ("a: [1\n", "not valid YAML"),
+        ("- a\n", "a run file is a table of keys, not list"),
+    ],
+)
+def test_a_file_that_is_no_yaml_table_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "run.yml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"run\.yml: {message}"):
+        load(RunConfig, [tmp_path / "run.yml"])

@@ -1,5 +1,7 @@
 """A dumped configuration reloads as itself."""
 
+import copy
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -11,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from headrace.config.base import ConfigError, dump, load, sections_of, validate
+from headrace.config.algorithms import GrpoConfig
+from headrace.config.base import ConfigError, dump, load, validate
+from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.problems import sections_of
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from tests.config.run_files import MINIMAL, load_text, minimal, run
@@ -56,14 +61,72 @@ def test_a_run_with_overrides_comes_back(tmp_path: Path, overrides: list[str]):
     assert_round_trip(config, tmp_path)
 
 
+def example_runs() -> Iterator[tuple[type[RunConfig] | type[SftConfig], list[Path], list[str]]]:
+    """Each example: alone, or as the command in its comment runs it, over another file and with overrides."""
+    for file in sorted(EXAMPLES.glob("*/*.toml")):
+        text = file.read_text()
+        commands = re.findall(r"^# +headrace (rl|sft) (.+)$", text, re.MULTILINE)
+        for command, words in commands or [("sft" if "[data]" in text else "rl", str(file))]:
+            files, *overrides = words.split(" --")
+            arguments = [part for override in overrides for part in (f"--{override}").split(" ", 1)]
+            yield SftConfig if command == "sft" else RunConfig, [EXAMPLES.parent / f for f in files.split()], arguments
+
+
 def test_every_example_comes_back(tmp_path: Path):
-    files = sorted(EXAMPLES.glob("*/*.toml"))
-    assert files
-    for file in files:
-        kind: Any = SftConfig if file.stem == "sft" else RunConfig
-        config, notices = load(kind, [file])
+    runs = list(example_runs())
+    assert len(runs) >= 8
+    for kind, files, overrides in runs:
+        config, notices = load(kind, files, overrides)
         assert notices == []
         assert_round_trip(config, tmp_path)
+
+
+TEACHER = {"name": "t", "base_url": "http://t:1/v1", "headers": {"X-Team": "a"}, "api_key_var": "KEY", "timeout": 5}
+ALGORITHMS: list[Any] = [
+    "grpo",
+    {"normalize": "std", "length_weighted_baseline": True, "terms": ["a.b:c"]},
+    {"length_penalty": "linear"},
+    {"length_penalty": {"type": "linear", "coef": 0.5, "gate_by_correctness": True}},
+    {"length_penalty": {"type": "linear", "normalize_by": "group_max", "turns_weight": 0.0}},
+    {"length_penalty": {"type": "tokens", "tool_response_weight": 0.5}},
+    {"length_penalty": "turns"},
+    {"length_penalty": {"type": "overlong", "max_tokens": 60, "cache_tokens": 10}},
+    "max_rl",
+    "reward",
+    "echo",
+    {
+        "type": "echo",
+        "roles": {"user": 0.01, "tool": {"alpha": 1}},
+        "filter": {"import_path": "a:b", "kwargs": {"c": 1}},
+    },
+    {"type": "opd", "model": TEACHER},
+    "opsd",
+    {
+        "type": "opsd",
+        "teacher": {**TEACHER, "base_url": ["http://a/v1", "http://b/v1"]},
+        "template": "<{demonstration}>",
+    },
+    {"type": "sft", "teacher": TEACHER},
+    {"type": "sft", "sampling": {"source": TEACHER}},
+    "rlcsd",
+    {"type": "rlcsd", "advantage": {"lam": 0.1, "hint_filter": "a:b"}, "normalization": "rollout_mean"},
+    {"type": "custom", "import_path": "a.b:c", "kwargs": {"k": [1, {"x": 2.5}]}},
+    {"type": "a.b:C", "kwargs": {"k": 1}, "sampling": {"source": TEACHER}},
+]
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS, ids=str)
+def test_every_algorithm_comes_back(tmp_path: Path, algo: Any):
+    envs = [{"id": "a", "algo": copy.deepcopy(algo)}, {"id": "b"}]
+    assert_round_trip(run(orchestrator={"algo": copy.deepcopy(algo), "train": {"env": envs}}), tmp_path)
+
+
+def test_every_type_of_algorithm_and_penalty_is_among_those_that_come_back():
+    configs = [run(orchestrator={"algo": copy.deepcopy(algo)}).orchestrator.algo for algo in ALGORITHMS]
+    known = sections_of(OrchestratorConfig, "algo")
+    assert {type(config) for config in configs} == set(known)
+    penalties = {type(getattr(config, "length_penalty", None)) for config in configs} - {type(None)}
+    assert penalties == set(sections_of(GrpoConfig, "length_penalty"))
 
 
 positive = st.floats(1e-12, 1e12, allow_subnormal=False)

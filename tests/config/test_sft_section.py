@@ -96,7 +96,8 @@ def test_evaluation_takes_its_model_length_and_renderer_from_the_run():
     server, evaluator = config.server(), config.evaluator()
     assert (server.model, server.renderer, server.seed, server.max_model_len) == (config.model, config.renderer, 3, 8)
     assert (evaluator.train.env, evaluator.seq_len, evaluator.max_steps) == ([], 8, 1)
-    assert evaluator.eval.pin_version and evaluator.renderer == config.renderer
+    assert evaluator.eval.pin_version
+    assert evaluator.renderer.model_dump(exclude={"pool_size"}) == config.renderer.model_dump()
     longer = sft(ENV, eval={"env": [{"id": "reverse-text"}]}, inference={"max_model_len": 64})
     assert (longer.server().max_model_len, longer.evaluator().seq_len) == (64, 64)
 
@@ -112,6 +113,11 @@ def test_versions_are_evaluated_at_the_interval_of_any_environment():
 def test_what_the_server_takes_from_the_run_is_refused_in_its_section():
     assert "inference.model: the server takes the run's own" in problem(ENV, inference={"model": {"name": "x"}})
     assert "eval.env name 'a' is used twice" in problem(ENV, eval={"env": [{"id": "a"}, {"id": "a"}]})
+
+
+def test_prompts_are_not_rendered_in_a_pool_outside_an_rl_run():
+    for changes in ({"renderer": {"pool_size": 2}}, {"inference": {"renderer": {"pool_size": 2}}}):
+        assert "renderer.pool_size: unknown key." in problem(ENV, **changes)
 
 
 def test_an_sft_run_that_evaluates_comes_back_as_it_was_written(tmp_path: Path):

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError
-from tests.config.run_files import run
+from headrace.config.base import ConfigError, validate
+from headrace.config.run import RunConfig
+from tests.config.run_files import minimal, run
 
 
 def test_shared_keys_fill_every_process():
@@ -21,8 +22,10 @@ def test_shared_keys_fill_every_process():
 
 
 def test_the_orchestrators_renderer_is_also_the_servers():
-    config = run(orchestrator={"renderer": {"name": "qwen3", "thinking_retention": "all"}})
-    assert config.inference.renderer == config.orchestrator.renderer
+    config = run(orchestrator={"renderer": {"name": "qwen3", "thinking_retention": "all", "pool_size": 4}})
+    assert config.orchestrator.renderer.pool_size == 4
+    assert config.inference.renderer.model_dump() == config.orchestrator.renderer.model_dump(exclude={"pool_size"})
+    assert run(orchestrator={"renderer": "qwen3"}).inference.renderer.name == "qwen3"
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,46 @@ def test_a_different_value_in_a_section_is_refused_with_both(changes: dict[str, 
         run(**changes)
     assert key in str(refusal.value)
     assert shared in str(refusal.value)
+
+
+def test_the_engine_may_take_longer_sequences_than_are_trained_but_no_shorter_ones():
+    assert run(inference={"max_model_len": 100}).inference.max_model_len == 100
+    with pytest.raises(ConfigError) as refusal:
+        run(inference={"max_model_len": 63})
+    assert str(refusal.value) == (
+        "run.toml: inference.max_model_len is 63, but seq_len is 64: leave it out, or set it to that or more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("algo", "longest"),
+    [
+        ("grpo", 64),
+        ("opsd", 2 * 64 + 256),
+        ("rlcsd", 2 * 64 + 256),
+        ({"type": "rlcsd", "teacher": {"name": "t", "base_url": "http://t/v1"}}, 64),
+    ],
+)
+def test_an_engine_that_scores_with_hints_takes_them_too(algo: Any, longest: int):
+    config = run(orchestrator={"train": {"env": [{"id": "a"}, {"id": "b", "algo": algo}]}})
+    assert config.inference.max_model_len == longest
+    unused = run(orchestrator={"algo": algo, "train": {"env": [{"id": "a", "algo": "reward"}]}})
+    assert unused.inference.max_model_len == 64
+
+
+@pytest.mark.parametrize(("kind", "cost"), [("opsd", "dropped"), ("rlcsd", "left with their plain credit")])
+def test_an_engine_too_short_for_hints_gets_a_notice_of_what_that_costs(kind: str, cost: str):
+    envs: list[dict[str, Any]] = [{"id": "a"}, {"id": "b", "algo": kind}]
+
+    def notices(longest: int) -> list[str]:
+        tree = minimal(orchestrator={"train": {"env": envs}}, inference={"max_model_len": longest})
+        return validate(RunConfig, tree, "run.toml")[1]
+
+    assert notices(383) == [
+        f"orchestrator.train.env 'b': {kind} has the policy score hints with their samples, and "
+        "inference.max_model_len is 383: such a sequence may have 384 tokens, and rollouts with one too long are "
+        f"{cost}; leave it out for that, or keep it if hints are that much shorter."
+    ]
+    assert notices(384) == []
+    envs[1] = {"id": "b", "algo": {"type": kind, "teacher": {"name": "t", "base_url": "http://t/v1"}}}
+    assert notices(64) == []

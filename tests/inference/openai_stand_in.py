@@ -20,6 +20,7 @@ class OpenAIStandIn:
         self.headers: list[dict[str, str]] = []
         self.at_once = 0
         self.most_at_once = 0
+        self.entries: list[dict[str, Any]] = [{"id": "small"}, {"id": "large", "owned_by": "us"}]
         self.hold: asyncio.Event | None = None
         """Answers wait for it, if there is one."""
 
@@ -55,7 +56,7 @@ class OpenAIStandIn:
         return answer if isinstance(answer, web.Response) else web.json_response(completion(answer))
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "small"}, {"id": "large", "owned_by": "us"}]})
+        return web.json_response({"object": "list", "data": self.entries})
 
 
 def completion(text: str, **choice: Any) -> dict[str, Any]:

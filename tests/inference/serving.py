@@ -16,11 +16,13 @@ from headrace.text.tokenizer import Tokenizer
 
 
 @contextlib.asynccontextmanager
-async def client_of_engine(engine: Engine, model_directory: Path) -> AsyncIterator[EngineClient]:
-    """Serve an engine for a while; gives a client of it."""
+async def client_of_engine(
+    engine: Engine, model_directory: Path, chat: Chat | None = None
+) -> AsyncIterator[EngineClient]:
+    """Serve an engine for a while, as "tiny" unless a chat has another name; gives a client of it."""
     tokenizer = Tokenizer(model_directory)
     thread = EngineThread(engine)
-    server = HttpServer(App(thread, Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer))))
+    server = HttpServer(App(thread, chat or Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer))))
     listener = bind("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.listening.wait()

@@ -18,17 +18,20 @@ from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.inference.client import EngineClient, EngineRejected, EngineUnavailable
 from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
-from headrace.inference.server import CannotListen, bind, serve
+from headrace.inference.served_model import ServedModel
+from headrace.inference.server import CannotListen, bind, load, serve
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 from headrace.transport.endpoint import read_endpoint
 from headrace.transport.run_dir import RunDir
 from tests.inference.plain_forward import plain_logprobs
+from tests.inference.serving import client_of_engine
 
 START = 90.0
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
+TOKENIZE = "/tokenize"
 HELLO = [{"role": "user", "content": "hello"}]
 Publish = Callable[[Any, Version], Path]
 
@@ -128,8 +131,23 @@ async def test_chat_renders_samples_and_parses(http: aiohttp.ClientSession, mode
     assert answer["usage"]["completion_tokens"] == 2 * len(expected)
     for choice in answer["choices"]:
         assert choice["message"]["role"] == "assistant"
-        assert choice["message"]["content"] == tokenizer.decode(expected).strip()
+        assert choice["message"]["content"] == tokenizer.decode(expected, skip_special_tokens=True).strip()
         assert len(choice["logprobs"]["content"]) == len(expected)
+
+
+async def test_texts_and_conversations_are_tokenized_in_vllms_form(
+    http: aiohttp.ClientSession, model_directory: Path
+) -> None:
+    tokenizer = Tokenizer(model_directory)
+    status, content = await post(http, TOKENIZE, {"prompt": "hé<|im_end|>", "add_special_tokens": False})
+    assert status == 200
+    tokens = tokenizer.encode("hé<|im_end|>")
+    assert tokens[-1] == 258
+    assert json.loads(content) == {"count": 4, "max_model_len": 128, "tokens": tokens}
+    _, content = await post(http, TOKENIZE, {"messages": HELLO, "model": str(model_directory)})
+    asked = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)
+    assert json.loads(content) == {"count": len(asked), "max_model_len": 128, "tokens": asked}
+    assert json.loads((await post(http, TOKENIZE, {"prompt": ""}))[1])["tokens"] == []
 
 
 async def test_the_same_chat_seed_gives_the_same_choices_but_each_its_own(http: aiohttp.ClientSession) -> None:
@@ -165,6 +183,21 @@ async def test_models_and_health_say_what_is_served(
     assert (health.status, health.paused, health.vocab_size) == ("ok", False, 264)
 
 
+@pytest.mark.parametrize("served_name", [None, "teacher"])
+async def test_a_model_is_served_under_the_name_that_is_set(model_directory: Path, served_name: str | None) -> None:
+    name = str(model_directory)
+    config = InferenceConfig(model={"name": name}, served_name=served_name, max_model_len=64, max_running=2)
+    engine, chat = load(config, name)
+    async with client_of_engine(engine, model_directory, chat) as client:
+        [url] = client._urls()
+        async with aiohttp.ClientSession(url) as http, http.get("/v1/models") as answer:
+            [entry] = (await answer.json())["data"]
+        assert (entry["id"], entry["max_model_len"]) == (served_name or name, 64)
+        model = ServedModel(served_name or name, [f"{url}/v1"])
+        await model.check()
+        await model.close()
+
+
 def sampling(**params: Any) -> dict[str, Any]:
     return {"token_ids": [5], "sampling_params": params}
 
@@ -191,6 +224,11 @@ def sampling(**params: Any) -> dict[str, Any]:
         (CHAT, {"messages": HELLO, "n": 0}, 400, "n must be"),
         (CHAT, {"messages": HELLO, "top_p": 2}, 400, "top_p"),
         (CHAT, {"messages": HELLO, "model": "gpt-9"}, 404, "gpt-9"),
+        (TOKENIZE, {}, 400, "either prompt, a text, or messages"),
+        (TOKENIZE, {"prompt": "a", "messages": HELLO}, 400, "either prompt, a text, or messages"),
+        (TOKENIZE, {"prompt": ["a"]}, 400, "prompt"),
+        (TOKENIZE, {"messages": []}, 400, "messages"),
+        (TOKENIZE, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
         ("/update_weights", {"path": "/nowhere", "incarnation": 0, "step": 1}, 400, "COMPLETE.json"),
         ("/nowhere", {}, 404, "/nowhere"),
         ("/health", {}, 405, "/health"),

@@ -25,6 +25,8 @@ from headrace.inference.openai_client import (
     OpenAITimeout,
     OpenAIUnreachable,
     Usage,
+    again,
+    growing_pauses,
 )
 from tests.inference.openai_stand_in import OpenAIStandIn, error
 from tests.inference.serving import client_of_engine
@@ -113,6 +115,13 @@ async def test_a_key_that_is_none_is_refused_and_not_shown(
     await client.close()
 
 
+@pytest.mark.parametrize("value", ["hunter\n2", "hunter\x7f2", "h\u00fcnter2", " hunter2", "hunter2\n"])
+def test_a_header_that_cannot_be_sent_is_refused_and_not_shown(value: str):
+    with pytest.raises(BadInput, match="the value of header X-Secret cannot be sent") as failure:
+        OpenAIClient("http://me:hunter3@host/v1", "small", headers={"X-Team": "mill", "X-Secret": value})
+    assert "nter" not in str(failure.value)
+
+
 async def test_a_password_in_the_address_is_used_and_not_shown(server: OpenAIStandIn):
     client = OpenAIClient(server.url.replace("//", "//me:hunt@er2@"), "small")
     await client.chat(ASK)
@@ -143,6 +152,7 @@ async def test_a_refusal_for_want_of_a_key_names_the_variable(server: OpenAIStan
         (error(400, "no such model"), OpenAIRejected, r"^no such model \(HTTP 400 from http", False),
         (error(429, "slow down"), OpenAIBusy, "slow down", True),
         (error(500, "it broke"), OpenAIFailed, "it broke", True),
+        (error(501, "not here"), OpenAIRejected, "not here", False),
         (web.json_response({"detail": "closed"}, status=503), OpenAIFailed, r"^closed \(HTTP 503", True),
         (web.Response(text="<html>bad gateway", status=502), OpenAIFailed, "^<html>bad gateway", True),
         (web.Response(status=404), OpenAIRejected, "^no explanation", False),
@@ -175,6 +185,13 @@ async def test_how_long_to_wait_is_told(client: OpenAIClient, server: OpenAIStan
             await client.chat(ASK)
         waits.append(failure.value.retry_after)
     assert waits == [7.0, 1.5, None, None, None]
+
+
+async def test_a_server_that_wants_no_pause_is_not_asked_without_one(client: OpenAIClient, server: OpenAIStandIn):
+    server.respond = lambda asked: error(429, "slow down", Retry_After="0")
+    with pytest.raises(OpenAIBusy):
+        await again(lambda: client.chat(ASK), growing_pauses(0.5))
+    assert 2 <= len(server.asked) <= 3  # after 0.1 s and 0.2 s; 0.4 s more would be too late
 
 
 async def test_a_server_that_does_not_answer_is_not_waited_for(server: OpenAIStandIn):

@@ -51,7 +51,7 @@ from headrace.orchestrator.signals import (
 )
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.filters import has_no_advantage
-from headrace.rollout.types import Rollout, RolloutError, Task, Turn
+from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version, staleness
 
 DEADLINE = 90 * 86400.0
@@ -78,6 +78,21 @@ class RunningBaseline(Algorithm):
 
     def load_state(self, state):
         self.baselines = state
+
+
+class Taught(Algorithm):
+    """Needs another model at the last moment, which is not always there."""
+
+    action_loss_type = "ce"
+
+    def __init__(self, rng: random.Random, failure_rate: float) -> None:
+        self.rng = rng
+        self.failure_rate = failure_rate
+
+    async def score_batch(self, batch):
+        for survivor in batch:
+            if self.rng.random() < self.failure_rate:
+                survivor.drop("no_reference", "as the seed wanted")
 
 
 class ScoredTogether(Environment):
@@ -110,6 +125,8 @@ class Simulation:
         self.kills = kills
         self.processes = 0
         self.shipped: dict[int, list[int]] = {}
+        self.groups: set[str] = set()
+        """Of training, over all processes."""
         self.evals_opened = self.evals_closed = 0
         self.agenda: list[tuple[float, int, Callable[[], Coroutine[Any, Any, None]]]] = []
         self.numbers = itertools.count()
@@ -130,6 +147,7 @@ class Simulation:
             max_off_policy_steps=level + rng.choice([0, 1, 8]),
             tasks_per_minute=rng.choice([None, None, 6.0, 600.0]),
             scored_together=frozenset({"plain"} if rng.random() < 0.3 else ()),
+            frozen=frozenset({"plain"} if rng.random() < 0.2 else ()),
         )
 
     def _eval_envs(self) -> list[EvalEnv]:
@@ -214,8 +232,8 @@ class Simulation:
             if env == "stateful":
                 for agent, reward in rewards:
                     replayed.learn(agent, reward)
-        stored = journal.algorithm_states().get("stateful", b"{}")
-        assert msgspec.json.decode(stored) == replayed.state()
+        stored = journal.algorithm_states().get("stateful")
+        assert (msgspec.json.decode(stored.json) if stored else {}) == replayed.state()
 
 
 class _Trainer:
@@ -255,13 +273,16 @@ class _Process:
         journal, settings = world.journal, world.settings
         stateful = RunningBaseline()
         if states := journal.algorithm_states():
-            stateful.load_state(msgspec.json.decode(states["stateful"]))
+            stateful.load_state(msgspec.json.decode(states["stateful"].json))
         environments: dict[str, Environment] = {
             env: ScoredTogether() if env in settings.scored_together else Environment() for env in world.tasks
         }
         no_signal = [Filter("zero_advantage", has_no_advantage, enforce=True)]
         self.processing = TrainProcessing(
-            {"plain": Grpo(), "stateful": stateful},
+            {
+                "plain": Taught(world.rng, world.failure_rate) if "plain" in settings.frozen else Grpo(),
+                "stateful": stateful,
+            },
             environments,
             no_signal if world.early_filter else [],
             no_signal,
@@ -280,6 +301,7 @@ class _Process:
             world.engine,
             journal.last_step() + 1,
             world.now,
+            journal.start(),
         )
         self.running: dict[int, Episode] = {}
         self.arrived: set[int] = set()
@@ -328,6 +350,7 @@ class _Process:
                     self._start(action.episode)
                 case CancelEpisode():
                     assert action.episode.id in self.running
+                    assert action.reason != "off_policy" or action.episode.env not in self.world.settings.frozen
                     self.cancelled.setdefault(action.episode.id, action.reason)
                     self.world.after(0.05, lambda episode=action.episode: self._arrive(episode))
                 case ProcessGroup():
@@ -350,6 +373,9 @@ class _Process:
         self.started_at[episode.id] = self.world.engine
         if episode.index == 0:
             self.groups_begun += 1
+            if episode.kind is Kind.TRAIN:
+                assert episode.group.id not in self.world.groups
+                self.world.groups.add(episode.group.id)
             self._check_rate()
         seconds = self.world.pace * self.rng.lognormvariate(0.7, 1.0)
         self.world.at(self.world.now + seconds, lambda: self._arrive(episode))
@@ -366,7 +392,7 @@ class _Process:
             rollouts.append(self._rollout(episode))
             rollouts[1].agent, rollouts[1].trainable = "other", self.rng.random() < 0.7
         for rollout in rollouts:
-            await levels.process_rollout(rollout)
+            await levels.process_rollout(rollout, episode.group.task)
         await self.handle(Arrival(episode, rollouts))
 
     def _rollout(self, episode: Episode) -> Rollout:
@@ -381,6 +407,8 @@ class _Process:
         count = rng.randint(1, 8)
         split = rng.randint(1, count)
         versions = [self.started_at[episode.id].step] * split + [self.world.engine.step] * (count - split)
+        if episode.kind is Kind.TRAIN and episode.env in self.world.settings.frozen:
+            versions = [NOT_SAMPLED] * count
         rollout.turns = [Turn([1, 2], [3] * count, [-1.0] * count, versions, 1.0)]
         rollout.reward = 1.0 if rng.random() < self.world.equal_rewards else float(rng.randint(0, 1))
         rollout.rewards = {"r": rollout.reward}
@@ -430,7 +458,8 @@ class _Process:
         assert self.pipeline.version.step >= ship.step - 1 - settings.max_async_level
         for rollout in batch.kept:
             assert rollout.error is None
-            age = staleness(ship.step, rollout.oldest_version)
+            assert (rollout.oldest_version is None) == (rollout.env in settings.frozen)
+            age = 0 if rollout.oldest_version is None else staleness(ship.step, rollout.oldest_version)
             assert age <= (settings.max_off_policy_steps if settings.max_async_level else 0)
         slots = [len(group.rollouts) for group in batch.groups]
         tokens = [group.tokens for group in batch.groups]

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.orchestrator.dump import ROLLOUTS_AT_ONCE, write_rollouts
+from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
 
 FILE = "step-00000003.parquet"
@@ -28,11 +29,12 @@ def two_turns() -> Rollout:
         task_key="t",
         group_id="3-1",
         draw_id=3,
+        credited=8,
         reward=0.75,
         rewards={"right": 1.0, "short": -0.25},
         metrics={"length": 2.0},
         messages=[{"role": "user", "content": "héllo"}],
-        turns=[Turn([1], [2, 3], [-1.0, -2.0], [4, 5], 0.5), Turn([9], [8], [-1.0], [4], 0.5)],
+        turns=[Turn([1], [2, 3], [-1.0, -2.0], [4, 5], 0.5), Turn([9], [8], [-1.0], [4], 0.5, "length")],
         samples=[credited, Sample([9, 8], [False, True], [0.0, -1.0], [-1, 4], 1, 0.5)],
         stop_reason="stop",
         timings={"episode": 1.5},
@@ -58,6 +60,7 @@ def test_every_column_reads_back_as_it_was(tmp_path: Path) -> None:
         "task_key": "t",
         "group_id": "3-1",
         "draw_id": 3,
+        "credited": 8,
         "agent": "policy",
         "trainable": True,
         "reward": 0.75,
@@ -75,6 +78,7 @@ def test_every_column_reads_back_as_it_was(tmp_path: Path) -> None:
         "error_reason": None,
         "error": None,
         "seconds": 1.5,
+        "finish_reasons": ["stop", "length"],
     }
     assert samples[0] == {
         "prompt_length": 1,
@@ -89,9 +93,25 @@ def test_every_column_reads_back_as_it_was(tmp_path: Path) -> None:
         "ref_kl_weights": None,
         "ref_logprobs": [0.0, -0.5, -0.25],
         "other_streams": [("surprise", [7.0, 8.0, 9.0])],
+        "obs_spans": [],
+        "roles": None,
     }
     assert samples[1]["token_ids"] == [9, 8]
     assert samples[1]["advantages"] is None and samples[1]["other_streams"] == []
+
+
+def test_observations_say_where_they_are_and_who_wrote_them(tmp_path: Path) -> None:
+    turns = [
+        Turn([1, 2], [3], [-1.0], [4], 1.0, prompt_roles=[0, 2]),
+        Turn([1, 2, 3, 4, 5], [6], [-1.0], [4], 1.0, prompt_roles=[0, 2, 3, 0, 4]),
+    ]
+    unknown = [Turn([1], [2], [-1.0], [4], 1.0), Turn([1, 2, 3], [4], [-1.0], [4], 1.0)]
+    write_rollouts(tmp_path, 3, [Rollout(turns=t, samples=merge_turns(t)) for t in (turns, unknown)], [], keep_last=1)
+    known, nobody = (row["samples"][0] for row in rows_of(tmp_path))
+    assert known["obs_spans"] == [{"start": 1, "turn": 1, "prompt_start": 3, "length": 2}]
+    assert known["roles"] == [0, 0, 0, 0, 4, 0]  # of the chat format, and of a tool
+    assert nobody["obs_spans"] == [{"start": 1, "turn": 1, "prompt_start": 2, "length": 1}]
+    assert nobody["roles"] is None
 
 
 def test_a_dropped_rollout_says_why_and_has_no_reward(tmp_path: Path) -> None:

@@ -6,11 +6,26 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Failure
-from headrace.orchestrator.journal import Clock, Draw, Entries, Journal, Outcome, Totals, fork, network_file_system
+from headrace.orchestrator.journal import (
+    JOURNAL_SCHEMA,
+    AlgorithmState,
+    Clock,
+    Draw,
+    Entries,
+    Journal,
+    Outcome,
+    Totals,
+    fork,
+    network_file_system,
+)
 
 
 def draws(*ids: int) -> list[Draw]:
     return [Draw(i, "env", f"key{i}", i) for i in ids]
+
+
+def learned(state: str, algorithm: str | None = "mine:Algorithm") -> AlgorithmState:
+    return AlgorithmState(algorithm, state.encode())
 
 
 def entries(drawn: list[Draw], *outcomes: Outcome, state: str | None = None, clock: Clock | None = None) -> Entries:
@@ -18,7 +33,7 @@ def entries(drawn: list[Draw], *outcomes: Outcome, state: str | None = None, clo
         drawn,
         list(outcomes),
         Totals(),
-        {} if state is None else {"env": state.encode()},
+        {} if state is None else {"env": learned(state)},
         clock or Clock(),
     )
 
@@ -93,20 +108,20 @@ def test_a_fork_reopens_what_shipped_after_its_step_and_takes_state_and_totals_b
     assert copy.open_draws() == draws(2, 3, 4, 5)
     assert copy.states() == {"trained": 1, "dropped:zero_advantage": 1, "drawn": 4}
     assert copy.totals() == Totals(8, 80, {"zero_advantage": 4})
-    assert copy.algorithm_states() == {"env": b"[1]"}
+    assert copy.algorithm_states() == {"env": learned("[1]")}
     assert copy.clock().seconds == 1.0
     assert copy.next_credit() == 1
     assert journal.last_step() == 3
-    assert journal.algorithm_states() == {"env": b"[3]"}
+    assert journal.algorithm_states() == {"env": learned("[3]")}
 
 
 def test_a_state_committed_between_two_steps_is_the_newest(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0), shipped(0), state="1"), shipped=1)
     journal.commit(entries(draws(1), dropped(1, "zero_advantage"), state="2"))
-    assert journal.algorithm_states() == {"env": b"2"}
+    assert journal.algorithm_states() == {"env": learned("2")}
     journal.rewind(1)
-    assert journal.algorithm_states() == {"env": b"1"}
+    assert journal.algorithm_states() == {"env": learned("1")}
     assert journal.open_draws() == draws(1)
 
 
@@ -142,3 +157,38 @@ def test_a_journal_of_another_time_is_refused(version: int, says: str, tmp_path:
         db.execute(f"PRAGMA user_version={version}")
     with pytest.raises((Failure, ValueError), match=says):
         Journal(tmp_path / "journal.sqlite")
+
+
+def test_every_start_of_a_run_has_a_number_of_its_own_whatever_is_rewound(tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    first = Journal(path)
+    assert first.start() == 1
+    first.commit(entries(draws(0), shipped(0)), shipped=1)
+    second = Journal(path)
+    assert second.start() == 2
+    second.rewind(0)
+    assert Journal(path).start() == 3
+    fork(path, tmp_path / "fork" / "journal.sqlite", step=0)
+    assert Journal(tmp_path / "fork" / "journal.sqlite").start() == 4
+
+
+def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    journal.commit(entries(draws(0), shipped(0)), shipped=1)
+    journal.close()
+    with sqlite3.connect(path) as db:  # as it was then
+        db.executescript(
+            "DROP TABLE algorithms; DROP TABLE starts;"
+            "CREATE TABLE algorithms (step INTEGER, env TEXT, state TEXT NOT NULL, PRIMARY KEY (step, env));"
+            "INSERT INTO algorithms VALUES (1, 'env', '[1]'); PRAGMA user_version=2;"
+        )
+    Journal(path, read_only=True).close()
+    fork(path, tmp_path / "fork" / "journal.sqlite", step=1)
+    for old in (path, tmp_path / "fork" / "journal.sqlite"):
+        journal = Journal(old)
+        assert journal.algorithm_states() == {"env": learned("[1]", None)}
+        journal.commit(entries(draws(1), shipped(1), state="[2]"), shipped=2)
+        journal.close()
+        assert Journal(old).algorithm_states() == {"env": learned("[2]")}
+        assert sqlite3.connect(old).execute("PRAGMA user_version").fetchone() == (JOURNAL_SCHEMA,)

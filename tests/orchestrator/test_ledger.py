@@ -1,6 +1,6 @@
 """The ledger: what a commit may take, in the order of credit, and with which state."""
 
-from headrace.orchestrator.journal import Clock, Draw, Totals
+from headrace.orchestrator.journal import AlgorithmState, Clock, Draw, Totals
 from headrace.orchestrator.ledger import Ledger, commonest
 from headrace.orchestrator.signals import Kind, ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
@@ -19,6 +19,10 @@ def rollout(draw: int, error: str = "") -> Rollout:
     )
 
 
+def state(draw: int) -> AlgorithmState:
+    return AlgorithmState("mine:Algorithm", str(draw).encode())
+
+
 def credited(draw: int, size: int = 2, env: str = "env") -> ScoredGroup:
     rollouts = [rollout(draw) for _ in range(size)]
     return ScoredGroup(
@@ -29,7 +33,7 @@ def credited(draw: int, size: int = 2, env: str = "env") -> ScoredGroup:
         arrived=size,
         sampled_tokens=2 * size,
         credited=[("policy", 1.0)] * size,
-        state=str(draw).encode(),
+        state=state(draw),
     )
 
 
@@ -56,11 +60,11 @@ def test_a_commit_takes_groups_in_the_order_of_credit_up_to_the_first_whose_fate
     ledger.drop_groups([first, third], "off_policy")
     taken = ledger.take(101.0)
     assert [(o.draw, o.reason, o.credit) for o in taken.outcomes] == [(0, "off_policy", 0)]
-    assert taken.states == {"env": b"0"}  # not the state after the third, whose draw is not in this commit
+    assert taken.states == {"env": state(0)}  # not the state after the third, whose draw is not in this commit
     ledger.settle(batch_of(second))
     taken = ledger.take(102.0)
     assert [(o.draw, o.reason) for o in taken.outcomes] == [(1, ""), (2, "off_policy")]
-    assert taken.states == {"env": b"2"}
+    assert taken.states == {"env": state(2)}
 
 
 def test_a_group_that_was_never_credited_waits_for_nobody():

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from headrace.algorithms.base import Algorithm
+from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
+from headrace.algorithms.length_penalty import Linear
 from headrace.environments.base import Environment, EpisodeError
 from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.journal import AlgorithmState
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
+from headrace.orchestrator.step_metrics import step_metrics
 from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
 
@@ -84,7 +88,7 @@ def rollout(reward: float, error: str = "", tokens: int = 2) -> Rollout:
 
 async def process(processing: TrainProcessing | EvalProcessing, *members: Rollout) -> ScoredGroup:
     for member in members:
-        await processing.process_rollout(member)
+        await processing.process_rollout(member, Task("env", {}))
     return await processing.process_group(Group("g", Task("env", {}), len(members), 0, draw_id=1), members)
 
 
@@ -272,7 +276,123 @@ async def test_an_algorithm_that_raises_on_a_group_is_named_with_its_environment
 async def test_groups_of_an_algorithm_with_state_are_credited_one_at_a_time():
     processing = make(algorithm=Counting())
     scored = await asyncio.gather(*[process(processing, rollout(1), rollout(0)) for _ in range(5)])
-    assert sorted(group.state for group in scored) == [b"1", b"2", b"3", b"4", b"5"]
+    name = "tests.orchestrator.test_processing:Counting"
+    states = [AlgorithmState(name, str(count).encode()) for count in range(1, 6)]
+    assert sorted((group.state for group in scored), key=lambda state: state.json) == states
+
+
+async def test_a_state_that_begins_as_nothing_is_there_after_the_group_that_sets_it():
+    class Late(Counting):
+        def state(self):
+            return self.seen or None
+
+    processing = make(algorithm=Late())
+    scored = await asyncio.gather(*[process(processing, rollout(1), rollout(0)) for _ in range(3)])
+    assert sorted(group.state.json for group in scored) == [b"1", b"2", b"3"]
+
+
+async def test_an_algorithm_that_keeps_nothing_commits_nothing():
+    assert (await process(make(), rollout(1), rollout(0))).state is None
+
+
+class Taught(Algorithm):
+    """Has references for what earned a reward, and none for the rest."""
+
+    action_loss_type = "ref_kl"
+
+    async def score_batch(self, batch):
+        for survivor in batch:
+            self.tally.mean("scored", survivor.reward > 0, 1)
+            if survivor.reward == 0:
+                survivor.drop("no_reference", "the teacher was away")
+            for sample in survivor.samples:
+                sample.set_stream("ref_logprobs", np.full(len(sample), -0.25))
+
+
+async def test_what_an_algorithm_drops_at_the_last_moment_is_not_shipped_and_the_reason_is_told(
+    caplog: pytest.LogCaptureFixture,
+):
+    processing = make(algorithm=Taught())
+    batch = TrainBatch([await process(processing, rollout(1), rollout(0), rollout(0))])
+    await processing.process_batch(batch)
+    assert [member.reward for member in batch.kept] == [1]
+    assert [(member.reward, reason) for member, reason in batch.dropped] == [(0, "no_reference")] * 2
+    assert "2 of 3 rollouts of env are not trained on: no_reference: the teacher was away" in caplog.text
+
+
+async def test_what_ships_is_routed_to_the_loss_of_its_algorithm():
+    processing = make(algorithm=Taught())
+    batch = TrainBatch([await process(processing, rollout(1))])
+    await processing.process_batch(batch)
+    streams = {name: values.tolist() for name, values in batch.kept[0].samples[0].streams.items()}
+    assert streams == {"ref_logprobs": [-0.25] * 4, "rl_weights": [0] * 4, "ref_kl_weights": [0, 0, 1, 1]}
+
+
+class Uncredited(Algorithm):
+    """Says nothing about anybody."""
+
+
+class Unreferenced(Algorithm):
+    action_loss_type = "ref_kl"
+
+
+class Poisoned(Algorithm):
+    async def score_batch(self, batch):
+        for survivor in batch:
+            survivor.assign_advantages(1.0)
+            survivor.samples[0].streams["advantages"][-1] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "why"),
+    [
+        (Uncredited(), "2 tokens are in the rl loss and have no advantages"),
+        (Unreferenced(), "2 tokens are in the ref_kl loss and have no ref_logprobs"),
+        (Poisoned(), "a token's advantages are nan"),
+    ],
+)
+async def test_what_the_trainer_would_refuse_does_not_ship_and_names_who_left_it(algorithm: Algorithm, why: str):
+    processing = make(algorithm=algorithm)
+    batch = TrainBatch([await process(processing, rollout(1))])
+    who = (
+        f"test_processing:{type(algorithm).__name__} of environment 'env' left a rollout of task {Task('env', {}).key}"
+    )
+    with pytest.raises(AlgorithmFailed, match=f"{who} that cannot be trained on: {why}"):
+        await processing.process_batch(batch)
+
+
+async def test_plain_credit_ships_no_weights():
+    processing = make()
+    batch = TrainBatch([await process(processing, rollout(1), rollout(0))])
+    await processing.process_batch(batch)
+    assert {name for member in batch.kept for name in member.samples[0].streams} == {"advantages"}
+
+
+async def test_what_an_algorithm_counts_is_a_metric_of_the_next_batch_alone():
+    processing = make(algorithm=Taught())
+    batches = [TrainBatch([await process(processing, rollout(1), rollout(0))]) for _ in range(2)]
+    await processing.process_batch(batches[0])
+    assert step_metrics(1, batches[0])["algo/env/scored"] == 0.5
+    await processing.process_batch(batches[1])
+    assert batches[1].tallies == {"algo/env/scored": 0.5}
+
+
+async def test_what_is_counted_for_a_batch_that_proves_empty_is_a_metric_of_the_next_that_ships():
+    processing = make(algorithm=Taught())
+    empty, full = [TrainBatch([await process(processing, rollout(0), rollout(reward))]) for reward in (0, 1)]
+    await processing.process_batch(empty)
+    assert (empty.kept, empty.tallies) == ([], {})
+    await processing.process_batch(full)
+    assert full.tallies == {"algo/env/scored": 0.25}
+
+
+async def test_an_all_correct_group_trains_under_a_length_penalty_and_is_filtered_without_one():
+    penalized = Grpo(GroupCredit(penalty=Linear.by_seq_len(0.25, 64)))
+    for algorithm, shipped in ((penalized, 2), (Grpo(), 0)):
+        processing = make(post=[ZERO_ADVANTAGE], algorithm=algorithm)
+        batch = TrainBatch([await process(processing, rollout(1, tokens=2), rollout(1, tokens=6))])
+        await processing.process_batch(batch)
+        assert len(batch.kept) == shipped
 
 
 async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():

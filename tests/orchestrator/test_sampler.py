@@ -12,7 +12,8 @@ from renderers import config_from_name, create_renderer
 from headrace.environments.base import EpisodeError, PromptTooLong
 from headrace.environments.tools import Tool
 from headrace.inference.client import Completion
-from headrace.orchestrator.sampler import MOST_CALLS, Sampler, seed_of
+from headrace.orchestrator.conversation import seed_of
+from headrace.orchestrator.sampler import MOST_CALLS, Sampler
 from headrace.rollout.types import Message
 from headrace.text.tokenizer import Tokenizer
 from tests.orchestrator.recording_engine import RecordingEngine, scripted
@@ -299,6 +300,33 @@ async def test_episodes_that_ask_the_same_long_prompt_share_it():
     messages: list[Message] = [{"role": "user", "content": "cat " * 10_000}]
     replies = await asyncio.gather(*(sampler.open("session", f"{n}").chat(messages) for n in range(4)))
     assert all(reply.turn.prompt_ids is replies[0].turn.prompt_ids for reply in replies)
+
+
+@pytest.mark.parametrize("pool_size", [1, 3])
+async def test_as_many_long_prompts_are_made_at_once_as_the_pool_holds(monkeypatch: pytest.MonkeyPatch, pool_size: int):
+    model = load("qwen3")
+    sampler = sampler_of(model, yes(model), 100_000, pool_size=pool_size)
+    render, full, counting = sampler.prompter.prompts.render, threading.Event(), threading.Lock()
+    inside: list[int] = []
+    most = 0
+
+    def seen(messages: Any, tools: Any) -> Any:
+        nonlocal most
+        with counting:
+            inside.append(1)
+            most = max(most, len(inside))
+        if most >= pool_size:
+            full.set()
+        full.wait(60)  # for the others that may be inside
+        prompt = render(messages, tools)
+        with counting:
+            inside.pop()
+        return prompt
+
+    monkeypatch.setattr(sampler.prompter.prompts, "render", seen)
+    asked: list[list[Message]] = [[{"role": "user", "content": f"cat {n} " * 5_000}] for n in range(5)]
+    await asyncio.gather(*(sampler.open("session", f"{n}").chat(asked[n]) for n in range(5)))
+    assert most == pool_size
 
 
 async def test_a_prompt_that_cannot_fit_is_not_tokenised():

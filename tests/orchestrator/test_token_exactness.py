@@ -25,7 +25,8 @@ from headrace.inference.schema import (
     TokenLogprob,
     WeightVersionSpan,
 )
-from headrace.orchestrator.sampler import Conversation, Sampler
+from headrace.orchestrator.conversation import Conversation
+from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import ROLES, Message, Rollout, Task
 from headrace.text.prompt import Prompts

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.credit import center, standardize
+from headrace.rollout.credit import baseline, center, max_rl, standardize
 from tests.rollout.strategies import FIXED
 
 
@@ -43,3 +43,59 @@ def test_standardized_rewards_use_the_population_deviation():
 
 def test_integer_rewards_are_not_rounded():
     assert center(np.array([1, 0])).tolist() == [0.5, -0.5]
+
+
+def test_a_baseline_is_the_mean_over_rollouts_or_over_their_tokens():
+    rewards, lengths = np.array([1.0, 0.0]), np.array([100.0, 300.0])
+    assert baseline(rewards) == 0.5
+    assert baseline(rewards, lengths) == 0.25
+    assert center(rewards, lengths).tolist() == [0.75, -0.25]
+
+
+def test_length_weighted_credit_sums_to_zero_over_tokens():
+    rewards, lengths = np.array([1.0, 0.5, 0.0]), np.array([10.0, 20.0, 50.0])
+    assert (lengths * center(rewards, lengths)).sum() == pytest.approx(0, abs=1e-12)
+
+
+def test_without_any_token_the_baseline_over_tokens_is_the_mean():
+    assert baseline(np.array([1.0, 0.0]), np.zeros(2)) == 0.5
+    assert center(np.array([1.0, 0.0]), np.zeros(2)).tolist() == [0.5, -0.5]
+
+
+def test_equal_rewards_of_unequal_lengths_center_to_exactly_zero():
+    rewards, lengths = np.array([0.3] * 3), np.array([1.0, 2.0, 4.0])
+    assert (rewards - baseline(rewards, lengths)).any()
+    assert center(rewards, lengths).tolist() == [0.0] * 3
+    assert standardize(rewards, lengths).tolist() == [0.0] * 3
+
+
+def test_standardized_length_weighted_rewards_are_over_the_plain_deviation():
+    # baseline .25, population standard deviation .5
+    credit = standardize(np.array([1.0, 0.0]), np.array([100.0, 300.0]), epsilon=0)
+    assert credit.tolist() == [1.5, -0.5]
+
+
+@FIXED
+@given(st.permutations([(1.0, 10), (0.3, 40), (0.3, 0), (0.0, 25), (0.7, 999), (1.0, 3)]))
+def test_credit_follows_its_rollout_in_any_order(members: list[tuple[float, int]]):
+    rewards, lengths = np.array(members, np.float64).T
+    order = np.lexsort((lengths, rewards))
+    for credit in (center, standardize):
+        assert credit(rewards[order], lengths[order]) == pytest.approx(credit(rewards, lengths)[order], abs=1e-12)
+    assert max_rl(rewards[order]) == pytest.approx(max_rl(rewards)[order], abs=1e-12)
+
+
+def test_max_rl_measures_rewards_in_units_of_their_mean():
+    assert max_rl(np.array([1, 0, 0, 0])).tolist() == [3, -1, -1, -1]
+    assert max_rl(np.array([1, 1, 0, 0])).tolist() == [1, 1, -1, -1]
+
+
+def test_max_rl_gives_nothing_where_the_mean_is_not_positive():
+    assert max_rl(np.array([0.0, 0.0])).tolist() == [0, 0]
+    assert max_rl(np.array([1.0, -1.0])).tolist() == [0, 0]
+    assert max_rl(np.array([0.5, -1.0])).tolist() == [0, 0]
+
+
+def test_max_rl_of_equal_rewards_is_exactly_zero():
+    assert max_rl(np.array([0.3] * 6)).tolist() == [0.0] * 6
+    assert max_rl(np.array([1.0])).tolist() == [0.0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
-from headrace.rollout.types import Rollout, Sample
+from headrace.rollout.types import NOT_SAMPLED, Rollout, Sample
 
 VOCAB = 1000
 FLOOR = -math.log(VOCAB) - 2.0  # -8.9078
@@ -50,6 +50,12 @@ def test_repetition_is_a_full_window_of_near_certain_tokens():
     assert not is_repetitive(rollout([1] * 4, [sure] * 3 + [unsure]), 4, 0.99)
     assert not is_repetitive(rollout([1] * 7, [sure] * 3 + [unsure] + [sure] * 3), 4, 0.99)
     assert is_repetitive(rollout([1] * 5, [unsure] + [sure] * 4), 4, 0.99)
+
+
+def test_how_certain_another_model_was_is_not_known():
+    taught = rollout([1] * 4, [0.0] * 4)
+    taught.samples[0].versions[:] = NOT_SAMPLED
+    assert not is_repetitive(taught, 4, 0.99)
 
 
 def test_a_probability_of_exactly_the_threshold_is_not_above_it():

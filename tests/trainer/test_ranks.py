@@ -54,11 +54,11 @@ class Outcome:
         self.told: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
 
 
-LORA = pytest.param("lora", marks=pytest.mark.full)
+LLAMA, LORA = (pytest.param(name, marks=pytest.mark.full) for name in ("llama", "lora"))
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3", "llama", LORA], ids=["tied embeddings", "untied embeddings", "an adapter"]
+    scope="module", params=["qwen3", LLAMA, LORA], ids=["tied embeddings", "untied embeddings", "an adapter"]
 )
 def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Where one process, and where two ranks, have left their outcome for every batch."""

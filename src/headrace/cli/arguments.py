@@ -1,11 +1,15 @@
-"""What commands have in common on the command line: run files, `--section.key value` overrides, `--resume`."""
+"""What commands have in common on the command line: run files, overrides, `--resume`, a user's own code by its file."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+RUN_FILES = (".toml", ".yaml", ".yml")
+"""How the names of run files end."""
 OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help", "--name"})
 """Options of the commands themselves; every other `--word` is an override of the configuration."""
 
@@ -43,7 +47,7 @@ def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[
         value_follows = bool(pending) and not pending[0].startswith("--")
         if word == "--resume":
             # Its value may be left out, and a run file after it is not the value.
-            has_value = value_follows and not pending[0].endswith(".toml")
+            has_value = value_follows and Path(pending[0]).suffix not in RUN_FILES
             own.append(f"--resume={pending.pop(0) if has_value else 'latest'}")
         elif word.startswith("--") and _is_override(word.partition("=")[0], dotted):
             overrides.append(word)
@@ -56,3 +60,21 @@ def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[
 
 def _is_override(option: str, dotted: bool) -> bool:
     return "." in option if dotted else option not in OWN_OPTIONS
+
+
+def importable(given: str, what: str) -> str:
+    """The import path under which other processes find it: `my_file.py:Name` lies in a folder of its own."""
+    from headrace.errors import BadInput
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as in a run
+    file, separator, name = given.partition(":")
+    if not file.endswith(".py"):
+        return given
+    path = Path(file)
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file")
+    if not (separator and name):
+        raise BadInput(f"{path}: which {what} of it? Write {path}:Name")
+    sys.path.insert(0, str(path.resolve().parent))
+    return f"{path.stem}:{name}"

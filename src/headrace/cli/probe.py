@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from headrace.cli.arguments import importable
+
 if TYPE_CHECKING:
     from headrace.config.probe import ProbeConfig
     from headrace.environments.probe.probing import Progress
@@ -53,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.environments.probe.view import view
 
     config = read_options(arguments.args, arguments.overrides)
-    identifier = importable(arguments.environment)
+    identifier = importable(arguments.environment, "environment")
     with _progress() as progress:
         report = asyncio.run(_probe(identifier, config, arguments, progress))
     found = findings(report)
@@ -119,28 +121,6 @@ def read_options(args: str, overrides: list[str]) -> ProbeConfig:
     for key, value in parse_overrides(overrides):
         put(tree, key, value)
     return validate(ProbeConfig, tree, "command line")[0]
-
-
-def importable(environment: str) -> str:
-    """The id under which other processes find the environment: `my_env.py:Class` lies in a folder of its own."""
-    import os
-    import sys
-    from pathlib import Path
-
-    from headrace.errors import BadInput
-
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # as in a run
-    file, separator, name = environment.partition(":")
-    if not file.endswith(".py"):
-        return environment
-    path = Path(file)
-    if not path.is_file():
-        raise BadInput(f"{path}: no such file")
-    if not (separator and name):
-        raise BadInput(f"{path}: which environment of it? Write {path}:Name")
-    sys.path.insert(0, str(path.resolve().parent))
-    return f"{path.stem}:{name}"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.cli.arguments import RUN_FILES
 from headrace.cli.process import process
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def read_target(target: str, overrides: list[str]) -> InferenceConfig:
 
     path = Path(target)
     tree: Tree
-    if path.suffix == ".toml" or (path / "config.toml").is_file():
+    if path.suffix in RUN_FILES or (path / "config.toml").is_file():
         config = read_sampled_run(path)
         server = config.inference if isinstance(config, RunConfig) else config.server()
         tree = server.model_dump(mode="json", exclude_none=True)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headrace.config.orchestrator import OrchestratorConfig
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
 
@@ -30,6 +31,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.launch.errors import naming_run
     from headrace.launch.local import check_port, launch
     from headrace.launch.origin import resolve
+    from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import decide
     from headrace.launch.saved_config import changes, pin
     from headrace.text.tokenizer import Tokenizer
@@ -37,6 +39,9 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
 
     config, notices = load(kind, arguments.files, arguments.overrides)
     _notify(*notices)
+    folders = find_code_beside(arguments.files)
+    if isinstance(config, RunConfig):
+        _check_own_code(config.orchestrator)
     if arguments.dry_run:
         print(dump(config), end="")
         return 0
@@ -58,7 +63,20 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     again = shlex.join(["headrace", *words, "--resume"])
     with naming_run(plan.directory):
         plan.apply()
-        return launch(config, RunDir(plan.directory), resume=plan.resume, again=again)
+        return launch(config, RunDir(plan.directory), folders, resume=plan.resume, again=again)
+
+
+def _check_own_code(config: OrchestratorConfig) -> None:
+    """Algorithms and filters of the user's are there and take their kwargs, before an older run is deleted for this."""
+    from headrace.algorithms.registry import check_imports
+    from headrace.algorithms.user_function import load_function
+    from headrace.config.orchestrator import CustomFilterConfig
+
+    for env in config.train.env:
+        check_imports(config.algo_of(env))
+    for entry in (*config.pre_batch_filters, *config.post_batch_filters):
+        if isinstance(entry, CustomFilterConfig):
+            load_function(entry.import_path, entry.kwargs, "filter")
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any, ClassVar, TypeVar
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.config.habits import OTHER_NAMES, fold_habits
+from headrace.config.habits import fold_habits
+from headrace.config.problems import explain_all
+from headrace.config.yaml_text import parse_yaml
 from headrace.errors import BadInput
 
 Tree = dict[str, Any]
@@ -32,16 +33,21 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
+    def notices(self) -> list[str]:
+        """What to tell the user about a configuration that is valid but hardly meant."""
+        return []
+
 
 def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) -> tuple[T, list[str]]:
     """Read `files` left to right, apply `--key value` overrides, validate. Returns the tree and notices to show."""
     tree: Tree = {}
     for file in files:
-        content = read_toml(file)
+        content = read_file(file)
         anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
         merge(tree, content)
     for path, value in parse_overrides(overrides):
         put(tree, path, value)
+    anchor_paths(tree, kind.PATHS_OF_FILE, Path.cwd())  # those that were typed
     return validate(kind, tree, " + ".join(str(file) for file in files) or "command line")
 
 
@@ -49,9 +55,11 @@ def validate(kind: type[T], tree: Tree, where: str) -> tuple[T, list[str]]:
     """Check a plain tree against its type."""
     notices = fold_habits(tree)
     try:
-        return kind.model_validate(tree), notices
+        config = kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {problem}" for problem in _problems(kind, error))) from error
+        problems = explain_all(kind, error, kind.FILLED_FROM)
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems)) from error
+    return config, notices + config.notices()
 
 
 def dump(config: Config) -> str:
@@ -59,11 +67,26 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
+def read_file(path: Path) -> Tree:
+    """A run file: YAML by its name's end, else TOML."""
+    if path.suffix not in (".yaml", ".yml"):
+        return read_toml(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    try:
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a run file is a table of keys, not {type(tree).__name__}")
+    return tree
+
+
 def read_toml(path: Path) -> Tree:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
@@ -130,77 +153,3 @@ def put(tree: Tree, path: list[str], value: Any) -> None:
             node[index] = value
         else:
             node = node[index] if isinstance(node, list) else node.setdefault(index, {})
-
-
-def _problems(kind: type[Config], error: ValidationError) -> list[str]:
-    """Every problem once, under the key that the user wrote."""
-    found: dict[tuple[str, str], str] = {}
-    for problem in error.errors():
-        location = _written_key(kind, problem)
-        name = ".".join(str(part) for part in location)
-        origins = [f"{s}{name.removeprefix(t)}" for t, s in kind.FILLED_FROM.items() if f"{name}.".startswith(f"{t}.")]
-        if not any((origin, problem["type"]) in found for origin in origins):
-            found[name, problem["type"]] = _explain(kind, problem, location)
-    return list(found.values())
-
-
-def _written_key(kind: type[BaseModel], problem: Any) -> list[Any]:
-    """The location without what pydantic adds for unions: their tags and the names of their types."""
-    *parents, last = problem["loc"] or [None]
-    unknown = problem["type"] == "extra_forbidden"
-    names = {part for path in _paths(kind) for part in path}
-    return [p for p in parents if isinstance(p, int) or p in names] + ([last] if unknown or last in names else [])
-
-
-def _explain(kind: type[BaseModel], problem: Any, location: list[Any]) -> str:
-    """One validation problem in words that name the key and, for an unknown one, the nearest known."""
-    name = ".".join(str(part) for part in location) or "configuration"
-    if problem["type"] == "extra_forbidden":
-        close = _nearest(kind, location)
-        return f"{name}: unknown key." + (f" Did you mean {close}?" if close else "")
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return f"{name}: {message}" if location else message
-    return f"{name}: {message} (got {problem['input']!r})"
-
-
-def _nearest(kind: type[BaseModel], location: list[Any]) -> str | None:
-    """The known key closest to the last part, first among its siblings, then anywhere in the tree."""
-    siblings = _fields_at(kind, [part for part in location[:-1] if isinstance(part, str)])
-    wrong = str(location[-1])
-    ours = OTHER_NAMES.get(wrong)
-    match = [ours] if ours in siblings else difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.6)
-    prefix = ".".join(str(part) for part in location[:-1])
-    if match:
-        return f"{prefix}.{match[0]}" if prefix else match[0]
-    everywhere = [".".join(path) for path in _paths(kind)]
-    exact = [path for path in everywhere if path.split(".")[-1] in (wrong, ours)]
-    return exact[0] if exact else None
-
-
-def _fields_at(kind: type[BaseModel], path: list[str]) -> list[str]:
-    sections = [kind]
-    for part in path:
-        sections = [
-            child for section in sections if part in section.model_fields for child in sections_of(section, part)
-        ]
-    return [name for section in sections for name in section.model_fields]
-
-
-def _paths(kind: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
-    for name in kind.model_fields:
-        yield (*prefix, name)
-        for child in sections_of(kind, name):
-            yield from _paths(child, (*prefix, name))
-
-
-def sections_of(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:
-    """The section types that a field may hold, looking through lists, options and unions."""
-    found: list[type[BaseModel]] = []
-    pending: list[Any] = [kind.model_fields[name].annotation]
-    while pending:
-        annotation = pending.pop()
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            found.append(annotation)
-        pending.extend(getattr(annotation, "__args__", ()))
-    return found

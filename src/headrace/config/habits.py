@@ -28,6 +28,9 @@ OTHER_NAMES: dict[str, str] = {
     "max_seq_len": "seq_len",
     "max_new_tokens": "max_tokens",
     "model_name": "name",
+    "algorithm": "algo",
+    "coefficient": "coef",
+    "length_weighted_mean": "length_weighted_baseline",
 }
 """What a key is called elsewhere: an unknown key of this name suggests ours."""
 

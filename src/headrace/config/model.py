@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from headrace.config.base import Config
+from headrace.config.shorthand import spelled_out
+
+
+def _http_url(given: str) -> str:
+    parts = urlsplit(given)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{given!r} is not a URL: write http://{given.partition('://')[2] or given or 'host:port'}")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{given!r} is not a URL: {error}") from error
+    return given
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+"""Where something is served."""
 
 
 class ModelConfig(Config):
@@ -32,7 +49,7 @@ class ModelConfig(Config):
 
 
 class RendererConfig(Config):
-    """How chat messages become tokens."""
+    """How chat messages become tokens; the name alone will do."""
 
     name: str = "auto"
     """`auto`: by model family where that reproduces the tokenizer's own chat template, else `default`, the template."""
@@ -42,6 +59,11 @@ class RendererConfig(Config):
     """`all` keeps a multi-turn conversation in one sample for families that strip earlier thinking."""
     tool_parser: str | None = None
     """How `default` reads tool calls: qwen3, qwen3.5, glm or deepseek-v3; other renderers know their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, given: Any) -> Any:
+        return spelled_out(given, "name")
 
 
 class SamplingConfig(Config):

@@ -6,42 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from headrace.config.algorithms import AlgoConfig, EchoConfig, GrpoConfig, algo_table
 from headrace.config.base import Config
-from headrace.config.model import ModelConfig, RendererConfig, SamplingConfig
-
-
-class GrpoConfig(Config):
-    """Reward minus the group's mean."""
-
-    type: Literal["grpo"] = "grpo"
-    normalize: Literal["std"] | None = None
-    """`std`: divide by the group's standard deviation."""
-
-
-class ImportedAlgoConfig(Config):
-    """An algorithm of your own: a subclass of `headrace.algorithms.base.Algorithm`."""
-
-    type: str
-    """`package.module:Class`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What it is constructed with."""
-
-
-def _kind_of_algorithm(value: Any) -> str:
-    chosen = value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", "grpo")
-    return "imported" if ":" in str(chosen) else str(chosen)
-
-
-AlgoConfig = Annotated[
-    Annotated[GrpoConfig, Tag("grpo")] | Annotated[ImportedAlgoConfig, Tag("imported")],
-    Discriminator(
-        _kind_of_algorithm,
-        custom_error_type="algorithm",
-        custom_error_message="no such algorithm. Known: grpo; your own is named by import path, package.module:Class",
-    ),
-]
+from headrace.config.length_penalty import LinearPenaltyConfig
+from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
+from headrace.config.shorthand import renamed
 
 
 class GibberishConfig(Config):
@@ -118,6 +89,20 @@ class TrainEnvConfig(EnvConfig):
     """Share of draws; unset on all: by number of tasks."""
     group_size: int | None = Field(None, ge=1)
     algo: AlgoConfig | None = None
+    """Unset: that of `[orchestrator]`; otherwise this one alone, with nothing of it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _advantage_is_algo(cls, value: Any) -> Any:
+        return _fold_advantage(value)
+
+
+def _fold_advantage(section: Any) -> Any:
+    """`advantage` is another name of `algo`."""
+    if not isinstance(section, dict) or "advantage" not in section:
+        return section
+    tables = {key: algo_table(section[key]) for key in ("algo", "advantage") if key in section}
+    return renamed({**section, **tables}, "advantage", "algo")
 
 
 class EvalEnvConfig(EnvConfig):
@@ -161,7 +146,7 @@ class EvalConfig(Config):
 class ClientConfig(Config):
     """How the orchestrator reaches the engine."""
 
-    base_url: list[str] = Field(default_factory=list)
+    base_url: list[HttpUrl] = Field(default_factory=list)
     """Engines started elsewhere, as http://host:port; empty: the one that this run's directory names."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that one request may take."""
@@ -172,13 +157,16 @@ class ClientConfig(Config):
     update_timeout: float = Field(600.0, gt=0)
     """Seconds that an engine may take to load new weights."""
 
-    @field_validator("base_url")
+
+class OrchestratorRendererConfig(RendererConfig):
+    pool_size: int = Field(1, ge=1)
+    """Long prompts of an environment that are rendered at once, in threads; short ones take no time."""
+
+    @model_validator(mode="before")
     @classmethod
-    def _urls(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is not a URL: write http://{url}")
-        return urls
+    def _absent_is_none(cls, given: Any) -> Any:
+        """No renderer is written as "none", or in YAML as null."""
+        return {"name": "none"} if given is None else given
 
 
 def _default_pre_filters() -> list[FilterConfig]:
@@ -215,7 +203,7 @@ class OrchestratorConfig(Config):
     keep_rollouts: int = Field(1000, ge=1)
     """Steps whose rollouts stay on disk."""
     algo: AlgoConfig = Field(default_factory=GrpoConfig)
-    renderer: RendererConfig = Field(default_factory=RendererConfig)
+    renderer: OrchestratorRendererConfig = Field(default_factory=OrchestratorRendererConfig)
     client: ClientConfig = Field(default_factory=ClientConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -229,6 +217,31 @@ class OrchestratorConfig(Config):
                 raise ValueError("filters and post_batch_filters are the same key; give one")
             value["post_batch_filters"] = value.pop("filters")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _advantage_is_algo(cls, value: Any) -> Any:
+        return _fold_advantage(value)
+
+    def algo_of(self, env: TrainEnvConfig) -> AlgoConfig:
+        """An environment's own algorithm, else the one that all inherit."""
+        return self.algo if env.algo is None else env.algo
+
+    def train_temperature(self, env: TrainEnvConfig) -> float:
+        """What an environment's turns are sampled at."""
+        temperature = env.sampling.over(self.train.sampling).temperature
+        assert temperature is not None  # it has a default
+        return temperature
+
+    def notices(self) -> list[str]:
+        """A group of one is hardly meant where credit is relative to the others."""
+        return [
+            f"orchestrator.train.env {env.name!r} has group_size = 1, and {self.algo_of(env).type} compares the "
+            "rollouts of a group with each other: alone, a rollout has no credit; raise group_size, or set "
+            'algo.type = "reward", which is REINFORCE.'
+            for env in self.train.env
+            if self.algo_of(env).COMPARES and (env.group_size or self.group_size) == 1
+        ]
 
     @model_validator(mode="after")
     def _check(self) -> OrchestratorConfig:
@@ -256,9 +269,50 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _no_greedy_training(self) -> OrchestratorConfig:
         for env in self.train.env:
-            if env.sampling.over(self.train.sampling).temperature == 0:
+            if self.train_temperature(env) == 0:
                 raise ValueError(
                     f"train.env {env.name!r} samples at temperature 0: greedy samples have no usable logprobs; use a "
                     "positive temperature (evaluation may be greedy)"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _algorithms_have_what_they_need(self) -> OrchestratorConfig:
+        for key, algo in self._algorithms():
+            penalty = getattr(algo, "length_penalty", None)
+            if isinstance(penalty, LinearPenaltyConfig) and penalty.normalize_by == "seq_len" and self.seq_len is None:
+                raise ValueError(
+                    f"{key}.length_penalty counts tokens in units of seq_len, which is not set: set it, or set "
+                    'normalize_by = "group_max"'
+                )
+            if self.renderer.name == "none" and algo.RENDERER_FOR:
+                raise ValueError(
+                    f"{key} is {algo.type}, which {algo.RENDERER_FOR}, and there is no renderer: set renderer.name, or "
+                    "leave it out for the one that fits the model"
+                )
+            if self.renderer.name == "default" and isinstance(algo, EchoConfig):
+                raise ValueError(
+                    f'{key} is echo, which {algo.RENDERER_FOR}, and renderer.name = "default", the model\'s own chat '
+                    'template, does not say: set the name of its family, for example "qwen3", or "auto"'
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _renderer_is_there_and_used(self) -> OrchestratorConfig:
+        if self.renderer.name == "none":
+            raise ValueError(
+                "renderer.name: environments speak in messages, and only a renderer makes tokens of them: set it to "
+                '"auto", or leave it out'
+            )
+        if self.renderer.pool_size > 1 and not self.train.env and not self.eval.env:
+            raise ValueError(
+                f"renderer.pool_size is {self.renderer.pool_size}, but there is no environment whose prompts would be "
+                "rendered: leave it out, or add a [[train.env]] or [[eval.env]]"
+            )
+        return self
+
+    def _algorithms(self) -> list[tuple[str, AlgoConfig]]:
+        """Those in use, each with the key that it is written under."""
+        keys = ["algo" if env.algo is None else f"train.env.{n}.algo" for n, env in enumerate(self.train.env)]
+        algos = [self.algo_of(env) for env in self.train.env]
+        return list(zip(keys, algos, strict=True)) or [("algo", self.algo)]

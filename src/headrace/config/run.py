@@ -7,23 +7,29 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from headrace.config.base import Config, sections_of
+from headrace.config.algorithms import hints_the_policy
+from headrace.config.base import Config
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.problems import fields_at, sections_of
 from headrace.config.trainer import TrainerConfig
+from headrace.rollout.hinted import hinted_length
 
 SHARED: dict[str, tuple[str, ...]] = {
     "output_dir": ("trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"),
     "model": ("trainer.model", "orchestrator.model", "inference.model"),
     "max_steps": ("trainer.max_steps", "orchestrator.max_steps"),
-    "seq_len": ("trainer.seq_len", "orchestrator.seq_len", "inference.max_model_len"),
+    "seq_len": ("trainer.seq_len", "orchestrator.seq_len"),
     "seed": ("trainer.seed", "orchestrator.seed", "inference.seed"),
     "orchestrator.renderer": ("inference.renderer",),
 }
 """Keys that fill others. An equal value there is accepted, a different one is refused, unless the shared value is only
 the default: then each section may have its own."""
+
+UNSCORED = {"opsd": "dropped", "rlcsd": "left with their plain credit"}
+"""What algorithms with hints do with a rollout that has no scores."""
 
 
 class WandbConfig(Config):
@@ -83,6 +89,42 @@ class RunConfig(Config):
             raise ValueError("orchestrator.train.env: a run needs at least one [[orchestrator.train.env]]")
         return self
 
+    @model_validator(mode="after")
+    def _engine_takes_every_sequence(self) -> RunConfig:
+        assert self.seq_len is not None
+        longest = self.inference.max_model_len
+        if longest is None:
+            object.__setattr__(
+                self, "inference", self.inference.model_copy(update={"max_model_len": self._longest_request()})
+            )
+        elif longest < self.seq_len:
+            raise ValueError(
+                f"inference.max_model_len is {longest}, but seq_len is {self.seq_len}: leave it out, or set it to that "
+                "or more"
+            )
+        return self
+
+    def _longest_request(self) -> int:
+        """A sample, and before it, where the policy's own engines score with hints, one as long as a response."""
+        assert self.seq_len is not None
+        algorithms = [self.orchestrator.algo_of(env) for env in self.orchestrator.train.env]
+        return hinted_length(self.seq_len) if any(map(hints_the_policy, algorithms)) else self.seq_len
+
+    def notices(self) -> list[str]:
+        return [*self.orchestrator.notices(), *self._short_engine()]
+
+    def _short_engine(self) -> list[str]:
+        """Hints may be short, and then fewer tokens will do."""
+        given, longest = self.inference.max_model_len, self._longest_request()
+        assert given is not None  # it is filled
+        return [
+            f"orchestrator.train.env {env.name!r}: {algo.type} has the policy score hints with their samples, and "
+            f"inference.max_model_len is {given}: such a sequence may have {longest} tokens, and rollouts with one "
+            f"too long are {UNSCORED[algo.type]}; leave it out for that, or keep it if hints are that much shorter."
+            for env in self.orchestrator.train.env
+            if given < longest and hints_the_policy(algo := self.orchestrator.algo_of(env))
+        ]
+
 
 def _get(tree: dict[str, Any], path: list[str]) -> Any:
     node: Any = tree
@@ -92,7 +134,10 @@ def _get(tree: dict[str, Any], path: list[str]) -> Any:
 
 
 def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> None:
-    """Put a shared value where a section lacks it; tables merge, and a contradiction is refused by name."""
+    """Put a shared value where a section lacks it; tables merge, and a contradiction is refused by name.
+
+    What a section does not know stays where it is.
+    """
     node: Any = tree
     for key in path[:-1]:
         node = node.setdefault(key, {})
@@ -100,8 +145,10 @@ def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> Non
             return  # not a table: validation of the tree says so better
     key = path[-1]
     if isinstance(value, dict) and isinstance(node.get(key, {}), dict):
+        known = fields_at(RunConfig, path)
         for name, inner in value.items():
-            _fill(tree, [*path, name], inner, f"{source}.{name}")
+            if name in known:
+                _fill(tree, [*path, name], inner, f"{source}.{name}")
     elif key not in node:
         node[key] = value
     elif str(node[key]) != str(value) and not _is_default(source, value):

@@ -11,7 +11,12 @@ from headrace.config.base import Config
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import RendererConfig
-from headrace.config.orchestrator import EvalConfig, OrchestratorConfig, check_env_names
+from headrace.config.orchestrator import (
+    EvalConfig,
+    OrchestratorConfig,
+    OrchestratorRendererConfig,
+    check_env_names,
+)
 from headrace.config.trainer import TrainingConfig
 
 
@@ -164,7 +169,7 @@ class SftConfig(TrainingConfig):
             max_steps=self.max_steps,
             seq_len=self.server().max_model_len,
             seed=self.seed,
-            renderer=self.renderer,
+            renderer=OrchestratorRendererConfig(**self.renderer.model_dump()),
             eval=self.eval,
             drift_probes=0,
         )

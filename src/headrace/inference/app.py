@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -43,8 +44,21 @@ from headrace.inference.schema import (
 )
 from headrace.rollout.version import Version
 
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """In vLLM's form: a text, or a conversation as it would be sampled from."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    """Of a text: whether the tokenizer adds what it begins texts with. A conversation has what its format gives it."""
+
+
 _generate_decoder = msgspec.json.Decoder(GenerateRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _update_decoder = msgspec.json.Decoder(UpdateWeightsRequest)
 
 
@@ -66,6 +80,7 @@ class App:
             "/v1/models": (self.models, "GET"),
             "/v1/chat/completions": (self.chat, "POST"),
             "/inference/v1/generate": (self.generate, "POST"),
+            "/tokenize": (self.tokenize, "POST"),
             "/pause": (self.pause, "POST"),
             "/resume": (self.resume, "POST"),
             "/update_weights": (self.update_weights, "POST"),
@@ -120,6 +135,17 @@ class App:
             events = self._chat.stream(body, prompt, lambda: self._results(http, requests), len(requests))
             return StreamingResponse(events, headers=HEADERS, media_type="text/event-stream")
         return reply(self._chat.reply(body, prompt, await self._results(http, requests)))
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        body = await read_body(http, _tokenize_decoder)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt, a text, or messages, a conversation")
+        if body.messages is not None:
+            tokens = self._chat.prompt(ChatRequest(messages=body.messages, tools=body.tools))
+        else:
+            tokens = self._chat.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        return reply({"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens})
 
     async def pause(self, _: HttpRequest) -> Response:
         await asyncio.to_thread(self.thread.pause)

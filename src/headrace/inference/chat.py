@@ -7,6 +7,7 @@ penalties, alternatives to the chosen tokens; they are refused, not ignored.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -72,6 +73,7 @@ class Chat:
         self.tokenizer = tokenizer
         self.renderer = renderer
         self._stop_ids = renderer.get_stop_token_ids()
+        self._control = re.compile("|".join(map(re.escape, tokenizer.control_tokens.values())) or r"(?!)")
 
     def prompt(self, body: ChatRequest) -> list[int]:
         """The conversation as tokens, ready for the reply."""
@@ -162,9 +164,10 @@ class Chat:
         """The parsed message, and why it ended."""
         tools: Any = body.tools
         parsed = self.renderer.parse_response(result.token_ids, tools=tools, prompt_ids=prompt)
-        message: dict[str, Any] = {"content": parsed.content}
+        # Tokens of the chat format are no words: whoever puts the reply into a conversation would make tokens of them.
+        message: dict[str, Any] = {"content": self._control.sub("", parsed.content or "")}
         if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
+            message["reasoning_content"] = self._control.sub("", parsed.reasoning_content)
         calls = _tool_calls(parsed)
         if calls:
             message["tool_calls"] = calls

@@ -77,7 +77,10 @@ def max_model_len(model: Any, configured: int | None) -> int:
     if configured is None:
         return min(own or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
     if own is not None and configured > own:
-        raise UnsupportedModel(f"max_model_len = {configured}, but the model's max_position_embeddings is {own}")
+        raise UnsupportedModel(
+            f"max_model_len = {configured}, but the model's max_position_embeddings is {own}: set "
+            f"inference.max_model_len to {own} or less; where a run does not set it, it follows from seq_len"
+        )
     return configured
 
 

@@ -1,7 +1,7 @@
-"""A line to any server that speaks OpenAI's chat completions: a judge, a teacher, a model to be probed.
+"""A line to any server that speaks OpenAI's interface: a judge, a teacher, a model to be probed.
 
-One call is one request: whoever makes it decides what is worth another try (`transient` tells). Left out: streaming,
-and everything but chat. The engines of a run are reached through `client.py`, which speaks in tokens.
+One call is one request: whoever makes it decides what is worth another try (`transient` tells, `again` tries). Left
+out: streaming. The engines of a run are reached through `client.py`, which speaks in tokens.
 """
 
 from __future__ import annotations
@@ -11,18 +11,29 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from headrace.errors import BadInput, Failure
+from headrace.headers import why_not_sent
 
 if TYPE_CHECKING:
     import httpx
 
+T = TypeVar("T")
+
 LONGEST_QUOTE = 500
 """Characters of a server's own words in a message."""
+FIRST_PAUSE = 0.1
+GROWN_PAUSE = 5.0
+"""Seconds before a request is made again, the first time and after many."""
+LONGEST_WISH = 30.0
+"""Seconds that a server may ask for instead."""
+NOT_FINITE = re.compile(rb"[:,\[]\s*-?(NaN|Infinity)\b")
+"""What some servers write although it is no JSON."""
 
 
 class OpenAIError(Failure):
@@ -93,16 +104,17 @@ class _Completion(msgspec.Struct):
     usage: Usage | None = None
 
 
-class _Model(msgspec.Struct):
+class ModelEntry(msgspec.Struct, frozen=True):
+    """What a server says of a model that it has."""
+
     id: str
+    owned_by: str | None = None
+    max_model_len: int | None = None
+    """The longest sequence that it takes, where it says so."""
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-_completion = msgspec.json.Decoder(_Completion)
-_models = msgspec.json.Decoder(_Models)
+    data: list[ModelEntry]
 
 
 class OpenAIClient:
@@ -126,6 +138,8 @@ class OpenAIClient:
             raise BadInput(f"the address {_shown(base_url)!r} is none: write http://HOST:PORT/v1 or https://...")
         if max_concurrent < 1:
             raise BadInput(f"max_concurrent must be at least 1, not {max_concurrent}")
+        if (complaint := why_not_sent(headers or {})) is not None:
+            raise BadInput(f"requests to {_shown(base_url)} cannot be made: {complaint}")
         self.base_url = base_url.rstrip("/")
         self.model = model
         self._api_key_var = api_key_var
@@ -149,15 +163,25 @@ class OpenAIClient:
         asked = {"tools": tools or None, "temperature": temperature, "max_tokens": max_tokens}
         given = {name: value for name, value in asked.items() if value is not None}
         body = {"model": self.model, "messages": list(messages), **given, **(extra or {})}
-        completion = self._read(await self._exchange("POST", "/chat/completions", body), _completion)
+        completion = await self.ask("/chat/completions", _Completion, body)
         if not completion.choices:
-            raise OpenAIFailed(f"{_shown(self.base_url)} answered without a choice")
+            raise OpenAIFailed(f"{self.address} answered without a choice")
         choice = completion.choices[0]
         return ChatAnswer(choice.message, choice.finish_reason or "", completion.usage or Usage())
 
     async def models(self) -> list[str]:
         """The names of the models that the server has."""
-        return [model.id for model in self._read(await self._exchange("GET", "/models"), _models).data]
+        return [model.id for model in await self.model_entries()]
+
+    async def model_entries(self) -> list[ModelEntry]:
+        return (await self.ask("/models", _Models)).data
+
+    async def ask(
+        self, route: str, kind: type[T], body: Mapping[str, Any] | None = None, *, at_root: bool = False
+    ) -> T:
+        """One exchange, GET or with a body POST, and its answer as a `kind`. `at_root`: not below /v1."""
+        base = self.base_url.removesuffix("/v1") if at_root else self.base_url
+        return self._read(await self._exchange("GET" if body is None else "POST", base + route, body), kind)
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -165,12 +189,16 @@ class OpenAIClient:
             await self._http.aclose()
         self._loop = None
 
-    async def _exchange(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> bytes:
+    @property
+    def address(self) -> str:
+        """For people."""
+        return _shown(self.base_url)
+
+    async def _exchange(self, method: str, url: str, body: Mapping[str, Any] | None) -> bytes:
         import httpx
 
         self._enter_loop()
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        url = self.base_url + route
         shown = _shown(url)
         async with self._permits:
             try:
@@ -216,12 +244,13 @@ class OpenAIClient:
         key = self._key()
         return words.replace(key, "***") if key else words
 
-    def _read(self, content: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+    def _read(self, content: bytes, kind: type[T]) -> T:
         try:
-            return decoder.decode(content)
+            return msgspec.json.decode(content, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             quote = self._without_key(content.decode(errors="replace"))[:LONGEST_QUOTE]
-            raise OpenAIFailed(f"{_shown(self.base_url)} answered what it should not ({error}): {quote}") from error
+            why = "a number in it is not finite" if NOT_FINITE.search(content) else error
+            raise OpenAIFailed(f"{self.address} answered what it should not ({why}): {quote}") from error
 
     def _failure(self, shown: str, answer: httpx.Response) -> OpenAIError:
         status = answer.status_code
@@ -230,9 +259,36 @@ class OpenAIClient:
             words += f"; the environment variable {self._api_key_var}, for the key, is not set"
         if status in (408, 429):
             return OpenAIBusy(words, status, _seconds(answer.headers.get("retry-after")))
-        if status >= 500:
+        if status >= 500 and status != 501:  # what it does not implement now it will not later
             return OpenAIFailed(words, status, _seconds(answer.headers.get("retry-after")))
         return OpenAIRejected(words, status)
+
+
+async def again(
+    attempt: Callable[[], Awaitable[T]], pauses: Iterator[float], worth: Callable[[OpenAIError], bool] | None = None
+) -> T:
+    """What the attempt gives, made anew after each pause as long as it fails for a reason that is `worth` it.
+
+    Unset, whatever may pass is. A server that wants a longer pause gets it.
+    """
+    while True:
+        try:
+            return await attempt()
+        except OpenAIError as error:
+            pause = next(pauses, None) if (error.transient if worth is None else worth(error)) else None
+            if pause is None:
+                raise
+            wanted = error.retry_after or 0.0
+        await asyncio.sleep(max(pause, min(wanted, LONGEST_WISH)))
+
+
+def growing_pauses(seconds: float) -> Iterator[float]:
+    """Pauses, ever longer ones, for so long after the first is asked for."""
+    deadline = time.monotonic() + seconds
+    pause = FIRST_PAUSE
+    while time.monotonic() + pause <= deadline:
+        yield pause
+        pause = min(2 * pause, GROWN_PAUSE)
 
 
 def _own_words(content: bytes) -> str:

@@ -80,7 +80,7 @@ def load(config: InferenceConfig, name: str) -> tuple[Engine, Chat]:
         base=directory,
     )
     check_engine(engine)
-    return engine, Chat(name, tokenizer, renderer)
+    return engine, Chat(config.served_name or name, tokenizer, renderer)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -11,6 +11,7 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
+from headrace.launch.own_code import save_folders
 from headrace.launch.placement import place, place_trainer, seeing, visible_gpus
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
@@ -21,10 +22,11 @@ from headrace.observe.terminal import make_view
 from headrace.transport.run_dir import RunDir
 
 
-def launch(config: RunConfig | SftConfig, run: RunDir, *, resume: bool, again: str) -> int:
+def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[str], *, resume: bool, again: str) -> int:
     """Launch a run and see it through; returns the exit code. `again` is the command that would continue it."""
     with hold(run.root) as held:
         save(config, run)
+        save_folders(code_folders, run)
         supervisor = make_supervisor(config, run, title(run), resume, inherited=(held,))
         try:
             code = supervisor.run()

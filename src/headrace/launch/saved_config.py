@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.config.base import Config, ConfigError, Tree, dump, put, read_toml, validate
+from headrace.config.base import Config, ConfigError, Tree, dump, put, read_file, read_toml, validate
 from headrace.config.run import SHARED, RunConfig
 from headrace.config.sft import SftConfig
 from headrace.transport.files import write_atomically
@@ -52,7 +52,7 @@ def save(config: Config, run: RunDir) -> None:
 
 def read_run(path: Path) -> RunConfig | SftConfig:
     """The configuration of a run, given its directory or the file itself. A directory may have been moved."""
-    tree = read_toml(RunDir(path).config if path.is_dir() else path)
+    tree = read_file(RunDir(path).config if path.is_dir() else path)
     kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree else RunConfig
     config, _ = validate(kind, tree, str(path))
     if path.is_dir() and config.model.name is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.orchestrator.journal import Journal
-from headrace.rollout.types import Rollout, Sample
+from headrace.rollout.types import Rollout, Sample, Task
 from headrace.transport.run_dir import RunDir
 
 
@@ -75,7 +75,8 @@ async def replayed_state(journal: Journal, env: str, algorithm: Algorithm) -> ob
     """
     for credited, rewards in journal.credits():
         if credited == env:
-            await algorithm.score_group([RolloutView(_as_credited(agent, reward)) for agent, reward in rewards])
+            task = Task(env, {})
+            await algorithm.score_group([RolloutView(_as_credited(agent, reward), task) for agent, reward in rewards])
     return algorithm.state()
 
 

@@ -53,7 +53,7 @@ class EpisodeRunner(msgspec.Struct):
     environment: Environment
     line: Line
     timeout: float | None
-    process: Callable[[Rollout], Awaitable[None]] | None = None
+    process: Callable[[Rollout, Task], Awaitable[None]] | None = None
 
 
 class _Running:
@@ -164,7 +164,7 @@ class Dispatcher:
         try:
             for rollout in rollouts:
                 if runner.process is not None:
-                    await runner.process(rollout)
+                    await runner.process(rollout, episode.group.task)
         except Exception as error:  # a user's algorithm, or turns that do not fit together
             return [self._fault(episode, "algorithm", error)]
         for rollout in rollouts:
@@ -244,6 +244,7 @@ def _stamp(rollout: Rollout, episode: Episode) -> None:
     rollout.task_key = episode.group.task.key
     rollout.group_id = episode.group.id
     rollout.draw_id = episode.group.draw_id
+    rollout.credited = 0
 
 
 def _own_copy(task: Task) -> Task:

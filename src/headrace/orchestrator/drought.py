@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from headrace.algorithms.distillation import NO_REFERENCE
 from headrace.orchestrator.processing import GROUP_FAILED
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 
@@ -76,6 +77,8 @@ def likely_cause(reason: str, rewards: list[float]) -> str:
     """What most likely emptied a batch."""
     if reason == "not_trainable":
         return "no rollout was trainable: does the environment set `trainable`?"
+    if reason == NO_REFERENCE:
+        return "the model that they are scored with gave no scores: is it up? The warning before this says more"
     if reason != NO_ADVANTAGE:
         return f"{reason!r} took them: is the model broken, a filter too strict, or the environment failing?"
     if max(rewards) == min(rewards):

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace.rollout.observations import observed_roles
 from headrace.rollout.types import KNOWN_STREAMS, Rollout, Sample
 
 ROLLOUTS_AT_ONCE = 64
@@ -25,6 +26,8 @@ ROLLOUTS_AT_ONCE = 64
 
 _TOKEN_COLUMNS = {"token_ids": pa.int32(), "mask": pa.bool_(), "logprobs": pa.float32(), "versions": pa.int32()}
 _STREAM_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in KNOWN_STREAMS.items()}
+_OBS_SPANS = pa.list_(pa.struct([(name, pa.int32()) for name in ("start", "turn", "prompt_start", "length")]))
+_TEXTS = pa.list_(pa.string())
 _NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
 _OTHER_STREAMS = pa.map_(pa.string(), pa.list_(pa.float64()))
 
@@ -35,6 +38,8 @@ _SAMPLES = pa.list_(
             ("temperature", pa.float64()),
             *((name, pa.list_(kind)) for name, kind in {**_TOKEN_COLUMNS, **_STREAM_COLUMNS}.items()),
             ("other_streams", _OTHER_STREAMS),
+            ("obs_spans", _OBS_SPANS),
+            ("roles", pa.list_(pa.int8())),
         ]
     )
 )
@@ -46,6 +51,7 @@ _SCHEMA = pa.schema(
         ("task_key", pa.string()),
         ("group_id", pa.string()),
         ("draw_id", pa.int64()),
+        ("credited", pa.int32()),
         ("agent", pa.string()),
         ("trainable", pa.bool_()),
         ("reward", pa.float64()),
@@ -63,6 +69,7 @@ _SCHEMA = pa.schema(
         ("error_reason", pa.string()),
         ("error", pa.string()),
         ("seconds", pa.float64()),
+        ("finish_reasons", _TEXTS),
         ("samples", _SAMPLES),
     ]
 )
@@ -95,6 +102,7 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
         "task_key": [r.task_key for r in rollouts],
         "group_id": [r.group_id for r in rollouts],
         "draw_id": [r.draw_id for r in rollouts],
+        "credited": [r.credited for r in rollouts],
         "agent": [r.agent for r in rollouts],
         "trainable": [r.trainable for r in rollouts],
         # Null, not NaN: a rollout that failed must not turn the average of a query into NaN.
@@ -113,6 +121,7 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
         "error_reason": [r.error.reason if r.error else None for r in rollouts],
         "error": [r.error.detail if r.error else None for r in rollouts],
         "seconds": [r.timings.get("episode") for r in rollouts],
+        "finish_reasons": _texts([[turn.finish_reason for turn in r.turns] for r in rollouts]),
         "samples": _samples(rollouts),
     }
     return pa.Table.from_arrays([_column(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
@@ -120,12 +129,15 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
 
 def _samples(rollouts: Sequence[Rollout]) -> pa.Array:
     samples = [sample for rollout in rollouts for sample in rollout.samples]
+    roles = [_roles(rollout, sample) for rollout in rollouts for sample in rollout.samples]
     columns = {
         "prompt_length": _numbers([sample.prompt_length for sample in samples], pa.int32()),
         "temperature": _numbers([sample.temperature for sample in samples], pa.float64()),
         **{name: _lists([getattr(s, name) for s in samples], kind) for name, kind in _TOKEN_COLUMNS.items()},
         **{name: _lists([s.streams.get(name) for s in samples], kind) for name, kind in _STREAM_COLUMNS.items()},
         "other_streams": _other_streams(samples),
+        "obs_spans": _obs_spans(samples),
+        "roles": _lists(roles, pa.int8()),
     }
     structs = pa.StructArray.from_arrays(list(columns.values()), fields=list(_SAMPLES.value_type))
     return pa.ListArray.from_arrays(_offsets([len(rollout.samples) for rollout in rollouts]), structs, type=_SAMPLES)
@@ -137,6 +149,23 @@ def _other_streams(samples: Sequence[Sample]) -> pa.Array:
     names = _strings([name for items in others for name, _ in items])
     values = _lists([values for items in others for _, values in items], pa.float64())
     return pa.MapArray.from_arrays(_offsets([len(items) for items in others]), names, values, type=_OTHER_STREAMS)
+
+
+def _obs_spans(samples: Sequence[Sample]) -> pa.Array:
+    rows = np.array([row for sample in samples for row in sample.obs_spans], np.int32).reshape(-1, 4)
+    columns = [_array(np.ascontiguousarray(column), pa.int32()) for column in rows.T]
+    structs = pa.StructArray.from_arrays(columns, fields=list(_OBS_SPANS.value_type))
+    return pa.ListArray.from_arrays(_offsets([len(s.obs_spans) for s in samples]), structs, type=_OBS_SPANS)
+
+
+def _roles(rollout: Rollout, sample: Sample) -> np.ndarray | None:
+    """Most samples have no observation, and pay nothing."""
+    return observed_roles(sample, rollout.turns) if sample.obs_spans else None
+
+
+def _texts(lists: Sequence[Sequence[str]]) -> pa.Array:
+    flat = _strings([text for texts in lists for text in texts])
+    return pa.ListArray.from_arrays(_offsets([len(texts) for texts in lists]), flat, type=_TEXTS)
 
 
 def _maps(maps: Sequence[dict[str, float]]) -> pa.Array:

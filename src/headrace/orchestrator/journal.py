@@ -23,7 +23,9 @@ from headrace.rollout.batch import check_schema
 
 log = logging.getLogger(__name__)
 
-JOURNAL_SCHEMA = 2
+JOURNAL_SCHEMA = 3
+OLDEST_SCHEMA = 2
+"""It says nothing about whose an algorithm's state is, and is brought up to date when a run goes on."""
 
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
 
@@ -44,8 +46,15 @@ CREATE TABLE IF NOT EXISTS draws (
 CREATE INDEX IF NOT EXISTS draws_by_state ON draws (state, step);
 CREATE TABLE IF NOT EXISTS drops (draw INTEGER NOT NULL, reason TEXT NOT NULL, rollouts INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, totals TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS algorithms (step INTEGER, env TEXT, state TEXT NOT NULL, PRIMARY KEY (step, env));
+CREATE TABLE IF NOT EXISTS algorithms (
+    step INTEGER,
+    env TEXT,
+    state TEXT NOT NULL,
+    algorithm TEXT,      -- whose state it is, by import path
+    PRIMARY KEY (step, env)
+);
 CREATE TABLE IF NOT EXISTS clock (step INTEGER PRIMARY KEY, seconds REAL NOT NULL, eval_tokens INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);  -- the processes that have gone on with the run
 """
 
 
@@ -98,14 +107,22 @@ class Clock(msgspec.Struct, frozen=True):
     """Sampled for evaluation."""
 
 
+class AlgorithmState(msgspec.Struct, frozen=True):
+    """What an algorithm has learned."""
+
+    algorithm: str | None
+    """Its class, as `package.module:Name`; an older journal does not tell."""
+    json: bytes
+
+
 class Entries(msgspec.Struct):
     """What one commit takes with it. Totals and states are those after its outcomes."""
 
     drawn: list[Draw]
     outcomes: list[Outcome]
     totals: Totals
-    states: dict[str, bytes] = msgspec.field(default_factory=dict)
-    """By environment, its algorithm's state as JSON."""
+    states: dict[str, AlgorithmState] = msgspec.field(default_factory=dict)
+    """By environment."""
     clock: Clock = Clock()
 
 
@@ -127,12 +144,19 @@ class Journal:
         self._db.execute("PRAGMA synchronous=FULL")
         _check(self._db, path)
         self._db.executescript(_TABLES)
-        self._db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
+        with _transaction(self._db):
+            if _schema(self._db) == OLDEST_SCHEMA:
+                self._db.execute("ALTER TABLE algorithms ADD COLUMN algorithm TEXT")
+            self._db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
 
     def close(self) -> None:
         self._db.close()
 
     # -- writing --------------------------------------------------------------------------------------------------
+
+    def start(self) -> int:
+        """The number of the process that goes on with the run now, from 1; a rewind takes none back."""
+        return int(self._db.execute("INSERT INTO starts DEFAULT VALUES").lastrowid or 0)
 
     def commit(self, entries: Entries, shipped: int | None = None) -> None:
         """One transaction. `shipped` is the step whose batch carries the draws that were not dropped."""
@@ -142,8 +166,8 @@ class Journal:
             for outcome in entries.outcomes:
                 self._seal(outcome, step)
             self._db.executemany(
-                "INSERT OR REPLACE INTO algorithms VALUES (?, ?, ?)",
-                [(step, env, state.decode()) for env, state in entries.states.items()],
+                "INSERT OR REPLACE INTO algorithms (step, env, state, algorithm) VALUES (?, ?, ?, ?)",
+                [(step, env, state.json.decode(), state.algorithm) for env, state in entries.states.items()],
             )
             self._db.execute(
                 "INSERT OR REPLACE INTO clock VALUES (?, ?, ?)",
@@ -224,10 +248,10 @@ class Journal:
         row = self._db.execute("SELECT seconds, eval_tokens FROM clock ORDER BY step DESC LIMIT 1").fetchone()
         return Clock(*row) if row else Clock()
 
-    def algorithm_states(self) -> dict[str, bytes]:
-        """By environment, the newest state of its algorithm."""
-        rows = self._db.execute("SELECT env, state, MAX(step) FROM algorithms GROUP BY env")
-        return {env: state.encode() for env, state, _ in rows}
+    def algorithm_states(self) -> dict[str, AlgorithmState]:
+        """By environment, the newest."""
+        rows = self._db.execute("SELECT env, algorithm, state, MAX(step) FROM algorithms GROUP BY env")
+        return {env: AlgorithmState(algorithm, state.encode()) for env, algorithm, state, _ in rows}
 
     def credits(self) -> Iterator[tuple[str, list[tuple[str, float]]]]:
         """Environment and rewards of every credited draw, in the order of credit."""
@@ -287,13 +311,17 @@ def _rewind(db: sqlite3.Connection, step: int) -> None:
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
     """Refuse a journal that this version does not understand."""
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    if 0 < version < JOURNAL_SCHEMA:
+    version = _schema(db)
+    if 0 < version < OLDEST_SCHEMA:
         raise BadInput(
             f"{path} was written by an older Headrace (journal {version}, this one writes {JOURNAL_SCHEMA}): "
             "finish the run with that version, or start a new one from its newest checkpoint's model"
         )
     check_schema(version, str(path), newest=JOURNAL_SCHEMA)
+
+
+def _schema(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def network_file_system(directory: Path) -> str | None:

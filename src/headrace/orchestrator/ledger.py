@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headrace.orchestrator.journal import Clock, Draw, Entries, Outcome, Totals
+from headrace.orchestrator.journal import AlgorithmState, Clock, Draw, Entries, Outcome, Totals
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.rollout.types import Rollout
 
@@ -25,7 +25,7 @@ class _Entry(msgspec.Struct):
 
     env: str
     outcome: Outcome
-    state: bytes | None
+    state: AlgorithmState | None
     sealed: bool = False
 
 
@@ -106,7 +106,7 @@ class Ledger:
     def take(self, now: float) -> Entries:
         """Everything that may be committed. It includes every sealed group up to the first that is not."""
         outcomes, self._never_credited = self._never_credited, []
-        states: dict[str, bytes] = {}
+        states: dict[str, AlgorithmState] = {}
         while self._credited and self._credited[0].sealed:
             entry = self._credited.popleft()
             del self._entry_of[entry.outcome.draw]

@@ -17,11 +17,13 @@ from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
 from headrace.inference.client import EngineClient
 from headrace.observe.status import Status, wait_for
+from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.model import Model
 from headrace.orchestrator.pipeline import RunFailed
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.watcher import WeightWatcher
-from headrace.orchestrator.wiring import Environments, Model, wire
+from headrace.orchestrator.wiring import Environments, wire
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
@@ -62,7 +64,7 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
         loop.add_signal_handler(number, starting.cancel)
     directory = model_directory(config.model.name)
     tokenizer = Tokenizer(directory)
-    renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump())
+    renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump(exclude={"pool_size"}))
     async with AsyncExitStack() as stack:
         try:
             stack.enter_context(_only_orchestrator(run))
@@ -76,13 +78,19 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
                 retry_for=config.client.retry_for,
             )
             stack.push_async_callback(client.close)
+            # Before all that takes long: a teacher that is not there must not be told last.
+            policy = PolicyReference(client)
+            setting_up = set_up_algorithms(config, policy, renderer, tokenizer, journal, stack)
+            algorithms = await wait_for(setting_up, "an answer", "the models that the algorithms refer to", status)
+            opening = open_sources(config, stack)
+            sources = await wait_for(opening, "an answer", "the models that play episodes", status)
             ready = client.wait_ready(config.client.start_timeout, servers)
             whom = "the inference server" if servers == 1 else f"{servers} inference servers"
             engines = await wait_for(ready, "an answer", whom, status)
             watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
             await watcher.synchronize()
             model = Model(client, engines, watcher, tokenizer, renderer)
-            orchestrator = wire(config, run, status, journal, environments, model)
+            orchestrator = wire(config, run, status, journal, environments, model, algorithms, sources)
         except asyncio.CancelledError:
             log.info("stopped before the run began")
             return False

@@ -71,6 +71,8 @@ class Settings(msgspec.Struct):
     tasks_per_minute: float | None = None
     scored_together: frozenset[str] = frozenset()
     """Environments that score groups: their groups start at once."""
+    frozen: frozenset[str] = frozenset()
+    """Environments that a frozen model plays: their rollouts never age."""
 
     @property
     def oldest_allowed(self) -> int:
@@ -79,7 +81,10 @@ class Settings(msgspec.Struct):
 
 
 class Pipeline:
-    """`step` is the batch being collected; `version` is what the engines sample from."""
+    """`step` is the batch being collected; `version` is what the engines sample from.
+
+    `start` is a number that no other process of the run has: the draws that it opens again are groups of its own.
+    """
 
     def __init__(
         self,
@@ -90,6 +95,7 @@ class Pipeline:
         version: Version,
         step: int,
         now: float,
+        start: int = 1,
     ) -> None:
         self.settings = settings
         self.version = version
@@ -119,7 +125,7 @@ class Pipeline:
         self._final_eval_queued = False
         self._drought = Drought(max(32, 2 * (settings.batch_size or 0)), settings.max_empty_batches)
         self._evals_reported = 0
-        self._groups_opened = 0
+        self._start = start
         self._wave = 0
         """Level 0: training episodes that are still to be started before any of them counts."""
         self._next_task_at = now
@@ -288,11 +294,10 @@ class Pipeline:
     def _open_group(self) -> Group:
         draw, task = self._source.draw()
         self.ledger.draw(draw)
-        self._groups_opened += 1
         size = self.settings.group_sizes[task.env]
         self._wave -= size
         return Group(
-            f"{draw.id}-{self._groups_opened}",
+            f"{draw.id}-{self._start}",
             task,
             size,
             self.version.step,
@@ -333,7 +338,7 @@ class Pipeline:
         self._rollouts_per_episode.add(len(scored.rollouts), scored.group.size)
         if self.step > self.settings.max_steps:  # its credit came too late
             self.ledger.drop_groups([scored], "max_steps")
-        elif self._too_old(scored.oldest_version):
+        elif self._is_too_old(scored.group, scored.oldest_version):
             self.ledger.drop_groups([scored], self._reason_for_age())
         else:
             self.sink.add(scored)
@@ -410,9 +415,10 @@ class Pipeline:
     def _may_ship(self) -> bool:
         return may_ship(self.step, self.version.step, self.settings.max_async_level)
 
-    def _too_old(self, version: int) -> bool:
-        """Whether a rollout that began at `version` is past use for the batch that is being collected."""
-        return staleness(self.step, version) > self.settings.oldest_allowed
+    def _is_too_old(self, group: Group, version: int) -> bool:
+        """Whether a rollout of the group that began at `version` is past use for the batch that is being collected."""
+        ages = group.task.env not in self.settings.frozen
+        return ages and staleness(self.step, version) > self.settings.oldest_allowed
 
     def _reason_for_age(self) -> str:
         return "off_policy" if self.settings.max_async_level else "on_policy"
@@ -422,8 +428,9 @@ class Pipeline:
     def _give_up_the_aged(self) -> None:
         """Age is counted from the batch being collected: each step makes everything open one older."""
         reason = self._reason_for_age()
-        self._give_up(reason, lambda group: self._too_old(group.opened_version))
-        self.ledger.drop_groups(self.sink.drop(lambda group: self._too_old(group.oldest_version)), reason)
+        self._give_up(reason, lambda group: self._is_too_old(group, group.opened_version))
+        aged = self.sink.drop(lambda scored: self._is_too_old(scored.group, scored.oldest_version))
+        self.ledger.drop_groups(aged, reason)
 
     def _give_up_everything(self, reason: str) -> None:
         self._give_up(reason, lambda group: True)

@@ -4,7 +4,7 @@
     rollout    merge turns into samples, rollout-local credit        (nothing to prepare)
     group      scores by the environment, drop errors, credit,       scores by the environment
                pre-batch filters
-    batch      post-batch filters, score_batch                       the epoch's numbers
+    batch      post-batch filters, score_batch, routing              the epoch's numbers
 
 All of it runs beside the intake, in bounded tasks: a slow judge, algorithm or teacher delays its own environment's
 groups, or its batch, and nothing else. What is decided with the results is the pipeline's business.
@@ -20,15 +20,18 @@ from types import MappingProxyType
 
 import msgspec
 
-from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.algorithms.base import Algorithm, RolloutView, Survivor
+from headrace.algorithms.user_function import name_of
 from headrace.environments.base import Environment, EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.errors import Failure
 from headrace.orchestrator.evaluation import epoch_metrics
+from headrace.orchestrator.journal import AlgorithmState
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.rollout.fitness import check
 from headrace.rollout.merge import merge_turns
-from headrace.rollout.types import Group, Rollout, RolloutError
+from headrace.rollout.routing import route_actions, why_untrainable
+from headrace.rollout.types import Group, Rollout, RolloutError, Task
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +40,10 @@ GROUP_FAILED = "group_failed"
 
 
 class AlgorithmFailed(Failure):
-    """An algorithm or a filter raised on a group or a batch: its state may be half changed, so the run ends."""
+    """An algorithm or a filter raised on a group or a batch, or left what cannot be trained on: the run ends.
+
+    A state may be half changed, and the trainer would refuse the batch.
+    """
 
 
 class Filter(msgspec.Struct):
@@ -133,7 +139,7 @@ class TrainProcessing:
         self._seq_len = seq_len
         self._in_order = {env: asyncio.Lock() for env in algorithms}
 
-    async def process_rollout(self, rollout: Rollout) -> None:
+    async def process_rollout(self, rollout: Rollout, task: Task) -> None:
         """On arrival: merge its turns into samples, give rollout-local credit."""
         if rollout.error is not None:
             return
@@ -141,7 +147,7 @@ class TrainProcessing:
         if rollout.turns and not rollout.stop_reason:
             rollout.stop_reason = rollout.turns[-1].finish_reason
         if rollout.trainable:
-            await self._algorithms[rollout.env].score_rollout(RolloutView(rollout))
+            await self._algorithms[rollout.env].score_rollout(RolloutView(rollout, task))
 
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
         """The group is complete: drop errors, credit the survivors among themselves, apply pre-batch filters."""
@@ -150,7 +156,7 @@ class TrainProcessing:
         alive = [rollout for rollout in scored.rollouts if rollout.trainable]
         try:
             if alive:
-                await self._credit(group.task.env, alive, scored)
+                await self._credit(group.task, alive, scored)
             scored.rollouts, filtered = _apply(self._pre_filters, alive, "pre_filters", scored.filter_hits)
         except Exception as error:
             raise AlgorithmFailed(
@@ -160,36 +166,61 @@ class TrainProcessing:
         scored.dropped += filtered
         return scored
 
-    async def _credit(self, env: str, alive: list[Rollout], scored: ScoredGroup) -> None:
-        algorithm = self._algorithms[env]
-        views = [RolloutView(rollout) for rollout in alive]
+    async def _credit(self, task: Task, alive: list[Rollout], scored: ScoredGroup) -> None:
+        algorithm = self._algorithms[task.env]
+        views = [RolloutView(rollout, task) for rollout in alive]
         scored.credited = [(rollout.agent, rollout.reward) for rollout in alive]
-        if algorithm.state() is None:
+        for rollout in alive:
+            rollout.credited = len(alive)
+        if not algorithm.keeps_state():
             await algorithm.score_group(views)
             return
-        async with self._in_order[env]:  # the state after this group must not hold half of another
+        async with self._in_order[task.env]:  # the state after this group must not hold half of another
             await algorithm.score_group(views)
-            scored.state = msgspec.json.encode(algorithm.state())
+            scored.state = AlgorithmState(name_of(type(algorithm)), msgspec.json.encode(algorithm.state()))
 
     async def process_batch(self, batch: TrainBatch) -> None:
-        """Apply post-batch filters, then let each environment's algorithm see its survivors once more."""
+        """Apply post-batch filters, let each algorithm see its survivors once more, send their tokens to its loss."""
         started = time.monotonic()
-        by_env: dict[str, list[RolloutView]] = {}
+        survivors: list[Survivor] = []
+        by_env: dict[str, list[Survivor]] = {}
         try:
             for group in batch.groups:
                 kept, dropped = _apply(self._post_filters, group.rollouts, "filters", batch.filter_hits)
-                batch.kept += kept
                 batch.dropped += dropped
+                survivors += [Survivor(rollout, group.group.task) for rollout in kept]
                 await asyncio.sleep(0)  # a large batch must not hold up the intake
-            for rollout in batch.kept:
-                by_env.setdefault(rollout.env, []).append(RolloutView(rollout))
+            for survivor in survivors:
+                by_env.setdefault(survivor.rollout.env, []).append(survivor)
             await asyncio.gather(*[self._algorithms[env].score_batch(views) for env, views in by_env.items()])
         except Exception as error:
             raise AlgorithmFailed(
                 f"an algorithm or a filter failed on a batch of {', '.join(by_env) or 'the run'}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        for survivor in survivors:
+            self._settle(survivor, batch)
+            await asyncio.sleep(0)
+        for env, algorithm in self._algorithms.items():
+            if batch.kept:  # else it does not ship: counting goes on into the one that does
+                batch.tallies |= {f"algo/{env}/{name}": value for name, value in algorithm.tally.take().items()}
+            _tell_drops(env, by_env.get(env, []))
         batch.seconds = time.monotonic() - started
+
+    def _settle(self, survivor: Survivor, batch: TrainBatch) -> None:
+        """Ship it, its tokens on their way to the loss that its algorithm declares, unless that has dropped it."""
+        if survivor.drop_reason:
+            batch.dropped.append((survivor.rollout, survivor.drop_reason))
+            return
+        batch.kept.append(survivor.rollout)
+        algorithm = self._algorithms[survivor.rollout.env]
+        for sample in survivor.samples:
+            route_actions(sample, algorithm.action_loss_type)
+            if why := why_untrainable(sample):
+                raise AlgorithmFailed(
+                    f"algorithm {name_of(type(algorithm))} of environment {survivor.rollout.env!r} left a rollout of "
+                    f"task {survivor.task.key} that cannot be trained on: {why}"
+                )
 
 
 class EvalProcessing:
@@ -200,7 +231,7 @@ class EvalProcessing:
     ) -> None:
         self._group_scores = GroupScores(environments, timeouts)
 
-    async def process_rollout(self, rollout: Rollout) -> None:
+    async def process_rollout(self, rollout: Rollout, task: Task) -> None:
         """Evaluation needs the reward alone."""
 
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
@@ -209,6 +240,15 @@ class EvalProcessing:
 
     async def process_batch(self, batch: EvalBatch) -> None:
         batch.metrics = epoch_metrics(batch)
+
+
+def _tell_drops(env: str, survivors: Sequence[Survivor]) -> None:
+    dropped = [survivor for survivor in survivors if survivor.drop_reason]
+    if dropped:
+        log.warning(
+            "%d of %d rollouts of %s are not trained on: %s: %s",
+            len(dropped), len(survivors), env, dropped[0].drop_reason, dropped[0].drop_detail,
+        )  # fmt: skip
 
 
 def _without_errors(kind: Kind, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from headrace.orchestrator.journal import Entries
+from headrace.orchestrator.journal import AlgorithmState, Entries
 from headrace.rollout.types import Group, Rollout
 from headrace.rollout.version import Version
 
@@ -59,8 +59,8 @@ class ScoredGroup(msgspec.Struct, eq=False):
     sampled_tokens: int = 0
     credited: list[tuple[str, float]] = msgspec.field(default_factory=list)
     """Agent and reward of each rollout that an algorithm has credited, in the order in which it saw them."""
-    state: bytes | None = None
-    """The algorithm's state right after this group, as JSON; None if it keeps none."""
+    state: AlgorithmState | None = None
+    """The one right after this group; None if its algorithm keeps none."""
     filter_hits: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
@@ -80,6 +80,8 @@ class TrainBatch(msgspec.Struct, eq=False):
     kept: list[Rollout] = msgspec.field(default_factory=list)
     dropped: list[tuple[Rollout, str]] = msgspec.field(default_factory=list)
     filter_hits: dict[str, int] = msgspec.field(default_factory=dict)
+    tallies: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the algorithms have counted since the last batch."""
     seconds: float = 0.0
     """How long its processing took."""
 

@@ -19,7 +19,7 @@ def step_metrics(step: int, batch: TrainBatch) -> dict[str, float]:
         by_env.setdefault(rollout.env, []).append(rollout)
     for env, chosen in by_env.items():
         values |= _of_environment(env, chosen)
-    values |= _of_groups(batch)
+    values |= _of_groups(batch) | batch.tallies
     values["effective_batch_size"] = len(batch.kept) / len(rollouts)
     values["time/scoring"] = batch.seconds
     ages = [staleness(step, version) for r in batch.kept if (version := r.oldest_version) is not None]

@@ -3,69 +3,62 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-import msgspec
-from renderers.base import Renderer
-
-from headrace import imports
 from headrace.algorithms.base import Algorithm
-from headrace.algorithms.grpo import Grpo
+from headrace.algorithms.user_function import load_function
 from headrace.config.orchestrator import (
-    AlgoConfig,
     CustomFilterConfig,
     EnvConfig,
     FilterConfig,
     GibberishConfig,
-    GrpoConfig,
     OrchestratorConfig,
     RepetitionConfig,
     filter_name,
 )
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
-from headrace.inference.client import EngineClient
 from headrace.inference.schema import Health
+from headrace.inference.served_model import ServedModel
 from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
-from headrace.orchestrator.dispatcher import EpisodeRunner
+from headrace.orchestrator.dispatcher import EpisodeRunner, Line
 from headrace.orchestrator.drift import Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
+from headrace.orchestrator.frozen_sampler import FrozenSampler
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
+from headrace.orchestrator.model import Model
 from headrace.orchestrator.orchestrator import Orchestrator
 from headrace.orchestrator.pipeline import Pipeline, Settings
 from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.sampler import Sampler
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
-from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
-from headrace.rollout.types import Task
-from headrace.text.tokenizer import Tokenizer
+from headrace.rollout.types import Rollout, Task
 from headrace.transport.run_dir import RunDir
 
 Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]
 """By slot (train or eval) and name."""
 
 
-class Model(msgspec.Struct):
-    """The policy as the orchestrator reaches it."""
-
-    client: EngineClient
-    engines: Sequence[Health]
-    watcher: WeightWatcher
-    tokenizer: Tokenizer
-    renderer: Renderer
-
-
 def wire(
-    config: OrchestratorConfig, run: RunDir, status: Status, journal: Journal, environments: Environments, model: Model
+    config: OrchestratorConfig,
+    run: RunDir,
+    status: Status,
+    journal: Journal,
+    environments: Environments,
+    model: Model,
+    algorithms: Mapping[str, Algorithm],
+    sources: Mapping[str, ServedModel],
 ) -> Orchestrator:
-    """A run's orchestrator, ready to go on where the journal ends."""
+    """A run's orchestrator, ready to go on where the journal ends.
+
+    `sources` are the frozen models that play episodes, by training environment; the policy plays all others.
+    """
     now = time.monotonic()
-    algorithms = _algorithms(config, journal)
     processing = TrainProcessing(
         algorithms,
         _by_name(environments, Kind.TRAIN),
@@ -77,7 +70,7 @@ def wire(
     eval_processing = EvalProcessing(
         _by_name(environments, Kind.EVAL), {env.name: env.timeout for env in config.eval.env}
     )
-    settings = _settings(config, environments, model.engines)
+    settings = _settings(config, environments, model, sources)
     pipeline = Pipeline(
         settings,
         _train_source(config, environments, journal),
@@ -86,10 +79,15 @@ def wire(
         model.watcher.version,
         journal.last_step() + 1 if config.train.env else settings.max_steps + 1,
         now,
+        journal.start(),
     )
-    longest = min(health.max_model_len for health in model.engines)
-    drift = Drift(model.client, run.probes, completions=config.drift_probes, max_model_len=longest)
-    samplers = {key: _sampler(config, model, key[0], entry, drift) for key, (entry, _, _) in environments.items()}
+    drift = Drift(model.client, run.probes, completions=config.drift_probes, max_model_len=model.longest)
+    lines: dict[tuple[Kind, str], Line] = {
+        (kind, name): _frozen_sampler(config, model, entry, sources[name])
+        if kind is Kind.TRAIN and name in sources
+        else _sampler(config, model, kind, entry, drift)
+        for (kind, name), (entry, _, _) in environments.items()
+    }
     process = {Kind.TRAIN: processing.process_rollout, Kind.EVAL: eval_processing.process_rollout}
     return Orchestrator(
         pipeline,
@@ -97,7 +95,7 @@ def wire(
         processing,
         eval_processing,
         {
-            (kind, name): EpisodeRunner(environment, samplers[kind, name], entry.timeout, process[kind])
+            (kind, name): EpisodeRunner(environment, lines[kind, name], entry.timeout, process[kind])
             for (kind, name), (entry, environment, _) in environments.items()
         },
         model.watcher,
@@ -118,12 +116,11 @@ def _seq_len(config: OrchestratorConfig) -> int:
     return config.seq_len
 
 
-def _settings(config: OrchestratorConfig, environments: Environments, engines: Sequence[Health]) -> Settings:
+def _settings(config: OrchestratorConfig, environments: Environments, model: Model, frozen: Iterable[str]) -> Settings:
     assert config.max_steps is not None
-    longest = min(health.max_model_len for health in engines)
-    if _seq_len(config) > longest:
+    if _seq_len(config) > model.longest:
         raise BadInput(
-            f"seq_len is {_seq_len(config)}, but the inference server takes at most {longest} tokens: "
+            f"seq_len is {_seq_len(config)}, but the inference server takes at most {model.longest} tokens: "
             "raise inference.max_model_len, or lower seq_len"
         )
     together = {(kind, name) for (kind, name), (_, env, _) in environments.items() if env.scores_groups}
@@ -133,12 +130,13 @@ def _settings(config: OrchestratorConfig, environments: Environments, engines: S
         token_batch_size=config.token_batch_size,
         seq_len=_seq_len(config),
         group_sizes={env.name: env.group_size or config.group_size for env in config.train.env},
-        max_inflight=_max_inflight(config, engines),
+        max_inflight=_max_inflight(config, model.engines),
         max_async_level=config.max_async_level,
         max_off_policy_steps=config.max_off_policy_steps,
         max_empty_batches=config.max_empty_batches,
         tasks_per_minute=config.tasks_per_minute,
         scored_together=frozenset(name for kind, name in together if kind is Kind.TRAIN),
+        frozen=frozenset(frozen),
     )
     sizes = [
         settings.group_sizes[name] if kind is Kind.TRAIN else _eval_group_size(config, name) for kind, name in together
@@ -203,40 +201,31 @@ def _evaluated(config: OrchestratorConfig, run: RunDir) -> dict[str, int]:
 
 def _sampler(config: OrchestratorConfig, model: Model, kind: Kind, env: EnvConfig, drift: Drift) -> Sampler:
     defaults = config.train.sampling if kind is Kind.TRAIN else config.eval.sampling
-    sampling = env.sampling.over(defaults).model_dump(exclude_none=True)
     return Sampler(
         model.client,
         model.renderer,
         model.tokenizer,
         _seq_len(config),
-        **sampling,
+        **env.sampling.over(defaults).model_dump(exclude_none=True),
         cache_salt=lambda: str(model.watcher.version),
+        pool_size=config.renderer.pool_size,
         observe=drift.observe if kind is Kind.TRAIN else None,
-        # Seeds make some engines slower, and only at level 0 is what they sample from the same in every run.
-        seed=config.seed if config.max_async_level == 0 else None,
+        seed=_sampling_seed(config),
     )
 
 
-def _algorithms(config: OrchestratorConfig, journal: Journal) -> dict[str, Algorithm]:
-    """One per training environment, where it was when the journal was last written."""
-    states = journal.algorithm_states()
-    algorithms = {env.name: _algorithm(env.algo or config.algo) for env in config.train.env}
-    for name, algorithm in algorithms.items():
-        if name in states:
-            algorithm.load_state(msgspec.json.decode(states[name]))
-    return algorithms
+def _frozen_sampler(config: OrchestratorConfig, model: Model, env: EnvConfig, source: ServedModel) -> FrozenSampler:
+    sampling = env.sampling.over(config.train.sampling).model_dump(exclude_none=True)
+    seed = _sampling_seed(config)
+    pool_size = config.renderer.pool_size
+    return FrozenSampler(
+        source, model.renderer, model.tokenizer, _seq_len(config), **sampling, seed=seed, pool_size=pool_size
+    )
 
 
-def _algorithm(config: AlgoConfig) -> Algorithm:
-    if isinstance(config, GrpoConfig):
-        return Grpo(config.normalize)
-    kind = imports.load(config.type, "algorithm")
-    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
-        raise BadInput(f"algorithm {config.type!r} is not a subclass of headrace.algorithms.base.Algorithm")
-    try:
-        return kind(**config.kwargs)
-    except TypeError as error:
-        raise BadInput(f"algorithm {config.type!r} does not take these kwargs: {error}") from error
+def _sampling_seed(config: OrchestratorConfig) -> int | None:
+    """Seeds make some engines slower, and only at level 0 is what they sample from the same in every run."""
+    return config.seed if config.max_async_level == 0 else None
 
 
 def _filters(configs: Sequence[FilterConfig], vocab_size: int) -> list[Filter]:
@@ -244,13 +233,14 @@ def _filters(configs: Sequence[FilterConfig], vocab_size: int) -> list[Filter]:
 
 
 def _filter(config: FilterConfig, vocab_size: int) -> Filter:
+    test: Callable[[Rollout], bool]
     if isinstance(config, GibberishConfig):
         threshold, offset = config.token_id_threshold, config.logprob_offset
         test = partial(is_gibberish, vocab_size=vocab_size, token_id_threshold=threshold, logprob_offset=offset)
     elif isinstance(config, RepetitionConfig):
         test = partial(is_repetitive, window=config.window, prob_threshold=config.prob_threshold)
     elif isinstance(config, CustomFilterConfig):
-        test = partial(imports.load(config.import_path, "filter"), **config.kwargs)
+        test = load_function(config.import_path, config.kwargs, "filter")
     else:
-        test = partial(has_no_advantage)
+        test = has_no_advantage
     return Filter(filter_name(config), test, config.enforce)

@@ -1,19 +1,38 @@
-"""Credit maths: plain float64 arrays over one group of rewards."""
+"""Credit maths: plain float64 arrays over one group, one value per rollout.
+
+Everything is measured from one baseline operator, the mean over rollouts or the mean over their tokens. It is linear:
+center(x + y) = center(x) + center(y), so each term of a credit may be centered by itself.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def center(values: np.ndarray) -> np.ndarray:
-    """Values minus their mean; exactly zero where all are equal, so that rounding never looks like a signal."""
+def baseline(values: np.ndarray, lengths: np.ndarray | None = None) -> float:
+    """The mean; with `lengths`, sum(length * value) / sum(length). Where nobody has any length, the mean again."""
+    values = np.asarray(values, np.float64)
+    if lengths is None or not np.any(lengths):
+        return float(values.mean())
+    lengths = np.asarray(lengths, np.float64)
+    return float((lengths * values).sum() / lengths.sum())
+
+
+def center(values: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray:
+    """Values minus their baseline; exactly zero where all are equal, so that rounding never looks like a signal."""
     values = np.asarray(values, np.float64)
     if values.size == 0 or values.max() == values.min():
         return np.zeros_like(values)
-    return np.asarray(values - values.mean())
+    return np.asarray(values - baseline(values, lengths))
 
 
-def standardize(values: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
+def standardize(values: np.ndarray, lengths: np.ndarray | None = None, epsilon: float = 1e-6) -> np.ndarray:
     """Centered values over their population standard deviation."""
-    values = np.asarray(values, np.float64)
-    return np.asarray(center(values) / (values.std() + epsilon))
+    return np.asarray(center(values, lengths) / (np.std(np.asarray(values, np.float64)) + epsilon))
+
+
+def max_rl(rewards: np.ndarray) -> np.ndarray:
+    """Rewards minus their mean, over the mean; zero where the mean is not positive."""
+    rewards = np.asarray(rewards, np.float64)
+    mean = baseline(rewards)
+    return center(rewards) / mean if mean > 0 else np.zeros_like(rewards)

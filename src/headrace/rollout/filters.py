@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from headrace.rollout.types import Rollout, Sample
+from headrace.rollout.types import NOT_SAMPLED, Rollout, Sample
 
 _OTHER_COMPONENTS = ("ce_weights", "ref_kl_weights")
 
@@ -22,10 +22,11 @@ def is_gibberish(rollout: Rollout, vocab_size: int, token_id_threshold: int, log
 
 
 def is_repetitive(rollout: Rollout, window: int, prob_threshold: float) -> bool:
-    """`window` sampled tokens in a row that were all nearly certain; the streak spans turns."""
+    """`window` tokens in a row of which the policy was all but certain; the streak spans turns."""
     if sum(np.count_nonzero(s.mask) for s in rollout.samples) < window:
         return False
-    certain = np.concatenate([s.logprobs[s.mask] for s in rollout.samples]) > math.log(prob_threshold)
+    floor = math.log(prob_threshold)  # how certain another model was, its rollouts do not tell
+    certain = np.concatenate([((s.logprobs > floor) & (s.versions != NOT_SAMPLED))[s.mask] for s in rollout.samples])
     doubts = np.flatnonzero(~certain)
     return bool(np.any(np.diff(doubts, prepend=-1, append=len(certain)) > window))
 

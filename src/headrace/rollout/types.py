@@ -179,6 +179,8 @@ class Rollout(msgspec.Struct):
     task_key: str = ""
     group_id: str = ""
     draw_id: int = -1
+    credited: int = 0
+    """How many of its group were credited together, it among them; 0: it never was."""
     agent: str = "policy"
     trainable: bool = True
     reward: float = math.nan
@@ -199,12 +201,14 @@ class Rollout(msgspec.Struct):
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the oldest weights that sampled any of its tokens; None if nothing was sampled."""
-        return min((int(turn.versions.min()) for turn in self.turns if len(turn.versions)), default=None)
+        """The version of the oldest weights that sampled any of its tokens; None if the policy sampled none."""
+        oldest = min((int(turn.versions.min()) for turn in self.turns if len(turn.versions)), default=NOT_SAMPLED)
+        return None if oldest == NOT_SAMPLED else oldest
 
     @property
     def newest_version(self) -> int | None:
-        return max((int(turn.versions.max()) for turn in self.turns if len(turn.versions)), default=None)
+        newest = max((int(turn.versions.max()) for turn in self.turns if len(turn.versions)), default=NOT_SAMPLED)
+        return None if newest == NOT_SAMPLED else newest
 
     @property
     def mean_advantage(self) -> float | None:

@@ -66,6 +66,12 @@ class Tokenizer:
     def unk_token_id(self) -> int | None:
         return self._id_of(self.unk_token)
 
+    @property
+    def control_tokens(self) -> dict[int, str]:
+        """Tokens of the chat format itself, which no text should spell, by id."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items() if entry.special and token != self.unk_token_id}
+
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 

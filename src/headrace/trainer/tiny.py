@@ -13,26 +13,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+
+from headrace.text.byte_level import BYTES, SPECIAL_TOKENS, byte_tokenizer
 
 VOCAB_SIZE = 320
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 ROLE_TOKENS = ("system", "user", "assistant")
 """The words of the chat format itself: as bytes they would be a third of a short conversation."""
-TEXT_TOKENS = (*MARKUP_TOKENS, *ROLE_TOKENS)
-"""One token each, but text all the same: decoding keeps them, as Qwen3 does with its markup."""
 
 
 def write_tiny_model(directory: Path, seed: int = 0) -> None:
     """Write a Hugging Face directory. The same seed gives the same bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    pad, _, stop = (len(ByteLevel.alphabet()) + index for index in range(len(SPECIAL_TOKENS)))
+    byte_tokenizer(ROLE_TOKENS).save(str(directory / "tokenizer.json"))
+    pad, _, stop = (BYTES + index for index in range(len(SPECIAL_TOKENS)))
     _write_json(directory / "config.json", _model_config(stop, pad))
     _write_json(directory / "tokenizer_config.json", _tokenizer_config())
     _write_json(
@@ -41,16 +34,6 @@ def write_tiny_model(directory: Path, seed: int = 0) -> None:
     template = resources.files("headrace.trainer").joinpath("chat_template.jinja").read_text()
     (directory / "chat_template.jinja").write_text(template)
     save_file(_random_weights(directory, seed), directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _tokenizer() -> Tokenizer:
-    alphabet = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in TEXT_TOKENS])
-    return tokenizer
 
 
 def _tokenizer_config() -> dict[str, Any]:

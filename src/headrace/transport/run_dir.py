@@ -17,6 +17,7 @@ class RunDir:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.toml"
+        self.code_folders = root / "code_folders.json"
         self.logs = root / "logs"
         self.status = root / "status"
         self.metrics = root / "metrics.jsonl"

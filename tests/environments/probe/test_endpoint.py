@@ -10,9 +10,10 @@ import pytest
 from aiohttp import web
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply
+from headrace.environments.openai_chat import as_openai, as_reply
 from headrace.environments.probe import sampling
 from headrace.environments.probe.report import Opening, Report
-from headrace.environments.probe.sampling import Endpoint, Line, as_openai, as_reply, sample
+from headrace.environments.probe.sampling import Endpoint, Line, sample
 from headrace.errors import BadInput
 from headrace.inference.openai_client import OpenAIUnreachable
 from headrace.rollout.types import Task
@@ -93,19 +94,21 @@ def test_tool_calls_are_read_and_those_that_cannot_be_are_kept_as_text():
         {"id": "c", "type": "function", "function": {"name": "press", "arguments": "[1]"}},
         {"id": "d", "type": "function"},
         {"id": "e", "type": "function", "function": {"name": "press", "arguments": ""}},
+        {"id": "f", "type": "function", "function": {"name": "press", "arguments": '{"a": 99999999999999999999}'}},
     ]
     answer = as_reply({"content": None, "tool_calls": given, "reasoning_content": "hm"}, "tool_calls")
     assert [(call.id, call.arguments) for call in answer.tool_calls if not call.error] == [
         ("a", {"word": "x"}),
         ("e", {}),
     ]
-    assert [call.error for call in answer.tool_calls[1:4]] == [
+    assert [call.error for call in answer.tool_calls if call.error] == [
         "the tool call is not valid JSON",
         "the arguments of a tool call must be a JSON object",
         "the tool call names no tool",
+        "the tool call has a number or a character that cannot be passed on",
     ]
     assert [call["id"] for call in answer.message["tool_calls"]] == ["a", "e"]
-    assert answer.text.count("\n") == 2
+    assert answer.text.count("\n") == 3
     assert (answer.message["reasoning_content"], answer.raw, answer.truncated) == (
         "hm",
         "<think>\nhm\n</think>\n\n",
@@ -127,6 +130,36 @@ def test_messages_go_out_in_openais_form():
     assert "reasoning_content" not in sent[1]
     assert sent[2]["role"] == "tool"
     assert sent[3] == {"role": "user", "content": "Error: not valid JSON"}  # nobody made that call
+
+
+def test_calls_without_an_id_get_one_and_so_do_their_results():
+    calls = [{"type": "function", "function": {"name": "press", "arguments": {}}}] * 2
+    told = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+    asked, *results = as_openai([{"role": "assistant", "content": "", "tool_calls": calls}, *told, told[0]])
+    identities = [call["id"] for call in asked["tool_calls"]]
+    assert len(set(identities)) == 2
+    assert results[:2] == [{**result, "tool_call_id": name} for result, name in zip(told, identities, strict=True)]
+    assert results[2] == {"role": "user", "content": "one"}  # nobody made that call
+
+
+def test_arguments_that_are_a_json_text_are_sent_as_they_are():
+    call = {"id": "a", "type": "function", "function": {"name": "press", "arguments": '{"word": "x"}'}}
+    (sent,) = as_openai([{"role": "assistant", "content": "", "tool_calls": [call, {"function": {"name": "press"}}]}])
+    assert [made["function"]["arguments"] for made in sent["tool_calls"]] == ['{"word": "x"}', "{}"]
+
+
+async def test_calls_that_cannot_be_sent_cost_their_episode():
+    line = Line(Endpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
+    for call in ({"id": "a"}, "press", {"id": "a", "function": {"name": "press", "arguments": {"a": b"bytes"}}}):
+        with pytest.raises(EpisodeError) as failed:
+            await line.chat([*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        assert failed.value.reason == "invalid_message"
+
+
+async def test_an_answer_in_parts_is_their_text():
+    parts = [{"type": "text", "text": "hi, "}, {"type": "image_url", "image_url": {}}, "you"]
+    answer, _ = await ask(lambda _: reply({"content": parts}))
+    assert (answer.text, answer.raw) == ("hi, you", "hi, you")
 
 
 async def test_episodes_with_tools_are_played_and_predict_the_signal():

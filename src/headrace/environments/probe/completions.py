@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from headrace.environments.base import Environment, EpisodeError, Reply, ToolCall
-from headrace.environments.probe.replies import untrained_reply
+from headrace.environments.replies import untrained_reply
 from headrace.environments.script import perturbed
 from headrace.rollout.types import Message, Task
 

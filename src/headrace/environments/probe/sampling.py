@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from headrace.environments.base import Environment, EpisodeError, PromptTooLong, Reply, ToolCall
+from headrace.environments.base import Environment, EpisodeError, Reply
+from headrace.environments.openai_chat import chat
 from headrace.environments.probe.probing import Progress
-from headrace.environments.probe.replies import untrained_reply
 from headrace.environments.probe.report import Problem, Report, Sampled, rewards_of
 from headrace.environments.probe.signal import predict
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.inference.openai_client import OpenAIClient, OpenAIError
+from headrace.inference.openai_client import ChatAnswer, OpenAIClient, again
 from headrace.rollout.types import Message, Rollout, Task
 
 GROUP_SIZES = (4, 8, 16, 32)
 TRIES = 4
 """Of a request that may succeed later."""
 FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 30.0
 REPLY_TIMEOUT = 300.0
 EPISODE_TIMEOUT = 1800.0
 WORKERS = 2
-FULL = ("context", "max_model_len")
-"""How servers say that a conversation is too long."""
 
 
 class Endpoint(NamedTuple):
@@ -76,29 +72,13 @@ class Line:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
     ) -> Reply:
         limits = [limit for limit in (self._max_tokens, max_tokens) if limit is not None]
-        sent = as_openai(messages)
-        try:
-            json.dumps([sent, tools], allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise EpisodeError("invalid_message", f"a message or tool cannot be sent as JSON: {error}") from error
-        pause = FIRST_PAUSE
-        for left in reversed(range(TRIES)):
-            try:
-                answer = await self._client.chat(
-                    sent,
-                    tools=tools,
-                    temperature=self._temperature,
-                    max_tokens=min(limits, default=None),
-                )
-                return as_reply(answer.message, answer.finish_reason)
-            except OpenAIError as error:
-                if error.status == 400 and any(word in str(error) for word in FULL):
-                    raise PromptTooLong(str(error)) from error
-                if not (error.transient and left):
-                    raise EpisodeError("endpoint", str(error)) from error
-                await asyncio.sleep(min(error.retry_after or pause, LONGEST_PAUSE))
-                pause *= 2
-        raise AssertionError("the last try returns or raises")
+
+        async def ask(sent: list[Message]) -> ChatAnswer:
+            how: dict[str, Any] = {"temperature": self._temperature, "max_tokens": min(limits, default=None)}
+            pauses = (FIRST_PAUSE * 2**tried for tried in range(TRIES - 1))
+            return await again(lambda: self._client.chat(sent, tools=tools, **how), pauses)
+
+        return await chat(ask, messages, tools, "endpoint")
 
 
 class Sampling:
@@ -177,60 +157,3 @@ def _rewards(played: Sequence[Sequence[Rollout]], problems: list[Problem]) -> li
         except EpisodeError as error:
             problems.append(Problem(error.reason, str(error)))
     return rewards
-
-
-def as_openai(messages: Sequence[Message]) -> list[Message]:
-    """Messages as OpenAI's servers want them: arguments as JSON texts, and tool results only for calls that were made.
-
-    What a model was told about a call that could not be read is told by the user. Thoughts stay here: many servers
-    refuse them.
-    """
-    told: list[Message] = []
-    known: set[str] = set()
-    for given in messages:
-        message = {name: value for name, value in given.items() if name != "reasoning_content"}
-        if message.get("tool_calls"):
-            calls = [_call_as_openai(call) for call in message["tool_calls"]]
-            known |= {call["id"] for call in calls}
-            told.append({**message, "tool_calls": calls})
-        elif message.get("role") == "tool" and message.get("tool_call_id") not in known:
-            told.append({"role": "user", "content": message.get("content", "")})
-        else:
-            told.append(message)
-    return told
-
-
-def _call_as_openai(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
-
-
-def as_reply(message: Message, finish_reason: str) -> Reply:
-    """A server's message as a reply: each tool call that it made, those that cannot be run with the reason."""
-    given = message.get("tool_calls") or ()
-    calls = [_tool_call(number, call) for number, call in enumerate(given)]
-    unread = [json.dumps(call) for call, read in zip(given, calls, strict=True) if read.error]
-    content = str(message.get("content") or "")
-    thought = str(message.get("reasoning_content") or message.get("reasoning") or "")
-    return untrained_reply(
-        "\n".join([content, *unread]).strip("\n") if unread else content,
-        calls,
-        raw=f"<think>\n{thought}\n</think>\n\n{content}" if thought else content,
-        thought=thought,
-        finish_reason="length" if finish_reason == "length" else "stop",
-    )
-
-
-def _tool_call(number: int, call: Any) -> ToolCall:
-    """OpenAI's form has the arguments as a JSON text, as the model wrote it."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return ToolCall(f"call_{number}", "", {}, "the tool call names no tool")
-    identity, given = str(call.get("id") or f"call_{number}"), function.get("arguments") or "{}"
-    try:
-        arguments = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return ToolCall(identity, function["name"], {}, "the tool call is not valid JSON")
-    if not isinstance(arguments, dict):
-        return ToolCall(identity, function["name"], {}, "the arguments of a tool call must be a JSON object")
-    return ToolCall(identity, function["name"], arguments)

@@ -1,0 +1,30 @@
+"""Reference logprobs for a batch: what opd and opsd ask of their teacher, and what becomes of a rollout without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.algorithms.base import Survivor
+from headrace.algorithms.scoring import Scorer
+from headrace.algorithms.tally import Tally
+from headrace.inference.reference import ReferenceFailed
+
+NO_REFERENCE = "no_reference"
+"""The reason of a rollout that was good, but the teacher did not score all of it."""
+
+
+async def distil(batch: Sequence[Survivor], hints: Sequence[list[int]], scorer: Scorer, tally: Tally) -> None:
+    """Set `ref_logprobs` on every sample, scored after its rollout's hint; a rollout that lacks any is dropped."""
+    jobs = [(hint, sample) for survivor, hint in zip(batch, hints, strict=True) for sample in survivor.samples]
+    outcomes = iter(await scorer.score(jobs))
+    failures = 0
+    for survivor in batch:
+        for sample in survivor.samples:
+            outcome = next(outcomes)
+            if isinstance(outcome, ReferenceFailed):
+                failures += 1
+                survivor.drop(NO_REFERENCE, str(outcome))
+            else:
+                sample.set_stream("ref_logprobs", outcome)
+    tally.count("prefills", len(jobs) - failures)
+    tally.count("failures", failures)

@@ -1,0 +1,77 @@
+"""What a teacher is told before it scores a sample: texts in a template, as the tokens of one message by the user."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.errors import BadInput
+from headrace.rollout.types import Message
+
+if TYPE_CHECKING:
+    from renderers.base import Renderer
+
+RENDER_AT_ONCE = 20_000
+"""Characters that take too little time to render to be worth a thread."""
+
+
+def check_template(template: str, placeholder: str, algorithm: str) -> str:
+    """The template itself, if it has a place for the text."""
+    if placeholder not in template:
+        raise BadInput(f"the template of {algorithm} has no {placeholder} in it: that is where the text goes")
+    return template
+
+
+class Hints:
+    """Renders each text once; made for one batch."""
+
+    def __init__(self, renderer: Renderer, template: str, placeholder: str) -> None:
+        self._renderer = renderer
+        self._template = template
+        self._placeholder = placeholder
+        self._rendered: dict[str, list[int]] = {}
+
+    async def of(self, text: str) -> list[int]:
+        """The tokens of the template with this text in it, verbatim; none where that is empty."""
+        if text not in self._rendered:
+            # A text may have braces of its own: nothing is formatted.
+            self._rendered[text] = await self._render(self._template.replace(self._placeholder, text))
+        return self._rendered[text]
+
+    async def _render(self, content: str) -> list[int]:
+        if not content:
+            return []
+        message: list[Any] = [{"role": "user", "content": content}]
+        if len(content) > RENDER_AT_ONCE:
+            return list(await asyncio.to_thread(self._renderer.render_ids, message, add_generation_prompt=False))
+        await asyncio.sleep(0)  # many short ones must not hold up the loop either
+        return list(self._renderer.render_ids(message, add_generation_prompt=False))
+
+
+def conversation_text(messages: Sequence[Message]) -> str:
+    """Several messages as one text; those that are not the model's say whose they are."""
+    told = ((message.get("role"), message_text(message)) for message in messages)
+    return "\n\n".join(text if role == "assistant" else f"{role}: {text}" for role, text in told if text)
+
+
+def message_text(message: Message) -> str:
+    """What a message says, line by line: thoughts, text, tool calls."""
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    calls = [_call_text(call) for call in message.get("tool_calls") or ()]
+    return "\n".join(part for part in (_content_text(thoughts), _content_text(message.get("content")), *calls) if part)
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    function = call.get("function") or call
+    arguments = function.get("arguments") or {}
+    given = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return f"{function.get('name', '')}({given})"

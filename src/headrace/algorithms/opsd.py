@@ -1,0 +1,80 @@
+"""On-policy self-distillation: towards what the policy itself would say if it had seen a demonstration.
+
+    ref_t = log p_teacher(token_t | hint, all before it)        hint = the demonstration, in a template
+
+The hint is one message by the user before the sample's own tokens. These are scored verbatim, so that any number of
+turns works. The teacher is the live policy, or a frozen model. Rewards are logged and never read. A rollout that the
+teacher did not score has nothing to learn from, and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.algorithms.base import Algorithm, RolloutView, Survivor
+from headrace.algorithms.distillation import distil
+from headrace.algorithms.hints import Hints, check_template, conversation_text
+from headrace.algorithms.scoring import Scorer, open_scorer
+from headrace.inference.reference import Reference
+from headrace.rollout.hinted import hinted_length
+from headrace.rollout.types import Task
+
+PLACEHOLDER = "{demonstration}"
+TEMPLATE = """\
+Here is a demonstration of how the task below can be done well:
+
+{demonstration}
+
+Understand why it works. Then do the task below in your own words, step by step."""
+
+
+class Opsd(Algorithm):
+    action_loss_type = "ref_kl"
+    model_role = "teacher"
+
+    def __init__(
+        self,
+        teacher: Reference | None = None,
+        demo_key: str = "demonstration",
+        template: str | None = None,
+        max_concurrent: int = 32,
+    ) -> None:
+        self._teacher = teacher
+        self._demo_key = demo_key
+        self._template = check_template(TEMPLATE if template is None else template, PLACEHOLDER, "opsd")
+        self._max_concurrent = max_concurrent
+        self._scorer: Scorer
+
+    async def setup(self) -> None:
+        longest, cost = hinted_length(self.host.seq_len), "rollouts with longer ones are dropped"
+        self._scorer = await open_scorer(self._teacher, self.host, self._max_concurrent, longest, cost)
+
+    async def close(self) -> None:
+        if self._teacher is not None:  # the policy is the host's
+            await self._teacher.close()
+
+    async def score_rollout(self, rollout: RolloutView) -> None:
+        """Nothing to credit, but what lacks a demonstration is told on arrival, and not when its batch ships."""
+        demonstration(rollout.task, self._demo_key)
+
+    async def score_batch(self, batch: Sequence[Survivor]) -> None:
+        hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
+        told = [await hints.of(demonstration(survivor.task, self._demo_key)) for survivor in batch]
+        await distil(batch, told, self._scorer, self.tally)
+
+
+def demonstration(task: Task, key: str) -> str:
+    """The task's demonstration as a text: under `key` in its `info`, else at its top level."""
+    info = task.data.get("info")
+    found: Any = info.get(key) if isinstance(info, dict) else None
+    found = task.data.get(key) if found is None else found
+    if isinstance(found, str):
+        return found
+    if isinstance(found, list) and all(isinstance(message, dict) for message in found):
+        return conversation_text(found)
+    complaint = "has no demonstration" if found is None else f"has a demonstration that is a {type(found).__name__}"
+    raise ValueError(
+        f"task {task.key} of {task.env} {complaint}: opsd wants a text or a list of messages as {key!r} in its info or "
+        "at its top level; add it to the data, or set demo_key to the name that it has"
+    )

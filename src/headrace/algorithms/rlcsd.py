@@ -1,0 +1,170 @@
+"""RLCSD (arXiv 2606.11709): group credit, modulated per token by a contrast of correct and incorrect hints.
+
+    A   = (r - mean(r)) / (std(r) + 1e-6)            over the group, for every token
+    e_t = log p(t | correct hint) - log mean_k p(t | incorrect hint k)
+    x_t = lam * tanh(e_t / tau)                      M: tokens with |x| > delta, U: the rest
+    A_t = A + x_t on M, or 0 where that would turn the sign of A; A on U
+
+A hint is the whole response of a sibling in the batch. All are told in one template, so that what it changes about the
+style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after the hint. U and M are
+then normalized each on its own (`headrace.rollout.contrast`). A rollout that has no correct or no incorrect sibling, or
+whose teacher fails, keeps its plain credit, all of it on U, and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.algorithms.base import Algorithm, RolloutView, Survivor
+from headrace.algorithms.hints import Hints, check_template
+from headrace.algorithms.scoring import Scorer, open_scorer
+from headrace.algorithms.siblings import Siblings, replies, response_text
+from headrace.inference.reference import Reference, ReferenceFailed
+from headrace.rollout.contrast import contrast, fold, modulate, rollout_mean
+from headrace.rollout.credit import standardize
+from headrace.rollout.hinted import hinted_length
+from headrace.rollout.types import Rollout
+
+log = logging.getLogger(__name__)
+
+PLACEHOLDER = "{response}"
+TEMPLATE = """\
+Here is a reference solution of the problem below, with its final answer:
+
+{response}
+
+Understand it. Then solve the problem below yourself, step by step, and give your final answer."""
+
+
+class Rlcsd(Algorithm):
+    model_role = "teacher"
+
+    def __init__(
+        self,
+        teacher: Reference | None = None,
+        *,
+        correct_threshold: float = 1.0,
+        min_contrast_gap: float = 0.0,
+        num_negative_hints: int = 4,
+        lam: float = 0.5,
+        tau: float = 0.02,
+        delta: float = 0.02,
+        eta: float = 1.0,
+        normalization: Literal["fold", "rollout_mean"] = "fold",
+        template: str | None = None,
+        hint_filter: Callable[[Rollout], Any] | None = None,
+        max_concurrent: int = 32,
+    ) -> None:
+        self._teacher = teacher
+        self._siblings = Siblings(correct_threshold, min_contrast_gap, num_negative_hints, hint_filter)
+        self._modulate = partial(modulate, lam=lam, tau=tau, delta=delta)
+        self._eta = eta
+        self._normalization = normalization
+        self._template = check_template(TEMPLATE if template is None else template, PLACEHOLDER, "rlcsd")
+        self._max_concurrent = max_concurrent
+        self._scorer: Scorer
+
+    async def setup(self) -> None:
+        longest, cost = hinted_length(self.host.seq_len), "rollouts with longer ones keep their plain credit"
+        self._scorer = await open_scorer(self._teacher, self.host, self._max_concurrent, longest, cost)
+
+    async def close(self) -> None:
+        if self._teacher is not None:  # the policy is the host's
+            await self._teacher.close()
+
+    async def score_rollout(self, rollout: RolloutView) -> None:
+        """Nothing to credit yet, but what could never be a hint is told on arrival."""
+        if not replies(rollout.rollout):
+            raise ValueError(
+                f"a rollout of task {rollout.task.key} of {rollout.task.env} has no assistant message: rlcsd shows a "
+                "rollout's response to its siblings, so the environment must fill in `messages`"
+            )
+
+    async def score_group(self, group: Sequence[RolloutView]) -> None:
+        rewards = np.array([rollout.reward for rollout in group])
+        for rollout, advantage in zip(group, standardize(rewards), strict=True):
+            rollout.assign_advantages(float(advantage))
+
+    async def score_batch(self, batch: Sequence[Survivor]) -> None:
+        rollouts = [survivor.rollout for survivor in batch]
+        evidence = await self._evidence(rollouts)
+        tokens = sum(int(sample.mask.sum()) for rollout in rollouts for sample in rollout.samples)
+        for rollout, e in zip(rollouts, evidence, strict=True):
+            await asyncio.sleep(0)  # a large batch must not hold up the intake
+            advantages = _read_credit(rollout)
+            modulated = np.zeros(len(advantages), np.bool_)
+            if e is not None:
+                advantages, modulated = self._modulate(advantages, e)
+            if self._normalization == "fold":
+                advantages, multiplier = fold(advantages, modulated, self._eta)
+            else:
+                advantages, multiplier = rollout_mean(advantages, modulated, self._eta, tokens, len(rollouts))
+            _write_credit(rollout, advantages)
+            self.tally.mean("modulated_fraction", float(modulated.sum()), len(modulated))
+            self.tally.largest("largest_multiplier", multiplier)
+
+    async def _evidence(self, rollouts: Sequence[Rollout]) -> list[np.ndarray | None]:
+        """For each rollout `e` on its trainable tokens; None where there is no contrast, or the teacher failed."""
+        hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
+        drawn = self._siblings.draw(rollouts, self.host.seed)
+        told = [[await hints.of(response_text(sibling)) for sibling in siblings] for siblings in drawn]
+        pairs = list(zip(rollouts, told, strict=True))
+        jobs = [(hint, sample) for rollout, chosen in pairs for hint in chosen for sample in rollout.samples]
+        outcomes = await self._scorer.score(jobs)
+        scored = iter(outcomes)
+        found: list[np.ndarray | ReferenceFailed | None] = []
+        for rollout, chosen in pairs:
+            await asyncio.sleep(0)  # a large batch must not hold up the intake
+            found.append(_contrast(rollout, len(chosen), scored) if chosen else None)
+        failures = [failure for failure in found if isinstance(failure, ReferenceFailed)]
+        available = sum(map(bool, drawn))
+        self.tally.mean("contrast_available", available, len(drawn))
+        self.tally.count("no_contrast", len(drawn) - available)
+        self.tally.count("prefills", sum(not isinstance(outcome, ReferenceFailed) for outcome in outcomes))
+        self.tally.count("teacher_failed", len(failures))
+        if failures:
+            words = "%s: no contrast for %d rollouts, which keep their plain credit: %s"
+            log.warning(words, self.host.env, len(failures), failures[-1])
+        return [None if isinstance(e, ReferenceFailed) else e for e in found]
+
+
+def _contrast(
+    rollout: Rollout, hints: int, outcomes: Iterator[np.ndarray | ReferenceFailed]
+) -> np.ndarray | ReferenceFailed:
+    """The evidence in the next outcomes: for each hint, the positive one first, the scores of every sample."""
+    rows = []
+    failure = None
+    for _ in range(hints):
+        scores = []
+        for sample in rollout.samples:
+            outcome = next(outcomes)
+            if isinstance(outcome, ReferenceFailed):
+                failure = outcome
+            else:
+                scores.append(outcome[sample.mask])
+        rows.append(scores)
+    if failure is not None:
+        return failure
+    positive, *negatives = map(np.concatenate, rows)
+    return contrast(positive, np.array(negatives))
+
+
+def _read_credit(rollout: Rollout) -> np.ndarray:
+    """The advantages of its trainable tokens, whatever gave them."""
+    return np.concatenate([sample.streams["advantages"][sample.mask] for sample in rollout.samples]).astype(np.float64)
+
+
+def _write_credit(rollout: Rollout, advantages: np.ndarray) -> None:
+    start = 0
+    for sample in rollout.samples:
+        stream = sample.streams["advantages"].copy()
+        end = start + int(sample.mask.sum())
+        stream[sample.mask] = advantages[start:end]
+        sample.set_stream("advantages", stream)
+        start = end

@@ -1,0 +1,52 @@
+"""Functions that users write, for an algorithm or a filter: where they are, who they are, and what they gave."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from headrace import imports
+from headrace.errors import BadInput
+
+
+def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Callable[..., Any]:
+    """A user's function with its kwargs bound; it is called with one thing more. `what` it is is for the message."""
+    function = imports.load(import_path, what)
+    check_kwargs(function, (None,), kwargs, f"{what} {import_path!r}")
+    if inspect.iscoroutinefunction(function):
+        raise BadInput(
+            f"{what} {import_path!r} is an async function, and nobody would await it: write a plain function, or what "
+            "must wait as a class, a subclass of headrace.algorithms.base.Algorithm"
+        )
+    return partial(function, **kwargs)
+
+
+def check_kwargs(called: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
+    """Refuse what `called` could not be called with, without calling it."""
+    try:
+        inspect.signature(called).bind(*args, **kwargs)
+    except TypeError as error:
+        raise BadInput(f"{name} does not take these kwargs: {error}") from error
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """As an import path: `package.module:function`."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def numbers(given: Any, function: Callable[..., Any]) -> np.ndarray:
+    """What `function` gave, as float64; raises unless it is finite numbers."""
+    try:
+        values = np.asarray(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name_of(function)} gave what is no array of numbers: {error}") from error
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name_of(function)} gave {values[~np.isfinite(values)][0]}: it must give finite numbers")
+    return values

@@ -1,0 +1,77 @@
+"""Models that an algorithm refers to: the live policy, or one that somebody serves."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+
+from headrace.config.base import Config
+from headrace.config.model import HttpUrl
+from headrace.headers import why_not_sent
+
+
+class FrozenModelConfig(Config):
+    """A model that somebody serves: `headrace serve` can, and so can anything that speaks OpenAI's interface."""
+
+    name: str
+    """What its server calls it."""
+    base_url: list[HttpUrl] = Field(min_length=1)
+    """Where it is served, as http://host:port/v1; with several, the least busy is asked."""
+    api_key_var: str | None = None
+    """The environment variable that holds the key, if it wants one."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds that one request may take."""
+    retry_for: float = Field(30.0, ge=0)
+    """Seconds for which a request that failed for a passing reason is tried again."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Sent with every request. They are written to the run's directory: a key belongs in `api_key_var`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_served(cls, given: Any) -> Any:
+        if isinstance(given, dict) and not given.get("base_url"):
+            name = given.get("name", "a frozen model")
+            raise ValueError(f'{name} needs a base_url: say where it is served, as base_url = "http://host:port/v1"')
+        return given
+
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
+
+    @field_validator("api_key_var")
+    @classmethod
+    def _names_a_variable(cls, given: str | None) -> str | None:
+        if given is not None and not re.fullmatch(r"[A-Za-z_]\w*", given):
+            # A key that stands here by mistake shall not be shown.
+            raise ValueError("this is the name of an environment variable that holds the key, never the key itself")
+        return given
+
+    @field_validator("headers", mode="before")
+    @classmethod
+    def _can_be_sent(cls, given: Any) -> Any:
+        # Before all else: a value is perhaps a secret, and a complaint about its type would show it.
+        if not isinstance(given, dict):
+            raise ValueError('this is a table, as { X-Team = "mill" }')
+        if (complaint := why_not_sent(given)) is not None:
+            raise ValueError(complaint)
+        return given
+
+
+def _model_reference(given: Any) -> Any:
+    if isinstance(given, str) and given != "policy":
+        raise ValueError(
+            f'{given!r} is no model reference: write "policy", or for a frozen model a table: '
+            f'{{ name = "{given}", base_url = "http://host:port/v1" }}'
+        )
+    return given
+
+
+ModelReference = Annotated[
+    Annotated[Literal["policy"], Tag("policy")] | Annotated[FrozenModelConfig, Tag("frozen")],
+    Discriminator(lambda given: "policy" if isinstance(given, str) else "frozen"),
+    BeforeValidator(_model_reference),
+]
+"""The live policy, or a model that somebody serves."""

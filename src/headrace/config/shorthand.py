@@ -1,0 +1,38 @@
+"""Other ways to write a section, turned into the one way before it is checked. Plain trees in, plain trees out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def spelled_out(value: Any, key: str, plain: type | tuple[type, ...] = str) -> Any:
+    """A plain value as the table that it stands for: `"max_rl"` as `{type = "max_rl"}`."""
+    return {key: value} if isinstance(value, plain) and not isinstance(value, bool) else value
+
+
+def renamed(table: dict[str, Any], other: str, name: str, within: str = "") -> dict[str, Any]:
+    """The table with what stands under `other` where it belongs, under `name`."""
+    rest = {key: value for key, value in table.items() if key != other}
+    given = table[other]
+    return {**rest, name: united(rest.get(name, given), given, f"{within}{name}", f"{within}{other}")}
+
+
+def united(explicit: Any, given: Any, name: str, other: str) -> Any:
+    """What stands under `name` and what stands under `other`, which is another name of it; they may not contradict."""
+    if isinstance(explicit, dict) and isinstance(given, dict):
+        both = {
+            key: united(explicit[key], value, f"{name}.{key}", f"{other}.{key}")
+            for key, value in given.items()
+            if key in explicit
+        }
+        return {**explicit, **given, **both}
+    if _listed(explicit) != _listed(given):
+        raise ValueError(
+            f"{other} is {given!r}, but {name} is {explicit!r}: they are one key; give one, or the same twice"
+        )
+    return explicit
+
+
+def _listed(value: Any) -> Any:
+    """Where several may be given, one may stand without its list."""
+    return value if isinstance(value, list) else [value]

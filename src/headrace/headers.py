@@ -1,0 +1,29 @@
+"""HTTP headers that somebody wrote down: can they be sent at all?
+
+Checked before anything is sent, since what refuses them later shows them, and a value may be a secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""What HTTP takes for one (RFC 9110, section 5.1)."""
+
+
+def why_not_sent(headers: Mapping[Any, Any]) -> str | None:
+    """What is wrong with the first that no server would get, never with its value in it; None if all are well."""
+    for number, (name, value) in enumerate(headers.items(), 1):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            # A whole header may stand here by mistake.
+            return f"the name of header {number} is none: a name has letters, digits and hyphens, and no space or colon"
+        if not isinstance(value, str):
+            return f"the value of header {name} is no text: put it in quotes"
+        if not (value.isascii() and value.isprintable() and value == value.strip()):
+            return (
+                f"the value of header {name} cannot be sent: it has a line break or a character beyond ASCII, or a "
+                "space at an end"
+            )
+    return None

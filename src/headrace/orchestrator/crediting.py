@@ -1,0 +1,127 @@
+"""The algorithms of a run: one per training environment, with what the orchestrator lends to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+import numpy as np
+from renderers.base import Renderer
+from renderers.default import DefaultRenderer
+
+from headrace.algorithms.base import Algorithm, Host
+from headrace.algorithms.registry import make_algorithm
+from headrace.algorithms.user_function import name_of
+from headrace.config.algorithms import AlgoConfig, EchoConfig, sampling_source
+from headrace.config.model_reference import FrozenModelConfig
+from headrace.config.orchestrator import OrchestratorConfig
+from headrace.errors import BadInput
+from headrace.inference.client import EngineCallError, EngineClient
+from headrace.inference.frozen import FrozenModel
+from headrace.inference.reference import Reference, ReferenceFailed
+from headrace.inference.served_model import ServedModel, sampling_keys
+from headrace.orchestrator.journal import AlgorithmState, Journal
+from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class PolicyReference:
+    """The live policy: whatever weights its engines have at the moment."""
+
+    name = "the policy"
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    async def check(self, tokenizer: Tokenizer, seq_len: int, temperature: float = 1.0) -> None:
+        """It is the model whose tokens they are; how long they may be is not known before its engines are up."""
+
+    async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
+        try:
+            # A batch waits for it, and nothing waits for the requests that it overtakes.
+            scores = await self._client.score(list(token_ids), temperature, urgent=True)
+        except EngineCallError as error:
+            raise ReferenceFailed(f"the policy did not score a sequence of {len(token_ids)} tokens: {error}") from error
+        return np.array(scores.logprobs)
+
+    async def close(self) -> None:
+        """The client is the orchestrator's."""
+
+
+async def set_up_algorithms(
+    config: OrchestratorConfig,
+    policy: Reference,
+    renderer: Renderer,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    stack: AsyncExitStack,
+) -> dict[str, Algorithm]:
+    """One per training environment, where it was when the journal was last written; closed with the stack."""
+    assert config.seq_len is not None
+    states = journal.algorithm_states()
+    algorithms = {}
+    for env in config.train.env:
+        algo = config.algo_of(env)
+        algorithm = make_algorithm(algo, seq_len=config.seq_len, connect=frozen_model)
+        check_algorithm(env.name, algo, algorithm, renderer)
+        temperature = config.train_temperature(env)
+        algorithm.host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature)
+        await algorithm.setup()
+        stack.push_async_callback(algorithm.close)
+        if env.name in states:
+            _load_state(env.name, algorithm, states[env.name])
+        algorithms[env.name] = algorithm
+    return algorithms
+
+
+async def open_sources(config: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, ServedModel]:
+    """The frozen models that play episodes, by training environment; all of them answer, closed with the stack."""
+    assert config.seq_len is not None
+    sources = {}
+    for env in config.train.env:
+        source = sampling_source(config.algo_of(env))
+        if source is not None:
+            served = sources[env.name] = ServedModel(**source.model_dump())
+            stack.push_async_callback(served.close)
+            sampling = env.sampling.over(config.train.sampling)
+            keys = sampling_keys(**sampling.model_dump(exclude_none=True, exclude={"max_tokens"}))
+            await served.check_chat(keys, config.seq_len)
+    return sources
+
+
+def check_algorithm(env: str, config: AlgoConfig, algorithm: Algorithm, renderer: Renderer) -> None:
+    """What the configuration alone cannot tell: a renderer that was chosen by the model, an algorithm of the user's."""
+    if isinstance(config, EchoConfig) and isinstance(renderer, DefaultRenderer):
+        raise BadInput(
+            f"environment {env!r}: echo needs to know which tokens a tool or user wrote, and the model's own chat "
+            "template does not tell: set orchestrator.renderer.name to the model's family (qwen3, llama-3, ...)"
+        )
+    if algorithm.keeps_state() and type(algorithm).load_state is Algorithm.load_state:
+        raise BadInput(
+            f"environment {env!r}: {name_of(type(algorithm))} has state() and no load_state(): a run that goes on "
+            "after a kill could not give it back"
+        )
+    if sampling_source(config) is not None and algorithm.action_loss_type != "ce":
+        raise BadInput(
+            f"environment {env!r}: {config.type} trains with {algorithm.action_loss_type}, which needs the logprobs of "
+            'the live policy: leave algo.sampling.source at "policy"'
+        )
+
+
+def _load_state(env: str, algorithm: Algorithm, found: AlgorithmState) -> None:
+    """Unless it is another algorithm's: what that has learned means nothing to this one."""
+    name = name_of(type(algorithm))
+    if not algorithm.keeps_state() or found.algorithm not in (name, None):
+        log.warning(
+            "environment %r: the journal has a state of %s, and the algorithm is %s now: it begins anew",
+            env, found.algorithm or "another algorithm", name,
+        )  # fmt: skip
+    elif (state := msgspec.json.decode(found.json)) is not None:
+        algorithm.load_state(state)
+
+
+def frozen_model(config: FrozenModelConfig) -> FrozenModel:
+    return FrozenModel(**config.model_dump())

@@ -1,0 +1,101 @@
+"""An environment's line to a frozen model: it plays the episodes, and the policy learns to say the same.
+
+The model is behind a server that deals in words; `student.py` makes the policy's tokens of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from renderers.base import Renderer
+
+from headrace.environments.base import EpisodeError, Reply
+from headrace.environments.openai_chat import chat, is_full, refusal_of, text_of
+from headrace.inference.openai_client import ChatAnswer, OpenAIClient, OpenAIError
+from headrace.inference.served_model import ServedModel, sampling_keys
+from headrace.orchestrator.conversation import Conversation, Question
+from headrace.orchestrator.prompting import Prompter
+from headrace.orchestrator.student import TEACHER, Student
+from headrace.rollout.types import Message
+from headrace.text.tokenizer import Tokenizer
+
+WHOLE = ("stop", "tool_calls")
+"""How servers say that a reply came to its own end."""
+CUT = "length"
+
+
+class FrozenSampler:
+    """One per environment: the teacher, how to sample from it, and the policy's renderer.
+
+    With a `seed` every request has one of its own, made of this one, its episode's name and what is asked. Long texts
+    are rendered in threads, `pool_size` of them at once.
+    """
+
+    def __init__(
+        self,
+        teacher: ServedModel,
+        renderer: Renderer,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        pool_size: int = 1,
+    ) -> None:
+        self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
+        self._student = Student(self.prompter)
+        self._teacher = teacher
+        self._temperature = temperature
+        self._top_p = top_p
+        self._top_k = top_k
+        self._max_tokens = max_tokens
+        self._seed = seed
+
+    def open(self, session: str, episode: str) -> Conversation:
+        """Sessions prefer nobody: the least busy server is asked."""
+        return Conversation(self, session, episode)
+
+    def close(self, session: str) -> None:
+        """Nothing was opened for it."""
+
+    async def reply(self, question: Question) -> Reply:
+        """What the teacher says, as the policy would say it."""
+        said = await chat(partial(self._ask, question), question.messages, question.tools, TEACHER)
+        return await self._student.say(said, question.prompt, question.tools, question.first_call)
+
+    async def _ask(self, question: Question, sent: list[Message]) -> ChatAnswer:
+        extra = self._extra(question)
+
+        async def once(limit: int | None, client: OpenAIClient) -> ChatAnswer:
+            return await client.chat(sent, tools=question.tools, max_tokens=limit, extra=extra)
+
+        try:
+            return _taught(await self._teacher.ask(partial(once, question.at_most(self._max_tokens))))
+        except OpenAIError as error:
+            if not is_full(error):
+                raise
+        # Many refuse to be allowed more than they have room for: then what they have is the limit.
+        return _taught(await self._teacher.ask(partial(once, None)))
+
+    def _extra(self, question: Question) -> dict[str, Any]:
+        seed = question.seed(self._seed)
+        return sampling_keys(self._temperature, self._top_p, self._top_k) | ({} if seed is None else {"seed": seed})
+
+
+def _taught(answer: ChatAnswer) -> ChatAnswer:
+    """The answer, if it is one that somebody could learn from."""
+    refusal = refusal_of(answer.message)
+    if refusal:
+        raise EpisodeError(TEACHER, f"the teacher refused to answer: {refusal:.200}")
+    if answer.finish_reason not in (*WHOLE, CUT):
+        raise EpisodeError(
+            TEACHER,
+            f"the teacher's server ended its reply with finish_reason {answer.finish_reason!r}, which is none of "
+            f"{', '.join((*WHOLE, CUT))}: nobody should learn what it kept of it",
+        )
+    if answer.finish_reason != CUT and not text_of(answer.message).strip() and not answer.message.get("tool_calls"):
+        raise EpisodeError(TEACHER, "the teacher ended its reply without a text or a tool call")
+    return answer

@@ -1,0 +1,26 @@
+"""The policy as the orchestrator reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from renderers.base import Renderer
+
+from headrace.inference.client import EngineClient
+from headrace.inference.schema import Health
+from headrace.orchestrator.watcher import WeightWatcher
+from headrace.text.tokenizer import Tokenizer
+
+
+class Model(msgspec.Struct):
+    client: EngineClient
+    engines: Sequence[Health]
+    watcher: WeightWatcher
+    tokenizer: Tokenizer
+    renderer: Renderer
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence may have on every engine, prompt and completion together."""
+        return min(health.max_model_len for health in self.engines)

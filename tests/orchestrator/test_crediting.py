@@ -1,0 +1,33 @@
+"""The algorithms of a run, and what the orchestrator lends to each."""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from headrace.algorithms.base import Algorithm
+from headrace.config.base import validate
+from headrace.config.orchestrator import OrchestratorConfig
+from headrace.orchestrator.crediting import set_up_algorithms
+from headrace.orchestrator.journal import Journal
+from tests.algorithms.teachers import MODEL, Teacher
+
+
+class Idle(Algorithm):
+    """Credits nobody."""
+
+
+@pytest.mark.parametrize(("inherited", "expected"), [({}, 1.0), ({"temperature": 0.8}, 0.8)])
+async def test_an_algorithm_knows_what_its_environment_is_sampled_at(inherited: dict[str, float], expected: float):
+    envs = [{"id": "a"}, {"id": "b", "sampling": {"temperature": 0.7}}]
+    tree = {
+        "seq_len": 64,
+        "algo": "tests.orchestrator.test_crediting:Idle",
+        "train": {"sampling": inherited, "env": envs},
+    }
+    config, _ = validate(OrchestratorConfig, tree, "run.toml")
+    journal = Journal(Path(":memory:"))
+    async with AsyncExitStack() as stack:
+        algorithms = await set_up_algorithms(config, Teacher(), MODEL.renderer, MODEL.tokenizer, journal, stack)
+        assert {name: algorithm.host.temperature for name, algorithm in algorithms.items()} == {"a": expected, "b": 0.7}
+    journal.close()
