@@ -8,7 +8,21 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from headrace import __version__
-from headrace.cli import audit, export, init_model, new, orchestrator, probe, rl, serve, sft, summary, tokens, trainer
+from headrace.cli import (
+    audit,
+    check_algorithm,
+    export,
+    init_model,
+    new,
+    orchestrator,
+    probe,
+    rl,
+    serve,
+    sft,
+    summary,
+    tokens,
+    trainer,
+)
 from headrace.cli.arguments import separate_overrides
 from headrace.cli.errors import explain
 
@@ -18,6 +32,7 @@ COMMANDS: dict[str, ModuleType] = {
     "serve": serve,
     "new": new,
     "probe": probe,
+    "check-algorithm": check_algorithm,
     "orchestrator": orchestrator,
     "trainer": trainer,
     "summary": summary,
@@ -56,6 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         first_line = (module.__doc__ or "").splitlines()[0].removeprefix(f"`headrace {name}`: ")
         command = commands.add_parser(name, help=first_line, description=first_line, allow_abbrev=False)
         module.configure(command)
-    overridden = argv and argv[0] in ("rl", "sft", "serve", "probe")
-    own, overrides = separate_overrides(argv, dotted=argv[0] == "probe") if overridden else (list(argv), [])
+    dotted = bool(argv) and argv[0] in ("probe", "check-algorithm")
+    overridden = dotted or (argv and argv[0] in ("rl", "sft", "serve"))
+    own, overrides = separate_overrides(argv, dotted=dotted) if overridden else (list(argv), [])
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))

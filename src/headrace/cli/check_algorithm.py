@@ -1,0 +1,108 @@
+"""`headrace check-algorithm`: does an algorithm keep its word? Worked numbers and invariants, without a model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config.base import Tree
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "algorithm",
+        metavar="TYPE_OR_PATH",
+        help="a type as in a run file, package.module:Class, my_file.py:Class, or my_file.py:function",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="a run file, whose [orchestrator.algo] is taken, or its keys alone"
+    )
+    parser.add_argument("--env", metavar="NAME", help="take the algorithm of this environment in the run file")
+    parser.epilog = "Keys of the algorithm: --algo.normalize std --algo.kwargs.decay 0.9"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import logging
+
+    from rich.console import Console
+
+    from headrace.algorithms.conformance.checking import check_algorithm
+    from headrace.algorithms.conformance.report import view
+    from headrace.algorithms.conformance.settings import algorithm_config
+
+    section = read_section(arguments.algorithm, arguments.config, arguments.overrides, arguments.env)
+    config = algorithm_config(section, str(arguments.config or "command line"))
+    logging.getLogger("headrace").addHandler(logging.NullHandler())  # what goes wrong is meant to
+    report = asyncio.run(check_algorithm(config))
+    Console(highlight=False).print(view(report))
+    return 0 if report.passed else 1
+
+
+def read_section(algorithm: str, file: Path | None, overrides: list[str], env: str | None = None) -> Tree:
+    """The `algo` section that a run file would have: the file's, `--algo.key value` on top, and what was named."""
+    from headrace.config.algorithm_keys import put_algorithm_keys
+    from headrace.config.base import ConfigError, read_file
+    from headrace.launch.own_code import find_code_beside
+
+    section: Tree = {}
+    if file is not None:
+        section = _section_of(read_file(file), file, env)
+        find_code_beside([file])  # as a run does
+    elif env is not None:
+        raise ConfigError(f"--env {env}: of which run? Name its file with --config")
+    put_algorithm_keys(section, overrides)
+    named = _named(algorithm)
+    for key, value in named.items():
+        if section.get(key, value) != value:
+            raise ConfigError(f"{file or 'command line'}: {key} is {section[key]!r}, but {value!r} is to be checked")
+    return {**section, **named}
+
+
+def _section_of(tree: Tree, file: Path, env: str | None) -> Tree:
+    """That of the environment, if one is named and has its own, else that of the whole run."""
+    from headrace.config.base import ConfigError
+
+    of_run = tree.get("orchestrator")
+    if not isinstance(of_run, dict):
+        if env is not None:
+            raise ConfigError(f"--env {env}: {file} has no [orchestrator]")
+        return tree
+    envs = {entry.get("name") or entry.get("id"): _algo(entry) for entry in of_run.get("train", {}).get("env", [])}
+    if env is not None and env not in envs:
+        raise ConfigError(f"--env {env}: {file} has no such environment to train on; it has {', '.join(envs)}")
+    own = [name for name, section in envs.items() if section is not None]
+    section = _algo(of_run)
+    if env is None and section is None and own:
+        raise ConfigError(f"{file}: only environments have an algo here; write --env {' or --env '.join(own)}")
+    return (envs[env] if env is not None else None) or section or {}
+
+
+def _algo(table: Tree) -> Tree | None:
+    from headrace.config.shorthand import spelled_out
+
+    given = table.get("algo", table.get("advantage"))
+    return None if given is None else dict(spelled_out(given, "type"))
+
+
+def _named(algorithm: str) -> Tree:
+    """What the first argument says: a type that ships, a class, or a function for `custom`."""
+    from headrace import imports
+    from headrace.cli.arguments import importable
+    from headrace.environments.fault import fault_of
+    from headrace.errors import BadInput
+
+    path = importable(algorithm, "algorithm")
+    if ":" not in path:
+        return {"type": path}
+    try:
+        found = imports.load(path, "algorithm")
+    except BadInput:
+        raise
+    except Exception as error:
+        fault = fault_of(error)
+        raise BadInput(f"algorithm {path!r} cannot be imported: {fault.text} ({fault.place})") from error
+    is_function = callable(found) and not isinstance(found, type)
+    return {"type": "custom", "import_path": path} if is_function else {"type": path}

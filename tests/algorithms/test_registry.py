@@ -1,0 +1,78 @@
+"""From an `algo` section to an algorithm: what of a user's code is refused before it runs, and in which words."""
+
+from typing import Any
+
+import pytest
+
+from headrace.algorithms.base import Algorithm
+from headrace.algorithms.conformance.settings import algorithm_config
+from headrace.algorithms.registry import check_imports, make_algorithm
+from headrace.errors import BadInput
+from tests.algorithms.teachers import Teacher
+
+HERE = "tests.algorithms.test_registry"
+
+
+class Touchy(Algorithm):
+    """Cannot be constructed, for a reason of its own."""
+
+    def __init__(self, decay: float) -> None:
+        raise TypeError("decay must not be what it is")
+
+
+def even(given: Any, share: float = 1.0) -> Any:
+    raise AssertionError("nobody shall call it")
+
+
+async def slow(given: Any) -> Any:
+    """Would have to be awaited."""
+
+
+NUMBER = 3
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"type": f"{HERE}:Gone"}, f"algorithm '{HERE}:Gone' cannot be imported"),
+    ({"type": f"{HERE}:even"}, "is not a subclass of headrace.algorithms.base.Algorithm"),
+    ({"type": f"{HERE}:Touchy"}, "does not take these kwargs: missing a required argument: 'decay'"),
+    ({"type": f"{HERE}:Touchy", "kwargs": {"decay": 1, "x": 2}}, "does not take these kwargs: got an unexpected"),
+    ({"type": "custom", "import_path": f"{HERE}:gone"}, f"algorithm '{HERE}:gone' cannot be imported"),
+    ({"type": "custom", "import_path": f"{HERE}:even", "kwargs": {"x": 1}}, "does not take these kwargs"),
+    ({"type": "custom", "import_path": f"{HERE}:slow"}, "is an async function.* a subclass of headrace"),
+    ({"type": "custom", "import_path": f"{HERE}:NUMBER"}, "3 is not a callable object"),
+    ({"type": "grpo", "terms": [f"{HERE}:gone"]}, f"term '{HERE}:gone' cannot be imported"),
+    ({"type": "grpo", "terms": [f"{HERE}:even", f"{HERE}:slow"]}, "term .*:slow' is an async function"),
+    ({"type": "echo", "terms": [f"{HERE}:slow"]}, "term .*:slow' is an async function"),
+    ({"type": "echo", "filter": f"{HERE}:slow"}, "filter of echo .*:slow' is an async function"),
+    ({"type": "rlcsd", "hint_filter": f"{HERE}:gone"}, "hint_filter of rlcsd .*:gone' cannot be imported"),
+]
+
+
+def make(settings: dict[str, Any]) -> Algorithm:
+    return make_algorithm(algorithm_config(settings, "test"), seq_len=100, connect=lambda _: Teacher())
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED)
+def test_code_that_cannot_work_is_refused_without_and_with_an_algorithm_to_make(settings: dict[str, Any], words: str):
+    for refuses in (lambda: check_imports(algorithm_config(settings, "test")), lambda: make(settings)):
+        with pytest.raises(BadInput, match=words):
+            refuses()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"type": "grpo"},
+        {"type": "max_rl"},
+        {"type": f"{HERE}:Touchy", "kwargs": {"decay": 1}},
+        {"type": "custom", "import_path": f"{HERE}:even", "kwargs": {"share": 0.5}},
+        {"type": "echo", "terms": [f"{HERE}:even"], "filter": f"{HERE}:even"},
+        {"type": "rlcsd", "hint_filter": f"{HERE}:even"},
+    ],
+)
+def test_looking_for_code_runs_none_of_it(settings: dict[str, Any]):
+    check_imports(algorithm_config(settings, "test"))
+
+
+def test_an_error_inside_a_constructor_is_not_told_as_wrong_kwargs():
+    with pytest.raises(TypeError, match="decay must not be what it is"):
+        make({"type": f"{HERE}:Touchy", "kwargs": {"decay": 1}})
