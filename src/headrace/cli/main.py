@@ -16,6 +16,7 @@ from headrace.cli import (
     new,
     orchestrator,
     probe,
+    rescore,
     rl,
     serve,
     sft,
@@ -37,6 +38,7 @@ COMMANDS: dict[str, ModuleType] = {
     "trainer": trainer,
     "summary": summary,
     "audit": audit,
+    "rescore": rescore,
     "export": export,
     "tokens": tokens,
     "init-model": init_model,
@@ -71,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         first_line = (module.__doc__ or "").splitlines()[0].removeprefix(f"`headrace {name}`: ")
         command = commands.add_parser(name, help=first_line, description=first_line, allow_abbrev=False)
         module.configure(command)
-    dotted = bool(argv) and argv[0] in ("probe", "check-algorithm")
+    dotted = bool(argv) and argv[0] in ("probe", "check-algorithm", "rescore")
     overridden = dotted or (argv and argv[0] in ("rl", "sft", "serve"))
     own, overrides = separate_overrides(argv, dotted=dotted) if overridden else (list(argv), [])
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))

@@ -1,0 +1,204 @@
+"""`headrace rescore`: what another algorithm would have made of a run's saved rollouts; nothing is sampled."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config.algorithms import AlgoConfig
+    from headrace.config.run import RunConfig
+    from headrace.orchestrator.rescoring import Outcome, Progress
+    from headrace.orchestrator.rollout_files import RolloutFiles
+
+PIPE_WIDTH = 120
+"""Columns where there is no terminal to fit into."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument("--steps", metavar="A:B", type=_span, default=(None, None), help="only these steps [all saved]")
+    parser.add_argument("--algo", metavar="TYPE", help="the algorithm [the run's own: then nothing may differ]")
+    parser.add_argument("--length-penalty", metavar="TYPE", help="its length penalty: linear, tokens, turns, overlong")
+    parser.add_argument("--env", metavar="NAME", help="only this environment of the run")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="where to write the plot [RUN]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.epilog = (
+        "Keys of the algorithm: --algo.key value, for example --algo.length_penalty.coef 0.5 or "
+        "--algo.teacher.name NAME --algo.teacher.base_url http://host:port/v1"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from headrace.config.rescore import refuse_what_cannot_be_rescored, with_algorithm
+    from headrace.errors import BadInput
+    from headrace.launch.own_code import find_code_of
+    from headrace.launch.saved_config import read_rl_run, run_directory
+    from headrace.orchestrator.rescoring import rescore_run
+    from headrace.orchestrator.rollout_files import RolloutFiles
+
+    env: str | None = arguments.env
+    was = read_rl_run(arguments.run)
+    saved = run_directory(was)
+    find_code_of(saved)
+    now = with_algorithm(was, arguments.algo, arguments.length_penalty, arguments.overrides, env)
+    before, after = _algorithms(was, env), _algorithms(now, env)
+    for name, algo in after.items():
+        refuse_what_cannot_be_rescored(name, before[name], algo)
+    root, files = saved.root, RolloutFiles(saved.rollouts)
+    steps = _chosen(files, arguments.steps)
+    with _progress() as progress:
+        outcome = asyncio.run(rescore_run(now.orchestrator, files, steps, env, progress))
+    if not outcome.comparison.rollouts:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in outcome.left_out.items()) or "there were none"
+        raise BadInput(f"no rollout of these steps was credited with its group: {reasons}")
+    own = before == after
+    labels = _label(before), _label(after)
+    title = f"{root.resolve().name}: credit of {_told(steps)}"
+    plot = _draw(arguments.output or root, title, labels, after, outcome)
+    if arguments.json:
+        _print_json(root, steps, labels, outcome, plot)
+    else:
+        _print_tables(title, labels, outcome, own, plot)
+    return 1 if own and not outcome.comparison.same else 0
+
+
+def _algorithms(config: RunConfig, env: str | None) -> dict[str, AlgoConfig]:
+    """By environment."""
+    chosen = (entry for entry in config.orchestrator.train.env if env in (None, entry.name))
+    return {entry.name: config.orchestrator.algo_of(entry) for entry in chosen}
+
+
+def _chosen(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[int]:
+    """The steps that are asked for and on disk."""
+    from headrace.errors import BadInput
+
+    saved = files.steps()
+    if not saved:
+        raise BadInput(f"{files.directory} holds no rollouts: a run saves those of every step there; has it begun?")
+    first, last = span
+    chosen = [step for step in saved if (first is None or step >= first) and (last is None or step <= last)]
+    if not chosen:
+        raise BadInput(
+            f"{files.directory} has none of these steps, but {_told(saved)}: a run keeps the newest "
+            "orchestrator.keep_rollouts steps"
+        )
+    return chosen
+
+
+def _label(algorithms: dict[str, AlgoConfig]) -> str:
+    """The algorithms in words, by environment where they differ."""
+    from headrace.config.rescore import described
+
+    words = {name: described(algo) for name, algo in algorithms.items()}
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{name}: {word}" for name, word in words.items())
+
+
+def _draw(
+    directory: Path, title: str, labels: tuple[str, str], algorithms: dict[str, AlgoConfig], outcome: Outcome
+) -> Path:
+    """Write the plot, and say where."""
+    from headrace.config.rescore import short_name
+    from headrace.observe.rescore_chart import rescore_chart
+    from headrace.transport.files import write_atomically
+
+    name = "-".join(dict.fromkeys(map(short_name, algorithms.values())))
+    path = directory / f"rescore-{name}.svg"
+    write_atomically(path, rescore_chart(title, labels, outcome.comparison, outcome.advantages).encode())
+    return path
+
+
+def _told(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    gaps = "" if len(steps) == steps[-1] - steps[0] + 1 else f" ({len(steps)} of them)"
+    return f"steps {steps[0]} to {steps[-1]}{gaps}"
+
+
+def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, own: bool, plot: Path) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from headrace.observe.rescore_view import view
+
+    comparison = outcome.comparison
+    lines = [
+        f"{title}: {comparison.rollouts:,} rollouts in {comparison.groups:,} groups",
+        f"then: {labels[0]}",
+        f"now:  {labels[1]}",
+    ]
+    if outcome.left_out:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(outcome.left_out.items()))
+        lines.append(f"left out on both sides: {reasons}")
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    console.print(Text("\n".join([*lines, ""])))
+    console.print(view(comparison))
+    console.print(Text("\n".join(["", *_remarks(outcome, own), f"plot: {plot}"])), soft_wrap=True)
+
+
+def _remarks(outcome: Outcome, own: bool) -> list[str]:
+    """What the tables do not say."""
+    comparison = outcome.comparison
+    lines = [f"{name}: {value:.6g}" for name, value in sorted(outcome.counted.items())]
+    lines += [f"{count:,} rollouts would not be trained on: {why}" for why, count in outcome.not_trained.items()]
+    if comparison.same:
+        whose = "the run's own algorithm: " if own else ""
+        lines.append(f"{whose}no difference: every token has the credit that it had, and the same rollouts train")
+    elif own:
+        lines.append(
+            f"the run's own algorithm gives other credit than was saved, by up to {comparison.largest_difference:.3g}; "
+            f"{comparison.changed_sides:,} rollouts train on one side alone. Either it keeps a state from group to "
+            "group, or its code has changed since"
+        )
+    return lines
+
+
+def _print_json(root: Path, steps: Sequence[int], labels: tuple[str, str], outcome: Outcome, plot: Path) -> None:
+    import json
+
+    import msgspec
+
+    told = {
+        "run": str(root),
+        "steps": [steps[0], steps[-1]],
+        "num_steps": len(steps),
+        "algorithms": {"then": labels[0], "now": labels[1]},
+        **msgspec.to_builtins(outcome.comparison),
+        "left_out": outcome.left_out,
+        "not_trained": outcome.not_trained,
+        "counted": outcome.counted,
+        "plot": str(plot),
+    }
+    print(json.dumps(told))
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A line on a terminal that says what is being done."""
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("") as status:
+
+        def tell(what: str, done: int, total: int) -> None:
+            status.update(Text(f"{what} ({done}/{total})"))
+
+        yield tell
+
+
+def _span(text: str) -> tuple[int | None, int | None]:
+    """`A:B` with both in it, either of them left out, or one step alone."""
+    first, colon, last = text.partition(":")
+    parts = [first, last if colon else first]
+    if not any(parts) or not all(part == "" or part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps, as 10:20, 10: or 10 is")
+    return (int(parts[0]) if parts[0] else None, int(parts[1]) if parts[1] else None)

@@ -1,0 +1,121 @@
+"""Which saved rollouts were credited together."""
+
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from headrace.orchestrator.credited_groups import CreditedGroups
+from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.rollout_files import RolloutFiles
+from headrace.rollout.types import Rollout, RolloutError
+
+Row = tuple[int, str]
+"""Draw and drop reason; none: it was shipped."""
+
+
+def save(
+    directory: Path,
+    step: int,
+    *rows: Row,
+    env: str = "env",
+    error: str = "",
+    trainable: bool = True,
+    credited: int | None = None,
+    keep_last: int = 9,
+) -> None:
+    """As many as are saved of a draw were credited together, unless there is another number."""
+    sizes = Counter(draw for draw, _ in rows)
+    made = [
+        (
+            Rollout(
+                env=env,
+                group_id=f"{draw}-0",
+                draw_id=draw,
+                credited=sizes[draw] if credited is None else credited,
+                reward=0.0,
+                trainable=trainable,
+                error=RolloutError(error) if error else None,
+            ),
+            reason,
+        )
+        for draw, reason in rows
+    ]
+    kept = [rollout for rollout, reason in made if not reason]
+    write_rollouts(directory, step, kept, [(rollout, reason) for rollout, reason in made if reason], keep_last)
+
+
+def as_an_older_version_wrote(directory: Path) -> None:
+    """Without the number of those that were credited together."""
+    for file in directory.glob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(["credited"]), file)
+
+
+def groups(directory: Path, *steps: int, env: str | None = None) -> tuple[dict[int, list[list[int]]], dict[str, int]]:
+    """By step the groups as lists of draws, and how many were left out why."""
+    found = CreditedGroups(RolloutFiles(directory), steps, env)
+    told = {step: [[saved.rollout.draw_id for saved in group] for group in found.of_step(step)] for step in steps}
+    return told, dict(found.left_out)
+
+
+def test_a_step_has_its_groups_in_the_order_of_their_draws_filtered_members_included(tmp_path: Path):
+    save(tmp_path, 1, (7, ""), (3, ""), (7, "gibberish"), (3, ""), (5, "zero_advantage"), (5, "zero_advantage"))
+    assert groups(tmp_path, 1) == ({1: [[3, 3], [5, 5], [7, 7]]}, {})
+
+
+def test_a_group_in_two_files_counts_once_it_is_whole(tmp_path: Path):
+    save(tmp_path, 1, (3, "gibberish"), credited=3)
+    save(tmp_path, 2, (3, ""), (3, ""), credited=3)
+    save(tmp_path, 3, (4, ""))
+    assert groups(tmp_path, 1, 2, 3) == ({1: [], 2: [[3, 3, 3]], 3: [[4]]}, {})
+
+
+def test_a_group_of_which_a_part_is_in_another_step_is_left_out(tmp_path: Path):
+    save(tmp_path, 1, (3, "gibberish"), credited=3)
+    save(tmp_path, 2, (3, ""), (3, ""), (4, ""), (4, ""), (4, ""), credited=3)
+    assert groups(tmp_path, 2) == ({2: [[4, 4, 4]]}, {"incomplete": 3})
+
+
+def test_a_group_of_which_a_part_was_deleted_is_left_out(tmp_path: Path):
+    save(tmp_path, 1, (3, "gibberish"), (3, "gibberish"), credited=4)
+    save(tmp_path, 2, (3, ""), (3, ""), credited=4, keep_last=1)
+    assert groups(tmp_path, 2) == ({2: []}, {"incomplete": 2})
+
+
+def test_what_a_killed_run_had_saved_of_a_group_is_no_group(tmp_path: Path):
+    save(tmp_path, 1, (3, "gibberish"), credited=4)
+    save(tmp_path, 2, *[(4, "")] * 4)
+    assert groups(tmp_path, 1, 2) == ({1: [], 2: [[4] * 4]}, {"incomplete": 1})
+
+
+def test_in_an_older_file_a_group_is_what_was_saved_of_it(tmp_path: Path):
+    save(tmp_path, 1, (3, ""), (3, ""), credited=4)
+    as_an_older_version_wrote(tmp_path)
+    assert groups(tmp_path, 1) == ({1: [[3, 3]]}, {})
+
+
+def test_groups_that_were_given_up_are_left_out_whole(tmp_path: Path):
+    save(tmp_path, 1, (3, "gibberish"), (3, "off_policy"), (4, "max_steps"), (5, ""))
+    assert groups(tmp_path, 1) == ({1: [[5]]}, {"off_policy": 2, "max_steps": 1})
+
+
+def test_what_failed_or_is_not_trainable_was_never_credited(tmp_path: Path):
+    save(tmp_path, 1, (3, "timeout"), error="timeout")
+    save(tmp_path, 2, (4, "not_trainable"), trainable=False)
+    save(tmp_path, 3, (4, ""))
+    assert groups(tmp_path, 1, 2, 3) == ({1: [], 2: [], 3: [[4]]}, {"timeout": 1, "not_trainable": 1})
+
+
+def test_another_environment_is_none_of_its_business(tmp_path: Path):
+    save(tmp_path, 1, (3, ""), env="one")
+    save(tmp_path, 2, (4, ""), env="two")
+    assert groups(tmp_path, 1, 2, env="two") == ({1: [], 2: [[4]]}, {})
+
+
+def test_a_group_that_a_full_file_has_cut_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.orchestrator.credited_groups.DUMPED_DROPS", 3)
+    save(tmp_path, 1, (3, "zero_advantage"), (4, "zero_advantage"), (4, "zero_advantage"), credited=2)
+    assert groups(tmp_path, 1) == ({1: [[4, 4]]}, {"incomplete": 1})
+    as_an_older_version_wrote(tmp_path)  # which leaves out what may have been cut
+    assert groups(tmp_path, 1) == ({1: [[4, 4]]}, {"incomplete": 1})
