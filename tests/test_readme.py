@@ -53,13 +53,21 @@ def test_the_dry_run_prints_a_run_file_that_loads(capfd: pytest.CaptureFixture[s
 
 
 def test_the_run_file_loads_and_agrees_with_the_example():
-    (text,) = blocks("toml")
+    text, _ = blocks("toml")
     shown, _ = validate(RunConfig, tomllib.loads(text), "README")
     example = tomllib.loads((REPOSITORY / "examples/reverse-text/rl.toml").read_text())
     for key in ("output_dir", "max_steps", "seq_len"):
         assert str(getattr(shown, key)) == str(example[key])
     assert shown.trainer.optim.lr == example["trainer"]["optim"]["lr"]
     assert shown.orchestrator.batch_size == example["orchestrator"]["batch_size"]
+
+
+def test_the_algorithms_of_two_environments_are_as_the_page_says():
+    run, algorithms = (tomllib.loads(text) for text in blocks("toml"))
+    run["orchestrator"] |= algorithms["orchestrator"]
+    config, _ = validate(RunConfig, run, "README")
+    first, second = (config.orchestrator.algo_of(env) for env in config.orchestrator.train.env)
+    assert (first.type, second.type) == ("grpo", "max_rl")
 
 
 async def test_the_environment_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

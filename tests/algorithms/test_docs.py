@@ -1,0 +1,93 @@
+"""What docs/algorithms.md shows is what runs."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from headrace.algorithms.conformance.stage import SEQ_LEN, StandIn
+from headrace.algorithms.registry import make_algorithm
+from headrace.cli.main import main, parse
+from headrace.config.algorithms import AlgoConfig
+from headrace.config.base import Tree, validate
+from headrace.config.orchestrator import OrchestratorConfig
+from tests.algorithms.groups import advantages, make_group
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = (REPOSITORY / "docs" / "algorithms.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCS, re.DOTALL | re.MULTILINE)
+RLOO, STANDARD = [text for language, text in BLOCKS if language == "python"]
+SECTIONS = [text for language, text in BLOCKS if language == "toml"]
+PLAIN = [text for language, text in BLOCKS if not language]
+(CAPTURE,) = [text for text in PLAIN if text.startswith("$")]
+COMMANDS = [line.split("#")[0].split()[1:] for text in PLAIN if text != CAPTURE for line in text.splitlines()]
+
+
+def cells(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading."""
+    table = re.search(r"^\|.*?\n\n", DOCS.partition(heading)[2], re.DOTALL | re.MULTILINE)
+    assert table is not None
+    rows = table.group().strip().splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def test_the_example_is_the_file_that_ships():
+    assert (REPOSITORY / "examples/custom-algorithm/algorithm.py").read_text() == RLOO
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_is_understood_and_its_files_are_there(command: list[str]):
+    assert parse(command).command == command[0]
+    assert all((REPOSITORY / word).is_file() for word in command if word.endswith(".toml"))
+
+
+def test_the_capture_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command, _, shown = CAPTURE.partition("\n")
+    (tmp_path / "standard.py").write_text(STANDARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delitem(sys.modules, "standard", raising=False)
+    with pytest.warns(RuntimeWarning, match="invalid value"):
+        assert main(command.removeprefix("$ headrace ").split()) == 1
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
+
+
+@pytest.mark.parametrize("text", SECTIONS, ids=lambda text: text.splitlines()[1])
+def test_every_section_is_a_valid_one(text: str):
+    tree: Tree = {"seq_len": 64, **tomllib.loads(text)["orchestrator"]}
+    validate(OrchestratorConfig, tree, "docs")
+
+
+def test_every_type_is_listed():
+    union, *_ = get_args(AlgoConfig)
+    types = {get_args(kind)[0].model_fields["type"].default for kind in get_args(union)}
+    ours = {kind for kind in types if isinstance(kind, str)}
+    assert {row[0].strip("`") for row in cells("## Those that ship")} == ours
+
+
+@pytest.mark.parametrize("row", cells("## Length penalties"), ids=lambda row: row[0])
+async def test_the_worked_examples_come_to_these_numbers(row: list[str]):
+    settings, rewards, tokens, credit = row
+    section = {"type": "grpo", **tomllib.loads(settings.strip("`"))}
+    config, _ = validate(OrchestratorConfig, {"seq_len": SEQ_LEN, "algo": section}, "docs")
+    algorithm = make_algorithm(config.algo, seq_len=1000, connect=lambda _: StandIn())
+    group = make_group(numbers(rewards), [int(length) for length in numbers(tokens)])
+    await algorithm.score_group(group)
+    assert advantages(group) == pytest.approx(numbers(credit), abs=1e-5)
+
+
+def test_what_is_logged_is_what_algorithms_count():
+    source = "".join(file.read_text() for file in (REPOSITORY / "src/headrace/algorithms").glob("*.py"))
+    counted = set(re.findall(r'tally\.(?:count|mean|largest)\("(\w+)"', source))
+    listed = {name for row in cells("## What is logged") for name in re.findall(r"`(\w+)`", row[0])}
+    assert listed == counted
