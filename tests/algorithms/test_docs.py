@@ -12,8 +12,9 @@ from headrace.algorithms.conformance.stage import SEQ_LEN, StandIn
 from headrace.algorithms.registry import make_algorithm
 from headrace.cli.main import main, parse
 from headrace.config.algorithms import AlgoConfig
-from headrace.config.base import Tree, validate
+from headrace.config.base import Tree, load, validate
 from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.run import RunConfig
 from tests.algorithms.groups import advantages, make_group
 
 REPOSITORY = Path(__file__).parents[2]
@@ -46,6 +47,20 @@ def test_the_example_is_the_file_that_ships():
 def test_every_command_is_understood_and_its_files_are_there(command: list[str]):
     assert parse(command).command == command[0]
     assert all((REPOSITORY / word).is_file() for word in command if word.endswith(".toml"))
+
+
+@pytest.mark.parametrize("row", cells("## Examples, and what"), ids=lambda row: row[1])
+def test_every_example_loads_and_has_the_algorithm_that_the_page_says(row: list[str]):
+    command, told = row
+    files = [REPOSITORY / file for file in command.strip("`").split()[2:]]
+    config, _ = load(RunConfig, files)
+    chosen = {config.orchestrator.algo_of(env).type for env in config.orchestrator.train.env}
+    assert chosen and all(name in told for name in chosen)
+
+
+@pytest.mark.parametrize("picture", re.findall(r"!\[.*?\]\((.*?)\)", DOCS))
+def test_every_picture_is_there(picture: str):
+    assert (REPOSITORY / "docs" / picture).is_file()
 
 
 def test_the_capture_is_what_the_command_prints(
