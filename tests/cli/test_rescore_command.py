@@ -180,6 +180,21 @@ def test_a_length_penalty_gives_a_solved_group_a_signal(run: Run, capsys: pytest
     assert [s["name"] for s in found["by_environment"]] == ["copy"]
 
 
+def test_a_length_penalty_is_added_to_the_credit_of_an_algorithm_that_takes_none_in_a_run(
+    run: Run, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--algo", "max_rl", "--length-penalty", "linear", "--env", "copy"]
+    found = told(capsys, run, *words)
+    # max_rl on the worked group gives 1 and -1, the penalty .25 * .5 * [.1, .2, .1, .2] around its mean
+    assert found["now"]["advantages"]["highest"] == pytest.approx(1.00625)
+    assert found["now"]["advantages"]["lowest"] == pytest.approx(-1.00625)
+    assert found["now"]["rollouts_that_train"] == 6  # of the solved group the shortest and the longest
+    assert found["algorithms"]["now"] == "max_rl (linear length penalty)"
+    assert main(["rescore", str(run.dir.root), *words]) == 0
+    assert "max_rl takes no length penalty in a run, grpo and echo do" in capsys.readouterr().out
+    assert (run.dir.root / "rescore-max_rl-linear.svg").is_file()
+
+
 def test_a_key_alone_changes_the_runs_own_algorithm(run: Run, capsys: pytest.CaptureFixture[str]):
     found = told(capsys, run, "--length-penalty", "linear", "--algo.length_penalty.coef", "0.5", "--steps", "1")
     assert found["algorithms"]["now"] == "grpo (linear length penalty coef = 0.5)"
@@ -220,7 +235,18 @@ def test_ones_own_algorithm_sees_the_tasks_of_the_run(run: Run, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--algo max_rl --length-penalty linear", "max_rl has no length_penalty: it is a key of grpo and echo alone"),
+        (
+            "--algo max_rl --algo.length_penalty.type linear",
+            "max_rl has no length_penalty: it is a key of grpo and echo",
+        ),
+        (
+            "--algo max_rl --length-penalty short",
+            "set type to the kind of length penalty: linear, tokens, turns, overlong",
+        ),
+        (
+            "--algo opd --length-penalty linear --algo.teacher.name big --algo.teacher.base_url http://localhost:9/v1",
+            "opd gives no credit that a length penalty could be added to",
+        ),
         ("--algo gpro", "no such algorithm as 'gpro'. Did you mean grpo?"),
         ("--algo opd", "opd needs a teacher: set teacher.name"),
         ("--algo opsd", "opsd asks the policy how likely it finds each sample, and the policy of that time is gone"),

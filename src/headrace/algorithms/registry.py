@@ -103,7 +103,7 @@ def _group_credit(config: GrpoConfig | EchoConfig, seq_len: int) -> GroupCredit:
     return GroupCredit(
         normalize=config.normalize,
         length_weighted=config.length_weighted_baseline,
-        penalty=None if config.length_penalty is None else _penalty(config.length_penalty, seq_len),
+        penalty=None if config.length_penalty is None else make_penalty(config.length_penalty, seq_len),
         terms=_terms(config),
     )
 
@@ -116,7 +116,7 @@ def _echo_filter(config: EchoConfig) -> Callable[..., Any] | None:
     return None if config.filter is None else _function(config.filter, "filter of echo")
 
 
-def _penalty(config: LengthPenaltyConfig, seq_len: int) -> LengthPenalty:
+def make_penalty(config: LengthPenaltyConfig, seq_len: int) -> LengthPenalty:
     match config:
         case LinearPenaltyConfig(normalize_by="group_max"):
             weights = config.output_weight, config.input_weight, config.turns_weight

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.config.algorithms import AlgoConfig
-    from headrace.config.run import RunConfig
+    from headrace.config.length_penalty import LengthPenaltyConfig
     from headrace.orchestrator.rescoring import Outcome, Progress
     from headrace.orchestrator.rollout_files import RolloutFiles
 
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from headrace.config.rescore import refuse_what_cannot_be_rescored, with_algorithm
+    from headrace.config.rescore import Question, refuse_what_cannot_be_rescored, short_name, with_algorithm
     from headrace.errors import BadInput
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import read_rl_run, run_directory
@@ -46,32 +46,32 @@ def run(arguments: argparse.Namespace) -> int:
     was = read_rl_run(arguments.run)
     saved = run_directory(was)
     find_code_of(saved)
-    now = with_algorithm(was, arguments.algo, arguments.length_penalty, arguments.overrides, env)
-    before, after = _algorithms(was, env), _algorithms(now, env)
+    asked = with_algorithm(was, arguments.algo, arguments.length_penalty, arguments.overrides, env)
+    penalties = asked.added_penalties
+    before, after = Question(was, {}).algorithms(env), asked.algorithms(env)
     for name, algo in after.items():
-        refuse_what_cannot_be_rescored(name, before[name], algo)
+        refuse_what_cannot_be_rescored(name, before[name], algo, penalties.get(name))
     root, files = saved.root, RolloutFiles(saved.rollouts)
     steps = _chosen(files, arguments.steps)
     with _progress() as progress:
-        outcome = asyncio.run(rescore_run(now.orchestrator, files, steps, env, progress))
+        outcome = asyncio.run(rescore_run(asked.config.orchestrator, files, steps, env, progress, penalties))
     if not outcome.comparison.rollouts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in outcome.left_out.items()) or "there were none"
         raise BadInput(f"no rollout of these steps was credited with its group: {reasons}")
-    own = before == after
-    labels = _label(before), _label(after)
+    own = before == after and not penalties
+    labels = _label(before, {}), _label(after, penalties)
     title = f"{root.resolve().name}: credit of {_told(steps)}"
-    plot = _draw(arguments.output or root, title, labels, after, outcome)
+    name = "-".join(dict.fromkeys(short_name(algo, penalties.get(env)) for env, algo in after.items()))
+    plot = _draw(arguments.output or root, name, title, labels, outcome)
     if arguments.json:
         _print_json(root, steps, labels, outcome, plot)
     else:
         _print_tables(title, labels, outcome, own, plot)
+        for name in penalties:
+            print(
+                f"{after[name].type} takes no length penalty in a run, grpo and echo do: here it is added to its credit"
+            )
     return 1 if own and not outcome.comparison.same else 0
-
-
-def _algorithms(config: RunConfig, env: str | None) -> dict[str, AlgoConfig]:
-    """By environment."""
-    chosen = (entry for entry in config.orchestrator.train.env if env in (None, entry.name))
-    return {entry.name: config.orchestrator.algo_of(entry) for entry in chosen}
 
 
 def _chosen(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[int]:
@@ -91,25 +91,21 @@ def _chosen(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[in
     return chosen
 
 
-def _label(algorithms: dict[str, AlgoConfig]) -> str:
+def _label(algorithms: dict[str, AlgoConfig], penalties: dict[str, LengthPenaltyConfig]) -> str:
     """The algorithms in words, by environment where they differ."""
     from headrace.config.rescore import described
 
-    words = {name: described(algo) for name, algo in algorithms.items()}
+    words = {name: described(algo, penalties.get(name)) for name, algo in algorithms.items()}
     if len(set(words.values())) == 1:
         return next(iter(words.values()))
     return "; ".join(f"{name}: {word}" for name, word in words.items())
 
 
-def _draw(
-    directory: Path, title: str, labels: tuple[str, str], algorithms: dict[str, AlgoConfig], outcome: Outcome
-) -> Path:
+def _draw(directory: Path, name: str, title: str, labels: tuple[str, str], outcome: Outcome) -> Path:
     """Write the plot, and say where."""
-    from headrace.config.rescore import short_name
     from headrace.observe.rescore_chart import rescore_chart
     from headrace.transport.files import write_atomically
 
-    name = "-".join(dict.fromkeys(map(short_name, algorithms.values())))
     path = directory / f"rescore-{name}.svg"
     write_atomically(path, rescore_chart(title, labels, outcome.comparison, outcome.advantages).encode())
     return path

@@ -349,6 +349,16 @@ def sampling_source(algo: AlgoConfig) -> FrozenModelConfig | None:
     return None if algo.sampling.source == "policy" else algo.sampling.source
 
 
+def takes_length_penalty(kind: str) -> bool:
+    """Whether a length penalty is part of this type's credit."""
+    return "length_penalty" in _OURS.get(kind, ImportedAlgoConfig).model_fields
+
+
+def has_rl_credit(algo: AlgoConfig) -> bool:
+    """Whether its credit is advantages; of one's own class only that class can tell."""
+    return not isinstance(algo, OpdConfig | OpsdConfig | SftAlgoConfig)
+
+
 def hints_the_policy(algo: AlgoConfig) -> bool:
     """Whether the policy's own engines score samples with something before them."""
     return isinstance(algo, OpsdConfig | RlcsdConfig) and algo.teacher == "policy"

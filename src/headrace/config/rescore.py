@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headrace.config.algorithm_keys import put_algorithm_keys
-from headrace.config.algorithms import AlgoConfig, SftAlgoConfig, hints_the_policy, sampling_source
-from headrace.config.base import ConfigError, Tree, validate
+from headrace.config.algorithms import (
+    AlgoConfig,
+    SftAlgoConfig,
+    has_rl_credit,
+    hints_the_policy,
+    sampling_source,
+    takes_length_penalty,
+)
+from headrace.config.base import Config, ConfigError, Tree, validate
+from headrace.config.length_penalty import LengthPenaltyConfig
 from headrace.config.model_reference import FrozenModelConfig
 from headrace.config.run import RunConfig
 
 
+class Question(NamedTuple):
+    """A run as if it had another algorithm."""
+
+    config: RunConfig
+    added_penalties: dict[str, LengthPenaltyConfig]
+    """By environment: of algorithms that take none in a run, but what would one do?"""
+
+    def algorithms(self, env: str | None) -> dict[str, AlgoConfig]:
+        """By environment."""
+        chosen = (entry for entry in self.config.orchestrator.train.env if env in (None, entry.name))
+        return {entry.name: self.config.orchestrator.algo_of(entry) for entry in chosen}
+
+
 def with_algorithm(
     config: RunConfig, kind: str | None, length_penalty: str | None, overrides: Sequence[str], env: str | None
-) -> RunConfig:
+) -> Question:
     """The same run with this algorithm for every environment, or for one.
 
     Without `kind` each environment keeps its own. `overrides` are written as on a command line, `--algo.key value`.
@@ -30,16 +52,35 @@ def with_algorithm(
     sections = [entry["algo"] for entry in entries if "algo" in entry]
     if len(sections) < len(entries):  # some inherit theirs
         sections.append(tree["algo"])
+    added: dict[int, Tree] = {}
     for section in sections:
         if length_penalty is not None:
             section["length_penalty"] = {"type": length_penalty}
         put_algorithm_keys(section, overrides)
+        if length_penalty is not None and not takes_length_penalty(str(section.get("type"))):
+            added[id(section)] = section.pop("length_penalty")
+    penalties = {
+        entry["name"]: validate(_Penalty, {"length_penalty": penalty}, "command line")[0].length_penalty
+        for entry in entries
+        if (penalty := added.get(id(entry.get("algo", tree["algo"])))) is not None
+    }
     whole = {**config.model_dump(mode="json", exclude_none=True), "orchestrator": tree}
-    return validate(RunConfig, whole, "command line")[0]
+    return Question(validate(RunConfig, whole, "command line")[0], penalties)
 
 
-def refuse_what_cannot_be_rescored(env: str, was: AlgoConfig, algo: AlgoConfig) -> None:
+class _Penalty(Config):
+    length_penalty: LengthPenaltyConfig
+
+
+def refuse_what_cannot_be_rescored(
+    env: str, was: AlgoConfig, algo: AlgoConfig, penalty: LengthPenaltyConfig | None
+) -> None:
     """Raise where saved rollouts do not hold what the algorithm needs."""
+    if penalty is not None and not has_rl_credit(algo):
+        raise ConfigError(
+            f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to: leave it out, "
+            "or choose another algorithm"
+        )
     if isinstance(algo, SftAlgoConfig):
         raise ConfigError(
             f"environment {env!r}: sft trains on what its teacher writes, and these rollouts are the policy's "
@@ -60,11 +101,11 @@ def refuse_what_cannot_be_rescored(env: str, was: AlgoConfig, algo: AlgoConfig) 
         )
 
 
-def described(algo: AlgoConfig) -> str:
+def described(algo: AlgoConfig, added: LengthPenaltyConfig | None = None) -> str:
     """An algorithm in a few words: its type, and what is not as it is by default."""
     settings = algo.model_dump(mode="json", exclude_defaults=True, exclude={"type", "length_penalty", "teacher"})
     words = [f"{key} = {value}" for key, value in settings.items()]
-    penalty = getattr(algo, "length_penalty", None)
+    penalty = added or getattr(algo, "length_penalty", None)
     if penalty is not None:
         changed = penalty.model_dump(mode="json", exclude_defaults=True, exclude={"type"})
         words.insert(0, " ".join([f"{penalty.type} length penalty", *(f"{k} = {v}" for k, v in changed.items())]))
@@ -74,8 +115,8 @@ def described(algo: AlgoConfig) -> str:
     return f"{algo.type} ({', '.join(words)})" if words else algo.type
 
 
-def short_name(algo: AlgoConfig) -> str:
+def short_name(algo: AlgoConfig, added: LengthPenaltyConfig | None = None) -> str:
     """An algorithm as part of a file's name."""
-    penalty = getattr(algo, "length_penalty", None)
+    penalty = added or getattr(algo, "length_penalty", None)
     name = algo.type.rpartition(":")[2]
     return name if penalty is None else f"{name}-{penalty.type}"

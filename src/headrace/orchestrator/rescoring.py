@@ -9,9 +9,10 @@ step in the order in which they were drawn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import cast
 
 import msgspec
@@ -19,7 +20,8 @@ import numpy as np
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm, Host
-from headrace.algorithms.registry import make_algorithm
+from headrace.algorithms.penalized import Penalized
+from headrace.algorithms.registry import make_algorithm, make_penalty
 from headrace.algorithms.rescore import Member, Rescored, rescore
 from headrace.config.algorithms import (
     AlgoConfig,
@@ -29,6 +31,7 @@ from headrace.config.algorithms import (
     ImportedAlgoConfig,
     OpsdConfig,
 )
+from headrace.config.length_penalty import LengthPenaltyConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig, ZeroAdvantageConfig, filter_name
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
@@ -75,12 +78,20 @@ class GonePolicy:
 
 
 async def rescore_run(
-    config: OrchestratorConfig, files: RolloutFiles, steps: Sequence[int], env: str | None, progress: Progress
+    config: OrchestratorConfig,
+    files: RolloutFiles,
+    steps: Sequence[int],
+    env: str | None,
+    progress: Progress,
+    penalties: Mapping[str, LengthPenaltyConfig] = MappingProxyType({}),
 ) -> Outcome:
-    """Credit what was saved in these steps as `config` says, and compare it with the credit that it has."""
+    """Credit what was saved in these steps as `config` says, and compare it with the credit that it has.
+
+    `penalties` come on top, for the algorithms of these environments, which take none of their own.
+    """
     async with AsyncExitStack() as stack:
         entries = [entry for entry in config.train.env if env in (None, entry.name)]
-        desks = {entry.name: await _desk(config, entry, stack) for entry in entries}
+        desks = {entry.name: await _desk(config, entry, penalties.get(entry.name), stack) for entry in entries}
         groups = CreditedGroups(files, steps, env, partial(progress, "looking for groups"))
         collector, not_trained = Collector(), Counter[str]()
         for number, step in enumerate(steps):
@@ -142,14 +153,18 @@ async def _rescore_step(
     ]
 
 
-async def _desk(config: OrchestratorConfig, entry: TrainEnvConfig, stack: AsyncExitStack) -> _Desk:
+async def _desk(
+    config: OrchestratorConfig, entry: TrainEnvConfig, penalty: LengthPenaltyConfig | None, stack: AsyncExitStack
+) -> _Desk:
     """The algorithm, set up; closed with the stack."""
     assert config.seq_len is not None
     algo = config.algo_of(entry)
     algorithm = make_algorithm(algo, seq_len=config.seq_len, connect=frozen_model)
     algorithm.host = cast(Host, _Host(config, entry))
-    stack.push_async_callback(algorithm.close)
     await algorithm.setup()
+    stack.push_async_callback(algorithm.close)
+    if penalty is not None:
+        algorithm = Penalized(algorithm, make_penalty(penalty, config.seq_len))
     tasks = _tasks(entry, algo) if _may_look_at_tasks(algo) else None
     return _Desk(entry.name, algorithm, tasks, isinstance(algo, EchoConfig))
 
