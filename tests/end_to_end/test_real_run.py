@@ -115,6 +115,7 @@ def test_without_restarts_a_killed_trainer_ends_the_run_by_name_and_a_resume_los
     assert draws_trained_once(run)
 
 
+@pytest.mark.full  # the kills of test_chaos are among the fast ones
 def test_processes_killed_one_after_another_are_started_again_and_the_run_ends_as_if_nothing_had_been(
     tmp_path: Path, tiny_model: Path
 ):
