@@ -116,17 +116,19 @@ def test_a_teacher_that_is_not_there_is_told_before_anything_is_sampled(tmp_path
     assert not RunDir(tmp_path / "run").rollouts.exists()
 
 
-EXAMPLES: dict[str, tuple[str, dict[str, set[str]], str]] = {
-    "max-rl": ("reverse-text", {"reverse-text": {"rl"}}, ""),
-    "opsd": ("reverse-text", {"reverse-text": {"ref_kl"}}, "algo/reverse-text/prefills"),
-    "rlcsd": ("reverse-text", {"reverse-text": {"rl"}}, "algo/reverse-text/modulated_fraction"),
-    "length-penalty": ("reverse-text", {"wordy": {"rl"}}, ""),
-    "echo": ("calculator", {"calculator": {"rl", "ce"}}, ""),
-    "opd": ("reverse-text", {"reverse-text": {"ref_kl"}}, "algo/reverse-text/prefills"),
-    "sft-distillation": ("reverse-text", {"reverse-text": {"ce"}}, ""),
-    "mixed": ("reverse-text", {"short": {"rl"}, "long": {"ref_kl"}}, "algo/long/prefills"),
+WORDS, CALCULATOR = "reverse-text/rl.toml", "calculator/rl.toml"
+EXAMPLES: dict[str, tuple[list[str], dict[str, set[str]], str]] = {
+    "max_rl": ([WORDS, "algorithms/max-rl.toml"], {"reverse-text": {"rl"}}, ""),
+    "opsd": ([WORDS, "algorithms/opsd.toml"], {"reverse-text": {"ref_kl"}}, "algo/reverse-text/prefills"),
+    "rlcsd": ([WORDS, "algorithms/rlcsd.toml"], {"reverse-text": {"rl"}}, "algo/reverse-text/modulated_fraction"),
+    "penalty": ([WORDS, "algorithms/length-penalty.toml"], {"wordy": {"rl"}}, ""),
+    "echo": ([CALCULATOR, "algorithms/echo.toml"], {"calculator": {"rl", "ce"}}, ""),
+    "opd": ([WORDS, "algorithms/opd.toml"], {"reverse-text": {"ref_kl"}}, "algo/reverse-text/prefills"),
+    "sft": ([WORDS, "algorithms/sft-distillation.toml"], {"reverse-text": {"ce"}}, ""),
+    "mixed": ([WORDS, "algorithms/mixed.toml"], {"short": {"rl"}, "long": {"ref_kl"}}, "algo/long/prefills"),
+    "custom": (["custom-algorithm/rl.toml"], {"reverse-text": {"rl"}}, "algo/reverse-text/solved"),
 }
-"""Of each the example that it goes on from, the losses of its environments, and what it counts."""
+"""Of each its files, the losses of its environments, and what it counts."""
 
 
 @pytest.mark.full
@@ -135,25 +137,24 @@ EXAMPLES: dict[str, tuple[str, dict[str, set[str]], str]] = {
 def test_every_example_learns_by_the_losses_of_its_algorithm(
     example: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    base, losses, counted = EXAMPLES[example]
+    names, losses, counted = EXAMPLES[example]
     shared = tmp_path_factory.getbasetemp()
     monkeypatch.setenv("HEADRACE_CACHE", str(shared / "cache"))
-    folder = REPOSITORY / "examples"
-    files = [folder / base / "rl.toml", folder / "algorithms" / f"{example}.toml"]
+    files = [REPOSITORY / "examples" / name for name in names]
     run = tmp_path / "run"
-    if "8001" not in files[1].read_text():
+    if "8001" not in files[-1].read_text():
         code, output = headrace("rl", *files, "--output_dir", run, timeout=3000)
     else:
         with served(teacher_model(shared / "teacher")) as (_, url):
             taught = tmp_path / "taught.toml"
-            taught.write_text(files[1].read_text().replace("http://127.0.0.1:8001/v1", url))
+            taught.write_text(files[-1].read_text().replace("http://127.0.0.1:8001/v1", url))
             code, output = headrace("rl", files[0], taught, "--output_dir", run, timeout=3000)
     assert code == 0, output
     summary = json.loads(headrace("summary", run, "--json")[1])
     assert summary["reward_end"] >= 1.3 * summary["reward_start"]
     assert trained_components(RunDir(run)) == losses
     assert not counted or count(RunDir(run), counted) > 10
-    if example == "length-penalty":
+    if example == "penalty":
         lengths = [
             record["decode_len/all/mean"]
             for record in read_metrics(run / "metrics.jsonl")
