@@ -70,3 +70,10 @@ def test_more_kinds_than_colours_are_all_drawn_and_named_inside_the_picture():
         for path in page.findall("svg:path[@stroke-width='2.5']", NAMESPACE)
     ]
     assert len(set(styles)) == len(kinds)
+
+
+def test_lines_that_end_alike_have_their_values_side_by_side():
+    drawn = comparison_chart("runs", {"grpo": [[(0, 0.1), (2, 0.9)]], "opd": [[(0, 0.1), (1, 0.9)]]})
+    heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>0\.9<', drawn)]
+    assert len(heights) == 2
+    assert abs(heights[0] - heights[1]) >= 15

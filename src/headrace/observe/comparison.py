@@ -13,6 +13,8 @@ from headrace.observe.plot import HEIGHT, LEFT, RIGHT, WIDTH, Frame, Points, axe
 
 COLORS = ("#f0883e", "#6cb6ff", "#3fb950", "#d2a8ff", "#e3b341", "#f778ba")
 DASHES = ("", "9 5", "2 5", "12 4 2 4")
+SPACING = 15
+"""Between the last values of two lines."""
 ROW = 20
 """Height of a row of the legend; all but the first are below the chart."""
 
@@ -29,6 +31,7 @@ def comparison_chart(title: str, curves: Mapping[str, Sequence[Points]], level: 
     body = axes(frame, ticks(0.0, last, 8, whole=True), y_ticks)
     for number, spread in enumerate(spreads):
         body += _band(frame, spread, number)
+    body += _last_values(frame, spreads)
     names = [name if spread else f"{name} (no step in common)" for name, spread in zip(curves, spreads, strict=True)]
     legend, rows = _legend(names)
     if level is not None:
@@ -54,12 +57,21 @@ def _band(frame: Frame, spread: Sequence[tuple[float, Sequence[float]]], number:
     below = [(x, min(values)) for x, values in reversed(spread)]
     mean = [(x, sum(values) / len(values)) for x, values in spread]
     color = COLORS[number % len(COLORS)]
-    last_x, last_y = mean[-1]
     return [
         f'<path d="{frame.path([*above, *below])}Z" fill="{color}" fill-opacity="0.15"/>',
         f'<path d="{frame.path(mean)}" {_line(number)}/>',
-        text(float(frame.x(last_x)) + 9, float(frame.y(last_y)) + 4.5, f"{last_y:.3g}", color=color),
     ]
+
+
+def _last_values(frame: Frame, spreads: Sequence[Sequence[tuple[float, Sequence[float]]]]) -> list[str]:
+    """What each line came to, beside the chart, as far apart as it takes to be read."""
+    ends = [(sum(spread[-1][1]) / len(spread[-1][1]), number) for number, spread in enumerate(spreads) if spread]
+    parts: list[str] = []
+    free = -math.inf
+    for value, number in sorted(ends, reverse=True):
+        free = max(float(frame.y(value)) + 4.5, free + SPACING)
+        parts.append(text(WIDTH - RIGHT + 9, free, f"{value:.3g}", color=COLORS[number % len(COLORS)]))
+    return parts
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], int]:
