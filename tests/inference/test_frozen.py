@@ -67,7 +67,7 @@ class Teacher:
         await self._runner.cleanup()
 
     def model(self, **options: Any) -> FrozenModel:
-        return FrozenModel("teacher", [f"{self.root}/v1"], **{"timeout": 5, "retry_for": 0, **options})
+        return FrozenModel(ServedModel("teacher", [f"{self.root}/v1"], **{"timeout": 5, "retry_for": 0, **options}))
 
     def count(self, path: str) -> int:
         return sum(asked == path for asked, _ in self.asked)
@@ -148,7 +148,7 @@ async def test_the_server_that_ships_scores_as_its_engine_does_token_by_token(mo
     engine = Engine(model, max_model_len=64, max_running=2, eos_token_ids=[258], seed=0)
     async with client_of_engine(engine, model_directory) as engines:
         [url] = engines._urls()
-        frozen: Reference = FrozenModel("tiny", [f"{url}/v1"])
+        frozen: Reference = FrozenModel(ServedModel("tiny", [f"{url}/v1"]))
         await frozen.check(Tokenizer(model_directory), 63)
         ids = [*range(40, 70), 258, 7]
         for temperature in (1.0, 0.7):
@@ -206,7 +206,8 @@ async def test_several_addresses_share_the_work_and_one_that_fails_rests(
 ):
     monkeypatch.setattr(served_model, "REST", 600.0)
     async with Teacher(GENERATE) as first, Teacher(ECHO) as second:
-        model = FrozenModel("teacher", [f"{first.root}/v1", f"{second.root}/v1"], timeout=5, retry_for=5)
+        urls = [f"{first.root}/v1", f"{second.root}/v1"]
+        model = FrozenModel(ServedModel("teacher", urls, timeout=5, retry_for=5))
         await model.check(tokenizer, 100)
         first.asked.clear()
         second.asked.clear()
@@ -432,7 +433,8 @@ async def test_a_context_that_is_too_short_is_refused_with_both_numbers(teacher:
 async def test_the_least_room_that_a_server_has_is_told(teacher: Teacher, tokenizer: Tokenizer):
     async with Teacher(GENERATE, tokenizer=tokenizer) as other:
         other.entries = [{"id": "teacher", "max_model_len": 300}]
-        model = FrozenModel("teacher", [f"{other.root}/v1", f"{teacher.root}/v1"], timeout=5, retry_for=0)
+        urls = [f"{other.root}/v1", f"{teacher.root}/v1"]
+        model = FrozenModel(ServedModel("teacher", urls, timeout=5, retry_for=0))
         assert await model.check(tokenizer, 100) == 101
         teacher.entries = None
         assert await model.check(tokenizer, 100) == 300
@@ -507,4 +509,4 @@ async def test_a_server_that_heeds_no_temperature_is_refused_where_another_is_sa
 @pytest.mark.parametrize("urls", [[], ["localhost:8000/v1"]])
 def test_a_model_without_an_address_is_refused(urls: list[str]):
     with pytest.raises(BadInput, match="http://HOST:PORT/v1"):
-        FrozenModel("teacher", urls)
+        FrozenModel(ServedModel("teacher", urls))

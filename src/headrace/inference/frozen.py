@@ -51,22 +51,11 @@ class _Health(msgspec.Struct):
 
 
 class FrozenModel:
-    """A `Reference` whose weights never change; the arguments are those of a `ServedModel`."""
+    """A served model as a `Reference` whose weights never change."""
 
-    def __init__(
-        self,
-        name: str,
-        base_url: Sequence[str],
-        *,
-        api_key_var: str | None = None,
-        timeout: float = 120.0,
-        retry_for: float = 30.0,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._served = ServedModel(
-            name, base_url, api_key_var=api_key_var, timeout=timeout, retry_for=retry_for, headers=headers
-        )
-        self.name = self._served.name
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self.name = served.name
         self._doors: dict[OpenAIClient, Door] = {}
         self._untempered: set[OpenAIClient] = set()
         """Those that score at temperature 1, whatever they are asked; vLLM does."""

@@ -124,4 +124,4 @@ def _load_state(env: str, algorithm: Algorithm, found: AlgorithmState) -> None:
 
 
 def frozen_model(config: FrozenModelConfig) -> FrozenModel:
-    return FrozenModel(**config.model_dump())
+    return FrozenModel(ServedModel(**config.model_dump()))
