@@ -22,8 +22,9 @@ LIGHT_PACKAGES = (
     "observe",
     "config",
     "launch",
+    "inference.client",
 )
-LIGHT_MODULES = ("cli.main", "inference.schema", "inference.client")
+LIGHT_MODULES = ("cli.main", "inference.schema")
 HEAVY = ("torch", "transformers")
 
 WALK = """
@@ -69,7 +70,7 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-CONTRACT = "inference.reference"
+CONTRACT = "inference.client.reference"
 """What algorithms know of other models: an interface, which imports nothing of its room."""
 
 

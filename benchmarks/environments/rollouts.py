@@ -29,7 +29,7 @@ from headrace.algorithms.grpo import Grpo
 from headrace.environments.base import Context, Environment, Reply, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
-from headrace.inference.client import EngineClient
+from headrace.inference.client.engine_client import EngineClient
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.orchestrator import COLLECT_RARELY
 from headrace.orchestrator.processing import TrainProcessing

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headrace.inference.engine import Engine
-from headrace.inference.loading import lay_out_for_small_batches
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import lay_out_for_small_batches
 from headrace.inference.schema import SamplingParams
 
 PROMPT_LENGTHS = (12, 28)

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headrace.inference.client import EngineClient
+from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import SamplingParams
 from headrace.trainer.tiny import write_tiny_model
 from headrace.transport.run_dir import RunDir
@@ -28,7 +28,7 @@ SERVE = """
 import sys
 from pathlib import Path
 from headrace.config.inference import InferenceConfig
-from headrace.inference.server import serve
+from headrace.inference.server.main import serve
 from headrace.transport.run_dir import RunDir
 
 config = InferenceConfig(model={"name": sys.argv[1]}, max_running=256, max_model_len=128)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headrace.inference.weights import PublishedWeights, read_published
-from headrace.inference.weights_link import WeightsReceiver
+from headrace.inference.weights.link import WeightsReceiver
+from headrace.inference.weights.published import PublishedWeights, read_published
 from headrace.rollout.version import Version
 from headrace.trainer.weights_link import WeightsSender, take_snapshot
 from headrace.transport.weights import WeightStore

@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.rlcsd import Rlcsd
-from headrace.inference.reference import ReferenceFailed
+from headrace.inference.client.reference import ReferenceFailed
 from headrace.rollout.credit import center
 
 

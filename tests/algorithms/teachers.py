@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, Host, Survivor
-from headrace.inference.reference import ReferenceFailed
+from headrace.inference.client.reference import ReferenceFailed
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Rollout, Task, Turn
 from tests.text.families import load

@@ -12,9 +12,9 @@ from headrace.algorithms.base import Host, Survivor
 from headrace.algorithms.opd import Opd
 from headrace.algorithms.opsd import Opsd
 from headrace.algorithms.rlcsd import Rlcsd
-from headrace.inference.client import EngineClient
-from headrace.inference.engine import Engine
-from headrace.inference.loading import load_model
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import load_model
 from headrace.inference.schema import SamplingParams
 from headrace.orchestrator.crediting import PolicyReference
 from headrace.rollout.merge import merge_turns

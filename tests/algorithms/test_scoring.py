@@ -11,7 +11,7 @@ from headrace.algorithms.opd import Opd
 from headrace.algorithms.opsd import Opsd
 from headrace.algorithms.rlcsd import Rlcsd
 from headrace.algorithms.scoring import PATIENCE, Job, Scorer, open_scorer
-from headrace.inference.reference import ReferenceFailed
+from headrace.inference.client.reference import ReferenceFailed
 from headrace.rollout.types import Sample
 from tests.algorithms.teachers import MODEL, SEQ_LEN, Teacher, host_of, pretended_logprobs, set_up
 

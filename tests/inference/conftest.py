@@ -26,7 +26,7 @@ SERVE = """
 import sys
 from pathlib import Path
 from headrace.config.inference import InferenceConfig
-from headrace.inference.server import serve
+from headrace.inference.server.main import serve
 from headrace.observe.status import Status
 from headrace.transport.run_dir import RunDir
 

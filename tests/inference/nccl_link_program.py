@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.inference.weights_link import WeightsReceiver, WeightsUnreachable
+from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore
 from tests.inference.weights_sender import SenderProcess
@@ -26,7 +26,7 @@ GPU = torch.device("cuda", 0)
 DYING = """
 import sys, torch
 from pathlib import Path
-from headrace.inference.weights_link import WeightsReceiver
+from headrace.inference.weights.link import WeightsReceiver
 from headrace.rollout.version import Version
 print("receiving", flush=True)
 WeightsReceiver(torch.device("cuda", 0)).receive(Path(sys.argv[1]), Version.parse(sys.argv[2]))

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from headrace.inference.engine import Engine
-from headrace.inference.request import Request
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.request import Request
 from headrace.rollout.version import Version
 
 

@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from headrace.inference.app import App
-from headrace.inference.chat import Chat
-from headrace.inference.client import EngineClient
-from headrace.inference.engine import Engine
-from headrace.inference.engine_thread import EngineThread
-from headrace.inference.server import HttpServer, bind, url_of
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.server.app import App
+from headrace.inference.server.chat import Chat
+from headrace.inference.server.main import HttpServer, bind, url_of
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 

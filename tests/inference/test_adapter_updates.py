@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.config.inference import InferenceConfig
-from headrace.inference.engine import Engine
-from headrace.inference.engine_thread import EngineThread
-from headrace.inference.loading import lay_out_for_small_batches
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import lay_out_for_small_batches
+from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.server import load
-from headrace.inference.weights import WeightsError
+from headrace.inference.server.main import load
+from headrace.inference.weights.published import WeightsError
 from headrace.rollout.version import Version
 from headrace.trainer.lora import adapter_layers, add_lora
 from headrace.transport.adapter import Adapter, Matrices, write_adapter

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.engine import Engine
-from headrace.inference.engine_thread import EngineThread
-from headrace.inference.server import _catch_up
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.server.main import _catch_up
 from headrace.rollout.version import Version
 from headrace.trainer.weights_link import WeightsSender, take_snapshot
 from headrace.transport.run_dir import RunDir

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.inference.chat import Chat, ChatRequest
-from headrace.inference.request import InvalidRequest, Result
+from headrace.inference.embedded.request import InvalidRequest, Result
+from headrace.inference.server.chat import Chat, ChatRequest
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headrace.inference import engine as engine_module
-from headrace.inference.engine import Engine
-from headrace.inference.request import EngineError, InvalidRequest, RequestCancelled
+from headrace.inference.embedded import engine as engine_module
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.request import EngineError, InvalidRequest, RequestCancelled
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import assert_like_plain, plain_logprobs, run_all

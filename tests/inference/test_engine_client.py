@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.app import App
-from headrace.inference.chat import Chat
-from headrace.inference.client import (
+from headrace.inference.client.engine_client import (
     EngineClient,
     EngineFailed,
     EngineRejected,
@@ -18,10 +16,12 @@ from headrace.inference.client import (
     EngineUnavailable,
     expand_versions,
 )
-from headrace.inference.engine import Engine
-from headrace.inference.engine_thread import EngineThread
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams, WeightVersionSpan
-from headrace.inference.server import CannotListen, HttpServer, bind, url_of
+from headrace.inference.server.app import App
+from headrace.inference.server.chat import Chat
+from headrace.inference.server.main import CannotListen, HttpServer, bind, url_of
 from headrace.rollout.version import Version
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.engine import Engine
-from headrace.inference.engine_thread import Courier, EngineThread
-from headrace.inference.request import EngineError, EngineStopped, InvalidRequest, RequestCancelled
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.request import EngineError, EngineStopped, InvalidRequest, RequestCancelled
+from headrace.inference.embedded.thread import Courier, EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights import WeightsError
+from headrace.inference.weights.published import WeightsError
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import assert_like_plain
 

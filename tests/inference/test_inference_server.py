@@ -16,10 +16,10 @@ import torch
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.inference.client import EngineClient, EngineRejected, EngineUnavailable
+from headrace.inference.client.engine_client import EngineClient, EngineRejected, EngineUnavailable
+from headrace.inference.client.served_model import ServedModel
 from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
-from headrace.inference.served_model import ServedModel
-from headrace.inference.server import CannotListen, bind, load, serve
+from headrace.inference.server.main import CannotListen, bind, load, serve
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer, TokenizerError

@@ -1,7 +1,5 @@
 """Which models the engine takes, and what it refuses at load."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headrace.inference.engine import Engine
-from headrace.inference.loading import (
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import (
     UnsupportedModel,
     check_engine,
     eos_token_ids,
@@ -75,7 +73,9 @@ def test_a_model_that_computes_something_else_is_found_by_the_check(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(model, max_model_len=64)
-    monkeypatch.setattr("headrace.inference.kv_cache._visible", lambda positions, keys, _: keys <= 0 * positions)
+    monkeypatch.setattr(
+        "headrace.inference.embedded.kv_cache._visible", lambda positions, keys, _: keys <= 0 * positions
+    )
     with pytest.raises(UnsupportedModel, match="does not reproduce Qwen3ForCausalLM"):
         check_engine(engine)
 
@@ -96,8 +96,3 @@ def test_the_context_limit_is_the_models_own_unless_set_lower(model: Any) -> Non
 def test_every_configured_end_of_sequence_counts(model: Any) -> None:
     model.generation_config.eos_token_id = [3, 4]
     assert eos_token_ids(model, 7, None) == {258, 3, 4, 7}
-
-
-def test_schema_and_client_do_not_import_torch() -> None:
-    code = "import sys, headrace.inference.client, headrace.inference.schema; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

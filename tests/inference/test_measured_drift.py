@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.inference.client import Completion
-from headrace.inference.engine import Engine
+from headrace.inference.client.engine_client import Completion
+from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams, WeightVersionSpan
 from headrace.orchestrator.drift import Drift
 from headrace.rollout.batch import Batch, BatchSample

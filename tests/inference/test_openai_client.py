@@ -15,8 +15,7 @@ import pytest
 from aiohttp import web
 
 from headrace.errors import BadInput
-from headrace.inference.engine import Engine
-from headrace.inference.openai_client import (
+from headrace.inference.client.openai_client import (
     OpenAIBusy,
     OpenAIClient,
     OpenAIError,
@@ -28,6 +27,7 @@ from headrace.inference.openai_client import (
     again,
     growing_pauses,
 )
+from headrace.inference.embedded.engine import Engine
 from tests.inference.openai_stand_in import OpenAIStandIn, error
 from tests.inference.serving import client_of_engine
 
@@ -266,6 +266,6 @@ async def test_the_server_that_ships_is_understood(model: Any, model_directory: 
 
 
 def test_the_client_is_imported_without_what_only_a_call_needs():
-    code = "import sys, json, headrace.inference.openai_client; print(json.dumps([*sys.modules]))"
+    code = "import sys, json, headrace.inference.client.openai_client; print(json.dumps([*sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "httpx", "transformers"}.isdisjoint(json.loads(done.stdout))

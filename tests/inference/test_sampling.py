@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headrace.inference.sampling import draw, sample, truncate
+from headrace.inference.embedded.sampling import draw, sample, truncate
 from headrace.inference.schema import SamplingParams
 
 

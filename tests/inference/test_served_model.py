@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from headrace.errors import BadInput
-from headrace.inference import served_model
-from headrace.inference.openai_client import OpenAITimeout
-from headrace.inference.served_model import HELLO, ServedModel
+from headrace.inference.client import served_model
+from headrace.inference.client.openai_client import OpenAITimeout
+from headrace.inference.client.served_model import HELLO, ServedModel
 from tests.inference.openai_stand_in import OpenAIStandIn, error
 
 

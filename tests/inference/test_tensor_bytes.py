@@ -7,8 +7,8 @@ import struct
 import pytest
 import torch
 
-from headrace.inference import tensor_bytes
-from headrace.inference.tensor_bytes import bytes_of, digest, tensors_in
+from headrace.inference.weights import tensor_bytes
+from headrace.inference.weights.tensor_bytes import bytes_of, digest, tensors_in
 from headrace.transport.weights_link import TensorPlace
 
 MASK = (1 << 64) - 1

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.inference.engine import Engine
-from headrace.inference.request import EngineError
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.request import EngineError
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights import WeightsError, model_files
+from headrace.inference.weights.published import WeightsError, model_files
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore
 from tests.inference.plain_forward import assert_like_plain, run_all

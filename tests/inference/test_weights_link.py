@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.errors import BadInput
-from headrace.inference.engine import Engine
-from headrace.inference.replies import error_reply
-from headrace.inference.weights import WeightsError
-from headrace.inference.weights_link import WeightsReceiver, WeightsUnreachable
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.server.replies import error_reply
+from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
+from headrace.inference.weights.published import WeightsError
 from headrace.rollout.version import Version
 from headrace.trainer.weights_link import Snapshot, WeightsSender, take_snapshot
 from headrace.transport.weights import WeightStore, read_marker

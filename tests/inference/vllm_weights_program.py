@@ -20,7 +20,7 @@ from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker
 from tests.inference.weights_sender import SenderProcess
 
-EXTENSION = "headrace.inference.vllm_worker.PublishedWeightsWorker"
+EXTENSION = "headrace.inference.vllm.worker.PublishedWeightsWorker"
 GPU = torch.cuda.is_available()
 TOLERANCE = 0.2 if GPU else 1e-4
 """On a GPU vLLM computes in bfloat16; other weights are off by several units."""

@@ -15,7 +15,7 @@ from headrace.environments.base import Context, Environment, EpisodeError, Promp
 from headrace.environments.chat import Chat
 from headrace.environments.tools import Tool
 from headrace.errors import BadInput
-from headrace.inference.served_model import ServedModel
+from headrace.inference.client.served_model import ServedModel
 from headrace.orchestrator.conversation import seed_of
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner, Line
 from headrace.orchestrator.frozen_sampler import FrozenSampler

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from headrace.errors import BadInput
-from headrace.inference.served_model import HELLO, ServedModel
+from headrace.inference.client.served_model import HELLO, ServedModel
 from headrace.orchestrator.crediting import open_sources
 from tests.config.run_files import run
 from tests.inference.openai_stand_in import OpenAIStandIn, error

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.environments.base import Context, Environment, Reply, tasks_of
 from headrace.environments.registry import SHIPPED, load_environment
 from headrace.environments.script import play
-from headrace.inference.client import EngineClient
+from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import (
     ChoiceLogprobs,
     GenerateChoice,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from headrace.inference.client import EngineClient, EngineFailed
+from headrace.inference.client.engine_client import EngineClient, EngineFailed
 from headrace.inference.schema import UpdateWeightsRequest
 from headrace.observe.status import Status
 from headrace.orchestrator.watcher import WeightWatcher

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.inference.weights_link import WeightsReceiver, WeightsUnreachable
+from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.tally import Tally
-from headrace.inference.reference import Reference
+from headrace.inference.client.reference import Reference
 from headrace.rollout.types import Rollout, Sample, Task
 
 if TYPE_CHECKING:

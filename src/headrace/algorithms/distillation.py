@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.algorithms.base import Survivor
 from headrace.algorithms.scoring import Scorer
 from headrace.algorithms.tally import Tally
-from headrace.inference.reference import ReferenceFailed
+from headrace.inference.client.reference import ReferenceFailed
 
 NO_REFERENCE = "no_reference"
 """The reason of a rollout that was good, but the teacher did not score all of it."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from headrace.algorithms.base import Algorithm, Survivor
 from headrace.algorithms.distillation import distil
 from headrace.algorithms.scoring import Scorer, open_scorer
-from headrace.inference.reference import Reference
+from headrace.inference.client.reference import Reference
 
 
 class Opd(Algorithm):

@@ -16,7 +16,7 @@ from headrace.algorithms.base import Algorithm, RolloutView, Survivor
 from headrace.algorithms.distillation import distil
 from headrace.algorithms.hints import Hints, check_template, conversation_text
 from headrace.algorithms.scoring import Scorer, open_scorer
-from headrace.inference.reference import Reference
+from headrace.inference.client.reference import Reference
 from headrace.rollout.hinted import hinted_length
 from headrace.rollout.types import Task
 

@@ -42,7 +42,7 @@ from headrace.config.length_penalty import (
 )
 from headrace.config.model_reference import FrozenModelConfig, ModelReference
 from headrace.errors import BadInput
-from headrace.inference.reference import Reference
+from headrace.inference.client.reference import Reference
 
 Connect = Callable[[FrozenModelConfig], Reference]
 """Makes a reference of the model that somebody serves."""

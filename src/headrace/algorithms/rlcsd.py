@@ -25,7 +25,7 @@ from headrace.algorithms.base import Algorithm, RolloutView, Survivor
 from headrace.algorithms.hints import Hints, check_template
 from headrace.algorithms.scoring import Scorer, open_scorer
 from headrace.algorithms.siblings import Siblings, replies, response_text
-from headrace.inference.reference import Reference, ReferenceFailed
+from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.contrast import contrast, fold, modulate, rollout_mean
 from headrace.rollout.credit import standardize
 from headrace.rollout.hinted import hinted_length

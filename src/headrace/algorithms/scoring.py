@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.algorithms.base import Host
-from headrace.inference.reference import Reference, ReferenceFailed
+from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.types import Sample
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.transport.run_dir import RunDir
 
     config = read_target(arguments.target, arguments.overrides)
-    from headrace.inference.server import serve  # takes seconds: not before the arguments are known to be good
+    from headrace.inference.server.main import serve  # takes seconds: not before the arguments are known to be good
 
     if config.output_dir is None:
         setup_logging()

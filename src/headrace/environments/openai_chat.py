@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply, ToolCall
 from headrace.environments.replies import NO_JSON, tool_call, untrained_reply
-from headrace.inference.openai_client import ChatAnswer, OpenAIError
+from headrace.inference.client.openai_client import ChatAnswer, OpenAIError
 from headrace.rollout.types import Message
 
 FULL = ("context", "max_model_len")

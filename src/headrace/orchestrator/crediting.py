@@ -18,10 +18,10 @@ from headrace.config.algorithms import AlgoConfig, EchoConfig, sampling_source
 from headrace.config.model_reference import FrozenModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
-from headrace.inference.client import EngineCallError, EngineClient
-from headrace.inference.frozen import FrozenModel
-from headrace.inference.reference import Reference, ReferenceFailed
-from headrace.inference.served_model import ServedModel, sampling_keys
+from headrace.inference.client.engine_client import EngineCallError, EngineClient
+from headrace.inference.client.frozen import FrozenModel
+from headrace.inference.client.reference import Reference, ReferenceFailed
+from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.orchestrator.journal import AlgorithmState, Journal
 from headrace.text.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ from renderers.base import Renderer
 
 from headrace.environments.base import EpisodeError, Reply
 from headrace.environments.openai_chat import chat, is_full, refusal_of, text_of
-from headrace.inference.openai_client import ChatAnswer, OpenAIClient, OpenAIError
-from headrace.inference.served_model import ServedModel, sampling_keys
+from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, OpenAIError
+from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.orchestrator.conversation import Conversation, Question
 from headrace.orchestrator.prompting import Prompter
 from headrace.orchestrator.student import TEACHER, Student

@@ -15,7 +15,7 @@ from headrace.environments.registry import load_environment
 from headrace.environments.worker_process import WorkerLimits
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.inference.client import EngineClient
+from headrace.inference.client.engine_client import EngineClient
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.journal import Journal

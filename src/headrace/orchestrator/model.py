@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from renderers.base import Renderer
 
-from headrace.inference.client import EngineClient
+from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import Health
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallPar
 
 from headrace.environments.base import Reply, ToolCall
 from headrace.environments.replies import message_of
-from headrace.inference.client import Completion, EngineClient
+from headrace.inference.client.engine_client import Completion, EngineClient
 from headrace.inference.schema import SamplingParams
 from headrace.orchestrator.conversation import Conversation, Question
 from headrace.orchestrator.prompting import Prompter, Tools, aside, call_of

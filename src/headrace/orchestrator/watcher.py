@@ -10,7 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from headrace.inference.client import EngineCallError, EngineClient, EngineFailed, EngineRejected, EngineTimeout
+from headrace.inference.client.engine_client import (
+    EngineCallError,
+    EngineClient,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+)
 from headrace.observe.status import Status, WaitTimeout, wait_for
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker

@@ -19,8 +19,8 @@ from headrace.config.orchestrator import (
 )
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
+from headrace.inference.client.served_model import ServedModel
 from headrace.inference.schema import Health
-from headrace.inference.served_model import ServedModel
 from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.dispatcher import EpisodeRunner, Line

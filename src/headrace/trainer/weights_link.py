@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import BadInput, Failure
-from headrace.inference.nccl import AHEAD, NcclPair, gpu_identity, new_group_id
-from headrace.inference.tensor_bytes import bytes_of, digest
+from headrace.inference.weights.nccl import AHEAD, NcclPair, gpu_identity, new_group_id
+from headrace.inference.weights.tensor_bytes import bytes_of, digest
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (
     ALIGNMENT,

@@ -15,7 +15,7 @@ from headrace.environments.probe import sampling
 from headrace.environments.probe.report import Opening, Report
 from headrace.environments.probe.sampling import Endpoint, Line, sample
 from headrace.errors import BadInput
-from headrace.inference.openai_client import OpenAIUnreachable
+from headrace.inference.client.openai_client import OpenAIUnreachable
 from headrace.rollout.types import Task
 from tests.environments.probe.probed import ASKING, BIDDING, CALLING, DUEL
 from tests.inference.openai_stand_in import OpenAIStandIn, Respond, completion, error

@@ -21,7 +21,7 @@ from headrace.algorithms.conformance.cases import Case
 from headrace.environments.fault import fault_of
 from headrace.environments.probe.place import place_of
 from headrace.errors import BadInput
-from headrace.inference.reference import Reference
+from headrace.inference.client.reference import Reference
 from headrace.rollout.routing import route_actions
 from headrace.rollout.types import Rollout, Sample
 

@@ -12,7 +12,7 @@ import numpy as np
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Host
-from headrace.inference.reference import Reference, ReferenceFailed
+from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.text.byte_level import byte_tokenizer
 from headrace.text.prompt import Prompts
 from headrace.text.renderer import make_renderer

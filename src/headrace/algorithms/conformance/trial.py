@@ -16,7 +16,7 @@ from headrace.algorithms.conformance.promises import Promises, promises_of
 from headrace.algorithms.conformance.stage import SEQ_LEN, Stage, StandIn
 from headrace.algorithms.registry import make_algorithm
 from headrace.config.algorithms import AlgoConfig, CustomAlgoConfig, OpsdConfig
-from headrace.inference.reference import Reference
+from headrace.inference.client.reference import Reference
 
 
 class Trial:

@@ -19,7 +19,7 @@ from headrace.environments.probe.report import Problem, Report, Sampled, rewards
 from headrace.environments.probe.signal import predict
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.inference.openai_client import ChatAnswer, OpenAIClient, again
+from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, again
 from headrace.rollout.types import Message, Rollout, Task
 
 GROUP_SIZES = (4, 8, 16, 32)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from headrace.environments.rewards.answer_cache import AnswerCache
 from headrace.environments.rewards.base import gold_of, warn_of_count
 from headrace.errors import BadInput, Failure
-from headrace.inference.openai_client import OpenAIClient, OpenAIError
+from headrace.inference.client.openai_client import OpenAIClient, OpenAIError
 
 log = logging.getLogger(__name__)
 

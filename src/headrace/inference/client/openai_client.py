@@ -1,7 +1,7 @@
 """A line to any server that speaks OpenAI's interface: a judge, a teacher, a model to be probed.
 
 One call is one request: whoever makes it decides what is worth another try (`transient` tells, `again` tries). Left
-out: streaming. The engines of a run are reached through `client.py`, which speaks in tokens.
+out: streaming. The engines of a run are reached through `engine_client`, which speaks in tokens.
 """
 
 from __future__ import annotations

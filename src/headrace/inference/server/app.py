@@ -16,19 +16,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from headrace.inference.chat import Chat, ChatRequest
-from headrace.inference.engine_thread import Courier, EngineThread
-from headrace.inference.replies import (
-    HEADERS,
-    ClientGone,
-    NotServed,
-    answering,
-    on_bug,
-    on_http_error,
-    read_body,
-    reply,
-)
-from headrace.inference.request import InvalidRequest, Request, Result
+from headrace.inference.embedded.request import InvalidRequest, Request, Result
+from headrace.inference.embedded.thread import Courier, EngineThread
 from headrace.inference.schema import (
     ChoiceLogprobs,
     GenerateChoice,
@@ -41,6 +30,17 @@ from headrace.inference.schema import (
     UpdateWeightsResponse,
     Usage,
     WeightVersionSpan,
+)
+from headrace.inference.server.chat import Chat, ChatRequest
+from headrace.inference.server.replies import (
+    HEADERS,
+    ClientGone,
+    NotServed,
+    answering,
+    on_bug,
+    on_http_error,
+    read_body,
+    reply,
 )
 from headrace.rollout.version import Version
 

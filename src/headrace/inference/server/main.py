@@ -18,13 +18,19 @@ import uvicorn
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.errors import Failure
-from headrace.inference.app import App
-from headrace.inference.chat import Chat
-from headrace.inference.engine import Engine
-from headrace.inference.engine_thread import EngineThread
-from headrace.inference.loading import check_engine, eos_token_ids, load_model, max_model_len, refuse_unsupported
-from headrace.inference.weights import WeightsError
-from headrace.inference.weights_link import WeightsUnreachable
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import (
+    check_engine,
+    eos_token_ids,
+    load_model,
+    max_model_len,
+    refuse_unsupported,
+)
+from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.server.app import App
+from headrace.inference.server.chat import Chat
+from headrace.inference.weights.link import WeightsUnreachable
+from headrace.inference.weights.published import WeightsError
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory

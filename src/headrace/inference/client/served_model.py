@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from headrace.errors import BadInput
-from headrace.inference.openai_client import (
+from headrace.inference.client.openai_client import (
     ModelEntry,
     OpenAIClient,
     OpenAIError,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.inference.openai_client import OpenAIClient, OpenAIFailed
+from headrace.inference.client.openai_client import OpenAIClient, OpenAIFailed
 
 CERTAINLY_NOT = -9999.0
 """What vLLM writes for minus infinity."""

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
-from headrace.inference.replies import ClientGone, error_body
-from headrace.inference.request import EngineError, InvalidRequest, Result
+from headrace.inference.embedded.request import EngineError, InvalidRequest, Result
 from headrace.inference.schema import SamplingParams, Usage
+from headrace.inference.server.replies import ClientGone, error_body
 from headrace.text.tokenizer import Tokenizer
 
 MOST_CHOICES = 128

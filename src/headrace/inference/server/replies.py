@@ -10,10 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.inference.request import EngineError, EngineStopped, InvalidRequest
+from headrace.inference.embedded.request import EngineError, EngineStopped, InvalidRequest
 from headrace.inference.schema import SCHEMA_HEADER, ErrorDetail, ErrorResponse
-from headrace.inference.weights import WeightsError
-from headrace.inference.weights_link import WeightsUnreachable
+from headrace.inference.weights.link import WeightsUnreachable
+from headrace.inference.weights.published import WeightsError
 from headrace.rollout.batch import SCHEMA
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import BadInput
-from headrace.inference.engine import Engine
-from headrace.inference.kv_cache import ATTENTION
-from headrace.inference.request import EngineError
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.kv_cache import ATTENTION
+from headrace.inference.embedded.request import EngineError
 from headrace.inference.schema import SamplingParams
 
 LONGEST_BY_DEFAULT = 4096

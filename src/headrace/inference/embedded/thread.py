@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.inference.engine import Engine
-from headrace.inference.request import EngineError, EngineStopped, Request, Result
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.request import EngineError, EngineStopped, Request, Result
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights import PublishedWeights, marker_of
+from headrace.inference.weights.published import PublishedWeights, marker_of
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """What Headrace adds to each worker of a vLLM engine: loading published weights, from their directory or over the link.
 
-Start vLLM with `worker_extension_cls="headrace.inference.vllm_worker.PublishedWeightsWorker"`, and call the methods
+Start vLLM with `worker_extension_cls="headrace.inference.vllm.worker.PublishedWeightsWorker"`, and call the methods
 below on all workers with `collective_rpc`. vLLM runs such a call between two steps, so a version is fetched first,
 which goes on beside the steps; once every worker has it, it is loaded, which is a copy in memory. Loading before that
 would fetch too, but where only some of the workers succeed, the model would be of two versions.
@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace.inference.weights import PublishedWeights, WeightsError, misfit, model_files, read_published
-from headrace.inference.weights_link import WeightsReceiver
+from headrace.inference.weights.link import WeightsReceiver
+from headrace.inference.weights.published import PublishedWeights, WeightsError, misfit, model_files, read_published
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 

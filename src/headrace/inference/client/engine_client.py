@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import Failure
-from headrace.inference.http import HttpClient, Unreachable
+from headrace.inference.client.http import HttpClient, Unreachable
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     ErrorResponse,

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from headrace.errors import BadInput
-from headrace.inference.openai_client import ModelEntry, OpenAIClient, OpenAIError, OpenAIFailed, OpenAIRejected
-from headrace.inference.prompt_scores import Door, prompt_scores
-from headrace.inference.reference import ReferenceFailed
-from headrace.inference.served_model import ServedModel
+from headrace.inference.client.openai_client import ModelEntry, OpenAIClient, OpenAIError, OpenAIFailed, OpenAIRejected
+from headrace.inference.client.prompt_scores import Door, prompt_scores
+from headrace.inference.client.reference import ReferenceFailed
+from headrace.inference.client.served_model import ServedModel
 
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.inference.nccl import AHEAD, NcclError, NcclPair, gpu_identity
-from headrace.inference.tensor_bytes import digest, tensors_in
-from headrace.inference.weights import WeightsError
+from headrace.inference.weights.nccl import AHEAD, NcclError, NcclPair, gpu_identity
+from headrace.inference.weights.published import WeightsError
+from headrace.inference.weights.tensor_bytes import digest, tensors_in
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (

@@ -5,7 +5,7 @@ next token of every running request; so requests join and leave between any two 
 place only. New weights recompute the rows of running requests through that same filling. Requests that repeat a
 running prompt, as the members of a group do, copy its row instead of computing it.
 
-The engine is synchronous: one thread calls `step` and `update_weights` (see `engine_thread`); `submit` and `cancel` may
+The engine is synchronous: one thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may
 come from others. A request that cannot be finished gets an error; the engine goes on.
 
 Left out on purpose: paged KV, prefix sharing between different prompts, CUDA graphs, speculative decoding.
@@ -23,12 +23,12 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.inference.kv_cache import ATTENTION, KEY_BUCKET, Access, Decode, KVCache, Prefill
-from headrace.inference.request import EngineError, InvalidRequest, Request, RequestCancelled
-from headrace.inference.sampling import sample, scaled_logprobs
+from headrace.inference.embedded.kv_cache import ATTENTION, KEY_BUCKET, Access, Decode, KVCache, Prefill
+from headrace.inference.embedded.request import EngineError, InvalidRequest, Request, RequestCancelled
+from headrace.inference.embedded.sampling import sample, scaled_logprobs
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights import PublishedWeights, install, read_published
-from headrace.inference.weights_link import WeightsReceiver
+from headrace.inference.weights.link import WeightsReceiver
+from headrace.inference.weights.published import PublishedWeights, install, read_published
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching over an ordinary transformers model, in this process."""

@@ -1,0 +1,1 @@
+"""vLLM behind the same door: started, driven and updated from here."""
