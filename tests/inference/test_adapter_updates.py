@@ -14,9 +14,10 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import lay_out_for_small_batches
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.server.main import load
+from headrace.inference.server.main import load_embedded
 from headrace.inference.weights.published import WeightsError
 from headrace.rollout.version import Version
+from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.lora import adapter_layers, add_lora
 from headrace.transport.adapter import Adapter, Matrices, write_adapter
 from headrace.transport.weights import WeightStore, checksum
@@ -171,7 +172,7 @@ def test_a_server_merges_with_the_model_it_was_started_with(
 ) -> None:
     trained, adapter = adapted(make_model, 1)
     config = InferenceConfig(model={"name": str(model_directory), "dtype": "float32"}, max_model_len=64)
-    engine, _ = load(config, str(model_directory))
+    engine = load_embedded(config, model_directory, Tokenizer(model_directory))
     engine.update_weights(publish_adapter(adapter, V1), V1)
     request = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
     run_all(engine)

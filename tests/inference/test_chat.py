@@ -1,14 +1,17 @@
-"""Messages to prompts and results to messages, with the renderer of a real family."""
+"""Messages to prompts and results to messages, whole and streamed, with the renderer of a real family."""
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
-from headrace.inference.embedded.request import InvalidRequest, Result
+from headrace.inference.backend import InvalidRequest, Piece, Result
 from headrace.inference.server.chat import Chat, ChatRequest
+from headrace.inference.server.chat_stream import streamed
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 
@@ -31,6 +34,26 @@ def reply_to(chat: Chat, body: ChatRequest, text: str) -> dict[str, Any]:
     result = Result(ids, [0.0] * len(ids), [], "stop", None, None)
     choice: dict[str, Any] = chat.reply(body, chat.prompt(body), [result])["choices"][0]
     return choice
+
+
+async def deltas_of(chat: Chat, body: ChatRequest, text: str, at_once: int = 1) -> list[dict[str, Any]]:
+    """What is streamed of a reply whose tokens come so many at once."""
+    ids = chat.tokenizer.encode(text)
+
+    async def news() -> AsyncIterator[tuple[int, Piece | Result]]:
+        for start in range(0, len(ids), at_once):
+            part = ids[start : start + at_once]
+            yield 0, Piece(part, [0.0] * len(part))
+        yield 0, Result(ids, [0.0] * len(ids), [], "stop", None)
+
+    events = [event async for event in streamed(chat, body, chat.prompt(body), news(), 1)]
+    assert events[-1] == b"data: [DONE]\n\n"
+    chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: ")) for event in events[:-1]]
+    return [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+
+
+def joined(deltas: list[dict[str, Any]], field: str) -> str:
+    return "".join(delta.get(field) or "" for delta in deltas)
 
 
 def test_tools_reach_the_prompt_and_calls_come_back(chat: Chat) -> None:
@@ -74,3 +97,98 @@ def test_content_that_is_not_text_is_refused(chat: Chat, content: Any) -> None:
 def test_messages_that_cannot_be_rendered_are_refused(chat: Chat) -> None:
     with pytest.raises(InvalidRequest, match="messages cannot be rendered"):
         chat.prompt(ask(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"function": 7}]}]))
+
+
+REPLIES = [
+    "plain words, and more of them",
+    "<think>\nfirst a thought\n</think>\n\nthen an answer\n<|im_end|>",
+    "<think>\na thought that never ends",
+    "héllo wörld \u20ac \U0001f600 \u4f60\u597d",
+    " spaces  and\n\nlines \n",
+    "a < b, <think is no thought, nor <|im_ nor </thin",
+    "spelled <|im_" + "end|> out",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", REPLIES)
+@pytest.mark.parametrize("at_once", [1, 7])
+async def test_a_streamed_message_is_the_message(chat: Chat, text: str, at_once: int) -> None:
+    whole = reply_to(chat, ask(), text)["message"]
+    deltas = await deltas_of(chat, ask(), text, at_once)
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert joined(deltas, "content") == whole["content"]
+    assert joined(deltas, "reasoning_content") == whole.get("reasoning_content", "").strip()
+    assert all("\ufffd" not in joined([delta], "content") for delta in deltas)
+
+
+async def test_thinking_comes_first_and_as_it_is_thought(chat: Chat) -> None:
+    deltas = await deltas_of(chat, ask(), REPLIES[1])
+    fields = [next(iter(delta)) for delta in deltas[1:] if delta]
+    assert len(fields) > 10 and fields == sorted(fields, reverse=True)  # reasoning_content, then content
+
+
+async def test_no_part_of_a_stop_string_is_streamed(chat: Chat) -> None:
+    text = "one, two, thr three and on"
+    for stops, left in (
+        ("three", "one, two, thr "),
+        (["and", "two"], "one, "),
+        ("o three an", "one, two, thr three and on"),
+    ):
+        body = ask(stop=stops)
+        assert joined(await deltas_of(chat, body, text), "content") == left
+        assert reply_to(chat, body, text)["message"]["content"] == left
+
+
+async def test_with_tools_the_content_waits_for_the_calls(chat: Chat) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = f"<think>\nsum\n</think>\n\nI add: {call}<|im_end|>"
+    *early, last, end = await deltas_of(chat, ask(tools=[ADD]), text)
+    assert joined(early, "reasoning_content") == "sum" and joined(early, "content") == ""
+    assert last["content"] == "I add:" and end == {}
+    [made] = last["tool_calls"]
+    assert (made["index"], made["function"]) == (0, {"name": "add", "arguments": '{"a":1}'})
+
+
+def test_a_call_that_nobody_may_make_is_not_offered(chat: Chat) -> None:
+    assert "add" not in chat.tokenizer.decode(
+        chat.prompt(ask(tools=[ADD], messages=[ASK[0] | {"content": "x"}], tool_choice="none"))
+    )
+
+
+def test_a_stop_string_that_ended_the_thinking_is_cut_from_it(chat: Chat) -> None:
+    ids = chat.tokenizer.encode("<think>\nso far END")
+    result = Result(ids, [0.0] * len(ids), [], "stop", "END")
+    [choice] = chat.reply(ask(stop="END"), [], [result])["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"].strip()) == ("", "so far")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "arguments"),
+    [
+        ('{"name": "add", "arguments": {"a": "\\ud800\u00e9"}}', "add", '{"a":"?\u00e9"}'),
+        ('{"name": {"not": "a name"}, "arguments": [1]}', "{'not': 'a name'}", "[1]"),
+    ],
+)
+def test_calls_that_are_odd_but_json_are_told(chat: Chat, written: str, name: str, arguments: str) -> None:
+    choice = reply_to(chat, ask(tools=[ADD]), f"<tool_call>\n{written}\n</tool_call><|im_end|>")
+    [call] = msgspec.json.decode(msgspec.json.encode(choice))["message"]["tool_calls"]
+    assert call["function"] == {"name": name, "arguments": arguments}
+
+
+def test_a_reply_that_no_parser_can_read_is_text(chat: Chat) -> None:
+    deep = "[" * 100_000
+    choice = reply_to(chat, ask(tools=[ADD]), f"<tool_call>{deep}</tool_call><|im_end|>")
+    assert deep in choice["message"]["content"] and "<|im_end|>" not in choice["message"]["content"]
+
+
+async def test_what_the_cache_had_is_told_of_the_first_choice_whichever_ends_first(chat: Chat) -> None:
+    async def news() -> AsyncIterator[tuple[int, Piece | Result]]:
+        yield 1, Result([70], [0.0], [], "length", None, cached_tokens=4)
+        yield 0, Result([70], [0.0], [], "length", None, cached_tokens=3)
+
+    body = ask(n=2, stream_options={"include_usage": True})
+    *_, last, _ = [event async for event in streamed(chat, body, [5] * 6, news(), 2)]
+    usage = json.loads(last.removeprefix(b"data: "))["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3} and usage["total_tokens"] == 8

@@ -1,109 +1,40 @@
-"""The embedded engine against plain forwards of the same model."""
+"""The embedded engine: who joins, who waits, how requests end, and that company changes nothing."""
 
+import contextlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
-from headrace.inference.embedded import engine as engine_module
+from headrace.inference.backend import EngineError, EngineOverloaded, InvalidRequest, RequestCancelled
+from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.request import EngineError, InvalidRequest, RequestCancelled
 from headrace.inference.schema import SamplingParams
-from headrace.rollout.version import Version
-from tests.inference.plain_forward import assert_like_plain, plain_logprobs, run_all
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.25,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-ARCHITECTURES: dict[str, Callable[[], Any]] = {
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
-    "qwen2, sliding": lambda: transformers.Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1
-    ),
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "mistral, sliding": lambda: transformers.MistralConfig(**SIZES, sliding_window=6),
-    "gemma 2, sliding and capped": lambda: transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=5),
-    "gemma 3, sliding": lambda: transformers.Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=5),
-}
+from tests.inference.plain_forward import assert_like_plain, assert_nothing_left, random_prompt, run_all
 
 
-def random_prompt(rng: random.Random, length: int, vocab: int = 97) -> list[int]:
-    return [rng.randrange(3, vocab) for _ in range(length)]
+def count_tokens(model: Any) -> list[int]:
+    """How many tokens each forward computes, from here on."""
+    counts: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda _, __, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return counts
 
 
-def submit_mixed(engine: Engine, rng: random.Random, count: int) -> list[Any]:
-    """Requests of mixed lengths and settings, with some steps between their arrivals."""
-    requests = []
-    for _ in range(count):
-        params = SamplingParams(
-            temperature=rng.choice([0, 0.7, 1.0]),
-            max_tokens=rng.choice([1, 5, 12]),
-            prompt_logprobs=rng.choice([None, 0]),
-        )
-        requests.append(engine.submit(random_prompt(rng, rng.choice([1, 2, 9, 25, 40])), params))
-        for _ in range(rng.choice([0, 1, 3])):
-            engine.step()
-    run_all(engine)
-    return requests
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logprobs_equal_a_plain_forward_for_mixed_lengths_that_join_and_leave(architecture: str) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]())
-    engine = Engine(model, max_model_len=64, max_running=4)
-    for request in submit_mixed(engine, random.Random(0), 8):
-        assert_like_plain(request, model)
-
-
-def test_prompts_longer_than_a_forward_are_taken_in_chunks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 16)
-    monkeypatch.setattr(engine_module, "SCORED_LOGITS", 8 * 264)
-    engine = Engine(model, max_model_len=64, max_running=4)
-    for request in submit_mixed(engine, random.Random(1), 8):
-        assert_like_plain(request, model)
-
-
-@pytest.mark.parametrize("budget", [8192, 12])
-def test_prompts_of_different_lengths_are_scored_together(
-    model: Any, monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", budget)
-    engine = Engine(model, max_model_len=64)
-    rng = random.Random(5)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    requests = [engine.submit(random_prompt(rng, length), params) for length in (1, 2, 3, 11)]
-    run_all(engine)
-    for request in requests:
-        assert_like_plain(request, model)
-
-
-def test_repeated_prompts_share_their_prefill_and_nothing_else(model: Any) -> None:
+def test_repeated_prompts_are_computed_once_and_share_nothing_else(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=8)
     prompt = random_prompt(random.Random(2), 20)
-    widths: list[int] = []
-    model.base_model.register_forward_pre_hook(
-        lambda _, __, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    requests = [engine.submit(prompt, SamplingParams(max_tokens=6)) for _ in range(3)]
+    counts = count_tokens(model)
+    requests = [engine.submit(prompt, SamplingParams(max_tokens=6, ignore_eos=True)) for _ in range(3)]
     engine.step()
-    requests += [engine.submit(prompt, SamplingParams(max_tokens=6)) for _ in range(2)]
+    requests += [engine.submit(prompt, SamplingParams(max_tokens=6, ignore_eos=True)) for _ in range(2)]
     run_all(engine)
-    assert [width for width in widths if width > 1] == [19]
+    # Twenty tokens for three; then of two more the four that are in no whole block, beside the newest ones.
+    assert counts == [20, 3 + 4, 5, 5, 5, 5, 2]
+    assert [request.future.result().cached_tokens for request in requests] == [0, 20, 20, 16, 20]
+    assert engine.state().tokens_cached == 76
     assert len({tuple(request.tokens) for request in requests}) > 1
     for request in requests:
         assert_like_plain(request, model)
@@ -111,38 +42,44 @@ def test_repeated_prompts_share_their_prefill_and_nothing_else(model: Any) -> No
 
 def test_another_cache_salt_does_not_share(model: Any) -> None:
     engine = Engine(model, max_model_len=64)
-    widths: list[int] = []
-    model.base_model.register_forward_pre_hook(
-        lambda _, __, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    for salt in ("a", "b"):
+    counts = count_tokens(model)
+    for salt in ("a", "b", "a"):
         engine.submit([5, 6, 7], SamplingParams(max_tokens=1), cache_salt=salt)
     engine.step()
-    assert widths == [2, 2]
+    assert counts == [6]
+
+
+def test_without_a_prefix_cache_everything_is_computed(model: Any) -> None:
+    engine = Engine(model, max_model_len=64, prefix_cache=False)
+    counts = count_tokens(model)
+    requests = [engine.submit(list(range(40)), SamplingParams(max_tokens=1)) for _ in range(3)]
+    run_all(engine)
+    assert (sum(counts), engine.state().tokens_cached) == (120, 0)
+    for request in requests:
+        assert_like_plain(request, model)
 
 
 def test_a_decode_step_computes_live_requests_only(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=8)
-    rows: list[int] = []
-    for length in (6, 1, 3):
-        engine.submit([7], SamplingParams(max_tokens=length, ignore_eos=True))
-    model.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    counts = count_tokens(model)
+    for place, length in enumerate((6, 1, 3)):
+        engine.submit([7 + place], SamplingParams(max_tokens=length, ignore_eos=True))
     run_all(engine)
-    assert rows == [3, 2, 2, 1, 1, 1]
+    assert counts == [3, 2, 2, 1, 1, 1]
 
 
 def test_requests_wait_in_line_beyond_max_running(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=2)
     requests = [engine.submit([5, 6], SamplingParams(max_tokens=2, ignore_eos=True)) for _ in range(3)]
     engine.step()
-    assert (len(engine.running), len(engine.waiting)) == (2, 1)
+    assert (len(engine.scheduler.running), engine.scheduler.waiting) == (2, 1)
     engine.step()
     assert [request.future.done() for request in requests] == [True, True, False]
     run_all(engine)
     assert requests[2].future.done()
 
 
-def test_cancelling_frees_the_row_and_leaves_others_exact(model: Any) -> None:
+def test_cancelling_frees_the_place_and_leaves_others_exact(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=3)
     rng = random.Random(3)
     requests = [engine.submit(random_prompt(rng, 5 + i), SamplingParams(max_tokens=10)) for i in range(5)]
@@ -155,6 +92,7 @@ def test_cancelling_frees_the_row_and_leaves_others_exact(model: Any) -> None:
             requests[index].future.result(timeout=0)
     for index in (1, 2, 3):
         assert_like_plain(requests[index], model)
+    assert_nothing_left(engine)
 
 
 def test_a_paused_engine_holds_its_requests_and_still_lets_go_of_cancelled_ones(model: Any) -> None:
@@ -268,9 +206,14 @@ def test_the_context_limit_ends_a_completion(model: Any) -> None:
         ([5] * 16, SamplingParams(), "max_model_len = 16"),
         ([5], SamplingParams(temperature=-1), "temperature"),
         ([5], SamplingParams(top_p=0), "top_p"),
-        ([5], SamplingParams(top_k=0), "top_k"),
+        ([5], SamplingParams(top_k=-2), "top_k"),
+        ([5], SamplingParams(min_p=1.1), "min_p"),
+        ([5], SamplingParams(temperature=float("nan")), "temperature"),
         ([5], SamplingParams(max_tokens=0), "max_tokens"),
-        ([5], SamplingParams(logprobs=5), "logprobs"),
+        ([5], SamplingParams(logprobs=21), "logprobs must be between 0 and 20"),
+        ([5], SamplingParams(prompt_logprobs=-1), "prompt_logprobs"),
+        ([5], SamplingParams(stop=["x"]), "stop.*no tokenizer"),
+        ([5], SamplingParams(stop=[""]), "stop"),
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(
@@ -280,74 +223,6 @@ def test_requests_that_can_never_be_served_are_refused(
     with pytest.raises(InvalidRequest, match=named):
         engine.submit(token_ids, params)
     assert not engine.has_work
-
-
-def test_a_prefill_that_raises_costs_its_own_requests_only(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(model, max_model_len=64)
-    running = engine.submit([5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True))
-    engine.step()
-    forward = model.base_model.forward
-
-    def broken(**kwargs: Any) -> Any:
-        if kwargs["input_ids"].shape[1] == 12:
-            raise RuntimeError("out of something")
-        return forward(**kwargs)
-
-    monkeypatch.setattr(model.base_model, "forward", broken)
-    hapless = engine.submit(list(range(3, 16)), SamplingParams(max_tokens=2))
-    run_all(engine)
-    with pytest.raises(EngineError, match="out of something"):
-        hapless.future.result(timeout=0)
-    assert_like_plain(running, model)
-
-
-def test_a_step_that_raises_costs_its_requests_and_the_engine_goes_on(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(model, max_model_len=64, max_running=2)
-    requests = [engine.submit([5, 6, 7], SamplingParams(max_tokens=4)) for _ in range(3)]
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "forward", lambda **_: 1 / 0)
-        engine.step()
-    run_all(engine)
-    for request in requests[:2]:
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
-            request.future.result(timeout=0)
-    assert_like_plain(requests[2], model)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_any_schedule_of_joins_cancels_and_updates_stays_exact(
-    make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any], seed: int
-) -> None:
-    rng = random.Random(seed)
-    models = {Version(0, step): make_model(step) for step in range(4)}
-    engine = Engine(make_model(0), max_model_len=48, max_running=4)
-    prompts = [random_prompt(rng, length) for length in (1, 3, 17, 30)]
-    requests: list[Any] = []
-    updates = [Version(0, step) for step in (3, 2, 1)]
-    for tick in range(40):
-        if rng.random() < 0.5:
-            params = SamplingParams(max_tokens=rng.randint(1, 15), prompt_logprobs=rng.choice([None, 0]))
-            requests.append(engine.submit(rng.choice(prompts), params))
-        if requests and rng.random() < 0.1:
-            engine.cancel(rng.choice(requests[-3:]))
-        if tick % 12 == 11 and updates:
-            version = updates.pop()
-            engine.update_weights(publish(models[version], version), version)
-        engine.step()
-    run_all(engine)
-    finished = [request for request in requests if request.future.exception(timeout=0) is None]
-    assert len(finished) > 10
-    assert any(len(request.future.result().version_spans) > 1 for request in finished)
-    for request in finished:
-        assert_like_plain(request, models)
-
-
-def test_plain_forward_helper_sees_a_wrong_prefix(model: Any) -> None:
-    right, wrong = plain_logprobs(model, [5, 6, 7, 8, 9]), plain_logprobs(model, [50, 6, 7, 8, 9])
-    assert (right[1:] - wrong[1:]).abs().max() > 1e-2
 
 
 def test_urgent_requests_go_before_those_that_wait_and_keep_their_own_order(model: Any) -> None:
@@ -389,32 +264,130 @@ def test_truncated_logprobs_are_relative_to_the_most_likely_tokens(model: Any) -
     torch.testing.assert_close(torch.tensor(result.truncated_logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_a_seeded_request_samples_the_same_to_the_last_bit_in_any_company(model: Any) -> None:
-    def sampled(others: int) -> tuple[list[int], list[float]]:
-        engine = Engine(model, max_model_len=64, max_running=32)
-        for number in range(others):
-            engine.submit([number] * (2 + number % 9), SamplingParams(max_tokens=1 + number % 13, ignore_eos=True))
-        for _ in range(others % 4):
-            engine.step()
-        request = engine.submit([5, 6, 7, 8], SamplingParams(max_tokens=16, seed=3, ignore_eos=True))
+LENGTHS = (4, 16, 33, 100)
+
+
+def sampled_in_company(model: Any, length: int, others: int, *, step_tokens: int) -> tuple[list[int], list[float]]:
+    """What a seeded request samples after a prompt of that length, with others around it."""
+    rng = random.Random(others)
+    engine = Engine(model, max_model_len=160, max_running=32, max_step_tokens=step_tokens)
+    prompt = random_prompt(random.Random(length), length)
+    for number in range(others):
+        own = random_prompt(rng, rng.choice([1, 2, 9, 40, 120]))
+        seed = rng.choice([None, 5])
+        engine.submit(own if number % 4 else prompt, SamplingParams(max_tokens=1 + number % 13, seed=seed))
+    for _ in range(others % 4):
+        engine.step()
+    request = engine.submit(prompt, SamplingParams(max_tokens=16, seed=3, ignore_eos=True))
+    run_all(engine)
+    assert engine.scheduler.preemptions == 0
+    result = request.future.result()
+    return result.token_ids, result.logprobs
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_seeded_request_samples_the_same_to_the_last_bit_in_any_company(
+    model: Any, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "CHUNK", 32)
+    alone = sampled_in_company(model, length, 0, step_tokens=64)
+    for others in (1, 5, 14):
+        assert sampled_in_company(model, length, others, step_tokens=64) == alone
+    assert sampled_in_company(model, length, 5, step_tokens=32) == alone
+
+
+def test_as_many_may_wait_as_are_allowed_to_beside_those_that_can_run(model: Any) -> None:
+    engine = Engine(model, max_model_len=64, max_running=1, max_waiting=2)
+    for _ in range(2):
+        for _ in range(3 - len(engine.scheduler.running) - engine.scheduler.waiting):
+            engine.submit([5], SamplingParams(max_tokens=2, ignore_eos=True))
+        with pytest.raises(EngineOverloaded, match="requests wait already: come again later"):
+            engine.submit([5], SamplingParams())
+        engine.step()
+    run_all(engine)
+    assert engine.state().finished == {"length": 3}
+
+
+def test_the_state_counts_what_happened(model: Any) -> None:
+    engine = Engine(model, max_model_len=64, max_running=2, eos_token_ids=range(264))
+    stopped = engine.submit([5, 6, 7], SamplingParams(max_tokens=9))
+    running = engine.submit([8] * 20, SamplingParams(max_tokens=3, ignore_eos=True))
+    waiting = engine.submit([9], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.cancel(waiting)
+    engine.step()
+    state = engine.state()
+    assert (state.running, state.waiting, state.capacity, state.paused) == (1, 0, 2, False)
+    assert (state.tokens_sampled, state.tokens_computed, state.tokens_cached) == (2, 23, 0)
+    assert state.kv_usage == 2 / 8  # twenty tokens are in two of 2 * 64 / 16 blocks
+    run_all(engine)
+    state = engine.state()
+    assert (state.tokens_sampled, state.kv_usage) == (4, 0.0)
+    assert state.finished == {"stop": 1, "cancelled": 1, "length": 1}
+    assert stopped.future.result().finish_reason == "stop"
+    assert running.future.result().finish_reason == "length"
+
+
+def test_a_cache_smaller_than_the_longest_request_is_made_to_fit_it(model: Any) -> None:
+    engine = Engine(model, max_model_len=64, kv_blocks=1)
+    assert engine.scheduler.pool.count == 4
+    request = engine.submit([5] * 50, SamplingParams(ignore_eos=True))
+    run_all(engine)
+    assert len(request.tokens) == 64
+    assert_like_plain(request, model)
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-40},
+        {"temperature": 1e-320},
+        {"temperature": 1e300},
+        {"top_k": 2**63},
+        {"top_k": 10**30},
+        {"top_p": 1e-320},
+        {"min_p": 1e-320},
+        {"seed": -(2**80)},
+        {"max_tokens": 2**80},
+        {"stop_token_ids": [2**80, -1]},
+    ],
+)
+def test_extreme_settings_are_served_or_refused_and_touch_no_neighbour(model: Any, extreme: dict[str, Any]) -> None:
+    def sampled(settings: dict[str, Any] | None) -> list[int]:
+        engine = Engine(model, max_model_len=32)
+        neighbour = engine.submit([5, 7], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
+        if settings is not None:
+            with contextlib.suppress(InvalidRequest):
+                engine.submit([5, 6], SamplingParams(**settings))
         run_all(engine)
-        result = request.future.result()
-        return result.token_ids, result.logprobs
+        assert engine.finished["error"] == 0
+        return neighbour.future.result().token_ids
 
-    alone = sampled(0)
-    assert all(sampled(others) == alone for others in (1, 2, 5, 14, 40))
+    assert sampled(extreme) == sampled(None)
 
 
-def test_broken_weights_leave_nothing_behind_for_those_who_come_after(model: Any) -> None:
-    engine = Engine(model, max_model_len=64, max_running=4)
-    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    hapless = engine.submit([1] * 30, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))  # alone, in two rows
+def test_a_negative_seed_is_another_one_than_its_opposite(model: Any) -> None:
+    engine = Engine(model, max_model_len=64)
+    requests = [
+        engine.submit([5, 6], SamplingParams(max_tokens=12, seed=seed, ignore_eos=True)) for seed in (-1, 1, -1)
+    ]
     run_all(engine)
-    with pytest.raises(EngineError, match="not finite"):
-        hapless.future.result()
-    model.load_state_dict(good)
-    later = [engine.submit([2 + n] * 10, SamplingParams(max_tokens=30, ignore_eos=True)) for n in range(2)]
-    run_all(engine)
-    assert [len(request.future.result().token_ids) for request in later] == [30, 30]
+    first, other, same = (request.future.result().token_ids for request in requests)
+    assert first == same != other
+
+
+def test_steps_that_fail_though_each_of_their_requests_alone_does_not_end_the_engine(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, max_model_len=64)
+    arrange = engine._cache.prepare
+
+    def prepare(batch: Any, unproven: Any) -> None:
+        if len(batch.chunks) > 1:
+            raise RuntimeError("two are too many")
+        arrange(batch, unproven)
+
+    monkeypatch.setattr(engine._cache, "prepare", prepare)
+    for _ in range(2):
+        engine.submit([5, 6], SamplingParams(max_tokens=50, ignore_eos=True, prompt_logprobs=0))
+    with pytest.raises(RuntimeError, match="two are too many"):
+        run_all(engine)

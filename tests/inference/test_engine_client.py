@@ -8,25 +8,18 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.client.engine_client import (
-    EngineClient,
-    EngineFailed,
-    EngineRejected,
-    EngineTimeout,
-    EngineUnavailable,
-    expand_versions,
-)
-from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.client import breaker
+from headrace.inference.client.completion import expand_versions
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.errors import EngineFailed, EngineRejected, EngineTimeout, EngineUnavailable
 from headrace.inference.schema import SamplingParams, WeightVersionSpan
 from headrace.inference.server.app import App
-from headrace.inference.server.chat import Chat
 from headrace.inference.server.main import CannotListen, HttpServer, bind, url_of
 from headrace.rollout.version import Version
-from headrace.text.renderer import make_renderer
-from headrace.text.tokenizer import Tokenizer
 from headrace.transport.endpoint import Endpoint, write_endpoint
 from headrace.transport.weights import read_marker
+from tests.inference.engine_stand_in import EngineStandIn
+from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, served
 
 ONE = SamplingParams(max_tokens=1)
 Serve = Callable[[], contextlib.AbstractAsyncContextManager[str]]
@@ -35,29 +28,13 @@ Serve = Callable[[], contextlib.AbstractAsyncContextManager[str]]
 @pytest.fixture
 def serve(model_directory: Path, make_model: Callable[[int], Any]) -> Serve:
     """An engine with its server in this process; gives its URL."""
-    tokenizer = Tokenizer(model_directory)
-    chat = Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer))
-
-    @contextlib.asynccontextmanager
-    async def serve() -> AsyncIterator[str]:
-        thread = EngineThread(Engine(make_model(0), max_model_len=64))
-        server = HttpServer(App(thread, chat))
-        listener = bind("127.0.0.1", 0)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await server.listening.wait()
-        try:
-            yield url_of(listener)
-        finally:
-            await asyncio.to_thread(thread.stop)
-            server.should_exit = True
-            await serving
-
-    return serve
+    chat = chat_of(model_directory)
+    return lambda: served(backend_of(make_model(0), model_directory, max_model_len=64), chat)
 
 
 @contextlib.asynccontextmanager
 async def client_of(engines: Any, **options: Any) -> AsyncIterator[EngineClient]:
-    client = EngineClient(engines, **options)
+    client = EngineClient(engines, admin_key=ADMIN_KEY, **options)
     try:
         yield client
     finally:
@@ -65,13 +42,14 @@ async def client_of(engines: Any, **options: Any) -> AsyncIterator[EngineClient]
 
 
 def note_requests(client: EngineClient) -> list[str]:
-    """Whom the client asks from now on."""
+    """Whom the client asks from now on for anything but how they are."""
     asked: list[str] = []
     request = client._request
 
-    async def noting(url: str, *arguments: Any, **options: Any) -> Any:
-        asked.append(url)
-        return await request(url, *arguments, **options)
+    async def noting(url: str, route: str, *arguments: Any, **options: Any) -> Any:
+        if route != "/health":
+            asked.append(url)
+        return await request(url, route, *arguments, **options)
 
     client._request = noting  # type: ignore[method-assign]
     return asked
@@ -82,14 +60,12 @@ async def test_of_two_servers_on_one_port_the_second_says_so(
 ) -> None:
     early = bind("127.0.0.1", 0)
     late = bind("127.0.0.1", early.getsockname()[1])
-    tokenizer = Tokenizer(model_directory)
-    thread = EngineThread(Engine(make_model(0), max_model_len=64))
-    app = App(thread, Chat("tiny", tokenizer, make_renderer(model_directory, tokenizer)))
+    backend = backend_of(make_model(0), model_directory)
     with early, late:
         early.listen()
         with pytest.raises(CannotListen, match="is in use"):
-            await HttpServer(app).serve(sockets=[late])
-    thread.stop()
+            await HttpServer(App(backend, chat_of(model_directory))).serve(sockets=[late])
+    await backend.close()
 
 
 async def test_requests_go_to_the_engine_with_the_fewest_in_flight(serve: Serve) -> None:
@@ -155,12 +131,40 @@ async def test_an_engine_that_has_answered_is_not_asked_again_while_another_cann
             async with client_of(lambda: urls) as client:
                 asked = note_requests(client)
                 task = asyncio.create_task(client.update_weights(path, version))
-                while asked.count(url_of(silent)) < 3:
+                while asked.count(url_of(silent)) < 2:
                     await asyncio.sleep(0.01)
                 urls[1] = restarted
                 assert await task == read_marker(path).checksum
                 assert (asked.count(alive), asked.count(restarted)) == (1, 1)
                 assert [health.version for health in await client.health()] == ["0-1", "0-1"]
+
+
+async def test_an_engine_that_stays_away_does_not_keep_weights_from_the_others(
+    serve: Serve, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
+) -> None:
+    path = publish(make_model(1), Version(0, 1))
+    with bind("127.0.0.1", 0) as silent:
+        async with serve() as alive, client_of([url_of(silent), alive], retry_for=3600.0) as client:
+            asked = note_requests(client)
+            assert await client.update_weights(path, Version(0, 1)) == read_marker(path).checksum
+            assert (asked.count(url_of(silent)), asked.count(alive)) == (breaker.FAILURES, 1)
+            path = publish(make_model(2), Version(0, 2))
+            assert await client.update_weights(path, Version(0, 2)) == read_marker(path).checksum
+            assert asked.count(url_of(silent)) == breaker.FAILURES  # it is known to be away
+
+
+async def test_of_engines_that_all_were_given_up_one_that_is_back_is_enough(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as silent, bind("127.0.0.1", 0) as place:
+        async with client_of([url_of(silent), url_of(place)], retry_for=0.5) as client:
+            with pytest.raises(EngineUnavailable, match=r"tried for 0\.5 s"):
+                await client.update_weights(tmp_path, Version(0, 1))
+        async with client_of([url_of(silent), url_of(place)], retry_for=3600.0) as client:
+            asked = note_requests(client)
+            updating = asyncio.create_task(client.update_weights(tmp_path, Version(0, 1)))
+            while len(asked) < 2 * breaker.FAILURES:
+                await asyncio.sleep(0.01)
+            async with EngineStandIn(listener=place):
+                assert await updating == "sum"
 
 
 async def test_a_refusal_is_not_held_up_by_an_engine_that_cannot_be_reached(serve: Serve, tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
 """The engine on its own thread."""
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
+from headrace.inference.backend import EngineError, EngineStopped, InvalidRequest, RequestCancelled
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.request import EngineError, EngineStopped, InvalidRequest, RequestCancelled
-from headrace.inference.embedded.thread import Courier, EngineThread
+from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.published import WeightsError
 from headrace.rollout.version import Version
@@ -122,26 +123,98 @@ def test_stopping_answers_what_is_in_flight(model: Any) -> None:
         thread.submit([5], LONG)
 
 
-def test_a_failure_outside_any_request_ends_none_of_them_in_silence(
-    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def dying(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> EngineThread:
+    """A thread with requests in flight, whose device is lost at its next step."""
+
+    def lose(**_: Any) -> None:
+        raise torch.AcceleratorError("the device is lost")
+
     thread.pause()
-    request = thread.submit([5], LONG)
-    with monkeypatch.context() as patch:
-        patch.setattr(thread.engine, "_take_from_line", lambda: 1 / 0)
-        thread.resume()
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
+    monkeypatch.setattr(thread.engine.model, "forward", lose)
+    return thread
+
+
+def test_a_lost_device_ends_the_engine_and_all_in_flight(dying: EngineThread) -> None:
+    requests = [dying.submit([5 + n], LONG, urgent=n == 3) for n in range(7)]  # more than run at once
+    assert (dying.failure.done(), dying.state().failure) == (False, None)
+    dying.resume()
+    why = dying.failure.result(timeout=30)
+    assert why == "the engine died: AcceleratorError: the device is lost"
+    for request in requests:
+        with pytest.raises(EngineStopped, match="the device is lost"):
             request.future.result(timeout=30)
-    assert thread.submit([5], SamplingParams(max_tokens=1)).future.result(timeout=30)
+    state = dying.state()
+    assert (state.failure, state.running, state.waiting) == (why, 0, 0)
 
 
-async def test_results_and_errors_cross_to_the_event_loop(thread: EngineThread) -> None:
-    courier = Courier(asyncio.get_running_loop())
-    requests = [thread.submit([5], SamplingParams(max_tokens=1 + i % 3)) for i in range(20)]
-    results = await asyncio.wait_for(asyncio.gather(*map(courier.expect, requests)), 30)
-    assert [len(result.token_ids) for result in results] == [len(request.logprobs) for request in requests]
+def test_an_update_that_breaks_off_ends_the_engine(
+    make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(model: Any, _: Any) -> None:
+        model.get_input_embeddings().weight.data.zero_()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("headrace.inference.embedded.engine.install", break_off)
+    version = Version(0, 1)
+    thread = EngineThread(Engine(make_model(0), max_model_len=64))
+    with pytest.raises(EngineError, match="weights 0-1 are in only in part: out of memory"):
+        thread.update_weights(publish(make_model(1), version), version)
+    assert "are in only in part" in thread.failure.result(timeout=30)
+    with pytest.raises(EngineStopped, match="only in part"):
+        thread.submit([5], LONG)
+
+
+def test_a_dead_engine_refuses_everything_with_the_reason(
+    dying: EngineThread, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any]
+) -> None:
+    request = dying.submit([5], LONG)
+    dying.resume()
+    dying.failure.result(timeout=30)
+    version = Version(0, 1)
+    directory = publish(make_model(1), version)
+    refused: list[Callable[[], Any]] = [
+        lambda: dying.submit([5], LONG),
+        dying.pause,
+        dying.resume,
+        lambda: dying.update_weights(directory, version),
+    ]
+    for call in refused:
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            call()
+    dying.cancel(request)  # which has ended
+    dying.stop()
+
+
+def test_a_fault_of_the_engines_own_ends_it_loudly(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     thread.pause()
     request = thread.submit([5], LONG)
-    thread.cancel(request)
-    with pytest.raises(RequestCancelled):
-        await asyncio.wait_for(courier.expect(request), 30)
+    monkeypatch.setattr(thread.engine.scheduler, "plan", lambda _: 1 / 0)
+    thread.resume()
+    with pytest.raises(EngineStopped, match="ZeroDivisionError"):
+        request.future.result(timeout=30)
+    with pytest.raises(EngineStopped, match="ZeroDivisionError"):
+        thread.submit([5], LONG)
+
+
+def test_calls_that_wait_when_the_engine_ends_are_answered(thread: EngineThread) -> None:
+    with ThreadPoolExecutor(8) as callers:
+        calls = [callers.submit(thread.pause if n % 2 else thread.resume) for n in range(40)]
+        thread.stop()
+        errors = [call.exception(timeout=30) for call in calls]
+    assert all(error is None or isinstance(error, EngineStopped) for error in errors)
+
+
+def test_a_stopped_engine_has_not_failed(thread: EngineThread) -> None:
+    thread.stop()
+    assert (thread.failure.done(), thread.state().failure) == (False, None)
+
+
+def test_tokens_are_announced_as_they_come(thread: EngineThread) -> None:
+    seen: list[int] = []
+    thread.pause()
+    request = thread.submit([5], SamplingParams(max_tokens=4, ignore_eos=True))
+    request.on_tokens = lambda: seen.append(len(request.piece(0).token_ids))
+    thread.resume()
+    request.future.result(timeout=30)
+    assert seen == [1, 2, 3]  # the last one comes with the result

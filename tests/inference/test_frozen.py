@@ -147,7 +147,7 @@ async def failure(teacher: Teacher, **options: Any) -> str:
 async def test_the_server_that_ships_scores_as_its_engine_does_token_by_token(model: Any, model_directory: Path):
     engine = Engine(model, max_model_len=64, max_running=2, eos_token_ids=[258], seed=0)
     async with client_of_engine(engine, model_directory) as engines:
-        [url] = engines._urls()
+        [url] = await engines.answering()
         frozen: Reference = FrozenModel(ServedModel("tiny", [f"{url}/v1"]))
         await frozen.check(Tokenizer(model_directory), 63)
         ids = [*range(40, 70), 258, 7]
@@ -167,7 +167,7 @@ async def test_the_server_that_ships_plays_as_a_teacher(model: Any, model_direct
     tokenizer = Tokenizer(model_directory)
     renderer = make_renderer(model_directory, tokenizer)
     async with client_of_engine(engine, model_directory) as engines:
-        [url] = engines._urls()
+        [url] = await engines.answering()
         teacher = ServedModel("tiny", [f"{url}/v1"])
         await teacher.check()
         sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_tokens": 6, "seed": 1}

@@ -16,22 +16,27 @@ import torch
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.inference.client.engine_client import EngineClient, EngineRejected, EngineUnavailable
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.errors import EngineRejected, EngineUnavailable
 from headrace.inference.client.served_model import ServedModel
+from headrace.inference.embedded.backend import EmbeddedBackend
+from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
-from headrace.inference.server.main import CannotListen, bind, load, serve
+from headrace.inference.server.main import CannotListen, bind, load_embedded, make_chat, serve
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 from headrace.transport.endpoint import read_endpoint
 from headrace.transport.run_dir import RunDir
 from tests.inference.plain_forward import plain_logprobs
-from tests.inference.serving import client_of_engine
+from tests.inference.serving import served
 
 START = 90.0
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
 TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 HELLO = [{"role": "user", "content": "hello"}]
 Publish = Callable[[Any, Version], Path]
 
@@ -49,7 +54,9 @@ async def client(served_run: RunDir) -> AsyncIterator[EngineClient]:
 async def http(client: EngineClient, served_run: RunDir) -> AsyncIterator[aiohttp.ClientSession]:
     endpoint = read_endpoint(served_run.endpoints / "inference.json")
     assert endpoint is not None
-    async with aiohttp.ClientSession(endpoint.url) as session:
+    async with aiohttp.ClientSession(
+        endpoint.url, headers={"Authorization": f"Bearer {endpoint.admin_key}"}
+    ) as session:
         yield session
 
 
@@ -104,7 +111,7 @@ async def test_what_truncation_left_to_choose_from_is_told_and_the_logprobs_stay
 
 
 async def test_generate_answers_in_vllms_form(http: aiohttp.ClientSession) -> None:
-    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 1, "prompt_logprobs": 1}}
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 3, "prompt_logprobs": 2}}
     status, content = await post(http, GENERATE, {**body, "request_id": "mine", "cache_salt": "s"})
     assert status == 200
     answer = json.loads(content)
@@ -112,7 +119,12 @@ async def test_generate_answers_in_vllms_form(http: aiohttp.ClientSession) -> No
     assert answer["request_id"] == "mine"
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
     assert answer["prompt_logprobs"][0] is None
-    assert list(answer["prompt_logprobs"][1]) == ["6"]
+    table = answer["prompt_logprobs"][1]
+    assert "6" in table and {entry["rank"] for entry in table.values()} >= {1, 2}
+    for entry in choice["logprobs"]["content"]:
+        likeliest = [other["logprob"] for other in entry["top_logprobs"]]
+        assert len(likeliest) == 3 and likeliest == sorted(likeliest, reverse=True)
+        assert entry["logprob"] <= likeliest[0]
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     assert choice["weight_versions"][0]["end"] == 2
     assert msgspec.json.decode(content, type=GenerateResponse).choices[0].logprobs is not None
@@ -148,6 +160,7 @@ async def test_texts_and_conversations_are_tokenized_in_vllms_form(
     asked = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)
     assert json.loads(content) == {"count": len(asked), "max_model_len": 128, "tokens": asked}
     assert json.loads((await post(http, TOKENIZE, {"prompt": ""}))[1])["tokens"] == []
+    assert json.loads((await post(http, DETOKENIZE, {"tokens": tokens}))[1]) == {"prompt": "hé<|im_end|>"}
 
 
 async def test_the_same_chat_seed_gives_the_same_choices_but_each_its_own(http: aiohttp.ClientSession) -> None:
@@ -157,19 +170,50 @@ async def test_the_same_chat_seed_gives_the_same_choices_but_each_its_own(http: 
     assert answers[0][0]["message"] != answers[0][1]["message"]
 
 
-async def test_chat_streams_role_content_reason_and_done(http: aiohttp.ClientSession) -> None:
-    body = {"messages": HELLO, "temperature": 0, "max_tokens": 4, "logprobs": True}
-    whole = json.loads((await post(http, CHAT, body))[1])["choices"][0]
-    status, content = await post(http, CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}})
+async def events_of(http: aiohttp.ClientSession, path: str, body: Any) -> list[Any]:
+    """What is streamed, up to `[DONE]`."""
+    status, content = await post(http, path, {**body, "stream": True})
     assert status == 200
     *events, done, rest = content.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
-    role, text, reason, usage = (json.loads(event.removeprefix("data: ")) for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def test_chat_streams_role_content_reason_usage_and_done(http: aiohttp.ClientSession) -> None:
+    body = {"messages": HELLO, "seed": 3, "max_tokens": 12, "logprobs": True, "return_token_ids": True}
+    answer = json.loads((await post(http, CHAT, body))[1])
+    [whole] = answer["choices"]
+    role, *parts, usage = await events_of(http, CHAT, {**body, "stream_options": {"include_usage": True}})
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert text["choices"][0]["delta"]["content"] == whole["message"]["content"]
-    assert text["choices"][0]["logprobs"] == whole["logprobs"]
-    assert reason["choices"][0]["finish_reason"] == whole["finish_reason"]
-    assert usage["usage"]["completion_tokens"] == len(whole["logprobs"]["content"])
+    assert role["prompt_token_ids"] == answer["prompt_token_ids"]
+    choices = [part["choices"][0] for part in parts]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
+    logprobs = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
+    assert [entry["logprob"] for entry in logprobs] == pytest.approx(
+        [entry["logprob"] for entry in whole["logprobs"]["content"]], abs=1e-5
+    )
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == whole["token_ids"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [whole["finish_reason"]]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == len(whole["token_ids"])
+
+
+async def test_tokens_are_streamed_with_what_is_known_of_the_whole_in_the_last_event(
+    http: aiohttp.ClientSession,
+) -> None:
+    params = {"max_tokens": 6, "seed": 1, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0, "top_k": 5}
+    body = {"token_ids": [5, 6, 7], "sampling_params": params, "request_id": "mine"}
+    whole = json.loads((await post(http, GENERATE, body))[1])
+    *parts, last = await events_of(http, GENERATE, body)
+    choices = [event["choices"][0] for event in (*parts, last)]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
+    assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
+    sampled = [entry["token"] for choice in choices for entry in choice["logprobs"]["content"]]
+    assert sampled == [entry["token"] for entry in whole["choices"][0]["logprobs"]["content"]]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["choices"][0]["weight_versions"] == whole["choices"][0]["weight_versions"]
+    assert len(last["choices"][0]["truncated_logprobs"]) == 6
+    assert last["usage"]["total_tokens"] == 9 and len(last["prompt_logprobs"]) == 3
+    assert {event["request_id"] for event in (*parts, last)} == {"mine"}
 
 
 async def test_models_and_health_say_what_is_served(
@@ -187,9 +231,9 @@ async def test_models_and_health_say_what_is_served(
 async def test_a_model_is_served_under_the_name_that_is_set(model_directory: Path, served_name: str | None) -> None:
     name = str(model_directory)
     config = InferenceConfig(model={"name": name}, served_name=served_name, max_model_len=64, max_running=2)
-    engine, chat = load(config, name)
-    async with client_of_engine(engine, model_directory, chat) as client:
-        [url] = client._urls()
+    chat = make_chat(config, name, model_directory)
+    engine = load_embedded(config, model_directory, chat.tokenizer)
+    async with served(EmbeddedBackend(EngineThread(engine)), chat) as url:
         async with aiohttp.ClientSession(url) as http, http.get("/v1/models") as answer:
             [entry] = (await answer.json())["data"]
         assert (entry["id"], entry["max_model_len"]) == (served_name or name, 64)
@@ -211,19 +255,41 @@ def sampling(**params: Any) -> dict[str, Any]:
         (GENERATE, sampling(temperature=-0.5), 400, "temperature"),
         (GENERATE, sampling(temperature="hot"), 400, "sampling_params.temperature"),
         (GENERATE, sampling(max_tokens=0), 400, "max_tokens"),
-        (GENERATE, sampling(logprobs=20), 400, "logprobs"),
+        (GENERATE, sampling(logprobs=21), 400, "logprobs"),
+        (GENERATE, sampling(n=2), 400, "n is not supported"),
+        (GENERATE, sampling(repetition_penalty=1.1), 400, "repetition_penalty is not supported"),
+        (GENERATE, sampling(seed=2**63), 400, "seed"),
+        (GENERATE, sampling(stop=["a"] * 17), 400, "stop must be at most 16"),
+        (GENERATE, sampling(stop="a" * 1025), 400, "stop"),
         (GENERATE, {"sampling_params": {}}, 400, "token_ids"),
-        (GENERATE, {"token_ids": [5], "stream": True}, 400, "stream"),
+        (GENERATE, {"token_ids": [], "stream": True}, 400, "token_ids is empty"),
         (GENERATE, {"token_ids": [5], "model": "gpt-9"}, 404, "gpt-9"),
         (GENERATE, b"{not json", 400, "JSON"),
         (GENERATE, b"", 400, "JSON"),
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{"content": "hello"}]}, 400, "messages[0].role"),
-        (CHAT, {"messages": HELLO, "stop": ["\n"]}, 400, "stop"),
-        (CHAT, {"messages": HELLO, "top_logprobs": 5}, 400, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "stop": [""]}, 400, "stop"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 5}, 400, "top_logprobs wants logprobs"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, 400, "between 0 and 20"),
+        (CHAT, {"messages": HELLO, "presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"a": 1}}, 400, "[inference.renderer]"),
+        (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000}]}, 400, "longer than max_model_len = 128"),
         (CHAT, {"messages": HELLO, "n": 0}, 400, "n must be"),
         (CHAT, {"messages": HELLO, "top_p": 2}, 400, "top_p"),
         (CHAT, {"messages": HELLO, "model": "gpt-9"}, 404, "gpt-9"),
+        (COMPLETE, {"prompt": ""}, 400, "prompt[0] is empty"),
+        (COMPLETE, {"prompt": []}, 400, "prompt is empty"),
+        (COMPLETE, {"prompt": ["a", []]}, 400, "prompt[1] is empty"),
+        (COMPLETE, {"prompt": ["a", 5]}, 400, "prompt must be a text"),
+        (COMPLETE, {"prompt": [5, 264]}, 400, "264"),
+        (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        (COMPLETE, {"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of"),
+        (COMPLETE, {"prompt": ["a"] * 100, "n": 6}, 400, "more than 512"),
+        (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "stream"),
+        (DETOKENIZE, {"tokens": [264]}, 400, "tokens holds 264"),
         (TOKENIZE, {}, 400, "either prompt, a text, or messages"),
         (TOKENIZE, {"prompt": "a", "messages": HELLO}, 400, "either prompt, a text, or messages"),
         (TOKENIZE, {"prompt": ["a"]}, 400, "prompt"),

@@ -9,17 +9,23 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from headrace.errors import BadInput
+from headrace.inference.embedded import loading
+from headrace.inference.embedded.batch import Attention
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import (
     UnsupportedModel,
     check_engine,
     eos_token_ids,
+    kv_blocks,
+    lay_out_for_small_batches,
     load_model,
     max_model_len,
     refuse_unsupported,
 )
+from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
-from tests.inference.plain_forward import plain_logprobs
+from tests.inference.plain_forward import assert_like_plain, plain_logprobs, run_all, weights_of
 
 SIZES = {
     "vocab_size": 97,
@@ -38,11 +44,12 @@ SIZES = {
 
 def test_a_loaded_model_passes_its_check_and_is_ready(model_directory: Path) -> None:
     model = load_model(model_directory)
-    refuse_unsupported(model)
+    refuse_unsupported(model, 64)
     engine = Engine(model, max_model_len=64)
     check_engine(engine)
     assert not engine.has_work
-    assert engine.tokens_sampled == 0
+    state = engine.state()
+    assert (state.tokens_sampled, state.tokens_computed, state.tokens_cached, state.finished) == (0, 0, 0, {})
     assert model.dtype == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
 
 
@@ -56,10 +63,27 @@ def test_a_loaded_model_computes_what_was_saved_and_takes_updates(
     torch.testing.assert_close(plain_logprobs(model, tokens), plain_logprobs(make_model(1), tokens), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("rope", "plain"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, 256),
+        ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}, 64),
+    ],
+)
+def test_positions_that_depend_on_the_longest_of_a_step_are_refused_beyond_where_they_begin_to(
+    make_model: Callable[[int], Any], rope: dict[str, Any], plain: int
+) -> None:
+    model = make_model(0)
+    model.config.rope_parameters = rope
+    refuse_unsupported(model, plain)
+    with pytest.raises(UnsupportedModel, match=rf"dynamic.*set inference.max_model_len to {plain} or less"):
+        refuse_unsupported(model, plain + 1)
+
+
 def test_chunked_attention_is_refused_by_name() -> None:
     config = transformers.Llama4TextConfig(**SIZES, num_local_experts=2)
     with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM has chunked_attention layers"):
-        refuse_unsupported(AutoModelForCausalLM.from_config(config))
+        refuse_unsupported(AutoModelForCausalLM.from_config(config), 64)
 
 
 def test_attention_that_the_engine_lacks_is_found_by_the_check() -> None:
@@ -73,9 +97,7 @@ def test_a_model_that_computes_something_else_is_found_by_the_check(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(model, max_model_len=64)
-    monkeypatch.setattr(
-        "headrace.inference.embedded.kv_cache._visible", lambda positions, keys, _: keys <= 0 * positions
-    )
+    monkeypatch.setattr(Attention, "mask", lambda group, _: torch.zeros(group.count, 1, group.width, group.keys))
     with pytest.raises(UnsupportedModel, match="does not reproduce Qwen3ForCausalLM"):
         check_engine(engine)
 
@@ -83,7 +105,7 @@ def test_a_model_that_computes_something_else_is_found_by_the_check(
 def test_the_context_limit_is_the_models_own_unless_set_lower(model: Any) -> None:
     assert max_model_len(model, None) == 256
     assert max_model_len(model, 64) == 64
-    with pytest.raises(UnsupportedModel) as refused:
+    with pytest.raises(BadInput) as refused:
         max_model_len(model, 512)
     assert str(refused.value) == (
         "max_model_len = 512, but the model's max_position_embeddings is 256: set inference.max_model_len to 256 or "
@@ -96,3 +118,54 @@ def test_the_context_limit_is_the_models_own_unless_set_lower(model: Any) -> Non
 def test_every_configured_end_of_sequence_counts(model: Any) -> None:
     model.generation_config.eos_token_id = [3, 4]
     assert eos_token_ids(model, 7, None) == {258, 3, 4, 7}
+
+
+BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4
+"""Of 16 tokens: keys and values in 2 layers with 2 heads of 16 numbers of 4 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "blocks"),
+    [(1.0, 8 * 5), (20.5 * BLOCK_BYTES / 1e9, 20), (5.5 * BLOCK_BYTES / 1e9, 5), (None, 8 * 5)],
+)
+def test_the_cache_has_room_for_all_that_run_within_the_memory(
+    model: Any, gigabytes: float | None, blocks: int
+) -> None:
+    assert kv_blocks(model, 65, 8, gigabytes) == blocks
+
+
+def test_a_cache_that_cannot_hold_one_request_is_refused_with_what_to_do(model: Any) -> None:
+    with pytest.raises(
+        UnsupportedModel, match=r"max_model_len = 65 .*lower inference.max_model_len, or raise .*kv_cache_gb"
+    ):
+        kv_blocks(model, 65, 8, 4.5 * BLOCK_BYTES / 1e9)
+
+
+def test_a_model_without_shared_heads_takes_what_all_heads_take() -> None:
+    sizes = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
+    model = AutoModelForCausalLM.from_config(transformers.GPTNeoXConfig(**sizes))
+    block = 16 * 2 * 2 * 32 * 4
+    assert kv_blocks(model, 16, 1000, 10.5 * block / 1e9) == 10
+
+
+def test_bfloat16_is_refused_on_a_cpu_that_cannot_multiply_it(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: False)
+    with pytest.raises(UnsupportedModel, match=r"dtype = bfloat16.*leave the key out"):
+        load_model(model_directory, "bfloat16")
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: True)
+    assert load_model(model_directory, "bfloat16").dtype == torch.bfloat16
+
+
+def test_a_tied_head_that_is_laid_out_for_speed_follows_new_weights(make_model: Callable[[int], Any]) -> None:
+    model = make_model(0)
+    lay_out_for_small_batches(model)
+    engine = Engine(model, max_model_len=64)
+    request = engine.submit([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    engine.install(weights_of(make_model(1), Version(0, 1)))
+    run_all(engine)
+    assert_like_plain(request, {Version(0, 0): make_model(0), Version(0, 1): make_model(1)})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.inference.client.engine_client import Completion
+from headrace.inference.client.completion import Completion
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams, WeightVersionSpan
 from headrace.orchestrator.drift import Drift

@@ -254,7 +254,7 @@ def test_what_is_no_address_is_refused(url: str):
 async def test_the_server_that_ships_is_understood(model: Any, model_directory: Path):
     engine = Engine(model, max_model_len=64, max_running=2, eos_token_ids=[258], seed=0)
     async with client_of_engine(engine, model_directory) as engines:
-        [url] = engines._urls()
+        [url] = await engines.answering()
         client = OpenAIClient(f"{url}/v1", "tiny")
         assert await client.models() == ["tiny"]
         answer = await client.chat([{"role": "user", "content": "hi"}], max_tokens=4, temperature=0.0)

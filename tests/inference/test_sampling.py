@@ -1,11 +1,12 @@
 """Choosing tokens, by hand-worked numbers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from headrace.inference.embedded.sampling import draw, sample, truncate
+from headrace.inference.embedded.sampling import draw, likeliest, sample, scaled_logprobs, truncate
 from headrace.inference.schema import SamplingParams
 
 
@@ -21,21 +22,58 @@ def test_the_extreme_numbers_never_draw_an_impossible_token(uniform: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
+    ("settings", "kept"),
     [
-        (-1, 1.0, [0.1, 0.4, 0.3, 0.2]),
-        (2, 1.0, [0.0, 0.4, 0.3, 0.0]),
-        (-1, 0.7, [0.0, 0.4, 0.3, 0.0]),
-        (-1, 0.71, [0.0, 0.4, 0.3, 0.2]),
-        (-1, 1e-9, [0.0, 0.4, 0.0, 0.0]),
+        ({}, [0.1, 0.4, 0.3, 0.2]),
+        ({"top_k": 0}, [0.1, 0.4, 0.3, 0.2]),
+        ({"top_k": -1}, [0.1, 0.4, 0.3, 0.2]),
+        ({"top_k": 2}, [0.0, 0.4, 0.3, 0.0]),
+        ({"top_k": 99}, [0.1, 0.4, 0.3, 0.2]),
+        ({"top_p": 0.7}, [0.0, 0.4, 0.3, 0.0]),
+        ({"top_p": 0.71}, [0.0, 0.4, 0.3, 0.2]),
+        ({"top_p": 1e-9}, [0.0, 0.4, 0.0, 0.0]),
         # after top_k 3 the shares are 4/9, 3/9 and 2/9: 0.45 needs the second, too
-        (3, 0.45, [0.0, 0.4, 0.3, 0.0]),
-        (99, 1.0, [0.1, 0.4, 0.3, 0.2]),
+        ({"top_k": 3, "top_p": 0.45}, [0.0, 0.4, 0.3, 0.0]),
+        # half of the likeliest is 0.2: what is less likely goes, and that alone
+        ({"min_p": 0.5}, [0.0, 0.4, 0.3, 0.2]),
+        ({"min_p": 0.51}, [0.0, 0.4, 0.3, 0.0]),
+        ({"min_p": 1.0}, [0.0, 0.4, 0.0, 0.0]),
+        ({"min_p": 0.25}, [0.1, 0.4, 0.3, 0.2]),
+        ({"min_p": 0.51, "top_k": 1}, [0.0, 0.4, 0.0, 0.0]),
+        # after min_p the shares are 4/7 and 3/7: 0.55 needs only the first, which of all has 0.4
+        ({"min_p": 0.51, "top_p": 0.55}, [0.0, 0.4, 0.0, 0.0]),
     ],
 )
-def test_truncation_keeps_the_likeliest(top_k: int, top_p: float, kept: list[float]) -> None:
+def test_truncation_keeps_the_likeliest(settings: dict[str, Any], kept: list[float]) -> None:
     probs = torch.tensor([[0.1, 0.4, 0.3, 0.2]], dtype=torch.float64)
-    assert truncate(probs, [top_k], [top_p]).tolist() == [kept]
+    assert truncate(probs, [SamplingParams(**settings)]).tolist() == [kept]
+
+
+def test_tokens_as_likely_as_the_likeliest_survive_every_min_p() -> None:
+    probs = torch.tensor([[0.4, 0.2, 0.4]])
+    assert truncate(probs, [SamplingParams(min_p=1.0)]).tolist() == probs.masked_fill(probs < 0.3, 0).tolist()
+
+
+def test_rows_are_truncated_each_by_its_own_settings() -> None:
+    probs = torch.tensor([0.1, 0.4, 0.3, 0.2]).repeat(3, 1)
+    cut = truncate(probs, [SamplingParams(top_k=1), SamplingParams(min_p=0.6), SamplingParams(top_p=0.8)])
+    assert cut.gt(0).tolist() == [[False, True, False, False], [False, True, True, False], [False, True, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "truncates"),
+    [
+        ({}, False),
+        ({"top_k": 0}, False),
+        ({"top_k": -1}, False),
+        ({"top_k": 1}, True),
+        ({"top_p": 0.99}, True),
+        ({"min_p": 0.01}, True),
+        ({"min_p": 0.01, "temperature": 0}, False),
+    ],
+)
+def test_which_settings_take_something_away(settings: dict[str, Any], truncates: bool) -> None:
+    assert SamplingParams(**settings).truncates is truncates
 
 
 def test_logprobs_are_scaled_by_temperature_over_the_whole_vocabulary() -> None:
@@ -60,19 +98,48 @@ def test_each_row_has_its_own_settings() -> None:
 
 
 def test_the_mass_that_truncation_leaves_is_told() -> None:
-    logits = torch.log(torch.tensor([[0.1, 0.5, 0.3, 0.1]])).repeat(5, 1)
+    logits = torch.log(torch.tensor([[0.1, 0.5, 0.3, 0.1]])).repeat(6, 1)
     params = [
         SamplingParams(top_k=2),
         SamplingParams(top_p=0.4),
         SamplingParams(top_k=3, top_p=0.9),  # of .5, .3 and .1, the shares 5/9 and 3/9 do not reach .9: all three
         SamplingParams(),
         SamplingParams(temperature=0, top_k=2),
+        SamplingParams(min_p=0.5),
     ]
-    log_mass = sample(logits, params, [0.5] * 5).log_mass
+    log_mass = sample(logits, params, [0.5] * 6).log_mass
     assert log_mass is not None
-    assert log_mass.exp().tolist() == pytest.approx([0.8, 0.5, 0.9, 1.0, 1.0], abs=1e-6)
+    assert log_mass.exp().tolist() == pytest.approx([0.8, 0.5, 0.9, 1.0, 1.0, 0.8], abs=1e-6)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0, top_p=0.5)])
 def test_what_is_not_truncated_pays_for_no_mass(params: SamplingParams) -> None:
     assert sample(torch.zeros(2, 4), [params] * 2, [0.1, 0.9]).log_mass is None
+
+
+def test_the_logprob_of_a_choice_is_that_of_log_softmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 20 * torch.randn(400, 300, generator=generator)
+    temperatures = [0.0, 0.5, 1.0, 1.7] * 100
+    params = [SamplingParams(temperature=value) for value in temperatures]
+    tokens, logprobs, _ = sample(logits, params, torch.rand(400, generator=generator).tolist())
+    scales = torch.tensor([value or 1.0 for value in temperatures], dtype=torch.float64)[:, None]
+    exact = torch.log_softmax(logits.double() / scales, -1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), exact, atol=5e-6, rtol=0)
+    scaled = scaled_logprobs(logits, temperatures).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(scaled, logprobs, atol=5e-6, rtol=0)
+
+
+def test_the_likeliest_tokens_come_in_order_and_as_many_as_each_row_asks_for() -> None:
+    logprobs = torch.log(torch.tensor([[0.1, 0.6, 0.3], [0.7, 0.1, 0.2], [0.2, 0.3, 0.5]]))
+    found = likeliest(logprobs, [2, 0, 9])
+    assert [[token for token, _ in row] for row in found] == [[1, 2], [], [2, 1, 0]]
+    assert [value for _, value in found[0]] == pytest.approx([math.log(0.6), math.log(0.3)])
+
+
+def test_broken_logits_cost_their_own_row_only() -> None:
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = torch.nan
+    tokens, logprobs, _ = sample(logits, [SamplingParams(), SamplingParams(), SamplingParams(top_k=2)], [0.3] * 3)
+    assert logprobs.isnan().tolist() == [False, True, False]
+    assert all(0 <= token < 4 for token in tokens.tolist())

@@ -1,4 +1,4 @@
-"""What each vLLM worker does before it touches its model; `test_vllm_weights.py` has the rest, with a real one."""
+"""What each vLLM worker does before it touches its model; `tests/vllm` has the rest, with a real one."""
 
 import shutil
 import time
@@ -64,6 +64,20 @@ def test_what_cannot_be_had_is_said_before_anything_is_loaded(fetcher: Fetcher, 
     fetcher.begin(tmp_path, V1)
     with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):
         wait_for(fetcher, tmp_path)
+
+
+def test_who_waits_for_a_version_gets_it_or_hears_why_not(
+    make_model: MakeModel, publish: Publish, fetcher: Fetcher, tmp_path: Path
+) -> None:
+    directory = publish(make_model(1), V1)
+    with pytest.raises(WeightsError, match="nobody has begun to fetch 0-1"):
+        fetcher.wait(directory, V1, 10)
+    fetcher.begin(directory, V1)
+    fetcher.wait(directory, V1, 10)
+    assert fetcher.has(directory, V1)
+    fetcher.begin(tmp_path / "nowhere", V1)
+    with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):
+        fetcher.wait(tmp_path / "nowhere", V1, 10)
 
 
 def test_another_version_than_the_one_begun_is_fetched_when_it_is_taken(

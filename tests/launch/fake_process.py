@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.errors import AGAIN
 from headrace.launch import lifeline
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status
@@ -67,6 +68,10 @@ if behaviour in ("crash", "parent"):
     print("\n".join(f"line {index}" for index in range(40)))
     print("RuntimeError: the flux capacitor is missing", flush=True)
     os._exit(3)
+if behaviour == "engine-dies" or (behaviour == "engine-dies-then-works" and not resumed):
+    status.close("failed")  # as a process that leaves by an exception does
+    print("the engine died: out of memory", flush=True)
+    os._exit(AGAIN)
 if behaviour == "terminated":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -76,7 +81,7 @@ if behaviour in ("killed", "fails-and-is-killed") or (behaviour.startswith("kill
     die()
 if behaviour == "killed-after-a-new-step":
     train(starts())
-    if starts() <= 5:
+    if starts() <= 2:
         die()
 if behaviour == "killed-after-the-same-step":
     train(1)

@@ -3,14 +3,21 @@
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.launch.placement import VISIBLE, Placement, place, place_trainer, seeing, visible_gpus
+from headrace.launch.placement import Placement, place, place_trainer, seeing
+from headrace.machine import VISIBLE, visible_gpus
 
 
 def placed(
-    gpus: int, trainer: int | None = None, inference: int | None = None, servers: int | None = None
+    gpus: int, trainer: int | None = None, inference: int | None = None, servers: int | None = None, each: int = 1
 ) -> Placement:
     names = [str(number) for number in range(gpus)]
-    return place(names, trainer_processes=trainer, inference_gpus=inference, inference_servers=servers)
+    return place(
+        names,
+        trainer_processes=trainer,
+        inference_gpus=inference,
+        inference_servers=servers,
+        gpus_per_server=each,
+    )
 
 
 def test_without_gpus_the_numbers_of_processes_alone_count():
@@ -37,6 +44,15 @@ def test_what_is_asked_for_is_given_and_the_rest_goes_to_the_other():
     assert placed(8, trainer=2, inference=2) == Placement(2, ["2", "3"], [["0"], ["1"]])
 
 
+def test_a_server_of_several_gpus_gets_neighbours_and_no_part_of_a_server_is_placed():
+    assert placed(8, each=2).inference == [["0", "1"], ["2", "3"]]
+    assert placed(8, each=4) == Placement(4, ["4", "5", "6", "7"], [["0", "1", "2", "3"]])
+    assert placed(6, each=2) == Placement(4, ["2", "3", "4", "5"], [["0", "1"]])
+    assert placed(3, each=2) == Placement(1, ["2"], [["0", "1"]])
+    assert placed(8, trainer=3, each=2) == Placement(3, ["4", "5", "6"], [["0", "1"], ["2", "3"]])
+    assert placed(0, servers=2, each=4) == Placement(1, (), [(), ()])
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -44,7 +60,12 @@ def test_what_is_asked_for_is_given_and_the_rest_goes_to_the_other():
         ({"gpus": 1, "trainer": 2}, "one GPU is visible"),
         ({"gpus": 4, "trainer": 3, "inference": 2}, "3 trainer_processes and 2 inference_gpus .* 4 are visible"),
         ({"gpus": 2, "trainer": 2}, "2 trainer_processes and 0 inference_gpus"),
-        ({"gpus": 4, "inference": 3, "servers": 2}, "3 inference_gpus and 2 inference_servers"),
+        ({"gpus": 4, "inference": 3, "servers": 2}, "3 inference_gpus and 2 inference_servers: each samples on one"),
+        ({"gpus": 1, "each": 2}, "tensor_parallel_size .* a server takes 2 GPUs, but one is visible"),
+        ({"gpus": 8, "inference": 3, "each": 2}, "inference_gpus = 3, but a server takes 2 .inference.vllm tensor"),
+        ({"gpus": 8, "inference": 4, "servers": 4, "each": 2}, "4 inference_servers: each samples on 2 GPUs"),
+        ({"gpus": 4, "each": 4}, "0 trainer_processes and 4 inference_gpus .* a server takes 4"),
+        ({"gpus": 4, "trainer": 3, "each": 2}, "3 trainer_processes and 0 inference_gpus .* a server takes 2"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(asked: dict[str, int], says: str):

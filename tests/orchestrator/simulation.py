@@ -21,6 +21,8 @@ import msgspec
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.grpo import Grpo
 from headrace.environments.base import Environment
+from headrace.inference.schema import Health
+from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
@@ -41,6 +43,7 @@ from headrace.orchestrator.signals import (
     ProcessBatch,
     ProcessGroup,
     Published,
+    Reported,
     ReportEval,
     RunEpisode,
     Ship,
@@ -128,6 +131,8 @@ class Simulation:
         self.groups: set[str] = set()
         """Of training, over all processes."""
         self.evals_opened = self.evals_closed = 0
+        self.reports = random.Random(seed) if seed % 4 == 0 and not self.settings.frozen else None
+        """What the engines report where the limit on episodes follows them; apart, so that all else is as without."""
         self.agenda: list[tuple[float, int, Callable[[], Coroutine[Any, Any, None]]]] = []
         self.numbers = itertools.count()
 
@@ -302,6 +307,7 @@ class _Process:
             journal.last_step() + 1,
             world.now,
             journal.start(),
+            None if world.reports is None else self._follow_reports(world.reports),
         )
         self.running: dict[int, Episode] = {}
         self.arrived: set[int] = set()
@@ -316,6 +322,22 @@ class _Process:
         if newest > world.engine:  # what a watcher sees when it first looks
             world.after(0.1, lambda: self.handle(Published(newest)))
 
+    def _follow_reports(self, rng: random.Random) -> Concurrency:
+        """Now and then engines say how they are, whatever they are really doing."""
+        settings = self.world.settings
+        sizes = [*settings.group_sizes.values(), *(env.group_size for env in self.world.eval_envs)]
+        concurrency = Concurrency(rng.randint(1, 8), max(sizes))
+        settings.max_inflight = concurrency.limit
+
+        async def report() -> None:
+            if self.alive and not self.finished:
+                load = rng.randint(0, 8), rng.choice([0, 0, 20]), rng.random() < 0.2
+                self.world.at(self.world.now + self.world.pace * rng.uniform(0.1, 4.0), report)
+                await self.handle(Reported({"a": Health("ok", "0-0", "m", *load, 8, 64, 300, kv_usage=rng.random())}))
+
+        self.world.at(self.world.now, report)
+        return concurrency
+
     @property
     def finished(self) -> bool:
         return self.pipeline.finished
@@ -325,7 +347,7 @@ class _Process:
             return
         self.carry_out(self.pipeline.handle(event, self.world.now))
         scheduler = self.pipeline.scheduler
-        assert 0 <= scheduler.available_permits == scheduler.max_inflight - len(self.running)
+        assert scheduler.available_permits == max(0, scheduler.max_inflight - len(self.running))
         assert sum(scheduler.inflight.values()) == len(self.running)
 
     async def finish(self) -> None:
@@ -370,6 +392,7 @@ class _Process:
     def _start(self, episode: Episode) -> None:
         assert episode.id not in self.running
         self.running[episode.id] = episode
+        assert len(self.running) <= self.pipeline.scheduler.max_inflight
         self.started_at[episode.id] = self.world.engine
         if episode.index == 0:
             self.groups_begun += 1

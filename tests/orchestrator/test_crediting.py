@@ -8,7 +8,10 @@ import pytest
 from headrace.algorithms.base import Algorithm
 from headrace.config.base import validate
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.orchestrator.crediting import set_up_algorithms
+from headrace.errors import BadInput
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.schema import Health
+from headrace.orchestrator.crediting import PolicyReference, set_up_algorithms
 from headrace.orchestrator.journal import Journal
 from tests.algorithms.teachers import MODEL, Teacher
 
@@ -31,3 +34,21 @@ async def test_an_algorithm_knows_what_its_environment_is_sampled_at(inherited: 
         algorithms = await set_up_algorithms(config, Teacher(), MODEL.renderer, MODEL.tokenizer, journal, stack)
         assert {name: algorithm.host.temperature for name, algorithm in algorithms.items()} == {"a": expected, "b": 0.7}
     journal.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "temperatures", "refused"),
+    [("vllm", [1.0, 0.7], True), ("vllm", [1.0], False), ("vllm", [], False), ("embedded", [0.7], False)],
+)
+async def test_a_policy_on_vllm_is_not_asked_for_scores_that_it_does_not_give(
+    engine: str, temperatures: list[float], refused: bool
+):
+    policy = PolicyReference(EngineClient([]))
+    for temperature in temperatures:
+        await policy.check(MODEL.tokenizer, 64, temperature)
+    engines = [Health("ok", "0-0", "m", 0, 0, False, 8, 64, 300, engine=name) for name in ("embedded", engine)]
+    if refused:
+        with pytest.raises(BadInput, match=r"sampled at temperature 0\.7, and vLLM scores at temperature 1 alone"):
+            policy.check_engines(engines)
+    else:
+        policy.check_engines(engines)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.environments.base import Environment, EpisodeError
-from headrace.inference.client.engine_client import EngineUnavailable
+from headrace.inference.client.errors import EngineUnavailable
 from headrace.orchestrator.dispatcher import AT_ONCE, Dispatcher, EpisodeRunner
 from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.signals import Arrival, Episode, Kind

@@ -388,6 +388,16 @@ async def test_groups_scored_together_that_cannot_run_at_once_are_refused_at_the
         await pipeline.finish()
 
 
+async def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KEY_OF_ENGINES", "secret\nline")
+    pipeline = Pipeline(tmp_path, tiny_model, client={"admin_key_var": "KEY_OF_ENGINES"})
+    with pytest.raises(BadInput, match="the environment variable KEY_OF_ENGINES holds no key") as refused:
+        await pipeline.finish()
+    assert "secret" not in str(refused.value)
+
+
 async def test_an_engine_that_dies_and_returns_elsewhere_costs_time_and_nothing_else(tmp_path: Path, tiny_model: Path):
     pipeline = Pipeline(tmp_path, tiny_model)
     pipeline.engine.delay = 0.01

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.inference.schema import Health
+from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.evaluation import EvalSource
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
@@ -22,6 +24,7 @@ from headrace.orchestrator.signals import (
     ProcessBatch,
     ProcessGroup,
     Published,
+    Reported,
     RunEpisode,
     ScoredGroup,
     Ship,
@@ -43,15 +46,24 @@ SETUPS = {
 
 
 class World:
-    """Plays the rest of the run; `timing` decides the order in which episodes end, and nothing else."""
+    """Plays the rest of the run; `timing` decides the order in which episodes end, and nothing else.
 
-    def __init__(self, setup: str, timing: int) -> None:
+    With `reports` engines say now and then how they are, and the limit on episodes follows.
+    """
+
+    def __init__(self, setup: str, timing: int, *, reports: bool = False) -> None:
         given = {"batch_size": None, "token_batch_size": None, "max_inflight": 64, **SETUPS[setup]}
         settings = Settings(max_steps=4, seq_len=32, max_async_level=0, **given)
         tasks = [TrainTasks(env, [Task(env, {"n": n}) for n in range(20)], 1.0) for env in settings.group_sizes]
         journal = Journal(Path(":memory:"))
         ledger = Ledger(journal.totals(), journal.clock(), journal.next_credit(), 0.0)
-        self.pipeline = Pipeline(settings, TrainSource(tasks, 5), EvalSource([], {}), ledger, Version(0, 0), 1, 0.0)
+        concurrency = Concurrency(settings.max_inflight, 8) if reports else None
+        self.pipeline = Pipeline(
+            *(settings, TrainSource(tasks, 5), EvalSource([], {}), ledger, Version(0, 0), 1, 0.0),
+            concurrency=concurrency,
+        )
+        self.reports = reports
+        self.limits: set[int] = set()
         self.setup = setup
         self.random = random.Random(timing)
         self.inflight: list[Episode] = []
@@ -65,9 +77,16 @@ class World:
             events = [event for action in actions for event in self.carry_out(action)]
             if not events and self.inflight:
                 episode = self.inflight.pop(self.random.randrange(len(self.inflight)))
-                events = [Arrival(episode, self.rollouts_of(episode))]
+                events = [Arrival(episode, self.rollouts_of(episode)), *self.report()]
             actions = [action for event in events or [Tick()] for action in self.pipeline.handle(event, now)]
         return self.batches
+
+    def report(self) -> list[Event]:
+        if not self.reports:
+            return []
+        self.limits.add(self.pipeline.scheduler.max_inflight)
+        kv_usage = self.random.choice([0.0, 1.0])
+        return [Reported({"a": Health("ok", "0-0", "m", 0, 0, False, 8, 64, 300, kv_usage=kv_usage)})]
 
     def carry_out(self, action: Action) -> list[Event]:
         match action:
@@ -106,3 +125,12 @@ def test_at_level_0_who_is_slow_does_not_decide_what_is_trained(setup: str):
     first = World(setup, timing=0).play()
     assert len(first) == 4
     assert all(World(setup, timing).play() == first for timing in range(1, 20))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_at_level_0_a_limit_that_follows_the_engines_does_not_decide_what_is_trained(setup: str):
+    first = World(setup, timing=0).play()
+    for timing in range(1, 8):
+        world = World(setup, timing, reports=True)
+        assert world.play() == first
+        assert len(world.limits) > 1

@@ -11,7 +11,7 @@ from renderers import config_from_name, create_renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong
 from headrace.environments.tools import Tool
-from headrace.inference.client.engine_client import Completion
+from headrace.inference.client.completion import Completion
 from headrace.orchestrator.conversation import seed_of
 from headrace.orchestrator.sampler import MOST_CALLS, Sampler
 from headrace.rollout.types import Message

@@ -50,6 +50,20 @@ def test_opens_no_group_beyond_what_is_wanted_but_completes_the_one_it_opened():
     assert scheduler.next_episode(wanted=4) is None
 
 
+def test_after_a_lower_limit_nobody_starts_until_enough_have_arrived_and_a_higher_one_is_used_at_once():
+    scheduler = make_scheduler(max_inflight=6, group_size=2)
+    running = start_all(scheduler, wanted=100)
+    scheduler.max_inflight = 4
+    assert scheduler.available_permits == 0
+    for episode in running[:2]:
+        scheduler.arrive(episode, [])
+        assert scheduler.next_episode(100) is None
+    scheduler.arrive(running[2], [])
+    assert len(start_all(scheduler, wanted=100)) == 1
+    scheduler.max_inflight = 7
+    assert len(start_all(scheduler, wanted=100)) == 3
+
+
 def test_waiting_evaluation_takes_the_next_permits_and_training_resumes_behind_its_tail():
     scheduler = make_scheduler(max_inflight=3, group_size=2)
     running = start_all(scheduler, wanted=100)

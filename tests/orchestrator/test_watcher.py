@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from headrace.inference.client.engine_client import EngineClient, EngineFailed
-from headrace.inference.schema import UpdateWeightsRequest
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.errors import EngineFailed
+from headrace.inference.schema import Health, UpdateWeightsRequest
 from headrace.observe.status import Status
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.version import Version
@@ -170,6 +171,28 @@ async def test_a_restarted_engine_does_not_wait_for_another_that_cannot_be_reach
         following.cancel()
 
 
+async def test_new_weights_do_not_wait_for_an_engine_that_has_died_and_reach_it_when_it_is_back(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with LinkedEngine(tiny_model, run) as other:
+        others = [other.url]
+        async with watching(run, tiny_model, status, others=others) as (engine, watcher):
+            publish(run, V1)
+            assert await watcher.load(V1) == other.version == V1
+            await other.die()
+            publish(run, V2)
+            async with asyncio.timeout(5.0):  # far from how long an engine that is the only one is waited for
+                assert await watcher.load(V2) == engine.version == V2
+            assert run.weights.acknowledged() == V2
+            await other.listen()
+            others[:] = [other.url]
+            following = asyncio.create_task(watcher.follow(lambda version: None))
+            while other.version != V2:
+                assert not following.done()
+                await asyncio.sleep(0.01)
+            following.cancel()
+
+
 async def test_an_engine_that_is_up_to_date_is_left_alone_when_another_is_behind(
     run: RunDir, tiny_model: Path, status: Status
 ) -> None:
@@ -206,3 +229,15 @@ async def test_an_orchestrator_starts_although_the_last_trainers_memory_is_gone(
         engine.gone = frozenset({V2})
         await watcher.synchronize()
         assert watcher.version == engine.version == Version(0, 0)
+
+
+async def test_what_the_engines_say_of_themselves_is_passed_on_at_each_look(
+    run: RunDir, tiny_model: Path, status: Status
+) -> None:
+    async with watching(run, tiny_model, status) as (engine, watcher):
+        reports: asyncio.Queue[dict[str, Health]] = asyncio.Queue()
+        following = asyncio.create_task(watcher.follow(lambda version: None, reports.put_nowait))
+        for _ in range(2):
+            (report,) = (await asyncio.wait_for(reports.get(), 5.0)).items()
+            assert (report[0], report[1].capacity) == (engine.url, 16)
+        following.cancel()

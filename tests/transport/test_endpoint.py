@@ -1,10 +1,13 @@
 """Where the engine listens."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, SchemaError
 from headrace.transport.endpoint import Endpoint, read_endpoint, read_endpoints, withdraw_endpoint, write_endpoint
 
@@ -14,8 +17,41 @@ def test_an_endpoint_is_read_back(tmp_path: Path):
     assert read_endpoint(tmp_path / "endpoint.json") == Endpoint("http://127.0.0.1:8000", 17)
 
 
+def test_an_endpoint_has_the_keys_of_its_server_and_shows_them_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    endpoint = Endpoint("http://127.0.0.1:8000", 17, api_key="door", admin_key="desk")
+    assert repr(endpoint) == str(endpoint) == "Endpoint('http://127.0.0.1:8000', 17)"
+    path, modes = tmp_path / "inference.json", []
+    fsync = os.fsync
+
+    def look(descriptor: int) -> None:
+        modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look)
+    before = os.umask(0)
+    try:
+        write_endpoint(path, endpoint)
+    finally:
+        os.umask(before)
+    assert modes[0] == stat.S_IMODE(path.stat().st_mode) == 0o600  # while it was written, and now
+    assert read_endpoint(path) == endpoint
+
+
 def test_there_is_no_endpoint_before_the_server_listens(tmp_path: Path):
     assert read_endpoint(tmp_path / "endpoint.json") is None
+
+
+def test_an_endpoint_of_another_user_is_told_to_be_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def deny(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = tmp_path / "inference.json"
+    write_endpoint(path, Endpoint("http://127.0.0.1:8000", 17))
+    monkeypatch.setattr(Path, "read_bytes", deny)  # whoever runs the tests may be allowed everything
+    with pytest.raises(BadInput, match=r"inference\.json .* only its owner may"):
+        read_endpoints(tmp_path)
 
 
 def test_an_endpoint_of_a_newer_schema_is_refused(tmp_path: Path):

@@ -10,6 +10,7 @@ from types import ModuleType
 from headrace import __version__
 from headrace.cli import (
     audit,
+    chat,
     check_algorithm,
     export,
     init_model,
@@ -31,6 +32,7 @@ COMMANDS: dict[str, ModuleType] = {
     "rl": rl,
     "sft": sft,
     "serve": serve,
+    "chat": chat,
     "new": new,
     "probe": probe,
     "check-algorithm": check_algorithm,
@@ -73,7 +75,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         first_line = (module.__doc__ or "").splitlines()[0].removeprefix(f"`headrace {name}`: ")
         command = commands.add_parser(name, help=first_line, description=first_line, allow_abbrev=False)
         module.configure(command)
-    dotted = bool(argv) and argv[0] in ("probe", "check-algorithm", "rescore")
+    dotted = bool(argv) and argv[0] in ("probe", "check-algorithm", "rescore", "chat")
     overridden = dotted or (argv and argv[0] in ("rl", "sft", "serve"))
     own, overrides = separate_overrides(argv, dotted=dotted) if overridden else (list(argv), [])
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,53 +13,124 @@ from headrace.cli.process import process
 
 if TYPE_CHECKING:
     from headrace.config.inference import InferenceConfig
+    from headrace.transport.run_dir import RunDir
 
 PORT = 8000
+HELP = f"""\
+Any key of [inference] can be set: --port N (default {PORT}, or any free port as a server of a run), --host,
+--max_running, --served_name, --engine vllm (which must be installed), --vllm.tensor_parallel_size N, ...
+
+What is served: /v1/models, /v1/chat/completions, /v1/completions, /inference/v1/generate (token ids in and out),
+/tokenize, /health, /metrics.
+
+Keys are read from the environment. HEADRACE_API_KEY: what clients must show; needed where others than this machine
+reach the address. HEADRACE_ADMIN_KEY: for whoever changes what is served (weights, adapters); without one a server
+of no run takes no such calls.
+
+Of a run that is over, the newest weights are served. Of one that is not, this is one of its servers; --alone serves its
+newest weights as they are now, apart from it.
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "target", metavar="MODEL|RUN", help="a model directory or hub name; a run directory or run file"
     )
-    parser.add_argument("--name", default="inference", help="what this server of a run is called (default inference)")
-    parser.epilog = (
-        f"Any key of [inference] can be set: --port N (default {PORT} for a model), --host, --max_running, ..."
-    )
+    parser.add_argument("--name", help="be the server of the run that is called so (default inference)")
+    parser.add_argument("--alone", action="store_true", help="be none of the run's servers: serve its newest weights")
+    parser.epilog = HELP
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.observe.logs import setup_logging
     from headrace.transport.run_dir import RunDir
 
-    config = read_target(arguments.target, arguments.overrides)
+    alone = arguments.alone or (arguments.name is None and is_over(Path(arguments.target)))
+    config = read_target(arguments.target, arguments.overrides, alone=alone)
+    run = None if config.output_dir is None else RunDir(config.output_dir)
     from headrace.inference.server.main import serve  # takes seconds: not before the arguments are known to be good
 
-    if config.output_dir is None:
+    if run is None or alone:
+        from headrace.launch import lifeline
+        from headrace.observe.logs import setup_logging
+
         setup_logging()
-        serve(config, status=None, run=None)
+        lifeline.watch()
+        key_var = config.api_key_var if os.environ.get(config.api_key_var) else None
+        serve(config, status=None, run=run, announce=lambda url: print(greeting(url, key_var), flush=True))
         return 0
-    run = RunDir(config.output_dir)
-    with process(arguments.name, run) as status:
+    with process(arguments.name or "inference", run) as status:
         serve(config, status=status, run=run)
     return 0
 
 
-def read_target(target: str, overrides: list[str]) -> InferenceConfig:
+def is_over(target: Path) -> bool:
+    """Whether this is a run that has come to its end, and that nobody is about to take further."""
+    from headrace.launch.run_directory import in_use, is_run
+    from headrace.transport.run_dir import RunDir
+
+    return is_run(target) and RunDir(target).final_model.is_dir() and not in_use(target)
+
+
+def read_target(target: str, overrides: list[str], *, alone: bool = False) -> InferenceConfig:
     """The server's configuration: that of a run, or a model's with the port everyone expects."""
     from headrace.config.base import Tree, parse_overrides, put, validate
     from headrace.config.inference import InferenceConfig
-    from headrace.config.run import RunConfig
-    from headrace.launch.saved_config import read_sampled_run
     from headrace.text.hub import model_directory
 
     path = Path(target)
     tree: Tree
     if path.suffix in RUN_FILES or (path / "config.toml").is_file():
-        config = read_sampled_run(path)
-        server = config.inference if isinstance(config, RunConfig) else config.server()
-        tree = server.model_dump(mode="json", exclude_none=True)
+        tree = _server_of_run(path, alone).model_dump(mode="json", exclude_none=True)
+        if alone:
+            tree = {"served_name": target, **tree, "port": tree["port"] or PORT}
     else:
-        tree = {"model": {"name": str(model_directory(target))}, "port": PORT}
+        model_directory(target)  # it is there, or this says where it was looked for
+        tree = {"model": {"name": target}, "port": PORT}
     for key, value in parse_overrides(overrides):
         put(tree, key, value)
     return validate(InferenceConfig, tree, target)[0]
+
+
+def _server_of_run(path: Path, alone: bool) -> InferenceConfig:
+    from headrace.config.run import RunConfig
+    from headrace.launch.saved_config import read_run, read_sampled_run
+    from headrace.transport.run_dir import RunDir
+
+    config = read_run(path) if alone else read_sampled_run(path)
+    server = config.inference if isinstance(config, RunConfig) else config.server()
+    if not alone or server.output_dir is None:
+        return server
+    start = starting_model(RunDir(server.output_dir), server.model.name)
+    return server.model_copy(update={"model": server.model.model_copy(update={"name": start})})
+
+
+def starting_model(run: RunDir, given: str | None) -> str | None:
+    """What to load before the newest published version takes its place: the final model, which needs nothing else.
+
+    An adapter belongs to the model that the run was `given`.
+    """
+    from headrace.errors import BadInput
+    from headrace.transport.adapter import is_adapter
+    from headrace.transport.weights_link import is_linked
+
+    lasting = [path for path in map(run.weights.path, run.weights.published()) if not is_linked(path)]
+    if run.final_model.is_dir() and not (lasting and is_adapter(lasting[-1])):
+        return str(run.final_model)
+    if not lasting and run.latest_checkpoint_step():
+        raise BadInput(
+            f"{run.root} was stopped, and its weights are in its checkpoints alone: write them with "
+            f"`headrace export {run.root} DIR`, and serve DIR"
+        )
+    return given
+
+
+def greeting(url: str, key_var: str | None) -> str:
+    """How to call a server that is up; `key_var` has the key, if it wants one."""
+    key = f' -H "Authorization: Bearer ${key_var}"' if key_var else ""
+    body = shlex.quote('{"messages": [{"role": "user", "content": "Hello"}]}')
+    return (
+        f"serving on {url}/v1; try\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {body}\n"
+        f"  headrace chat {url}"
+    )

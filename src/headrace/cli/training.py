@@ -29,7 +29,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.config.base import ConfigError, dump, load
     from headrace.config.run import RunConfig
     from headrace.launch.errors import naming_run
-    from headrace.launch.local import check_port, launch
+    from headrace.launch.local import check_ports, launch
     from headrace.launch.origin import resolve
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import decide
@@ -49,7 +49,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
         raise ConfigError("output_dir: say where the run shall keep its files")
     plan = decide(config.output_dir, arguments.resume, arguments.clean)
     if isinstance(config, RunConfig) or config.evaluates:
-        check_port(config.inference.host, config.inference.port)
+        check_ports(config.launch, config.inference)
     model = resolve(config.model)
     Tokenizer(model)  # refused here rather than by three processes
     config = pin(config, plan.directory, model)

@@ -1,4 +1,4 @@
-"""`[inference]`: the server that samples the policy."""
+"""`[inference]`: the server that samples the policy, and the engine behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,33 @@ from headrace.config.base import Config
 from headrace.config.model import ModelConfig, RendererConfig
 
 
+class VllmConfig(Config):
+    """`[inference.vllm]`: how vLLM is started, where `engine` is `vllm`."""
+
+    python: Path | None = None
+    """The interpreter of the environment that has vLLM; unset: the one that runs Headrace."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that share one copy of the model."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Copies of the model behind one server."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """The share of each GPU's memory that vLLM takes; unset: its default, or .4 where the trainer is there too."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds until it must answer."""
+    max_lora_rank: int = Field(0, ge=0, le=512)
+    """The largest rank of adapters that it serves beside the model; 0: none, and published adapters are merged."""
+    max_loras: int = Field(4, ge=1)
+    """Adapters, or versions of one, that are sampled at once."""
+    args: list[str] = Field(default_factory=list)
+    """More arguments of vLLM's server, as on its command line."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """More environment variables for it."""
+
+
 class InferenceConfig(Config):
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Our own, for CPUs and single GPUs, or vLLM, which must be installed."""
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     output_dir: Path | None = None
     served_name: str | None = None
@@ -28,6 +54,21 @@ class InferenceConfig(Config):
     """
     max_running: int = Field(128, ge=1)
     """Requests decoded together; more wait in line."""
+    max_waiting: int = Field(4096, ge=0)
+    """Requests that may wait in line; more are turned away with HTTP status 429, to come again later."""
+    max_step_tokens: int = Field(2048, ge=16)
+    """Tokens that one step computes: longer prompts take several, so that others go on meanwhile. Embedded only."""
+    kv_cache_gb: float | None = Field(None, gt=0)
+    """Memory for keys and values. Unset: what `max_running` longest requests need, at most a quarter of what is free;
+    on a CPU an eighth, since requests in progress have theirs twice. Requests that lose their place come again."""
+    prefix_cache: bool = True
+    """Whether prompts that begin alike are computed once, as long as the weights are the same."""
+    max_body_mb: float = Field(32.0, gt=0)
+    """Requests with a larger body are refused."""
+    api_key_var: str = "HEADRACE_API_KEY"
+    """The environment variable with the key that clients must show. On an address that others reach it must be set."""
+    admin_key_var: str = "HEADRACE_ADMIN_KEY"
+    """The same for whoever moves weights. Unset: a run makes its own; a server without a run takes no such calls."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of requests that are in flight when new weights arrive."""
     seed: int = 0

@@ -16,11 +16,11 @@ class LaunchConfig(Config):
     inference_gpus: int | None = Field(None, ge=1)
     """GPUs that sample; unset: those that the trainer leaves. A single GPU is shared."""
     inference_servers: int | None = Field(None, ge=1)
-    """Servers that sample; unset: one per sampling GPU, or one without any."""
+    """Servers that sample; unset: one per sampling GPU (of vLLM in parallel, one per its GPUs), or one without any."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of each rank and of each server; unset: half the cores, divided by their number."""
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds until every process must be up; they count anew when one is started again."""
+    """Seconds until every process must be up; they count anew when one is started again. vLLM has its own on top."""
     stop_timeout: float = Field(10.0, gt=0)
     """Seconds that a process gets to end in order before it is killed."""
     max_restarts: int = Field(3, ge=0)

@@ -147,11 +147,16 @@ class ClientConfig(Config):
     """How the orchestrator reaches the engine."""
 
     base_url: list[HttpUrl] = Field(default_factory=list)
-    """Engines started elsewhere, as http://host:port; empty: the one that this run's directory names."""
+    """Engines started elsewhere, as http://host:port; empty: those that this run's directory names, with their keys."""
+    api_key_var: str = "HEADRACE_API_KEY"
+    """The environment variable with the key of the engines in `base_url`; unset there: they want none."""
+    admin_key_var: str = "HEADRACE_ADMIN_KEY"
+    """The same for requests that change them: pause, new weights, resume."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds that one request may take."""
+    """Seconds that one request may take; after that it is asked once of every other engine."""
     retry_for: float = Field(300.0, ge=0)
-    """Seconds for which an engine that cannot be reached is asked again, before the episode fails."""
+    """Seconds for which a request is made again that no engine could be reached for, or had room for, before the
+    episode fails."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds until the engine must answer for the first time."""
     update_timeout: float = Field(600.0, gt=0)
@@ -189,7 +194,8 @@ class OrchestratorConfig(Config):
     """Tokens per step, instead of `batch_size`."""
     group_size: int = Field(8, ge=1)
     max_inflight_rollouts: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Episodes at once, train and eval together; `auto`: what the engines run at once, and half as many in line."""
+    """Episodes at once, train and eval together. `auto` begins with what the engines run at once and half as many in
+    line, and follows their reports: more while they have places free, fewer when their line or KV cache is full."""
     tasks_per_minute: float | None = Field(None, gt=0)
     """Tasks that may begin, of training and evaluation together; each counts once, whatever its group_size."""
     max_off_policy_steps: int = Field(8, ge=0)

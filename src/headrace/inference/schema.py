@@ -6,14 +6,24 @@ vLLM, fit. `logprobs` are log-softmax(logits / temperature) over the whole vocab
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from headrace.rollout.batch import SCHEMA
 
 SCHEMA_HEADER = "X-Headrace-Schema"
 """Response header that carries the schema number."""
+SESSION_HEADER = "X-Session-Id"
+"""Request header of requests that begin alike: an engine with several copies of the model keeps them together."""
+
+
+MOST_ALTERNATIVES = 20
+"""The most that `logprobs` and `prompt_logprobs` may ask for."""
+COLDEST, HOTTEST = 1e-4, 1e4
+"""Temperatures beyond which logits are no longer numbers, or all alike. 0 is greedy."""
+MOST_STOPS = 16
+"""Stop strings in a request."""
+MOST_STOP_IDS = 1024
+"""Stop tokens in a request."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
@@ -22,28 +32,44 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    """0 and -1 are off."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one are not chosen."""
     max_tokens: int | None = None
     seed: int | None = None
     stop_token_ids: list[int] = []
+    stop: list[str] = []
+    """The request ends with the token that completes one of these in the text; that token is part of the result."""
     ignore_eos: bool = False
     logprobs: int | None = None
+    """None: no logprobs. Otherwise the chosen token's, and those of this many of the likeliest tokens."""
     prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
 
     @property
     def truncates(self) -> bool:
-        """Whether top_k or top_p take part of the distribution away. A greedy choice is none to begin with."""
-        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
+        """Whether part of the distribution is taken away. A greedy choice is none to begin with."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def problem(self) -> str | None:
         """What is wrong with these values, or None."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            return f"temperature must be a finite number >= 0, not {self.temperature}"
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
+            return f"temperature must be 0, or between {COLDEST:g} and {HOTTEST:g}, not {self.temperature}"
         if not 0 < self.top_p <= 1:
             return f"top_p must be in (0, 1], not {self.top_p}"
-        if self.top_k == 0 or self.top_k < -1:
+        if not -1 <= self.top_k < 1 << 31:
             return f"top_k must be positive, or -1 for off, not {self.top_k}"
+        if not 0 <= self.min_p <= 1:
+            return f"min_p must be in [0, 1], not {self.min_p}"
         if self.max_tokens is not None and self.max_tokens < 1:
             return f"max_tokens must be at least 1, not {self.max_tokens}"
+        if len(self.stop) > MOST_STOPS or not all(self.stop):
+            return f"stop must be at most {MOST_STOPS} strings, none of them empty"
+        if len(self.stop_token_ids) > MOST_STOP_IDS or min(self.stop_token_ids, default=0) < 0:
+            return f"stop_token_ids must be at most {MOST_STOP_IDS} ids, none of them negative"
+        for name in ("logprobs", "prompt_logprobs"):
+            if not 0 <= (getattr(self, name) or 0) <= MOST_ALTERNATIVES:
+                return f"{name} must be between 0 and {MOST_ALTERNATIVES}, not {getattr(self, name)}"
         return None
 
 
@@ -58,12 +84,20 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """To the front of the line: for short requests that ask about the weights of the moment. vLLM does not know it."""
 
 
+class TopLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+    token: str
+
+
 class TokenLogprob(msgspec.Struct):
     token_id: int
     logprob: float
     token: str
     """Always `token_id:N`: some clients read the id from here."""
     rank: int | None = None
+    top_logprobs: list[TopLogprob] = []
+    """As many of the likeliest tokens as were asked for."""
 
 
 class ChoiceLogprobs(msgspec.Struct):
@@ -86,7 +120,7 @@ class GenerateChoice(msgspec.Struct):
     weight_versions: list[WeightVersionSpan] | None = None
     stop_reason: int | str | None = None
     truncated_logprobs: list[float] | None = None
-    """Of each token among what top_p and top_k left to choose from, if they took anything away."""
+    """Of each token among what top_p, top_k and min_p left to choose from, if they took anything away."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -95,10 +129,16 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None = None
 
 
-class Usage(msgspec.Struct):
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    """Found in the prefix cache."""
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class GenerateResponse(msgspec.Struct):
@@ -128,7 +168,7 @@ class UpdateWeightsResponse(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """`/health`: who this is and what it is doing."""
+    """`/health`: who this is and what it is doing. `status` is `ok`, or why it is not (then with HTTP status 503)."""
 
     status: str
     version: str
@@ -140,6 +180,12 @@ class Health(msgspec.Struct):
     """Requests that the engine runs at once; more wait in line."""
     max_model_len: int
     vocab_size: int
+    engine: str = "embedded"
+    """`embedded` or `vllm`."""
+    kv_usage: float = 0.0
+    """The share of the KV cache that running requests hold, 0 to 1."""
+    preemptions: int = 0
+    """Requests that lost their place in the KV cache since the start, and were computed again."""
     schema: int = SCHEMA
 
 

@@ -7,19 +7,27 @@ import socket
 import sys
 from collections.abc import Sequence, Sized
 
+from headrace.config.base import ConfigError
+from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.own_code import save_folders
-from headrace.launch.placement import place, place_trainer, seeing, visible_gpus
+from headrace.launch.placement import Placement, place, place_trainer, seeing
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import Supervisor
+from headrace.machine import visible_gpus
 from headrace.observe.summary import summary_of, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.transport.run_dir import RunDir
+
+LAST_PORT = 65535
+
+SHARED_MEMORY = 0.4
+"""The share of a GPU's memory for all vLLM servers on it, where the trainer is there too."""
 
 
 def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[str], *, resume: bool, again: str) -> int:
@@ -49,7 +57,7 @@ def make_supervisor(
     assert config.max_steps is not None  # both kinds refuse a run without an end
     limits = config.launch
     if isinstance(config, RunConfig) or config.evaluates:
-        specs = processes(limits, run, resume, config.inference.port)
+        specs = processes(limits, config.inference, run, resume)
     else:
         ranks, gpus = place_trainer(visible_gpus(), limits.trainer_processes)
         specs = [trainer_process(run, ranks, gpus, limits.threads, resume)]
@@ -58,24 +66,28 @@ def make_supervisor(
         specs,
         run,
         view,
-        start_timeout=limits.start_timeout,
+        start_timeout=start_timeout(limits, config.inference),
         stop_timeout=limits.stop_timeout,
         max_restarts=limits.max_restarts,
         inherited=inherited,
     )
 
 
-def processes(launch: LaunchConfig, run: RunDir, resume: bool, port: int) -> list[ProcessSpec]:
+def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
+    """Seconds until every process must be up. vLLM has its own on top: its server gives up first, and says why."""
+    return launch.start_timeout + (inference.vllm.start_timeout if inference.engine == "vllm" else 0.0)
+
+
+def processes(launch: LaunchConfig, inference: InferenceConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
     """Of a run that samples, in the order they start: what others wait for comes first, and stops last."""
-    placement = place(
-        visible_gpus(),
-        trainer_processes=launch.trainer_processes,
-        inference_gpus=launch.inference_gpus,
-        inference_servers=launch.inference_servers,
-    )
+    placement = placement_of(launch, inference)
     servers = placement.inference
+    memory = _memory_options(inference, placement)
     return [
-        *(server_process(run, number, len(servers), gpus, port, launch.threads) for number, gpus in enumerate(servers)),
+        *(
+            server_process(run, number, len(servers), gpus, inference.port, launch.threads, memory)
+            for number, gpus in enumerate(servers)
+        ),
         trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume),
         ProcessSpec(
             "orchestrator", _headrace("orchestrator", str(run.root), *_option("--servers", servers)), threads(1)
@@ -83,14 +95,40 @@ def processes(launch: LaunchConfig, run: RunDir, resume: bool, port: int) -> lis
     ]
 
 
+def placement_of(launch: LaunchConfig, inference: InferenceConfig) -> Placement:
+    """Where the processes of a run that samples go on this machine."""
+    vllm = inference.vllm
+    return place(
+        visible_gpus(),
+        trainer_processes=launch.trainer_processes,
+        inference_gpus=launch.inference_gpus,
+        inference_servers=launch.inference_servers,
+        gpus_per_server=vllm.tensor_parallel_size * vllm.data_parallel_size if inference.engine == "vllm" else 1,
+    )
+
+
+def _memory_options(inference: InferenceConfig, placement: Placement) -> list[str]:
+    """vLLM would take nearly all of a GPU: where the trainer has the same one, it gets a part."""
+    is_shared = any(gpu in placement.trainer for gpus in placement.inference for gpu in gpus)
+    if inference.engine != "vllm" or not is_shared or inference.vllm.gpu_memory_utilization is not None:
+        return []
+    return ["--vllm.gpu_memory_utilization", f"{SHARED_MEMORY / len(placement.inference):.3g}"]
+
+
 def server_process(
-    run: RunDir, number: int, count: int, gpus: Sequence[str], port: int, cores: int | None
+    run: RunDir,
+    number: int,
+    count: int,
+    gpus: Sequence[str],
+    port: int,
+    cores: int | None,
+    options: Sequence[str] = (),
 ) -> ProcessSpec:
     """Server `number` of `count`. Those after the first listen on the ports after the first one's."""
     name = f"inference-{number}" if number else "inference"
     more = ["--name", name, "--port", str(port and port + number)] if number else []
     environment = {**threads(cores or max(1, half_the_cores() // count)), **seeing(gpus)}
-    return ProcessSpec(name, _headrace("serve", str(run.root), *more), environment, service=True)
+    return ProcessSpec(name, _headrace("serve", str(run.root), *more, *options), environment, service=True)
 
 
 def trainer_process(run: RunDir, ranks: int, gpus: Sequence[str], cores: int | None, resume: bool) -> ProcessSpec:
@@ -122,10 +160,17 @@ def threads(count: int) -> dict[str, str]:
     return {**{name: str(count) for name in pools}, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
+def check_ports(launch: LaunchConfig, inference: InferenceConfig) -> None:
+    """Refuse ports that are taken, and GPUs that are not there, before anything is started."""
+    servers = len(placement_of(launch, inference).inference)
+    if inference.port + servers - 1 > LAST_PORT:
+        raise ConfigError(f"inference.port = {inference.port}: {servers} servers take the ports from there on")
+    for number in range(servers if inference.port else 0):  # 0 is any free one
+        check_port(inference.host, inference.port + number)
+
+
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that is taken before anything is started. Port 0 is any free one."""
-    if port == 0:
-        return
+    """Refuse a port that is taken."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

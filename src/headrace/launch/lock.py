@@ -30,3 +30,17 @@ def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody holds the lock file at the moment."""
+    if not path.is_file():
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,16 +1,15 @@
-"""Which GPUs the processes of a run get. Pure, but for the question which there are."""
+"""Which GPUs the processes of a run get. Pure: `gpus.py` says which there are."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.config.base import ConfigError
+from headrace.machine import VISIBLE
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+PARALLEL = "inference.vllm tensor_parallel_size * data_parallel_size"
+"""What makes a server take several GPUs."""
 
 
 @dataclass(frozen=True)
@@ -23,33 +22,52 @@ class Placement:
 
 
 def place(
-    gpus: Sequence[str], *, trainer_processes: int | None, inference_gpus: int | None, inference_servers: int | None
+    gpus: Sequence[str],
+    *,
+    trainer_processes: int | None,
+    inference_gpus: int | None,
+    inference_servers: int | None,
+    gpus_per_server: int = 1,
 ) -> Placement:
     """Share GPUs between trainer and servers; what is unset is chosen so that each gets half.
 
     A single GPU is shared by all. On a machine without GPUs the numbers of processes alone count.
     """
+    each = gpus_per_server
     if not gpus:
         if inference_gpus:
             raise ConfigError(f"launch.inference_gpus = {inference_gpus}, but this machine has no GPU that is visible")
         return Placement(trainer_processes or 1, (), [()] * (inference_servers or 1))
     if len(gpus) == 1:
+        if each > 1:
+            raise ConfigError(f"{PARALLEL}: a server takes {each} GPUs, but one is visible")
         if (trainer_processes or 1) > 1 or (inference_gpus or 1) > 1:
             raise ConfigError("launch: one GPU is visible, which trainer and inference share: ask for one of each")
         return Placement(1, gpus, [gpus] * (inference_servers or 1))
-    sampling = inference_gpus or (len(gpus) - trainer_processes if trainer_processes else len(gpus) // 2)
+    sampling = inference_gpus or _share(len(gpus), trainer_processes, each)
     training = trainer_processes or len(gpus) - sampling
     if sampling < 1 or training < 1 or sampling + training > len(gpus):
+        why = f" ({PARALLEL}: a server takes {each})" if each > 1 else ""
         raise ConfigError(
             f"launch: {training} trainer_processes and {sampling} inference_gpus need a GPU each, but {len(gpus)} are "
-            "visible: lower one of them"
+            f"visible: lower one of them{why}"
         )
-    if inference_servers not in (None, sampling):
+    if sampling % each:
+        raise ConfigError(f"launch.inference_gpus = {sampling}, but a server takes {each} ({PARALLEL})")
+    if inference_servers not in (None, sampling // each):
         raise ConfigError(
-            f"launch: {sampling} inference_gpus and {inference_servers} inference_servers: each samples on one "
-            "GPU; leave inference_servers out"
+            f"launch: {sampling} inference_gpus and {inference_servers} inference_servers: each samples on "
+            f"{'one GPU' if each == 1 else f'{each} GPUs'}; leave inference_servers out"
         )
-    return Placement(training, gpus[sampling : sampling + training], [[gpu] for gpu in gpus[:sampling]])
+    servers = [gpus[first : first + each] for first in range(0, sampling, each)]
+    return Placement(training, gpus[sampling : sampling + training], servers)
+
+
+def _share(gpus: int, trainer_processes: int | None, each: int) -> int:
+    """GPUs that sample where nobody said how many: what the trainer leaves, else half, in whole servers."""
+    if trainer_processes is not None:
+        return (gpus - trainer_processes) // each * each
+    return max(1, gpus // 2 // each) * each
 
 
 def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[int, Sequence[str]]:
@@ -60,17 +78,6 @@ def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[i
         )
     ranks = trainer_processes or max(1, len(gpus))
     return ranks, gpus[:ranks]
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, by the names under which CUDA knows them."""
-    if (chosen := os.environ.get(VISIBLE)) is not None:
-        return [name for name in chosen.split(",") if name.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False)
-    return found.stdout.split() if found.returncode == 0 else []
 
 
 def seeing(gpus: Sequence[str]) -> dict[str, str]:

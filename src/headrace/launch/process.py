@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headrace.errors import AGAIN
 from headrace.launch.lifeline import VARIABLE, Lifeline
 
 LAST_LINES = 15
@@ -78,6 +79,10 @@ class Process:
         status = self.exit_status
         return status is not None and status < 0 and -status not in ASKED_TO_END
 
+    @property
+    def asks_to_start_again(self) -> bool:
+        return self.exit_status == AGAIN
+
     def kill(self) -> None:
         """End it and whatever it has started. The first call after its end is the last that does anything."""
         if self._is_cleared:
@@ -99,6 +104,8 @@ class Process:
             return "is still running"
         if status < 0:
             return f"was ended by {signal.Signals(-status).name}"
+        if status == AGAIN:
+            return "ended: its engine died"
         if status > 128 and status - 128 in signal.valid_signals():
             return f"ended with exit status {status} ({signal.Signals(status - 128).name})"
         return f"ended with exit status {status}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.launch.errors import BadRequest
-from headrace.launch.lock import lock
+from headrace.launch.lock import is_held, lock
 from headrace.observe.history import Tail
 from headrace.transport.files import MARKER, link_tree, write_directory
 from headrace.transport.run_dir import RunDir
@@ -127,6 +127,11 @@ def hold(directory: Path) -> Iterator[int]:
 
     with lock(directory / LOCK, on_wait) as descriptor:
         yield descriptor
+
+
+def in_use(directory: Path) -> bool:
+    """Whether a launcher, or something that it has started, is at work on this run."""
+    return is_held(directory / LOCK)
 
 
 def _is_alive(pid: int) -> bool:

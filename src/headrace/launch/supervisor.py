@@ -1,7 +1,8 @@
 """Starts the processes of a run, watches over them, and ends them all in order whatever happens.
 
 A process that a signal ended is started again alone: the run directory has lost nothing, and the others wait for it.
-One that ended with an exit status has said what is wrong, or was asked to end; that ends the run.
+So is one that asks for it by its exit status: a server whose engine died. One that ended with any other status has said
+what is wrong, or was asked to end; that ends the run.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class Supervisor:
 
     def _may_start_again(self, process: Process) -> bool:
         """One that had reported its failure is beyond help, whatever ended it then."""
-        return process.was_killed and not self._has_failed(process) and self._restarts.allows(process.name)
+        lost = process.asks_to_start_again or (process.was_killed and not self._has_failed(process))
+        return lost and self._restarts.allows(process.name)
 
     def _has_failed(self, process: Process) -> bool:
         """Whether it has said so itself."""

@@ -18,10 +18,12 @@ from headrace.config.algorithms import AlgoConfig, EchoConfig, sampling_source
 from headrace.config.model_reference import FrozenModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
-from headrace.inference.client.engine_client import EngineCallError, EngineClient
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.errors import EngineCallError
 from headrace.inference.client.frozen import FrozenModel
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel, sampling_keys
+from headrace.inference.schema import Health
 from headrace.orchestrator.journal import AlgorithmState, Journal
 from headrace.text.tokenizer import Tokenizer
 
@@ -35,9 +37,21 @@ class PolicyReference:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
+        self._temperatures: set[float] = set()
+        """At which it will be asked for scores."""
 
     async def check(self, tokenizer: Tokenizer, seq_len: int, temperature: float = 1.0) -> None:
-        """It is the model whose tokens they are; how long they may be is not known before its engines are up."""
+        """It is the model whose tokens they are; the rest is known once its engines are up, to `check_engines`."""
+        self._temperatures.add(temperature)
+
+    def check_engines(self, engines: Sequence[Health]) -> None:
+        """Whether they can give the scores that will be asked for; raises `BadInput` if not."""
+        other = sorted(self._temperatures - {1.0})
+        if other and any(health.engine == "vllm" for health in engines):
+            raise BadInput(
+                f"the policy is to score what was sampled at temperature {other[0]:g}, and vLLM scores at temperature "
+                '1 alone: set train.sampling.temperature to 1, or inference.engine to "embedded"'
+            )
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
         try:

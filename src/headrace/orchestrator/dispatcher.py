@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.fault import CANCELLED_ITSELF, fault_of
-from headrace.inference.client.engine_client import EngineCallError
+from headrace.inference.client.errors import EngineCallError
 from headrace.orchestrator.signals import Arrival, Episode
 from headrace.rollout.fitness import check, rollouts_of
 from headrace.rollout.types import Rollout, RolloutError, Task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
@@ -15,6 +16,7 @@ from headrace.environments.registry import load_environment
 from headrace.environments.worker_process import WorkerLimits
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
+from headrace.headers import why_not_sent
 from headrace.inference.client.engine_client import EngineClient
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
@@ -76,6 +78,8 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
                 config.client.base_url or run.endpoints,
                 timeout=config.client.timeout,
                 retry_for=config.client.retry_for,
+                api_key=_key(config.client.api_key_var),
+                admin_key=_key(config.client.admin_key_var),
             )
             stack.push_async_callback(client.close)
             # Before all that takes long: a teacher that is not there must not be told last.
@@ -87,6 +91,7 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
             ready = client.wait_ready(config.client.start_timeout, servers)
             whom = "the inference server" if servers == 1 else f"{servers} inference servers"
             engines = await wait_for(ready, "an answer", whom, status)
+            policy.check_engines(engines)
             watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
             await watcher.synchronize()
             model = Model(client, engines, watcher, tokenizer, renderer)
@@ -97,6 +102,17 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, orchestrator.stop)
         return await orchestrator.run()
+
+
+def _key(variable: str) -> str | None:
+    """What an environment variable holds for engines that want a key."""
+    key = os.environ.get(variable) or None
+    if key is not None and why_not_sent({"Authorization": key}) is not None:
+        raise BadInput(
+            f"the environment variable {variable} holds no key: there is a space at an end, a line break or a "
+            "character beyond ASCII in it"
+        )
+    return key
 
 
 @contextmanager

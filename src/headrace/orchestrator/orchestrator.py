@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from headrace.inference.schema import Health
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
@@ -40,6 +41,7 @@ from headrace.orchestrator.signals import (
     ProcessBatch,
     ProcessGroup,
     Published,
+    Reported,
     ReportEval,
     RunEpisode,
     Ship,
@@ -113,7 +115,7 @@ class Orchestrator:
         Returns whether the run is over, rather than stopped.
         """
         self._loop = asyncio.get_running_loop()
-        self._spawn(self.watcher.follow(self._on_published))
+        self._spawn(self.watcher.follow(self._on_published, self._on_reports))
         self._spawn(self.periodic.run())
         self._log_drift(self.drift.follow(self.pipeline.version))
         usual = gc.get_threshold()
@@ -219,6 +221,9 @@ class Orchestrator:
 
     def _on_published(self, version: Version) -> None:
         self.events.put_nowait(Published(version))
+
+    def _on_reports(self, engines: dict[str, Health]) -> None:
+        self.events.put_nowait(Reported(engines))
 
     def _log_gauges(self, values: dict[str, float]) -> None:
         self._write(partial(self.metrics.log, self.pipeline.position, values))

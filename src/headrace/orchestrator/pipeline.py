@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.errors import Failure
+from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.drought import Drought
 from headrace.orchestrator.evaluation import EvalSink, EvalSource
 from headrace.orchestrator.ledger import Ledger
@@ -34,6 +35,7 @@ from headrace.orchestrator.signals import (
     ProcessBatch,
     ProcessGroup,
     Published,
+    Reported,
     ReportEval,
     RunEpisode,
     ScoredGroup,
@@ -83,7 +85,8 @@ class Settings(msgspec.Struct):
 class Pipeline:
     """`step` is the batch being collected; `version` is what the engines sample from.
 
-    `start` is a number that no other process of the run has: the draws that it opens again are groups of its own.
+    `start` is a number that no other process of the run has: the draws that it opens again are groups of its own. With
+    a `concurrency` the engines' reports move the limit on episodes in flight; without, it stays as it is set.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Pipeline:
         step: int,
         now: float,
         start: int = 1,
+        concurrency: Concurrency | None = None,
     ) -> None:
         self.settings = settings
         self.version = version
@@ -107,6 +111,7 @@ class Pipeline:
         self.stopped = False
         self.wake_at: float | None = None
         """When a `Tick` is due even if nothing happens."""
+        self._concurrency = concurrency
         self._source = source
         self._eval_source = eval_source
         self._now = now
@@ -163,6 +168,8 @@ class Pipeline:
                 self._published = max(self._published, event.version)
             case Loaded():
                 self._on_loaded(event.version)
+            case Reported():
+                self._on_reports(event)
             case Stop():
                 self.stopped = True
             case Failed():
@@ -236,6 +243,7 @@ class Pipeline:
             "dispatcher/inflight_train": scheduler.inflight[Kind.TRAIN],
             "dispatcher/inflight_eval": scheduler.inflight[Kind.EVAL],
             "dispatcher/sched_mode": 1.0 if scheduler.queued_evals else 0.0,
+            "dispatcher/max_inflight": scheduler.max_inflight,
             "dispatcher/available_permits": scheduler.available_permits,
             "dispatcher/queued": scheduler.queued_evals + self.sink.rollouts,
         }
@@ -349,6 +357,11 @@ class Pipeline:
         self.version = version
         self._loading = False
         self._queue_due_evals()
+
+    def _on_reports(self, reported: Reported) -> None:
+        if self._concurrency is not None:
+            in_flight = sum(self.scheduler.inflight.values())
+            self.scheduler.max_inflight = self._concurrency.follow(reported.engines, in_flight)
 
     def _load_if_allowed(self) -> None:
         """One update at a time, and none while an evaluation is pinned to the current version."""

@@ -9,7 +9,8 @@ from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallPar
 
 from headrace.environments.base import Reply, ToolCall
 from headrace.environments.replies import message_of
-from headrace.inference.client.engine_client import Completion, EngineClient
+from headrace.inference.client.completion import Completion
+from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import SamplingParams
 from headrace.orchestrator.conversation import Conversation, Question
 from headrace.orchestrator.prompting import Prompter, Tools, aside, call_of
@@ -26,10 +27,14 @@ READ_AT_ONCE = 4096
 class Sampler:
     """One per environment: the engines, the renderer, and how to sample.
 
-    `cache_salt` separates what the engines' prefix caches may share: a live policy's changes with its weights, that of
-    a frozen model never does. `observe` sees each prompt and what came of it, with the temperature; it must not wait.
-    With a `seed` every request has one of its own, made of this one, its episode's name and what is asked. Long prompts
-    are rendered in threads, `pool_size` of them at once.
+    `cache_salt` separates what the engines' prefix caches may share: a live policy's changes with its weights. It is
+    asked for at every request, so that a turn after an update shares nothing with those before it, although its
+    conversation is the same and stays with its engine. While an update is on its way the salt may be the older one:
+    engines therefore tell the weights of what they cache apart themselves, whatever the salt.
+
+    `observe` sees each prompt and what came of it, with the temperature; it must not wait. With a `seed` every request
+    has one of its own, made of this one, its episode's name and what is asked. Long prompts are rendered in threads,
+    `pool_size` of them at once.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class Scheduler:
 
     Groups are opened as long as fewer training episodes are open than are wanted. With `whole_groups` an episode that
     has arrived counts until its group is complete, so that nothing is started in vain; without, it does not, so that
-    permits stay busy while groups wait for their stragglers.
+    permits stay busy while groups wait for their stragglers. `max_inflight` may change at any time.
     """
 
     def __init__(self, max_inflight: int, open_group: Callable[[], Group], whole_groups: bool = False) -> None:
@@ -73,7 +73,8 @@ class Scheduler:
 
     @property
     def available_permits(self) -> int:
-        return self.max_inflight - len(self._inflight)
+        """None as long as there are more episodes than a limit that was lowered allows."""
+        return max(0, self.max_inflight - len(self._inflight))
 
     @property
     def open_groups(self) -> int:

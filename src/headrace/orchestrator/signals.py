@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from headrace.inference.schema import Health
 from headrace.orchestrator.journal import AlgorithmState, Entries
 from headrace.rollout.types import Group, Rollout
 from headrace.rollout.version import Version
@@ -137,6 +138,12 @@ class Loaded(msgspec.Struct):
     version: Version
 
 
+class Reported(msgspec.Struct):
+    """The engines that answer have said how they are; by address."""
+
+    engines: dict[str, Health]
+
+
 class Tick(msgspec.Struct):
     """Nothing happened but time."""
 
@@ -151,7 +158,7 @@ class Failed(msgspec.Struct):
     error: BaseException
 
 
-Event = Arrival | GroupDone | BatchDone | Shipped | Published | Loaded | Tick | Stop | Failed
+Event = Arrival | GroupDone | BatchDone | Shipped | Published | Loaded | Reported | Tick | Stop | Failed
 
 
 # -- actions ----------------------------------------------------------------------------------------------------------

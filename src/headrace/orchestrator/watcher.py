@@ -10,13 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from headrace.inference.client.engine_client import (
-    EngineCallError,
-    EngineClient,
-    EngineFailed,
-    EngineRejected,
-    EngineTimeout,
-)
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.errors import EngineCallError, EngineFailed, EngineRejected, EngineTimeout
+from headrace.inference.schema import Health
 from headrace.observe.status import Status, WaitTimeout, wait_for
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker
@@ -64,8 +60,13 @@ class WeightWatcher:
         else:
             await asyncio.to_thread(self._weights.acknowledge, self.version)  # so that the trainer knows us here
 
-    async def follow(self, notify: Callable[[Version], None]) -> None:
-        """For ever: say which version is the newest, each once, and keep restarted engines up to date."""
+    async def follow(
+        self, notify: Callable[[Version], None], report: Callable[[dict[str, Health]], None] = lambda _: None
+    ) -> None:
+        """For ever: say which version is the newest, each once, and keep restarted engines up to date.
+
+        At each look at the engines, `report` gets what those say of themselves that answer, by address.
+        """
         newest, looked = self.version, time.monotonic()
         while True:
             latest = await asyncio.to_thread(self._weights.latest)
@@ -73,13 +74,14 @@ class WeightWatcher:
                 newest = latest
                 notify(latest)
             elif time.monotonic() - looked > LOOK_AT_ENGINES:
-                await self._catch_up()
+                report(await self._catch_up())
                 looked = time.monotonic()
             await asyncio.sleep(self._poll)
 
     async def load(self, version: Version) -> Version:
         """Bring every engine to a published version. Requests in flight go on and finish on the new weights.
 
+        One that cannot be reached while others can gets it once it is back, at a look at the engines.
         What only a trainer's memory has dies with that trainer, and an engine may be too slow for one request. Then
         this tries on, with what is published next, until the deadline; the version that was loaded is returned.
         """
@@ -100,20 +102,20 @@ class WeightWatcher:
                 latest = await asyncio.to_thread(self._weights.latest)
                 version = latest or version
 
-    async def _catch_up(self) -> None:
+    async def _catch_up(self) -> dict[str, Health]:
         """An engine that was restarted alone may serve another version: give it the current one again.
 
         Whatever keeps it from that is said, and tried again at the next look; an engine that cannot be reached is
-        reported by whoever has requests in flight.
+        reported by whoever has requests in flight. Returns how those are that answer.
         """
         async with self._one_at_a_time:
             try:
                 engines = await self._client.answering()
             except EngineCallError:
-                return  # none has said where it listens
+                return {}  # none has said where it listens
             behind = {url: health.version for url, health in engines.items() if health.version != str(self.version)}
             if not behind or self.version not in await asyncio.to_thread(self._weights.published):
-                return
+                return engines
             found = ", ".join(f"{url} serves {version}" for url, version in behind.items())
             try:
                 await self._update(self.version, behind)
@@ -123,6 +125,7 @@ class WeightWatcher:
             if complaint != self._complaint:
                 log.warning("%s", complaint)
             self._complaint = complaint
+            return engines
 
     async def _served(self) -> set[Version]:
         return {Version.parse(health.version) for health in await self._client.health()}

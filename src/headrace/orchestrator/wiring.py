@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from headrace.algorithms.base import Algorithm
@@ -23,6 +23,7 @@ from headrace.inference.client.served_model import ServedModel
 from headrace.inference.schema import Health
 from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
+from headrace.orchestrator.concurrency import Concurrency, initial_limit
 from headrace.orchestrator.dispatcher import EpisodeRunner, Line
 from headrace.orchestrator.drift import Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
@@ -70,7 +71,8 @@ def wire(
     eval_processing = EvalProcessing(
         _by_name(environments, Kind.EVAL), {env.name: env.timeout for env in config.eval.env}
     )
-    settings = _settings(config, environments, model, sources)
+    concurrency = _concurrency(config, environments, model.engines, sources)
+    settings = _settings(config, environments, model, sources, concurrency)
     pipeline = Pipeline(
         settings,
         _train_source(config, environments, journal),
@@ -80,6 +82,7 @@ def wire(
         journal.last_step() + 1 if config.train.env else settings.max_steps + 1,
         now,
         journal.start(),
+        concurrency,
     )
     drift = Drift(model.client, run.probes, completions=config.drift_probes, max_model_len=model.longest)
     lines: dict[tuple[Kind, str], Line] = {
@@ -116,43 +119,70 @@ def _seq_len(config: OrchestratorConfig) -> int:
     return config.seq_len
 
 
-def _settings(config: OrchestratorConfig, environments: Environments, model: Model, frozen: Iterable[str]) -> Settings:
+def _settings(
+    config: OrchestratorConfig,
+    environments: Environments,
+    model: Model,
+    frozen: Collection[str],
+    concurrency: Concurrency | None,
+) -> Settings:
     assert config.max_steps is not None
     if _seq_len(config) > model.longest:
         raise BadInput(
             f"seq_len is {_seq_len(config)}, but the inference server takes at most {model.longest} tokens: "
             "raise inference.max_model_len, or lower seq_len"
         )
-    together = {(kind, name) for (kind, name), (_, env, _) in environments.items() if env.scores_groups}
     settings = Settings(
         max_steps=config.max_steps,
         batch_size=config.batch_size,
         token_batch_size=config.token_batch_size,
         seq_len=_seq_len(config),
         group_sizes={env.name: env.group_size or config.group_size for env in config.train.env},
-        max_inflight=_max_inflight(config, model.engines),
+        max_inflight=_max_inflight(config, model.engines) if concurrency is None else concurrency.limit,
         max_async_level=config.max_async_level,
         max_off_policy_steps=config.max_off_policy_steps,
         max_empty_batches=config.max_empty_batches,
         tasks_per_minute=config.tasks_per_minute,
-        scored_together=frozenset(name for kind, name in together if kind is Kind.TRAIN),
+        scored_together=frozenset(name for kind, name in _together(environments) if kind is Kind.TRAIN),
         frozen=frozenset(frozen),
     )
-    sizes = [
-        settings.group_sizes[name] if kind is Kind.TRAIN else _eval_group_size(config, name) for kind, name in together
-    ]
-    if sizes and max(sizes) > settings.max_inflight:
+    largest = max((_group_size(config, *env) for env in _together(environments)), default=0)
+    if largest > settings.max_inflight:
         raise BadInput(
-            f"max_inflight_rollouts is {settings.max_inflight}, but an environment scores groups of {max(sizes)}, "
+            f"max_inflight_rollouts is {settings.max_inflight}, but an environment scores groups of {largest}, "
             "which must run at once: raise it, or lower group_size"
         )
     return settings
 
 
+def _concurrency(
+    config: OrchestratorConfig, environments: Environments, engines: Sequence[Health], frozen: Collection[str]
+) -> Concurrency | None:
+    """What moves the limit, if it is to be moved.
+
+    Episodes that a frozen model plays leave the engines idle, so that their reports say nothing of those.
+    """
+    if config.max_inflight_rollouts != "auto" or frozen:
+        return None
+    least = max((_group_size(config, *env) for env in environments), default=1)
+    return Concurrency(sum(health.capacity for health in engines), least)
+
+
 def _max_inflight(config: OrchestratorConfig, engines: Sequence[Health]) -> int:
-    """`auto`: what the engines run at once, and half as many in line so that they never run dry."""
     chosen = config.max_inflight_rollouts
-    return sum(health.capacity for health in engines) * 3 // 2 if chosen == "auto" else chosen
+    return initial_limit(sum(health.capacity for health in engines)) if chosen == "auto" else chosen
+
+
+def _together(environments: Environments) -> set[tuple[Kind, str]]:
+    """Those that score whole groups."""
+    return {slot for slot, (_, environment, _) in environments.items() if environment.scores_groups}
+
+
+def _group_size(config: OrchestratorConfig, kind: Kind, name: str) -> int:
+    if kind is Kind.EVAL:
+        return _eval_group_size(config, name)
+    (env,) = [env for env in config.train.env if env.name == name]
+    return env.group_size or config.group_size
 
 
 def _eval_group_size(config: OrchestratorConfig, name: str) -> int:

@@ -23,6 +23,8 @@ from headrace.errors import BadInput
 
 COMPOSED = 4
 """Characters that NFC makes one of, at most."""
+LONG = 1 << 13
+"""Characters of a text that takes so long that other threads must go on meanwhile."""
 
 
 class TokenizerError(BadInput):
@@ -73,7 +75,13 @@ class Tokenizer:
         return {token: entry.content for token, entry in added.items() if entry.special and token != self.unk_token_id}
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self._encoding(text, add_special_tokens).ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) < LONG:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)  # lets go of the GIL
+        return encoding
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
@@ -109,7 +117,7 @@ class Tokenizer:
     def __call__(
         self, text: str, add_special_tokens: bool = False, return_offsets_mapping: bool = False, **_: Any
     ) -> dict[str, Any]:
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self._encoding(text, add_special_tokens)
         result: dict[str, Any] = {"input_ids": list(encoding.ids), "attention_mask": [1] * len(encoding.ids)}
         if return_offsets_mapping:
             result["offset_mapping"] = list(encoding.offsets)

@@ -11,12 +11,15 @@ MARKER = "COMPLETE.json"
 """Written last into a directory that others wait for: without it, it is not complete."""
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside, fsync, rename, fsync the directory: a reader sees the old file or all of the new one."""
+def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write beside, fsync, rename, fsync the directory: a reader sees the old file or all of the new one.
+
+    `mode` says who may read it, less what the umask takes away, from its first byte on.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -1,129 +1,66 @@
-"""The orchestrator's line to the engines: typed calls, typed errors, the least busy engine first.
+"""The orchestrator's line to the engines: typed calls, typed errors, and what is tried again.
 
-An engine that cannot be reached is asked again for a bounded time: a request that got no answer had no effect, and the
-launcher restarts engines that died. Where the address comes from a file, it is read again each time.
+Sampling and scoring change nothing on an engine, so a request that got no answer may be made again, of another engine
+first: where none could be reached, was about to end (503) or had no room (429), for `retry_for` seconds after the first
+failure; where none answered in time, once of every other engine, since the same one would take as long again. What an
+engine answered is final: a request that it refuses or fails at would fare no better elsewhere. Weights are the same
+whoever asks for them twice. Which engine is asked is the pool's decision.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import zlib
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
-from headrace.errors import Failure
+from headrace.inference.client.completion import Completion, Generated, Scores, completion_of, scores_of
+from headrace.inference.client.errors import (
+    EngineBusy,
+    EngineCallError,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    failure_of,
+)
 from headrace.inference.client.http import HttpClient, Unreachable
+from headrace.inference.client.pool import Pool, PooledEngine
+from headrace.inference.client.tries import FIRST_RETRY, LONGEST_RETRY, NOBODY, Tries
 from headrace.inference.schema import (
     SCHEMA_HEADER,
-    ErrorResponse,
+    SESSION_HEADER,
     GenerateRequest,
     GenerateResponse,
     Health,
     SamplingParams,
     UpdateWeightsRequest,
     UpdateWeightsResponse,
-    WeightVersionSpan,
 )
 from headrace.rollout.batch import SCHEMA
 from headrace.rollout.version import Version
-from headrace.transport.endpoint import read_endpoints
+from headrace.transport.endpoint import Endpoint, read_endpoints
 
 T = TypeVar("T")
+K = TypeVar("K")
 
-FIRST_RETRY = 0.05
-LONGEST_RETRY = 2.0
 HEALTH_TIMEOUT = 5.0
-
-
-class EngineCallError(Failure):
-    """A call to an engine that gave no result. Subclasses say what to do about it."""
-
-
-class EngineUnavailable(EngineCallError):
-    """No engine could be reached within the time allowed for trying."""
-
-
-class EngineRejected(EngineCallError):
-    """The engine will never serve this request; the message is its own."""
-
-
-class EngineTimeout(EngineCallError):
-    """The engine took longer than the caller allows."""
-
-
-class EngineFailed(EngineCallError):
-    """The engine accepted the request and failed at it, or answered what it must not."""
-
-
-class Completion(msgspec.Struct):
-    """What the policy sampled; the lists have one entry per token."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    spans: list[WeightVersionSpan]
-    """Which version sampled which tokens; `versions` has one entry per token."""
-    finish_reason: str
-    truncated_logprobs: list[float] | None = None
-    """Among what top_p and top_k left to choose from; None where they left everything, or the engine does not say."""
-
-    @property
-    def versions(self) -> list[Version]:
-        return expand_versions(self.spans)
-
-    @property
-    def steps(self) -> np.ndarray:
-        """The step of each token's version."""
-        steps = [Version.parse(span.version).step for span in self.spans]
-        return np.repeat(np.array(steps, np.int32), [span.end - span.start for span in self.spans])
-
-
-class Scores(msgspec.Struct):
-    """How likely an engine finds a sequence."""
-
-    logprobs: list[float]
-    """One per token; the first, which nothing predicts, is 0.0."""
-    version: Version | None
-    """The weights that say so; None from an engine that serves no policy."""
-
-
-class _Logprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob]
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: _Logprobs | None = None
-    weight_versions: list[WeightVersionSpan] | None = None
-    truncated_logprobs: list[float] | None = None
-
-
-class _Generated(msgspec.Struct):
-    """Of a `GenerateResponse`, what a completion needs: most of the whole is text that says the token ids again."""
-
-    choices: list[_Choice]
-
-
-class _Session(msgspec.Struct):
-    """Conversations that share a prompt, and the engine that has it."""
-
-    members: int = 0
-    engine: str = ""
+LOOK = 3.0
+"""Seconds between two looks at how the engines are, as long as they are asked for anything."""
+READ_AGAIN = 0.05
+"""Seconds for which what was read about their addresses holds, whoever may have failed meanwhile."""
 
 
 class EngineClient:
     """One or more engines behind one interface. Make and use it inside one event loop.
 
     `engines` is a list of base URLs, the directory of a run's endpoints, or a function that gives the URLs that hold.
+    The keys are for URLs; an endpoint has its own.
     """
 
     def __init__(
@@ -132,25 +69,24 @@ class EngineClient:
         *,
         timeout: float = 600.0,
         retry_for: float = 60.0,
+        api_key: str | None = None,
+        admin_key: str | None = None,
     ) -> None:
-        self._addresses = _addresses(engines)
-        self._known: Sequence[str] = ()
+        self._endpoints = _endpoints(engines, api_key, admin_key)
+        self._read_at = -math.inf
+        self._look_at = -math.inf
+        self._looking: asyncio.Task[object] | None = None
         self._timeout = timeout
         self._retry_for = retry_for
-        self._in_flight: Counter[str] = Counter()
-        self._sessions: dict[str, _Session] = {}
-        self._resting: dict[str, float] = {}
-        """Until when an engine that could not be reached comes last."""
+        self._pool = Pool()
         self._http = HttpClient()
 
     def join(self, session: str) -> None:
         """One more conversation of a session begins: all of a session prefer the engine that caches their prompt."""
-        self._sessions.setdefault(session, _Session()).members += 1
+        self._pool.join(session)
 
     def leave(self, session: str) -> None:
-        self._sessions[session].members -= 1
-        if not self._sessions[session].members:
-            del self._sessions[session]
+        self._pool.leave(session)
 
     async def generate(
         self,
@@ -162,49 +98,23 @@ class EngineClient:
         """Sample one completion."""
         sampling = msgspec.structs.replace(sampling, logprobs=0)
         body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt)
-        response = await self._call_one("/inference/v1/generate", body, _Generated, session)
-        choice = response.choices[0]
-        if choice.logprobs is None or choice.weight_versions is None:
-            raise EngineFailed("the engine's answer has no logprobs or no weight_versions: it cannot serve a policy")
-        completion = Completion(
-            choice.token_ids,
-            [entry.logprob for entry in choice.logprobs.content],
-            choice.weight_versions,
-            choice.finish_reason,
-            choice.truncated_logprobs,
-        )
-        covered = sum(span.end - span.start for span in completion.spans)
-        if not len(completion.token_ids) == len(completion.logprobs) == covered:
-            raise EngineFailed("the engine's answer has token_ids, logprobs and weight_versions of different lengths")
-        return completion
+        return completion_of(await self._call_one("/inference/v1/generate", body, Generated, session))
 
     async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:
         """The logprob of every token after those before it, computed anew. An engine needs room for one token more."""
         # A seed of its own: the engine's other requests sample as if this one had not been.
         sampling = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0, seed=0)
         body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, urgent=urgent)
-        response = await self._call_one("/inference/v1/generate", body, GenerateResponse)
-        entries = response.prompt_logprobs or []
-        scores = [
-            0.0 if entry is None else entry[token].logprob for entry, token in zip(entries, token_ids, strict=False)
-        ]
-        if len(scores) != len(token_ids):
-            raise EngineFailed(f"the engine scored {len(scores)} of {len(token_ids)} tokens")
-        spans = response.choices[0].weight_versions  # prompt and first token come out of one step of the engine
-        return Scores(scores, Version.parse(spans[0].version) if spans else None)
+        return scores_of(await self._call_one("/inference/v1/generate", body, GenerateResponse), token_ids)
 
     async def health(self) -> list[Health]:
         """How each engine is, asked once: an engine that does not answer raises."""
-        urls = self._urls(refresh=True)
-        return list(
-            await asyncio.gather(*[self._request(url, "/health", None, Health, HEALTH_TIMEOUT) for url in urls])
-        )
+        engines = self._current()
+        return list(await asyncio.gather(*[self._ask_health(engine) for engine in engines]))
 
     async def answering(self) -> dict[str, Health]:
         """How those engines are that answer, by address; asked once."""
-        urls = self._urls(refresh=True)
-        answers, _ = await _ask(urls, lambda url: self._request(url, "/health", None, Health, HEALTH_TIMEOUT))
-        return answers
+        return await self._hear(self._current())
 
     async def wait_ready(self, deadline: float, at_least: int = 1) -> list[Health]:
         """Wait at most `deadline` seconds until every engine answers, and there are as many as expected."""
@@ -227,7 +137,8 @@ class EngineClient:
     async def update_weights(self, path: Path, version: Version, engines: Collection[str] | None = None) -> str:
         """Move every engine to a published version; returns the checksum that they all acknowledge.
 
-        With `engines` only those, which are asked once.
+        One that cannot be reached is left out, after a few tries, if there are others. With `engines` only those, which
+        are asked once.
         """
         body = UpdateWeightsRequest(_absolute(path), version.incarnation, version.step)
         answers = await self._call_all("/update_weights", body, UpdateWeightsResponse, engines)
@@ -237,43 +148,86 @@ class EngineClient:
         return checksums.pop()
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         await self._http.close()
 
     async def _call_one(self, route: str, body: msgspec.Struct, kind: type[T], session: str | None = None) -> T:
-        """Ask the session's engine, or the one with the least to do."""
-
-        async def attempt() -> T:
-            url = self._choose(session)
-            self._in_flight[url] += 1
+        """Ask the session's engine, or the one with the least to do, and others where that gives no answer."""
+        tries = Tries(self._retry_for)
+        self._look_around()
+        while True:
+            engine = self._pool.choose(session, time.monotonic(), tries.avoided)
+            if engine is None:
+                await asyncio.sleep(tries.pause(self._pool.engines.values(), time.monotonic()))
+                self._read_endpoints()
+                self._look_around()
+                continue
             try:
-                return await self._request(url, route, body, kind, self._timeout)
-            except EngineUnavailable:
-                self._resting[url] = time.monotonic() + LONGEST_RETRY
-                self._known = ()  # it may come back elsewhere
-                raise
-            finally:
-                self._in_flight[url] -= 1
+                return await self._attempt(engine, route, body, kind, session)
+            except (EngineUnavailable, EngineBusy, EngineTimeout) as error:
+                tries.fail(engine, error, time.monotonic())
+                self._read_endpoints()  # it may have come back elsewhere
+            except EngineRejected:
+                self._read_endpoints()
+                if self._pool.engines.get(engine.url) is engine:
+                    raise
+                # Else another process is there now, which wants another key.
 
-        return await self._persist(attempt, self._retry_for, (EngineUnavailable,))
+    async def _attempt(
+        self, engine: PooledEngine, route: str, body: msgspec.Struct, kind: type[T], session: str | None
+    ) -> T:
+        """One request, and what it says of the engine. A long time says nothing: whether it lives, /health tells."""
+        engine.in_flight += 1
+        try:
+            answer = await self._request(engine.url, route, body, kind, self._timeout, session=session)
+        except EngineUnavailable as error:
+            self._pool.unreachable(engine, str(error), time.monotonic())
+            raise
+        except EngineBusy as error:
+            self._pool.busy(engine, str(error), time.monotonic() + error.pause)
+            raise
+        except EngineFailed as error:
+            self._pool.failed(engine, str(error), time.monotonic())
+            raise
+        finally:
+            engine.in_flight -= 1
+        self._pool.answered(engine)
+        return answer
 
     async def _call_all(
         self, route: str, body: msgspec.Struct | None, kind: type[T], engines: Collection[str] | None = None
     ) -> list[T]:
-        """Ask every engine until it has answered, or some engines once. Each such call may be repeated without harm."""
+        """Ask every engine until it has answered, or some engines once. Each such call may be repeated without harm.
+
+        Those that nobody asks for anything, because they keep failing, are not waited for while there are others.
+        """
         answers: dict[str, T] = {}
 
+        def wanted() -> list[str]:
+            known = self._current()
+            able = [engine.url for engine in known if engine.breaker.is_closed or engine.url in answers]
+            return able or [engine.url for engine in known]
+
         async def attempt() -> list[T]:
-            urls = self._urls(refresh=True) if engines is None else engines
+            urls = wanted() if engines is None else engines
             left = [url for url in urls if url not in answers]
-            new, failures = await _ask(
-                left, lambda url: self._request(url, route, body, kind, self._timeout, post=True)
-            )
+            new, failures = await _ask(left, lambda url: self._command(url, route, body, kind))
             answers.update(new)
             if failures:  # first of all one that another try would not mend
-                raise min(failures, key=lambda failure: isinstance(failure, EngineUnavailable))
+                raise min(failures.values(), key=lambda failure: isinstance(failure, EngineUnavailable))
             return [answers[url] for url in urls]
 
         return await self._persist(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
+
+    async def _command(self, url: str, route: str, body: msgspec.Struct | None, kind: type[T]) -> T:
+        """One request that changes an engine; if it cannot be reached, that is remembered."""
+        try:
+            return await self._request(url, route, body, kind, self._timeout, admin=True)
+        except EngineUnavailable as error:
+            if (engine := self._pool.engines.get(url)) is not None:
+                self._pool.unreachable(engine, str(error), time.monotonic())
+            raise
 
     async def _persist(
         self, attempt: Callable[[], Awaitable[T]], seconds: float, worth: tuple[type[EngineCallError], ...]
@@ -290,6 +244,44 @@ class EngineClient:
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_RETRY)
 
+    def _look_around(self) -> None:
+        """Once in a while: who there is, and how they are, beside the call that thinks of it."""
+        now = time.monotonic()
+        if now >= self._look_at and (self._looking is None or self._looking.done()):
+            self._read_endpoints()
+            self._looking = asyncio.create_task(self._hear(self._pool.to_be_heard(now)))
+
+    async def _hear(self, engines: Sequence[PooledEngine]) -> dict[str, Health]:
+        """Ask these for their report, and remember it."""
+        now = time.monotonic()
+        self._look_at = now + LOOK
+        for engine in engines:
+            engine.breaker.begin_trial(now)
+        answers, failures = await _ask(engines, self._ask_health)
+        for engine, health in answers.items():
+            self._pool.report(engine, health)
+        for engine, error in failures.items():
+            if isinstance(error, EngineUnavailable | EngineTimeout):
+                self._pool.unreachable(engine, str(error), time.monotonic())
+        return {engine.url: health for engine, health in answers.items()}
+
+    async def _ask_health(self, engine: PooledEngine) -> Health:
+        return await self._request(engine.url, "/health", None, Health, HEALTH_TIMEOUT)
+
+    def _current(self) -> Sequence[PooledEngine]:
+        """All that there are, as of now."""
+        self._read_at = -math.inf
+        self._read_endpoints()
+        if not self._pool.engines:
+            raise EngineUnavailable(NOBODY)
+        return list(self._pool.engines.values())
+
+    def _read_endpoints(self) -> None:
+        now = time.monotonic()
+        if now - self._read_at > READ_AGAIN:
+            self._read_at = now
+            self._pool.update(self._endpoints())
+
     async def _request(
         self,
         url: str,
@@ -298,96 +290,58 @@ class EngineClient:
         kind: type[T],
         timeout: float,
         *,
-        post: bool = False,
+        admin: bool = False,
+        session: str | None = None,
     ) -> T:
-        """One HTTP exchange, its failures told apart."""
-        method = "POST" if post or body is not None else "GET"
+        """One HTTP exchange, its failures told apart. `admin`: one that changes the engine, and needs that key."""
+        engine = self._pool.engines.get(url)
+        headers = {} if engine is None else engine.admin_headers if admin else engine.headers
+        if session is not None:  # by a name that a header can hold
+            headers = {**headers, SESSION_HEADER: f"{zlib.crc32(session.encode()):08x}"}
+        method = "POST" if admin or body is not None else "GET"
         data = None if body is None else msgspec.json.encode(body)
         try:
-            status, headers, content = await self._http.request(method, url, route, data, timeout)
+            status, told, content = await self._http.request(method, url, route, data, timeout, headers)
         except TimeoutError as error:
             raise EngineTimeout(f"{url}{route} gave no answer within {timeout:g} s") from error
         except Unreachable as error:
             raise EngineUnavailable(f"the engine at {url} cannot be reached: {error}") from error
-        schema = headers.get(SCHEMA_HEADER.lower())
+        schema = told.get(SCHEMA_HEADER.lower())
         if schema is not None and int(schema) > SCHEMA:
             raise EngineFailed(f"the engine at {url} speaks schema {schema}; this version understands up to {SCHEMA}")
         if status != 200:
-            raise _failure(url, status, content)
+            raise failure_of(url, status, told, content)
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:
             raise EngineFailed(f"{url}{route} answered what no engine of ours does: {error}") from error
 
-    def _choose(self, session: str | None) -> str:
-        known = self._sessions.get(session) if session is not None else None
-        if known is not None and known.engine in self._urls() and not self._is_resting(known.engine):
-            return known.engine
-        url = self._least_busy()
-        if known is not None:
-            known.engine = url
-        return url
 
-    def _least_busy(self) -> str:
-        """By conversations where there are sessions: those that wait between two requests will be back."""
-        if len(urls := self._urls()) == 1:
-            return urls[0]
-        load = Counter(self._in_flight)
-        for session in self._sessions.values():
-            load[session.engine] += session.members
-        return min(urls, key=lambda url: (self._is_resting(url), load[url]))
-
-    def _is_resting(self, url: str) -> bool:
-        return self._resting.get(url, 0.0) > time.monotonic()
-
-    def _urls(self, *, refresh: bool = False) -> Sequence[str]:
-        if refresh or not self._known:
-            self._known = [url.rstrip("/") for url in self._addresses()]
-        if not self._known:
-            raise EngineUnavailable("no engine has said where it listens yet")
-        return self._known
-
-
-async def _ask(urls: Collection[str], ask: Callable[[str], Awaitable[T]]) -> tuple[dict[str, T], list[EngineCallError]]:
-    """Ask engines all at once, and wait for every one: the answers by address, and why others gave none."""
-    answers: dict[str, T] = {}
-    failures: list[EngineCallError] = []
-    outcomes = await asyncio.gather(*map(ask, urls), return_exceptions=True)
-    for url, outcome in zip(urls, outcomes, strict=True):
+async def _ask(whom: Collection[K], ask: Callable[[K], Awaitable[T]]) -> tuple[dict[K, T], dict[K, EngineCallError]]:
+    """Ask engines all at once, and wait for every one: what they answered, and why others did not."""
+    answers: dict[K, T] = {}
+    failures: dict[K, EngineCallError] = {}
+    outcomes = await asyncio.gather(*map(ask, whom), return_exceptions=True)
+    for engine, outcome in zip(whom, outcomes, strict=True):
         if isinstance(outcome, EngineCallError):
-            failures.append(outcome)
+            failures[engine] = outcome
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
-            answers[url] = outcome
+            answers[engine] = outcome
     return answers, failures
-
-
-def expand_versions(spans: Sequence[WeightVersionSpan]) -> list[Version]:
-    """One version per token."""
-    return [version for span in spans for version in [Version.parse(span.version)] * (span.end - span.start)]
 
 
 def _absolute(path: Path) -> str:
     return str(path.absolute())  # the engine may run in another directory
 
 
-def _addresses(engines: Sequence[str] | Path | Callable[[], Sequence[str]]) -> Callable[[], Sequence[str]]:
-    if isinstance(engines, Path):
-        return lambda: [endpoint.url for endpoint in read_endpoints(engines).values()]
-    if callable(engines):
-        return engines
+def _endpoints(
+    engines: Sequence[str] | Path | Callable[[], Sequence[str]], api_key: str | None, admin_key: str | None
+) -> Callable[[], Iterable[Endpoint]]:
     if isinstance(engines, str):
         raise TypeError(f"engines must be a list of URLs, not the one string {engines!r}")
-    return lambda: engines
-
-
-def _failure(url: str, status: int, content: bytes) -> EngineCallError:
-    """The error that a reply other than 200 stands for."""
-    try:
-        message = msgspec.json.decode(content, type=ErrorResponse).error.message
-    except msgspec.DecodeError:  # not one of ours: a proxy, or another server altogether
-        message = content[:200].decode(errors="replace")
-    if status == 503:
-        return EngineUnavailable(f"the engine at {url} is not available: {message}")
-    return (EngineRejected if 400 <= status < 500 else EngineFailed)(f"{message} (HTTP {status} from {url})")
+    if isinstance(engines, Path):
+        return lambda: read_endpoints(engines).values()
+    urls = engines if callable(engines) else lambda: engines
+    return lambda: [Endpoint(url.rstrip("/"), 0, api_key, admin_key) for url in urls()]

@@ -135,11 +135,13 @@ class OpenAIClient:
         max_concurrent: int = 64,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise BadInput(f"the address {_shown(base_url)!r} is none: write http://HOST:PORT/v1 or https://...")
+            raise BadInput(
+                f"the address {without_password(base_url)!r} is none: write http://HOST:PORT/v1 or https://..."
+            )
         if max_concurrent < 1:
             raise BadInput(f"max_concurrent must be at least 1, not {max_concurrent}")
         if (complaint := why_not_sent(headers or {})) is not None:
-            raise BadInput(f"requests to {_shown(base_url)} cannot be made: {complaint}")
+            raise BadInput(f"requests to {without_password(base_url)} cannot be made: {complaint}")
         self.base_url = base_url.rstrip("/")
         self.model = model
         self._api_key_var = api_key_var
@@ -192,14 +194,14 @@ class OpenAIClient:
     @property
     def address(self) -> str:
         """For people."""
-        return _shown(self.base_url)
+        return without_password(self.base_url)
 
     async def _exchange(self, method: str, url: str, body: Mapping[str, Any] | None) -> bytes:
         import httpx
 
         self._enter_loop()
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        shown = _shown(url)
+        shown = without_password(url)
         async with self._permits:
             try:
                 async with asyncio.timeout(self._timeout):
@@ -254,7 +256,7 @@ class OpenAIClient:
 
     def _failure(self, shown: str, answer: httpx.Response) -> OpenAIError:
         status = answer.status_code
-        words = self._without_key(_own_words(answer.content))[:LONGEST_QUOTE] + f" (HTTP {status} from {shown})"
+        words = self._without_key(own_words(answer.content))[:LONGEST_QUOTE] + f" (HTTP {status} from {shown})"
         if status in (401, 403) and self._api_key_var and not self._key():
             words += f"; the environment variable {self._api_key_var}, for the key, is not set"
         if status in (408, 429):
@@ -291,7 +293,7 @@ def growing_pauses(seconds: float) -> Iterator[float]:
         pause = min(2 * pause, GROWN_PAUSE)
 
 
-def _own_words(content: bytes) -> str:
+def own_words(content: bytes) -> str:
     """What the server said: OpenAI's form of an error, one of those that others use, or whatever it is."""
     text = content.decode(errors="replace").strip()
     try:
@@ -304,7 +306,7 @@ def _own_words(content: bytes) -> str:
     return words or "no explanation"
 
 
-def _shown(url: str) -> str:
+def without_password(url: str) -> str:
     """An address without the user and password that it may have."""
     return re.sub(r"(^|//)[^/]*@", r"\1", url, count=1)
 

@@ -1,31 +1,44 @@
-"""The embedded engine: continuous batching over an ordinary transformers model.
+"""The embedded engine: continuous batching over an ordinary transformers model, with its KV cache in blocks.
 
-A step admits waiting requests, fills their rows of the KV cache with all but the last prompt token, and decodes the
-next token of every running request; so requests join and leave between any two tokens, and sampling happens in one
-place only. New weights recompute the rows of running requests through that same filling. Requests that repeat a
-running prompt, as the members of a group do, copy its row instead of computing it.
+A step computes the newest token of every running request and chunks of the prompts that are not computed yet, side by
+side in one forward, and samples wherever a request's tokens are all computed; so requests join and leave between any
+two tokens. New weights make running requests compute their tokens anew, by the same way (or keep their cache).
 
-The engine is synchronous: one thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may
-come from others. A request that cannot be finished gets an error; the engine goes on.
+The engine is synchronous: one thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may come
+from others. A request that cannot be finished gets an error; the engine goes on. What a step does is decided without
+tensors in `scheduler`, laid out in `batch`, and attended to in `kv_cache`.
 
-Left out on purpose: paged KV, prefix sharing between different prompts, CUDA graphs, speculative decoding.
+Left out on purpose: CUDA graphs, speculative decoding.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from headrace.inference.embedded.kv_cache import ATTENTION, KEY_BUCKET, Access, Decode, KVCache, Prefill
-from headrace.inference.embedded.request import EngineError, InvalidRequest, Request, RequestCancelled
-from headrace.inference.embedded.sampling import sample, scaled_logprobs
+from headrace.inference.backend import (
+    Alternatives,
+    EngineError,
+    EngineOverloaded,
+    EngineState,
+    InvalidRequest,
+    RequestCancelled,
+)
+from headrace.inference.embedded.adapters import Adapters
+from headrace.inference.embedded.batch import Batch, make_batch
+from headrace.inference.embedded.blocks import BLOCK, BlockPool, blocks_for
+from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
+from headrace.inference.embedded.request import Decode, Request, Weights
+from headrace.inference.embedded.sampling import likeliest, sample, scaled_logprobs
+from headrace.inference.embedded.scheduler import Chunk, Plan, Scheduler
+from headrace.inference.embedded.window import Window
+from headrace.inference.limits import check_request
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import PublishedWeights, install, read_published
@@ -34,18 +47,14 @@ from headrace.rollout.version import Version
 log = logging.getLogger(__name__)
 
 INITIAL = Version(0, 0)
-PREFILL_TOKENS = 8192
-"""Prompt tokens that one step takes in, and that one forward computes."""
-PADDING_FLOOR = 256
-"""Padding below this many tokens is cheaper than another forward."""
-NARROWEST = 8
-"""The prompts of seeded requests are padded to a multiple of this many tokens."""
+FAILURES_TOGETHER = 4
+"""Steps of several requests that may fail in a row, until that is the engine's fault and its end."""
 SCORED_LOGITS = 1 << 27
 """Logits that one forward may hold where prompt logprobs are asked for."""
 
 
 class Engine:
-    """A model, its KV rows, and the requests that run on it."""
+    """A model, its KV cache, and the requests that run on it."""
 
     def __init__(
         self,
@@ -53,13 +62,22 @@ class Engine:
         *,
         max_model_len: int,
         max_running: int = 128,
+        max_waiting: int | None = None,
+        max_step_tokens: int = 2048,
+        kv_blocks: int | None = None,
+        prefix_cache: bool = True,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         version: Version = INITIAL,
         base: Path | None = None,
+        decode: Decode | None = None,
     ) -> None:
-        """`base` is the directory that the model was loaded from: adapters are merged with its files."""
+        """`base` is the directory that the model was loaded from: adapters are merged with its files.
+
+        Without `kv_blocks` the cache has room for `max_running` of the longest requests. `decode` makes text of tokens,
+        for stop strings.
+        """
         model.eval()
         model.set_attn_implementation(ATTENTION)
         self.model = model
@@ -68,27 +86,52 @@ class Engine:
         self.link = WeightsReceiver(self.device)
         self.max_model_len = max_model_len
         self.max_running = max_running
+        self.max_waiting = max_waiting
         self.kv_on_update = kv_on_update
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
-        self.version = version
-        self.waiting: deque[Request] = deque()
-        self.urgent: deque[Request] = deque()
-        """Those that wait in front of the others."""
-        self.running: list[Request] = []
+        self._weights = Weights(version, 0)
         self.paused = False
         self.tokens_sampled = 0
+        self.finished: Counter[str] = Counter()
+        longest = blocks_for(max_model_len)
+        blocks = 1 + max(longest, max_running * longest if kv_blocks is None else kv_blocks)
+        self.scheduler = Scheduler(
+            BlockPool(blocks),
+            max_running=max_running,
+            step_tokens=max_step_tokens,
+            scored_tokens=max(1, SCORED_LOGITS // self.vocab_size),
+            prefix_cache=prefix_cache,
+        )
+        self._cache = KVCache(model.config.get_text_config().num_hidden_layers, blocks)
+        self._window = Window(2 * BLOCK * blocks) if self.device.type == "cpu" else None
+        self.adapters = Adapters(model)
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
-        self._cache = KVCache(model.config.get_text_config().num_hidden_layers, max(2, max_running), max_model_len)
+        self._decode = decode
+        self._failed_together = 0
+        """Steps in a row that failed, although each of their requests alone did not."""
+
+    @property
+    def version(self) -> Version:
+        return self._weights.version
 
     # What callers do, from any thread
 
     def submit(
-        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None, *, urgent: bool = False
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str | None = None,
+        *,
+        urgent: bool = False,
+        adapter: str | None = None,
     ) -> Request:
         """Put a request in line, an urgent one in front. Its `future` will hold the result."""
-        self._check(token_ids, params)
+        check_request(token_ids, params, self.vocab_size, self.max_model_len)
+        if params.stop and self._decode is None:
+            raise InvalidRequest("stop: this engine has no tokenizer to find strings with; use stop_token_ids")
+        self._refuse_if_overloaded()
         room = self.max_model_len - len(token_ids)
         request = Request(
             token_ids,
@@ -97,49 +140,64 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             shared_random=self._random,
             cache_salt=cache_salt,
+            decode=self._decode,
+            adapter=None if adapter is None else self.adapters.get(adapter),
         )
-        (self.urgent if urgent else self.waiting).append(request)
+        (self.scheduler.urgent if urgent else self.scheduler.line).append(request)
         return request
+
+    def _refuse_if_overloaded(self) -> None:
+        places = 0 if self.paused else max(0, self.max_running - len(self.scheduler.running))
+        if self.max_waiting is not None and self.scheduler.waiting >= self.max_waiting + places:
+            raise EngineOverloaded(f"{self.scheduler.waiting} requests wait already: come again later")
 
     def cancel(self, request: Request) -> None:
         """Give a request up; it leaves at the next step."""
         self._cancelled.append(request)
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
-        if not token_ids:
-            raise InvalidRequest("token_ids is empty: a prompt needs at least one token")
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            bad = next(token for token in token_ids if not 0 <= token < self.vocab_size)
-            raise InvalidRequest(f"token_ids holds {bad}, which is outside the vocabulary of {self.vocab_size}")
-        if len(token_ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"token_ids has {len(token_ids)} tokens, which leaves no room for a new one: "
-                f"prompt and completion together may have max_model_len = {self.max_model_len}"
-            )
-        problem = params.problem()
-        if problem is not None:
-            raise InvalidRequest(problem)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) not in (0, 1):
-                raise InvalidRequest(f"{name} must be 0 or 1: only the chosen token's is returned, not alternatives")
+    def state(self) -> EngineState:
+        scheduler = self.scheduler
+        return EngineState(
+            version=self.version,
+            running=len(scheduler.running),
+            waiting=scheduler.waiting,
+            paused=self.paused,
+            capacity=self.max_running,
+            kv_usage=scheduler.kv_usage,
+            tokens_sampled=self.tokens_sampled,
+            tokens_computed=scheduler.tokens_computed,
+            tokens_cached=scheduler.tokens_cached,
+            preemptions=scheduler.preemptions,
+            finished=dict(self.finished),
+            adapters=self.adapters.names,
+            most=None if self.max_waiting is None else self.max_running + self.max_waiting,
+        )
 
     # What the engine's own thread does
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._cancelled or (not self.paused and (self.running or self.urgent or self.waiting)))
+        return bool(self._cancelled or (not self.paused and (self.scheduler.running or self.scheduler.waiting)))
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit, prefill, decode one token each. Errors go to the requests they concern."""
+        """Compute and sample once. Errors go to the requests they concern; what is raised is the engine's end."""
         self._drop_cancelled()
         if self.paused:
             return
-        self._admit()
-        if self.running:
-            with self._isolated(self.running):
-                self._decode()
+        plan = self.scheduler.plan(self._weights)
+        if not plan.chunks:
+            return
+        try:
+            self._compute(plan)
+            if len(plan.chunks) > 1:
+                self._failed_together = 0
+        except torch.AcceleratorError:
+            raise  # the device is lost, and with it everything
+        except Exception as error:
+            concerned = [*(chunk.request for chunk in plan.chunks), *(twin for _, twin in plan.twins)]
+            self._isolate([*dict.fromkeys(concerned)], error)
 
     def update_weights(self, directory: Path, version: Version) -> str:
         """Read a published version and go on with it. Returns its checksum."""
@@ -157,226 +215,160 @@ class Engine:
     def install(self, published: PublishedWeights) -> None:
         """Go on with weights that were read elsewhere, between two steps."""
         install(self.model, published.tensors)
-        self.version = published.version
-        for request in self.running:
-            request.sampled_by(self.version)
-        if self.kv_on_update == "recompute":
-            with self._isolated(self.running):
-                self._fill(self.running)
+        self._weights = Weights(published.version, self._weights.installed + 1)
+        for request in self.scheduler.running:
+            if self.kv_on_update == "keep" and request.is_proven:
+                request.sampled_by(self.version)
+            else:
+                self.scheduler.compute_again(request, self._weights)
 
     def fail_all(self, error: EngineError) -> None:
-        """End everything that waits or runs with this error."""
-        requests = [*self.running, *self.urgent, *self.waiting]
-        self.urgent.clear()
-        self.waiting.clear()
-        self.running.clear()
-        self._cache.release()
-        for request in requests:
+        """End everything that waits or runs with this error; the engine computes nothing after that."""
+        for request in self.scheduler.give_up():
             if not request.future.done():
-                request.fail(error)
+                self._fail(request, error)
 
     def _drop_cancelled(self) -> None:
         while self._cancelled:
             request = self._cancelled.popleft()
-            if request.future.done():
+            if not request.future.done():
+                self.scheduler.drop(request)
+                self._fail(request, RequestCancelled("the request was cancelled"), "cancelled")
+
+    def _compute(self, plan: Plan) -> None:
+        """One forward, and what comes of it."""
+        chunks = plan.chunks
+        seeded = any(chunk.request.params.seed is not None for chunk in chunks) and self.device.type == "cpu"
+        single = len(chunks) == 1 and chunks[0].end - chunks[0].start == 1
+        batch = make_batch(chunks, self.device, self.model.dtype, self._window, doubled=seeded and single)
+        rows, scored, last = _rows_with_logits(batch)
+        kept = rows * 2 if seeded and len(rows) == 1 else rows
+        self._cache.prepare(batch, self.scheduler.unproven)
+        self.scheduler.unproven.clear()
+        self.adapters.prepare(batch)
+        logits = self.model(
+            input_ids=batch.ids[None],
+            position_ids=batch.positions[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(kept, device=self.device, dtype=torch.long),
+            paged=self._cache,
+        ).logits[0]
+        self._score(scored, logits)
+        self._share(plan.twins, last)
+        if last:
+            chosen = [*last.values()]
+            in_order = chosen == list(range(len(chosen)))  # mostly, and then nothing needs to be copied
+            self._sample(
+                [*last], logits[: len(chosen)] if in_order else logits[torch.tensor(chosen, device=self.device)]
+            )
+
+    def _share(self, twins: list[tuple[Request, Request]], last: dict[Request, int]) -> None:
+        """Give requests what was computed for another one with the same prompt."""
+        copied = [(first.blocks[-1], second.blocks[-1]) for first, second in twins if len(second.tokens) % BLOCK]
+        if copied:
+            self._cache.copy(*zip(*copied, strict=True))
+        for first, second in twins:
+            last[second] = last[first]
+
+    def _score(self, scored: list[tuple[Chunk, int]], logits: torch.Tensor) -> None:
+        """Give requests the logprobs of their prompts, as far as they are computed."""
+        for (request, start, end, _), first in sorted(scored, key=lambda entry: entry[0].start):
+            assert request.prompt_logprobs is not None
+            targets = request.tokens[start + 1 : min(end + 1, request.prompt_length)]
+            if not targets:
                 continue
-            if request.row < 0:
-                (self.urgent if request in self.urgent else self.waiting).remove(request)
-            else:
-                self._remove([request.row])
-            request.fail(RequestCancelled("the request was cancelled"))
+            rows = logits[first : first + len(targets)]
+            logprobs = scaled_logprobs(rows, [request.params.temperature] * len(targets))
+            request.prompt_logprobs += logprobs.gather(-1, _column(targets, self.device))[:, 0].tolist()
+            if request.prompt_top_logprobs is not None:
+                count = request.params.prompt_logprobs or 0
+                request.prompt_top_logprobs += likeliest(logprobs, [count] * len(targets))
 
-    def _admit(self) -> None:
-        """Take requests from the line, and fill their rows."""
-        admitted = self._take_from_line()
-        if not admitted:
-            return
-        # Those with a seed among themselves: their prompts are computed in another way.
-        known = {_prompt_of(request): request for request in self.running if request.cached_with == self.version}
-        fresh, copies = [], []
-        for request in admitted:
-            request.row = len(self.running)
-            self.running.append(request)
-            request.sampled_by(self.version)
-            twin = known.setdefault(_prompt_of(request), request)
-            if twin is request or request.lacks_prompt_logprobs or not request.repeats_prompt_of(twin):
-                fresh.append(request)
-            else:
-                copies.append((twin, request))
-        with self._isolated(admitted):
-            self._fill(fresh)
-            self._copy(copies)
-
-    def _take_from_line(self) -> list[Request]:
-        taken: list[Request] = []
-        budget = PREFILL_TOKENS
-        while (line := self.urgent or self.waiting) and len(self.running) + len(taken) < self.max_running:
-            budget -= line[0].prompt_length
-            if taken and budget < 0:
-                break
-            taken.append(line.popleft())
-        return taken
-
-    def _copy(self, pairs: Sequence[tuple[Request, Request]]) -> None:
-        """Give each second request the prompt's keys and values of the first."""
-        if pairs:
-            length = max(copy.prompt_length for _, copy in pairs) - 1
-            self._cache.copy_rows([twin.row for twin, _ in pairs], [copy.row for _, copy in pairs], length)
-        for _, copy in pairs:
-            copy.cached_with = self.version
-
-    def _fill(self, requests: Sequence[Request]) -> None:
-        """Compute keys and values of all tokens but the last, which the next decode step feeds."""
-        for request in requests:
-            request.cached_with = self.version
-        longest = max((len(request.tokens) for request in requests), default=0)
-        self._cache.reserve(len(self.running), min(padded_width(longest), self.max_model_len))
-        for scored in (False, True):
-            chosen = [request for request in requests if request.lacks_prompt_logprobs == scored]
-            for width, group in alike_in_length([request for request in chosen if len(request.tokens) > 1]):
-                self._prefill(group, min(width, self.max_model_len), scored)
-
-    def _prefill(self, group: list[Request], longest: int, scored: bool) -> None:
-        """Fill the rows of requests of similar length, in chunks that bound what a forward holds."""
-        budget = min(PREFILL_TOKENS, max(1, SCORED_LOGITS // self.vocab_size)) if scored else PREFILL_TOKENS
-        width = max(1, budget // len(group))
-        for start in range(0, longest, width):
-            end = min(longest, start + width)
-            group = [request for request in group if len(request.tokens) - 1 > start]
-            if not group:
-                break  # the rest is padding
-            ids = self._padded([request.tokens[start:end] for request in group], end - start)
-            access = Prefill([request.row for request in group], start, end, self.device)
-            if not scored:
-                self._forward(self.model.base_model, ids, access.positions[None], access)
-                continue
-            logits = self._forward(self.model, ids, access.positions[None], access).logits
-            logprobs = scaled_logprobs(logits, [request.params.temperature for request in group])
-            targets = self._padded([request.tokens[start + 1 : end + 1] for request in group], end - start)
-            chosen = logprobs.gather(-1, targets[:, :, None])[:, :, 0].tolist()
-            for request, values in zip(group, chosen, strict=True):
-                assert request.prompt_logprobs is not None
-                request.prompt_logprobs += values[: request.prompt_length - 1 - start]
-
-    @property
-    def _is_doubled(self) -> bool:
-        """A seeded request that is alone runs in two rows on a CPU, where one row is multiplied in another order.
-
-        So it gets the same bits in any company.
-        """
-        return len(self.running) == 1 and self.running[0].params.seed is not None and self.device.type == "cpu"
-
-    def _decode(self) -> None:
-        """Sample the next token of every running request."""
-        running = self.running
-        lengths = [len(request.tokens) for request in running]
-        latest = [request.tokens[-1] for request in running]
-        if self._is_doubled:
-            lengths, latest = lengths * 2, latest * 2
-        self._cache.reserve(len(lengths), max(lengths))
-        key_length = min(self._cache.length, -(-max(lengths) // KEY_BUCKET) * KEY_BUCKET)
-        positions = torch.tensor(lengths, device=self.device) - 1
-        ids = torch.tensor(latest, device=self.device)
-        output = self._forward(self.model, ids[:, None], positions[:, None], Decode(positions, key_length))
-        uniforms = [request.random.random() for request in running]
-        sampled = sample(output.logits[: len(running), -1], [request.params for request in running], uniforms)
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
+        """The next token of each."""
+        uniforms = [request.uniform() for request in requests]
+        sampled = sample(logits, [request.params for request in requests], uniforms)
         # Token ids and float32 values are exact in float64: one copy to the host carries them all.
         columns = [column.double() for column in sampled if column is not None]
-        self._collect(torch.stack(columns, 1).tolist())
-
-    def _collect(self, sampled: list[list[float]]) -> None:
-        """Give each request what was sampled for it: token, logprob and, where any truncates, the log of the mass."""
-        finished, broken = [], []
-        for request, (token, logprob, *log_mass) in zip(self.running, sampled, strict=True):
-            if logprob != logprob:
-                broken.append(request)
-            elif request.add(int(token), logprob, *log_mass):
-                finished.append(request)
-        self.tokens_sampled += len(sampled) - len(broken)
-        for request in broken:
-            self._cache.clear_row(request.row)
-        if broken and self._is_doubled:
-            self._cache.clear_row(1)
-        self._remove([request.row for request in (*finished, *broken)])
+        top = self._alternatives(requests, logits)
+        finished: list[Request] = []
+        for request, (token, logprob, *log_mass) in zip(requests, torch.stack(columns, 1).tolist(), strict=True):
+            try:
+                if logprob != logprob or request.has_bad_scores:
+                    at = f"weights {self.version} at temperature {request.params.temperature}"
+                    raise EngineError(f"{at} gave logits that are not finite (NaN or infinity)")
+                if request.add(int(token), logprob, log_mass[0] if log_mass else 0.0, top.get(request)):
+                    finished.append(request)
+                elif request.on_tokens is not None:
+                    request.on_tokens()
+                self.tokens_sampled += 1
+            except Exception as error:  # a tokenizer may raise at a stop string: that is this request's matter alone
+                self._end_with(request, error)
+        self.scheduler.proven(requests)
         for request in finished:
+            self.scheduler.drop(request)
+            self.finished[request.finish_reason] += 1
             request.finish()
-        for request in broken:
-            at = f"weights {self.version} at temperature {request.params.temperature}"
-            request.fail(EngineError(f"{at} gave logits that are not finite (NaN or infinity)"))
 
-    def _forward(self, module: Any, ids: torch.Tensor, positions: torch.Tensor, access: Access) -> Any:
-        self._cache.access = access
-        return module(input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, access=access)
+    def _alternatives(self, requests: list[Request], logits: torch.Tensor) -> dict[Request, Alternatives]:
+        asked = [row for row, request in enumerate(requests) if request.params.logprobs]
+        if not asked:
+            return {}
+        counts = [requests[row].params.logprobs or 0 for row in asked]
+        found = likeliest(scaled_logprobs(logits[asked], [requests[row].params.temperature for row in asked]), counts)
+        return {requests[row]: pairs for row, pairs in zip(asked, found, strict=True)}
 
-    def _padded(self, rows: Sequence[list[int]], width: int) -> torch.Tensor:
-        return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
-
-    def _remove(self, rows: Collection[int]) -> None:
-        """Let requests go, and close the gaps with the last ones."""
-        if not rows:
+    def _isolate(self, requests: list[Request], error: Exception) -> None:
+        """A forward failed: the only request in it gets the error; of several, each is tried alone."""
+        if len(requests) == 1:
+            self._end_with(requests[0], error)
             return
-        leaving = set(rows)
-        count = len(self.running) - len(leaving)
-        gaps = [row for row in leaving if row < count]
-        movers = [request for request in self.running[count:] if request.row not in leaving]
-        longest = max((len(request.tokens) for request in movers), default=0)
-        self._cache.copy_rows([request.row for request in movers], gaps, longest)
-        for row, request in zip(gaps, movers, strict=True):
-            self.running[row] = request
-            request.row = row
-        del self.running[count:]
+        self._failed_together += 1
+        if self._failed_together > FAILURES_TOGETHER:
+            raise error  # each alone goes well: it is not a request that is at fault
+        log.exception("a step failed; its %d requests are tried one by one", len(requests))
+        self.scheduler.suspect(requests, self._weights)
 
-    @contextmanager
-    def _isolated(self, requests: list[Request]) -> Iterator[None]:
-        """An exception costs these requests an error, and the engine nothing."""
-        concerned = set(requests)
-        try:
-            yield
-        except Exception as error:
-            log.exception("a step failed; its %d requests end with an error", len(concerned))
-            rows = [request.row for request in self.running if request in concerned]
-            if len(rows) == len(self.running):
-                self.running.clear()
-                self._cache.release()  # running out of memory is the likeliest cause
-            else:
-                self._remove(rows)
-            for request in concerned:
-                if not request.future.done():
-                    request.fail(EngineError(f"the engine's step failed: {type(error).__name__}: {error}"))
+    def _end_with(self, request: Request, error: Exception) -> None:
+        if not isinstance(error, EngineError):
+            log.error("a request ends with an error", exc_info=error)
+            error = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
+        request.computed = 0  # what it has of blocks is not to be trusted
+        self.scheduler.drop(request)
+        self._fail(request, error)
+
+    def _fail(self, request: Request, error: EngineError, how: str = "error") -> None:
+        self.finished[how] += 1
+        request.fail(error)
+
+    def forget_counts(self) -> None:
+        """Begin to count anew."""
+        self.tokens_sampled = 0
+        self.finished.clear()
+        self.scheduler.forget_counts()
 
 
-def _prompt_of(request: Request) -> tuple[int, bool]:
-    return request.prompt_hash, request.params.seed is not None
+def _rows_with_logits(batch: Batch) -> tuple[list[int], list[tuple[Chunk, int]], dict[Request, int]]:
+    """The tokens of a batch whose logits are needed. Among those: where each chunk begins that is scored, and where the
+    last token is of each request whose tokens are all computed."""
+    rows: list[int] = []
+    scored: list[tuple[Chunk, int]] = []
+    last: dict[Request, int] = {}
+    row = 0
+    for chunk in batch.chunks:
+        length = chunk.end - chunk.start
+        is_complete = chunk.end == len(chunk.request.tokens)
+        if chunk.request.lacks_prompt_logprobs:
+            scored.append((chunk, len(rows)))
+            rows += range(row, row + length)
+        elif is_complete:
+            rows.append(row + length - 1)
+        if is_complete:
+            last[chunk.request] = len(rows) - 1
+        row += length
+    return rows, scored, last
 
 
-def alike_in_length(requests: Iterable[Request]) -> Iterator[tuple[int, list[Request]]]:
-    """Groups to prefill together, each with the width to which its prompts are padded, within one forward.
-
-    A request with a seed is padded to a width of its own, so that company changes none of its bits; the others share a
-    forward wherever padding is cheaper than another.
-    """
-    seeded: dict[int, list[Request]] = {}
-    group: list[Request] = []
-    real = 0
-    for request in sorted(requests, key=lambda request: len(request.tokens)):
-        length = len(request.tokens)
-        if request.params.seed is not None:
-            seeded.setdefault(padded_width(length - 1), []).append(request)
-            continue
-        padded = length * (len(group) + 1)
-        if group and (padded > PREFILL_TOKENS or padded > 2 * (real + length) + PADDING_FLOOR):
-            yield len(group[-1].tokens) - 1, group
-            group, real = [], 0
-        group.append(request)
-        real += length
-    if group:
-        yield len(group[-1].tokens) - 1, group
-    for width, alike in seeded.items():
-        size = max(1, PREFILL_TOKENS // width)
-        yield from ((width, alike[start : start + size]) for start in range(0, len(alike), size))
-
-
-def padded_width(length: int) -> int:
-    """At most a quarter more, or 7 tokens. It depends on the prompt alone: so does how its attention is rounded."""
-    step = max(NARROWEST, 1 << max(0, length.bit_length() - 3))
-    return -(-length // step) * step
+def _column(tokens: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(tokens, device=device)[:, None]

@@ -1,168 +1,159 @@
-"""Keys and values of the running requests behind transformers' `Cache`: row i belongs to the i-th running request.
+"""Keys and values in blocks, behind transformers' `Cache`, and the attention that reads them.
 
-Rows are kept compact, so that a decode step reads the first n of them as a view, over as many keys as the longest
-request has. Storage grows by doubling up to the limits. A forward says beforehand, as a `Prefill` or a `Decode`,
-which positions it writes and reads; the attention function takes its mask from there, so that models need to know
-nothing of rows.
-
-Left out on purpose: pages. A row is as long as the longest request so far, and storage never shrinks.
+Storage is one row of slots per layer, `BLOCK` of them to a block; which belong to whom, the `Batch` of a forward says.
+The cache writes what a forward computes to its slots, and the attention function takes its masks and the places of its
+keys from the batch: models need to know nothing of either. Requests that are sampled from have their keys and values a
+second time, in the rows of a window (see `window`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-ATTENTION = "headrace_slots"
+from headrace.inference.embedded.batch import Attention, Batch, block_tables
+from headrace.inference.embedded.blocks import BLOCK
+from headrace.inference.embedded.window import Room
+
+ATTENTION = "headrace_paged"
 """The name under which the attention function is registered with transformers."""
-KEY_BUCKET = 16
-"""Decode steps attend over a multiple of this many keys: few distinct shapes, aligned masks."""
-SMALLEST_LENGTH = 64
-
-
-class Access(Protocol):
-    """What one forward does to the rows."""
-
-    def exchange(self, store: Tensor, new: Tensor) -> Tensor:
-        """Write the new keys (or values) and return those to attend over."""
-        ...
-
-    def mask(self, window: int | None) -> Tensor | None:
-        """True where a query sees a key; None for plain causal attention."""
-        ...
-
-
-class Prefill:
-    """Positions [start, end) of some rows. Rows that end earlier are padded on the right.
-
-    Padding needs no mask: no earlier query sees it, and a later token overwrites it before anything reads it.
-    """
-
-    def __init__(self, rows: Sequence[int], start: int, end: int, device: torch.device) -> None:
-        self.start, self.end = start, end
-        self.rows = torch.tensor(rows, device=device)
-        self.positions = torch.arange(start, end, device=device)
-        self._masks: dict[int, Tensor] = {}
-
-    def exchange(self, store: Tensor, new: Tensor) -> Tensor:
-        store[self.rows, :, self.start : self.end] = new
-        return new if self.start == 0 else store[self.rows, :, : self.end]
-
-    def mask(self, window: int | None) -> Tensor | None:
-        window = self.end if window is None else min(window, self.end)
-        if self.start == 0 and window == self.end:
-            return None
-        if window not in self._masks:
-            keys = torch.arange(self.end, device=self.positions.device)
-            self._masks[window] = _visible(self.positions[:, None], keys, window)[None, None]
-        return self._masks[window]
-
-
-class Decode:
-    """The next token of each of the first rows, at its own position."""
-
-    def __init__(self, positions: Tensor, key_length: int) -> None:
-        self.positions = positions
-        self.key_length = key_length
-        self.rows = torch.arange(len(positions), device=positions.device)
-        self._masks: dict[int, Tensor] = {}
-
-    def exchange(self, store: Tensor, new: Tensor) -> Tensor:
-        store[self.rows, :, self.positions] = new[:, :, 0]
-        return store[: len(self.rows), :, : self.key_length]
-
-    def mask(self, window: int | None) -> Tensor | None:
-        window = self.key_length if window is None else min(window, self.key_length)
-        if window not in self._masks:
-            keys = torch.arange(self.key_length, device=self.positions.device)
-            self._masks[window] = _visible(self.positions[:, None], keys, window)[:, None, None]
-        return self._masks[window]
-
-
-def _visible(positions: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Causal, and at most `window` keys back."""
-    return (keys <= positions) & (keys > positions - window)
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """All layers of all rows."""
+    """All layers of all blocks."""
 
-    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
-        self.max_rows, self.max_length = max_rows, max_length
-        self.rows, self.length = 0, 0
-        self.access: Access | None = None
+    def __init__(self, num_layers: int, blocks: int) -> None:
+        self.slots = blocks * BLOCK
+        self.batch: Batch | None = None
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for that many rows of that length."""
-        self.rows = max(self.rows, min(self.max_rows, _power_of_two(rows)))
-        self.length = max(self.length, min(self.max_length, max(SMALLEST_LENGTH, _power_of_two(length))))
-        for layer in self.layers:
-            layer.grow()
+    def prepare(self, batch: Batch, unproven: Sequence[int] = ()) -> None:
+        """The next forward is for this batch: rows of the window are brought in order for it.
 
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of each source row to its target."""
-        if not sources or length == 0:
-            return
-        device = self.layers[0].keys.device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for layer in self.layers:
-            for store in (layer.keys[:, :, :length], layer.values[:, :, :length]):
-                store.index_copy_(0, target, store.index_select(0, source))
+        What blocks hold that are `unproven`, and rows that nobody has now, is forgotten: keys that are not finite
+        would poison their next owner through the mask.
+        """
+        self.batch = batch
+        rooms = {group.room.length: group.room for group in batch.groups if group.room is not None}
+        slots = [block * BLOCK + offset for block in unproven for offset in range(BLOCK)]
+        for layer in self._used():
+            layer.keep(rooms)
+            if slots:
+                layer.clear(slots)
+        for room in rooms.values():
+            tables = None
+            if room.fillings:
+                longest = max(len(filling.request.blocks) for filling in room.fillings)
+                tables = torch.from_numpy(block_tables([filling.request for filling in room.fillings], longest))
+            for layer in self._used():
+                layer.arrange(room, tables, clean=bool(slots))
 
-    def clear_row(self, row: int) -> None:
-        """Forget a row's content: keys that are not finite would poison the row's next owner through the mask."""
-        for layer in self.layers:
-            layer.keys[row].zero_()
-            layer.values[row].zero_()
+    def _used(self) -> Iterator[_Layer]:
+        """Those that have keys of their own: some models let layers attend to those of others."""
+        return (layer for layer in self.layers if layer.is_initialized)
 
-    def release(self) -> None:
-        """Give the storage back; the next forward allocates anew."""
-        self.rows, self.length = 0, 0
-        for layer in self.layers:
-            layer.keys = layer.values = None
-            layer.is_initialized = False
+    def layer_of(self, keys: Tensor) -> _Layer:
+        """Whose storage that is: a model may attend to another layer's keys."""
+        address = keys.data_ptr()
+        return next(layer for layer in self._used() if layer.keys.data_ptr() == address)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks."""
+        for layer in self._used():
+            for states in (layer.keys, layer.values):
+                blocks = states.view(-1, BLOCK, *states.shape[1:])
+                blocks[list(targets)] = blocks[list(sources)]
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's rows: [row, head, position, dimension]."""
+    """One layer's slots: [slot, head, dimension]."""
 
     is_sliding = False  # windows are a matter of the mask; every key stays
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self.cache = cache
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of the window, by the length of the room: [row, token, head, dimension]."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write what is new, [1, head, token, dimension], and give the whole storage in that form."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        access = self.cache.access
-        assert access is not None
-        return access.exchange(self.keys, key_states), access.exchange(self.values, value_states)
+        batch = self.cache.batch
+        assert batch is not None
+        keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        self.keys.index_copy_(0, batch.slots, keys)
+        self.values.index_copy_(0, batch.slots, values)
+        for group in batch.groups:
+            if group.room is not None and group.places is not None:
+                for rows, states in zip(self._rows[group.room.length], (keys, values), strict=True):
+                    rows.view(-1, *rows.shape[2:]).index_copy_(0, group.places, states[group.begin : group.end])
+        return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
 
-    def grow(self) -> None:
-        """Reallocate if the cache's limits have moved past this layer's storage."""
-        if self.is_initialized and self.keys.shape[::2] != (self.cache.rows, self.cache.length):
-            self.keys, self.values = self._enlarged(self.keys), self._enlarged(self.values)
+    def keep(self, lengths: Collection[int]) -> None:
+        """Of the window, those rooms alone."""
+        if len(self._rows) > len(lengths):
+            self._rows = {length: rows for length, rows in self._rows.items() if length in lengths}
+
+    def clear(self, slots: Sequence[int]) -> None:
+        self.keys[slots] = 0
+        self.values[slots] = 0
+
+    def arrange(self, room: Room, tables: Tensor | None, *, clean: bool) -> None:
+        """Copy and fill the rows of a room; `tables` are the blocks of those that are filled.
+
+        `clean`: what a row held that is filled, or that nobody has, is overwritten.
+        """
+        filled = [filling.row for filling in room.fillings]
+        for rows, states in zip(self._rows_for(room), (self.keys, self.values), strict=True):
+            if room.copies:
+                sources, targets = zip(*room.copies, strict=True)
+                rows[list(targets)] = rows[list(sources)]
+            if clean:
+                rows[filled] = 0
+                rows[len(room.requests) :] = 0
+            if tables is not None:
+                states = _gathered(states, tables)
+                rows[filled, : states.shape[1]] = states
+
+    def read(self, group: Attention) -> tuple[Tensor, Tensor]:
+        """The keys and values that a group attends to: [request, token, head, dimension]."""
+        if group.room is not None:
+            keys, values = self._rows[group.room.length]
+            return keys[: group.count, : group.keys], values[: group.count, : group.keys]
+        assert group.blocks is not None
+        return _gathered(self.keys, group.blocks), _gathered(self.values, group.blocks)
+
+    def _rows_for(self, room: Room) -> tuple[Tensor, Tensor]:
+        """The storage of a room, enlarged if it has become too small."""
+        rows = self._rows.get(room.length)
+        if rows is None or room.rows > len(rows[0]):
+            shape = room.rows, room.length
+            larger = [states.new_zeros(*shape, *states.shape[1:]) for states in (self.keys, self.values)]
+            for new, old in zip(larger, rows or (), strict=False):
+                new[: len(old)] = old
+            rows = self._rows[room.length] = larger[0], larger[1]
+        return rows
 
     def _allocate(self, like: Tensor) -> Tensor:
-        # Zeros, not empty: what the mask hides must still be finite.
-        return like.new_zeros(self.cache.rows, like.shape[1], self.cache.length, like.shape[3])
-
-    def _enlarged(self, store: Tensor) -> Tensor:
-        larger = self._allocate(store)
-        larger[: store.shape[0], :, : store.shape[2]] = store
-        return larger
+        """Zeros: what a mask hides must still be finite. On a CPU memory that nobody writes to is not taken yet."""
+        shape = (self.cache.slots, like.shape[1], like.shape[3])
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        size = like.element_size() * int(np.prod(shape))
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(like.dtype).view(shape)
 
     def get_seq_length(self) -> int:
         return 0  # requests have different lengths: positions are always given
@@ -171,57 +162,77 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return query_length, 0
 
     def get_max_length(self) -> int:
-        return self.cache.max_length
+        return int(self.cache.slots)
 
 
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
-def slot_attention(
+def paged_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    access: Access,
+    paged: KVCache,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a `Prefill` or a `Decode`; the model's own mask is not used."""
+    """Attention of a whole batch; the model's own mask is not used."""
     if s_aux is not None:
         raise NotImplementedError("attention sinks")
-    mask = access.mask(sliding_window)
-    groups = query.shape[1] // key.shape[1]
-    one_query = query.shape[2] == 1
-    if one_query and groups > 1:  # the heads that share a key become its queries: no copy of keys
-        shape = query.shape
-        query = query.reshape(shape[0], key.shape[1], groups, shape[3])
-        output = _attend(query, key, value, mask, scaling, softcap).reshape(shape[0], shape[1], 1, -1)
-    else:
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        output = _attend(query, key, value, mask, scaling, softcap)
-    return output.transpose(1, 2).contiguous(), None
+    batch, layer = paged.batch, paged.layer_of(key)
+    assert batch is not None
+    queries = query[0].transpose(0, 1)
+    parts = [_attend(group, queries, layer, group.mask(sliding_window), scaling, softcap) for group in batch.groups]
+    if len(queries) > batch.groups[-1].end:
+        parts *= 2  # a token that is there twice
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
 def _attend(
+    group: Attention,
+    queries: Tensor,
+    layer: _Layer,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """[token, head, dimension] of one group."""
+    count, width = group.count, group.width
+    own = queries[group.begin : group.end] if group.padded is None else queries.index_select(0, group.padded)
+    query = own.view(count, width, *own.shape[1:]).transpose(1, 2)
+    key, value = (states.transpose(1, 2) for states in layer.read(group))
+    shared = query.shape[1] // key.shape[1]
+    if width == 1 and shared > 1:  # the heads that share a key become its queries: no copy of keys
+        folded = query.reshape(count, key.shape[1], shared, -1)
+        attended = _softmax_attention(folded, key, value, mask, scaling, softcap)
+    else:
+        if shared > 1:
+            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        attended = _softmax_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+    output = attended.reshape(count * width, query.shape[1], -1)
+    return output if group.kept is None else output.index_select(0, group.kept)
+
+
+def _gathered(states: Tensor, tables: Tensor) -> Tensor:
+    """[row, token, head, dimension] of the blocks in each row. Whole blocks at a time: faster than slots by a third."""
+    blocks = states.view(-1, BLOCK * states[0].numel()).index_select(0, tables.reshape(-1))
+    return blocks.view(len(tables), -1, *states.shape[1:])
+
+
+def _softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and query.shape[2] > 1
-        )
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1, dtype=torch.float32)
+        mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
+    weights = torch.softmax(scores + mask, -1, dtype=torch.float32)
     return weights.to(value.dtype) @ value
 
 
-AttentionInterface.register(ATTENTION, slot_attention)
+AttentionInterface.register(ATTENTION, paged_attention)

@@ -1,12 +1,15 @@
 """A model directory into an engine, refusing models that the engine would sample wrongly.
 
 The engine brings its own attention and cache. What it supports is known (full and sliding-window attention); that a
-model really computes the same through them is checked once at load, against the model's own plain attention.
+model computes the same through them is checked once at load, on two short texts, against the model's own plain
+attention; what only longer ones would show (a window of thousands of tokens, say) is not.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,21 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import BadInput
+from headrace.inference.backend import EngineError
+from headrace.inference.embedded.blocks import BLOCK, blocks_for
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.kv_cache import ATTENTION
-from headrace.inference.embedded.request import EngineError
+from headrace.inference.limits import longest_sequence
 from headrace.inference.schema import SamplingParams
+from headrace.machine import free_memory
 
-LONGEST_BY_DEFAULT = 4096
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-CHECKED_PROMPT = 12
+ROPE_BY_LENGTH = {"longrope", "dynamic"}
+"""Positions that depend on the longest sequence of a forward."""
+CHECKED = (40, 3)
+"""Tokens of the prompts that the check computes side by side."""
+SLOWER = 8
+"""How many times slower than float32 bfloat16 may be and still count as an instruction of the CPU."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Mean difference of logprobs above which a model is refused: rounding stays far below, a wrong mask far above."""
 
@@ -35,6 +45,11 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
     """The model on the best device there is; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype == "bfloat16" and device.type == "cpu" and not multiplies_bfloat16():
+        raise UnsupportedModel(
+            "model.dtype = bfloat16: this CPU has no instructions for it and would be a hundred times slower than in "
+            "float32; leave the key out"
+        )
     disable_progress_bar()  # our logs are files
     model = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -47,19 +62,52 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
     return model
 
 
-def lay_out_for_small_batches(model: torch.nn.Module) -> None:
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 about as fast as float32, by trying."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix = torch.ones(256, 256, dtype=dtype)
+        matrix @ matrix  # the first one sets things up
+        start = time.perf_counter()
+        matrix @ matrix
+        return time.perf_counter() - start
+
+    return min(seconds(torch.bfloat16) for _ in range(3)) < SLOWER * min(seconds(torch.float32) for _ in range(3))
+
+
+def lay_out_for_small_batches(model: Any) -> None:
     """Store the weights of linear layers by column: same values and shapes, up to three times faster on CPUs.
 
-    A batch of tens of rows times a transposed matrix is where CPU libraries lose most of their speed.
+    A batch of tens of rows times a transposed matrix is where CPU libraries lose most of their speed. A head that is
+    tied to the embeddings, which are looked up by row, gets a copy of them.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and id(module.weight) not in embeddings:
             module.weight.data = module.weight.data.t().contiguous().t()
+        elif isinstance(module, torch.nn.Linear):
+            vars(module)["forward"] = _TiedHead(module)
 
 
-def refuse_unsupported(model: Any) -> None:
-    """Raise for architectures whose attention the engine does not implement."""
+class _TiedHead:
+    """The product with a head's weights by column, which follow the weights themselves."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        self._head = head
+        self._made_of = -1
+        self._columns: torch.Tensor
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self._head.weight
+        if weight._version != self._made_of:  # counts the changes in place: new weights are one
+            self._columns = weight.detach().t().contiguous().t()
+            self._made_of = weight._version
+        return torch.nn.functional.linear(hidden, self._columns, self._head.bias)
+
+
+def refuse_unsupported(model: Any, longest: int) -> None:
+    """Raise for architectures whose attention, or positions up to that length, the engine does not implement."""
     name = type(model).__name__
     config = model.config.get_text_config()
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
@@ -69,19 +117,49 @@ def refuse_unsupported(model: Any) -> None:
         raise UnsupportedModel(
             f"{name} does not use transformers' attention interface, which the embedded engine needs"
         )
+    for rope in _rope_settings(config):
+        plain = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") in ROPE_BY_LENGTH and longest > plain:
+            raise UnsupportedModel(
+                f"{name} has other positions ({rope['rope_type']}) where any sequence is longer than {plain} tokens, "
+                f"and here long ones share a step with short ones: set inference.max_model_len to {plain} or less"
+            )
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    """One for all layers, or one for each of their types."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return [given] if "rope_type" in given else [each for each in given.values() if isinstance(each, dict)]
 
 
 def max_model_len(model: Any, configured: int | None) -> int:
-    """The configured limit, else the model's own, at most 4096."""
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if configured is None:
-        return min(own or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
-    if own is not None and configured > own:
+    return longest_sequence(getattr(model.config.get_text_config(), "max_position_embeddings", None), configured)
+
+
+def kv_blocks(model: Any, longest: int, max_running: int, gigabytes: float | None) -> int:
+    """Blocks of the KV cache: enough for that many of the longest requests, but no more than there is memory for.
+
+    Without a number of gigabytes that is a quarter of what is free; on a CPU an eighth, since the window of those that
+    are sampled from may take up to twice as much again.
+    """
+    size = BLOCK * _bytes_per_token(model)
+    on_cpu = model.device.type == "cpu"
+    free = free_memory() / 8 if on_cpu else torch.cuda.mem_get_info(model.device)[0] / 4
+    memory = free if gigabytes is None else gigabytes * 1e9
+    needed, most = blocks_for(longest), int(memory / size)
+    if most < needed:
         raise UnsupportedModel(
-            f"max_model_len = {configured}, but the model's max_position_embeddings is {own}: set "
-            f"inference.max_model_len to {own} or less; where a run does not set it, it follows from seq_len"
+            f"a request of max_model_len = {longest} tokens takes {needed * size / 1e9:.2g} GB of keys and values, but "
+            f"there are {memory / 1e9:.2g}: lower inference.max_model_len, or raise inference.kv_cache_gb"
         )
-    return configured
+    return min(most, max_running * needed)
+
+
+def _bytes_per_token(model: Any) -> int:
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * model.dtype.itemsize)
 
 
 def eos_token_ids(model: Any, *others: int | None) -> set[int]:
@@ -94,22 +172,24 @@ def eos_token_ids(model: Any, *others: int | None) -> set[int]:
 
 
 def check_engine(engine: Engine) -> None:
-    """Raise unless the engine gives a short random text the logprobs that the plain model gives it."""
+    """Raise unless the engine gives two short random texts the logprobs that the plain model gives them."""
     generator = torch.Generator().manual_seed(0)
-    length = min(CHECKED_PROMPT, engine.max_model_len - 1)
-    prompt: list[int] = torch.randint(engine.vocab_size, (length,), generator=generator).tolist()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
-    request = engine.submit(prompt, params)
+    requests = []
+    for length in CHECKED:
+        size = (max(1, min(length, engine.max_model_len - 4)),)
+        requests.append(engine.submit(torch.randint(engine.vocab_size, size, generator=generator).tolist(), params))
     while engine.has_work:
         engine.step()
-    engine.tokens_sampled = 0
+    engine.forget_counts()
     name = type(engine.model).__name__
     try:
-        result = request.future.result()
+        results = [request.future.result() for request in requests]
     except EngineError as error:
         raise UnsupportedModel(f"the embedded engine cannot run {name}: {error}") from error
-    ours = torch.tensor((result.prompt_logprobs or [])[1:] + result.logprobs)
-    difference = (ours - _plain_logprobs(engine.model, request.tokens)).abs().mean().item()
+    ours = [torch.tensor((result.prompt_logprobs or [])[1:] + result.logprobs) for result in results]
+    plain = [_plain_logprobs(engine.model, request.tokens) for request in requests]
+    difference = (torch.cat(ours) - torch.cat(plain)).abs().mean().item()
     tolerance = TOLERANCE[engine.model.dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(

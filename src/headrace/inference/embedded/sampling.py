@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.inference.backend import Alternatives
 from headrace.inference.schema import SamplingParams
 
 
@@ -23,32 +24,39 @@ class Sampled(NamedTuple):
     logprobs: Tensor
     """At the row's temperature, over the whole vocabulary."""
     log_mass: Tensor | None
-    """Log of the probability that top-k and top-p left to choose from; None if no row truncates."""
+    """Log of the probability that was left to choose from; None if no row truncates."""
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Sampled:
     """One token per row. Temperature 0 takes the most likely token and reports its logprob at temperature 1."""
     greedy = [entry.temperature == 0 for entry in params]
-    logprobs = scaled_logprobs(logits, [entry.temperature for entry in params])
+    probs = torch.softmax(_scaled(logits, [entry.temperature for entry in params]), -1)
     log_mass = None
     if all(greedy):
         tokens = logits.argmax(-1)
     else:
-        probs = logprobs.exp()
+        allowed = probs
         cut = [row for row, entry in enumerate(params) if entry.truncates]
         if cut:
-            probs[cut] = truncate(probs[cut], [params[i].top_k for i in cut], [params[i].top_p for i in cut])
-            log_mass = probs.sum(-1, dtype=torch.float64).log()
-        tokens = draw(probs, uniforms)
+            allowed = probs.clone()
+            allowed[cut] = truncate(probs[cut], [params[row] for row in cut])
+            log_mass = allowed.sum(-1, dtype=torch.float64).log()
+        tokens = draw(allowed, uniforms)
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
-    return Sampled(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_mass)
+    # The logarithm of one probability per row: on a CPU those of all would cost as much as the softmax again.
+    return Sampled(tokens, probs.gather(-1, tokens[:, None])[:, 0].log(), log_mass)
 
 
 def scaled_logprobs(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """log-softmax(logits / temperature) in float32, one temperature per leading index; 0 counts as 1."""
-    divisor = torch.tensor([value or 1.0 for value in temperatures], device=logits.device)
-    return torch.log_softmax(logits.float() / divisor.view(-1, *[1] * (logits.dim() - 1)), -1)
+    """log-softmax(logits / temperature) in float32, one temperature per row; 0 counts as 1."""
+    return torch.log_softmax(_scaled(logits, temperatures), -1)
+
+
+def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    if all(value in (0, 1) for value in temperatures):
+        return logits.float()
+    return logits.float() / torch.tensor([value or 1.0 for value in temperatures], device=logits.device)[:, None]
 
 
 def draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
@@ -59,15 +67,25 @@ def draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     return tokens.clamp_(max=probs.shape[-1] - 1)
 
 
-def truncate(probs: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
-    """Zero what lies outside the k most likely tokens, then outside the smallest set that holds top_p of the rest."""
-    vocab = probs.shape[-1]
-    ranks = torch.arange(vocab, device=probs.device)
-    most = torch.tensor([vocab if k == -1 else k for k in top_k], device=probs.device)[:, None]
-    mass = torch.tensor(top_p, dtype=torch.float64, device=probs.device)[:, None]
+def truncate(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero what is less likely than min_p of the likeliest, then outside the k likeliest, then outside the smallest set
+    that holds top_p of the rest."""
+    vocab, device = probs.shape[-1], probs.device
+    ranks = torch.arange(vocab, device=device)
+    least = torch.tensor([entry.min_p for entry in params], device=device)[:, None]
+    most = torch.tensor([entry.top_k if entry.top_k > 0 else vocab for entry in params], device=device)[:, None]
+    mass = torch.tensor([entry.top_p for entry in params], dtype=torch.float64, device=device)[:, None]
     ordered, order = probs.sort(stable=True, dim=-1, descending=True)
-    ordered = ordered.masked_fill(ranks >= most, 0.0)
+    ordered = ordered.masked_fill((ranks >= most) | (ordered < least * ordered[:, :1]), 0.0)
     share = ordered.double() / ordered.sum(-1, keepdim=True, dtype=torch.float64)
     before = share.cumsum(-1) - share  # the most likely token has nothing before it: it always stays
     ordered = ordered.masked_fill(before >= mass, 0.0)
     return torch.zeros_like(probs).scatter(-1, order, ordered)
+
+
+def likeliest(logprobs: Tensor, counts: Sequence[int]) -> list[Alternatives]:
+    """As many of the most likely tokens of each row as its count says."""
+    most = min(max(counts), logprobs.shape[-1])
+    values, tokens = logprobs.topk(most, -1)
+    pairs = zip(tokens.tolist(), values.tolist(), counts, strict=True)
+    return [list(zip(ids[:count], scores[:count], strict=True)) for ids, scores, count in pairs]

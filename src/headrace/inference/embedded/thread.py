@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections import deque
@@ -11,9 +10,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from headrace.inference.backend import EngineError, EngineState, EngineStopped
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.request import EngineError, EngineStopped, Request, Result
+from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.published import PublishedWeights, marker_of
 from headrace.rollout.version import Version
 
@@ -21,11 +22,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class _Mixture(EngineError):
+    """The model is of two versions: nothing more may be sampled from it."""
+
+
 class EngineThread:
     """An engine that runs by itself. Every method may be called from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.failure: Future[str] = Future()
+        """Why the engine has died, once it has."""
         self._wake = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -36,12 +43,18 @@ class EngineThread:
         self._thread.start()
 
     def submit(
-        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None = None, *, urgent: bool = False
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str | None = None,
+        *,
+        urgent: bool = False,
+        adapter: str | None = None,
     ) -> Request:
         """Put a request in line; raises `InvalidRequest` for one that can never be served."""
         with self._wake:
             self._refuse_if_stopping()
-            request = self.engine.submit(token_ids, params, cache_salt, urgent=urgent)
+            request = self.engine.submit(token_ids, params, cache_salt, urgent=urgent, adapter=adapter)
             self._wake.notify()
         return request
 
@@ -49,6 +62,11 @@ class EngineThread:
         with self._wake:
             self.engine.cancel(request)
             self._wake.notify()
+
+    def state(self) -> EngineState:
+        state = self.engine.state()
+        state.failure = self.failure.result() if self.failure.done() else None
+        return state
 
     def pause(self) -> None:
         """Let the step in progress end, then hold all requests where they are. Returns once they stand still."""
@@ -72,6 +90,14 @@ class EngineThread:
             self._call(lambda: self._install(published))
             return published.checksum
 
+    def load_adapter(self, name: str, directory: Path) -> None:
+        """Serve an adapter under that name, in place of one that has it."""
+        adapter = self.engine.adapters.read(name, directory)
+        self._call(lambda: self.engine.adapters.add(adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        self._call(lambda: self.engine.adapters.remove(name))
+
     def stop(self) -> None:
         """End the thread; requests in flight get `EngineStopped`, and weights on their way do not arrive."""
         self.engine.link.close()
@@ -81,8 +107,12 @@ class EngineThread:
         self._thread.join()
 
     def _install(self, published: PublishedWeights) -> None:
-        self._loaded = None  # should it fail halfway
-        self.engine.install(published)
+        try:
+            self.engine.install(published)
+        except WeightsError:
+            raise  # before anything was changed
+        except Exception as error:
+            raise _Mixture(f"weights {published.version} are in only in part: {error}") from error
         self._loaded = (published.version, published.checksum)
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -94,6 +124,8 @@ class EngineThread:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+                if isinstance(error, _Mixture):
+                    raise
 
         with self._wake:
             self._refuse_if_stopping()
@@ -102,56 +134,27 @@ class EngineThread:
         return future.result()
 
     def _refuse_if_stopping(self) -> None:
+        if self.failure.done():
+            raise EngineStopped(self.failure.result())
         if self._stopping:
             raise EngineStopped("the engine is shutting down")
 
     def _run(self) -> None:
-        while not self._stopping:
-            while self._calls:
-                self._calls.popleft()()
-            self._step()
-            with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._calls or self.engine.has_work)
+        why = "the engine is shutting down"
+        try:
+            while not self._stopping:
+                while self._calls:
+                    self._calls.popleft()()
+                self.engine.step()
+                with self._wake:
+                    self._wake.wait_for(lambda: self._stopping or self._calls or self.engine.has_work)
+        except Exception as error:  # a thread that died here would leave every caller waiting forever
+            log.exception("the engine is beyond help; all its requests end with an error")
+            why = f"the engine died: {type(error).__name__}: {error}"
+        with self._wake:  # nobody brings anything from here on
+            self._stopping = True
+            if why.startswith("the engine died"):
+                self.failure.set_result(why)
         while self._calls:
             self._calls.popleft()()
-        self.engine.fail_all(EngineStopped("the engine is shutting down"))
-
-    def _step(self) -> None:
-        try:
-            self.engine.step()
-        except Exception as error:  # a thread that died here would leave every caller waiting forever
-            log.exception("a step failed outside any request; all requests end with an error")
-            self.engine.fail_all(EngineError(f"the engine's step failed: {type(error).__name__}: {error}"))
-
-
-class Courier:
-    """Brings results from the engine's thread to an event loop: all that end in one step share one wake-up."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._arrived: deque[tuple[asyncio.Future[Result], Future[Result]]] = deque()
-        self._called = False
-
-    def expect(self, request: Request) -> asyncio.Future[Result]:
-        """The request's future, for this loop."""
-        expected: asyncio.Future[Result] = self._loop.create_future()
-        request.future.add_done_callback(lambda done: self._arrive(expected, done))
-        return expected
-
-    def _arrive(self, expected: asyncio.Future[Result], done: Future[Result]) -> None:
-        self._arrived.append((expected, done))
-        if not self._called:
-            self._called = True
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._called = False  # first: whatever arrives from here on calls again
-        while self._arrived:
-            expected, done = self._arrived.popleft()
-            if expected.done():
-                continue
-            error = done.exception()
-            if error is None:
-                expected.set_result(done.result())
-            else:
-                expected.set_exception(error)
+        self.engine.fail_all(EngineStopped(why))

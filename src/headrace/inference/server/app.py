@@ -1,48 +1,56 @@
-"""The engine's HTTP interface: token ids in and out, chat, and what the trainer's side calls to move weights."""
+"""The server's routes over one engine: OpenAI's, vLLM's, what the trainer's side calls to move weights, and health.
+
+It knows an engine by `Backend` alone. Slow senders cost a connection and no more: bodies are bounded, and uvicorn reads
+a connection no faster than it is used.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from headrace.inference.embedded.request import InvalidRequest, Request, Result
-from headrace.inference.embedded.thread import Courier, EngineThread
+from headrace.inference.backend import Backend, Generation, InvalidRequest, NotServed, Piece, Result
 from headrace.inference.schema import (
-    ChoiceLogprobs,
-    GenerateChoice,
-    GenerateRequest,
-    GenerateResponse,
+    SESSION_HEADER,
     Health,
-    PromptLogprob,
-    TokenLogprob,
+    SamplingParams,
     UpdateWeightsRequest,
     UpdateWeightsResponse,
-    Usage,
-    WeightVersionSpan,
 )
+from headrace.inference.server import chat_stream, generate
 from headrace.inference.server.chat import Chat, ChatRequest
-from headrace.inference.server.replies import (
-    HEADERS,
-    ClientGone,
-    NotServed,
-    answering,
-    on_bug,
-    on_http_error,
-    read_body,
-    reply,
-)
+from headrace.inference.server.completions import CompletionRequest, Completions
+from headrace.inference.server.generate import GenerateBody, check_ids
+from headrace.inference.server.keys import Keys
+from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
+from headrace.inference.server.replies import HEADERS, Handler, answering, body_of, on_bug, on_http_error, reply
+from headrace.inference.server.streaming import EventStream, news_of, unless_gone
 from headrace.rollout.version import Version
+
+T = TypeVar("T")
+
+MAX_BODY = 32 << 20
+LONG_BODY = 1 << 16
+"""Bytes of a request beyond which its text is made into tokens beside the event loop, where nobody waits for it."""
+LARGE_BODIES = 8
+"""Large bodies that are read at the same time; further ones wait in the network."""
+LONGEST_NAME = 256
+"""Characters of whatever a request is called by."""
+COUNTED_LENGTHS = 16
+"""Texts that are only made into tokens, or back, may be so many times as long as those that are sampled from."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -56,159 +64,324 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Of a text: whether the tokenizer adds what it begins texts with. A conversation has what its format gives it."""
 
 
-_generate_decoder = msgspec.json.Decoder(GenerateRequest)
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class AdapterRequest(msgspec.Struct, kw_only=True):
+    """In vLLM's form. Unloading needs no path."""
+
+    lora_name: str
+    lora_path: str | None = None
+
+
+_generate_decoder = msgspec.json.Decoder(GenerateBody)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 _update_decoder = msgspec.json.Decoder(UpdateWeightsRequest)
+_adapter_decoder = msgspec.json.Decoder(AdapterRequest)
 
 
 class App:
-    """The routes, over one engine thread. Must be made inside the event loop that will serve it."""
+    """The routes. `max_body` is in bytes."""
 
-    def __init__(self, thread: EngineThread, chat: Chat) -> None:
-        self.thread = thread
-        self.engine = thread.engine
+    def __init__(self, backend: Backend, chat: Chat, keys: Keys | None = None, *, max_body: int = MAX_BODY) -> None:
+        self.backend = backend
         self.model_name = chat.model_name
+        self.metrics = Metrics()
+        self._keys = keys or Keys()
+        self._max_body = max_body
+        self._large_bodies = asyncio.Semaphore(LARGE_BODIES)
+        self._long_text = asyncio.Lock()
         self._chat = chat
-        self._courier = Courier(asyncio.get_running_loop())
+        self._completions = Completions(chat.model_name, chat.tokenizer, chat.token_text)
         self._names = {self.model_name, Path(self.model_name).name}
         self._created = int(time.time())
 
-    def asgi(self) -> Starlette:
+    def asgi(self) -> ASGIApp:
+        client, admin = self._for_clients, self._for_admins
         routes = {
-            "/health": (self.health, "GET"),
-            "/v1/models": (self.models, "GET"),
-            "/v1/chat/completions": (self.chat, "POST"),
-            "/inference/v1/generate": (self.generate, "POST"),
-            "/tokenize": (self.tokenize, "POST"),
-            "/pause": (self.pause, "POST"),
-            "/resume": (self.resume, "POST"),
-            "/update_weights": (self.update_weights, "POST"),
+            "/health": ("GET", self.health),
+            "/v1/models": ("GET", client(self.models)),
+            "/v1/models/{name:path}": ("GET", client(self.model)),
+            "/metrics": ("GET", client(self.show_metrics)),
+            "/v1/chat/completions": ("POST", client(self.chat)),
+            "/v1/completions": ("POST", client(self.completions)),
+            "/inference/v1/generate": ("POST", client(self.generate)),
+            "/tokenize": ("POST", client(self.tokenize)),
+            "/detokenize": ("POST", client(self.detokenize)),
+            "/pause": ("POST", admin(self.pause)),
+            "/resume": ("POST", admin(self.resume)),
+            "/update_weights": ("POST", admin(self.update_weights)),
+            "/v1/load_lora_adapter": ("POST", admin(self.load_adapter)),
+            "/v1/unload_lora_adapter": ("POST", admin(self.unload_adapter)),
         }
-        return Starlette(
-            routes=[Route(path, answering(handler), methods=[method]) for path, (handler, method) in routes.items()],
+        app = Starlette(
+            routes=[Route(path, answering(handler), methods=[method]) for path, (method, handler) in routes.items()],
             exception_handlers={HTTPException: on_http_error, Exception: on_bug},
         )
+        return Measured(app, self.metrics, frozenset(routes))
 
     async def health(self, _: HttpRequest) -> Response:
-        return reply(self.describe())
+        health = self.describe()
+        return reply(health, 200 if health.status == "ok" else 503)
 
     def describe(self) -> Health:
-        engine = self.engine
+        state = self.backend.state()
         return Health(
-            status="ok",
-            version=str(engine.version),
+            status="ok" if state.failure is None else state.failure,
+            version=str(state.version),
             model=self.model_name,
-            running=len(engine.running),
-            waiting=len(engine.urgent) + len(engine.waiting),
-            paused=engine.paused,
-            capacity=engine.max_running,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
+            running=state.running,
+            waiting=state.waiting,
+            paused=state.paused,
+            capacity=state.capacity,
+            max_model_len=self.backend.max_model_len,
+            vocab_size=self.backend.vocab_size,
+            engine=self.backend.name,
+            kv_usage=state.kv_usage,
+            preemptions=state.preemptions,
         )
 
     async def models(self, _: HttpRequest) -> Response:
-        entry = {
-            "id": self.model_name,
+        adapters = self.backend.state().adapters
+        return reply({"object": "list", "data": [self._entry(None), *map(self._entry, adapters)]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        return reply(self._entry(self._adapter(http.path_params["name"])))
+
+    def _entry(self, adapter: str | None) -> dict[str, Any]:
+        """What the list of models says of the model, or of an adapter of it."""
+        return {
+            "id": adapter or self.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "headrace",
-            "max_model_len": self.engine.max_model_len,
+            "max_model_len": self.backend.max_model_len,
+            "parent": None if adapter is None else self.model_name,
         }
-        return reply({"object": "list", "data": [entry]})
 
-    async def generate(self, http: HttpRequest) -> Response:
-        body = await read_body(http, _generate_decoder)
-        if body.stream:
-            raise InvalidRequest("stream: /inference/v1/generate answers in one piece; leave it out or set it to false")
-        self._check_model(body.model)
-        request = self.thread.submit(body.token_ids, body.sampling_params, body.cache_salt, urgent=body.urgent)
-        [result] = await self._results(http, [request])
-        return reply(generate_response(body, result, self.model_name))
-
-    async def chat(self, http: HttpRequest) -> Response:
-        body = await read_body(http, _chat_decoder)
-        self._check_model(body.model)
-        prompt = self._chat.prompt(body)
-        requests = [self.thread.submit(prompt, params) for params in self._chat.params(body)]
-        if body.stream:
-            events = self._chat.stream(body, prompt, lambda: self._results(http, requests), len(requests))
-            return StreamingResponse(events, headers=HEADERS, media_type="text/event-stream")
-        return reply(self._chat.reply(body, prompt, await self._results(http, requests)))
+    async def show_metrics(self, _: HttpRequest) -> Response:
+        text = self.metrics.text(self.backend.state(), self.model_name)
+        return Response(text, 200, {**HEADERS, "Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await read_body(http, _tokenize_decoder)
-        self._check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("give either prompt, a text, or messages, a conversation")
-        if body.messages is not None:
-            tokens = self._chat.prompt(ChatRequest(messages=body.messages, tools=body.tools))
-        else:
-            tokens = self._chat.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-        return reply({"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens})
+        async with self._body(http, _tokenize_decoder) as body:
+            self._adapter(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise InvalidRequest("give either prompt, a text, or messages, a conversation")
+            if body.messages is not None:
+                asked = ChatRequest(messages=body.messages, tools=body.tools)
+                self._refuse_long(_said(body.messages), "messages", COUNTED_LENGTHS)
+                tokens = await self._beside(http, lambda: self._chat.prompt(asked))
+            else:
+                text, special = body.prompt or "", body.add_special_tokens
+                self._refuse_long(text, "prompt", COUNTED_LENGTHS)
+                tokens = await self._beside(http, lambda: self._chat.tokenizer.encode(text, add_special_tokens=special))
+        return reply({"count": len(tokens), "max_model_len": self.backend.max_model_len, "tokens": tokens})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        longest = COUNTED_LENGTHS * self.backend.max_model_len
+        async with self._body(http, _detokenize_decoder) as body:
+            self._adapter(body.model)
+            if len(body.tokens) > longest:
+                raise InvalidRequest(
+                    f"tokens: {len(body.tokens)} are more than {longest}, the most that are taken here"
+                )
+            check_ids(body.tokens, self.backend.vocab_size, "tokens")
+            text = await self._beside(http, lambda: self._chat.tokenizer.decode(body.tokens))
+        return reply({"prompt": text})
+
+    async def generate(self, http: HttpRequest) -> Response:
+        body = await self._read(http, _generate_decoder)
+        params = body.sampling_params.checked()
+        _refuse_long_name(body.request_id, "request_id")
+        generations = self._submit(http, body.model, [(body.token_ids, params)], body.cache_salt, urgent=body.urgent)
+        if body.stream:
+            return EventStream(generate.streamed(body, self._news(generations), self.model_name), generations)
+        [result] = await self._results(http, generations)
+        return reply(generate.whole_response(body, result, self.model_name))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        async with self._body(http, _chat_decoder) as body:
+            params = self._chat.params(body)
+            self._refuse_long(_said(body.messages), "messages")
+            prompt = await self._beside(http, lambda: self._chat.prompt(body))
+            body.messages = []  # the answer may take long, and needs them no more
+        generations = self._submit(http, body.model, [(prompt, each) for each in params], body.cache_salt)
+        if body.stream:
+            events = chat_stream.streamed(self._chat, body, prompt, self._news(generations), len(generations))
+            return EventStream(events, generations)
+        return reply(self._chat.reply(body, prompt, await self._results(http, generations)))
+
+    async def completions(self, http: HttpRequest) -> Response:
+        async with self._body(http, _completion_decoder) as body:
+            params = self._completions.params(body)
+            for text in _texts(body.prompt):
+                self._refuse_long(text, "prompt")
+            prompts = await self._beside(http, lambda: self._completions.prompts(body))
+            if not body.echo:
+                body.prompt = []
+        asked = [(prompt, each) for prompt in prompts for each in params]
+        generations = self._submit(http, body.model, asked, body.cache_salt)
+        if body.stream:
+            events = self._completions.stream(body, prompts, self._news(generations), len(generations))
+            return EventStream(events, generations)
+        return reply(self._completions.reply(body, prompts, await self._results(http, generations)))
+
+    def _submit(
+        self,
+        http: HttpRequest,
+        model: str | None,
+        asked: Sequence[tuple[list[int], SamplingParams]],
+        cache_salt: str | None,
+        urgent: bool = False,
+    ) -> list[Generation]:
+        """All of them, or none."""
+        adapter = self._adapter(model)
+        session = http.headers.get(SESSION_HEADER)
+        _refuse_long_name(cache_salt, "cache_salt")
+        most = self.backend.state().most if len(asked) > 1 else None
+        if most is not None and len(asked) > most:
+            raise InvalidRequest(
+                f"n: {len(asked)} answers, n for each prompt, are more than the {most} that this server can hold, "
+                "running and in line together: ask for fewer at once"
+            )
+        generations: list[Generation] = []
+        try:
+            for token_ids, params in asked:
+                generations.append(
+                    self.backend.submit(
+                        token_ids, params, cache_salt=cache_salt, urgent=urgent, adapter=adapter, session=session
+                    )
+                )
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        return generations
+
+    async def _results(self, http: HttpRequest, generations: Sequence[Generation]) -> list[Result]:
+        """Wait for all; a client that hangs up, and one that fails, cancel the others."""
+
+        async def wait() -> list[Result]:
+            if len(generations) == 1:  # by far the most: spare them a task
+                return [await generations[0].result()]
+            return await asyncio.gather(*[generation.result() for generation in generations])
+
+        try:
+            return await unless_gone(http.receive, wait())
+        finally:
+            for generation in generations:
+                generation.cancel()
+
+    async def _news(self, generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece | Result]]:
+        """What comes of a streamed answer, with the time to its first token noted."""
+        began: float | None = time.monotonic()
+        async with contextlib.aclosing(news_of(generations)) as all_news:  # type: ignore[type-var]
+            async for news in all_news:
+                if began is not None:
+                    self.metrics.first_token.observe(time.monotonic() - began)
+                    began = None
+                yield news
 
     async def pause(self, _: HttpRequest) -> Response:
-        await asyncio.to_thread(self.thread.pause)
+        await self.backend.pause()
         return reply(self.describe())
 
     async def resume(self, _: HttpRequest) -> Response:
-        await asyncio.to_thread(self.thread.resume)
+        await self.backend.resume()
         return reply(self.describe())
 
     async def update_weights(self, http: HttpRequest) -> Response:
-        body = await read_body(http, _update_decoder)
+        body = await self._read(http, _update_decoder)
         version = Version(body.incarnation, body.step)
-        checksum = await asyncio.to_thread(self.thread.update_weights, Path(body.path), version)
+        checksum = await self.backend.update_weights(_path(body.path, "path"), version)
         return reply(UpdateWeightsResponse(body.incarnation, body.step, checksum))
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._names:
-            raise NotServed(f"model: {name!r} is not served here; {self.model_name!r} is")
+    async def load_adapter(self, http: HttpRequest) -> Response:
+        body = await self._read(http, _adapter_decoder)
+        if body.lora_name in self._names or not 0 < len(body.lora_name) <= LONGEST_NAME:
+            raise InvalidRequest(f"lora_name must be a name of its own, of at most {LONGEST_NAME} characters")
+        if body.lora_path is None:
+            raise InvalidRequest("lora_path is missing")
+        await self.backend.load_adapter(body.lora_name, _path(body.lora_path, "lora_path"))
+        return reply({"id": body.lora_name, "parent": self.model_name})
 
-    async def _results(self, http: HttpRequest, requests: Sequence[Request]) -> list[Result]:
-        """Wait for the results; a client that hangs up cancels its requests."""
-        results = asyncio.gather(*[self._courier.expect(request) for request in requests])
-        hangup = asyncio.ensure_future(http.receive())  # after the body, only a disconnect comes
-        hangup.add_done_callback(lambda _: results.cancel())
-        try:
-            return await results
-        except asyncio.CancelledError:
-            if hangup.done() and not hangup.cancelled():
-                raise ClientGone from None
-            raise
-        finally:
-            hangup.cancel()
-            for request in requests:
-                if not request.future.done():
-                    self.thread.cancel(request)
+    async def unload_adapter(self, http: HttpRequest) -> Response:
+        body = await self._read(http, _adapter_decoder)
+        await self.backend.unload_adapter(body.lora_name)
+        return reply({"id": body.lora_name})
+
+    def _for_clients(self, handler: Handler) -> Handler:
+        async def checked(http: HttpRequest) -> Response:
+            self._keys.check_client(http.headers.get("authorization"))
+            return await handler(http)
+
+        return checked
+
+    def _for_admins(self, handler: Handler) -> Handler:
+        async def checked(http: HttpRequest) -> Response:
+            self._keys.check_admin(http.headers.get("authorization"))
+            return await handler(http)
+
+        return checked
+
+    def _body(self, http: HttpRequest, decoder: msgspec.json.Decoder[T]) -> AbstractAsyncContextManager[T]:
+        return body_of(http, decoder, self._max_body, self._large_bodies)
+
+    async def _read(self, http: HttpRequest, decoder: msgspec.json.Decoder[T]) -> T:
+        async with self._body(http, decoder) as body:
+            return body
+
+    async def _beside(self, http: HttpRequest, function: Callable[[], T]) -> T:
+        """Work on the text of a request; a long one, or one of unknown length, holds up none but others like it."""
+        size = http.headers.get("content-length", "")
+        if size.isdecimal() and int(size) < LONG_BODY:
+            return function()
+        async with self._long_text:
+            return await asyncio.to_thread(function)
+
+    def _adapter(self, name: str | None) -> str | None:
+        """Which adapter a request wants by naming a model; None for the model itself."""
+        if name is None or name in self._names:
+            return None
+        if name in self.backend.state().adapters:
+            return name
+        raise NotServed(f"model: {name!r} is not served here; {self.model_name!r} is")
+
+    def _refuse_long(self, text: str, field: str, times: int = 1) -> None:
+        """A text that is too long by far, more than so many times the longest, is not even made into tokens."""
+        longest = self.backend.max_model_len
+        if self._chat.tokenizer.least_tokens(text) > times * longest:
+            raise InvalidRequest(
+                f"{field}: a text of {len(text)} characters is longer than "
+                f"{'' if times == 1 else f'{times} times '}max_model_len = {longest}"
+            )
 
 
-def generate_response(body: GenerateRequest, result: Result, model_name: str) -> GenerateResponse:
-    choice = GenerateChoice(
-        index=0,
-        token_ids=result.token_ids,
-        finish_reason=result.finish_reason,
-        logprobs=None if body.sampling_params.logprobs is None else _choice_logprobs(result),
-        weight_versions=[WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans],
-        stop_reason=result.stop_reason,
-        truncated_logprobs=None if body.sampling_params.logprobs is None else result.truncated_logprobs,
-    )
-    return GenerateResponse(
-        request_id=body.request_id or uuid.uuid4().hex,
-        choices=[choice],
-        model=model_name,
-        created=int(time.time()),
-        usage=Usage(len(body.token_ids), len(result.token_ids), len(body.token_ids) + len(result.token_ids)),
-        prompt_logprobs=None if result.prompt_logprobs is None else _prompt_logprobs(body.token_ids, result),
-    )
+def _refuse_long_name(name: str | None, field: str) -> None:
+    if name is not None and len(name) > LONGEST_NAME:
+        raise InvalidRequest(f"{field} has {len(name)} characters: at most {LONGEST_NAME} are taken")
 
 
-def _choice_logprobs(result: Result) -> ChoiceLogprobs:
-    pairs = zip(result.token_ids, result.logprobs, strict=True)
-    return ChoiceLogprobs([TokenLogprob(token, logprob, f"token_id:{token}") for token, logprob in pairs])
+def _said(messages: list[dict[str, Any]]) -> str:
+    """The texts of a conversation as one: many of them may be long together."""
+    return "".join(text for message in messages for text in _texts(message.get("content")))
 
 
-def _prompt_logprobs(token_ids: list[int], result: Result) -> list[dict[int, PromptLogprob] | None]:
-    """vLLM's form: one table per token, none for the first, which nothing predicts."""
-    known = zip(token_ids[1:], (result.prompt_logprobs or [])[1:], strict=True)
-    return [None, *({token: PromptLogprob(logprob)} for token, logprob in known)]
+def _texts(content: Any) -> Iterator[str]:
+    """The texts in a message's content or in a prompt."""
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            yield text
+
+
+def _path(text: str, field: str) -> Path:
+    if not text or "\0" in text:
+        raise InvalidRequest(f"{field} is no path")
+    return Path(text)

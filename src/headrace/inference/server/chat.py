@@ -1,68 +1,59 @@
-"""`/v1/chat/completions`: OpenAI's form around the same engine.
+"""`/v1/chat/completions`: OpenAI's form around the engine.
 
-Messages become tokens, and tokens a message, through the model's renderer. A streamed reply sends its content in one
-chunk: thinking and tool calls are only known once the whole of it is parsed. Left out on purpose: stop strings,
-penalties, alternatives to the chosen tokens; they are refused, not ignored.
+Messages become tokens, and tokens a message, through the model's renderer. Left out on purpose: forced tool calls,
+templates that come with a request, and replies of a given form; they are refused, not ignored.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
-from headrace.inference.embedded.request import EngineError, InvalidRequest, Result
-from headrace.inference.schema import SamplingParams, Usage
-from headrace.inference.server.replies import ClientGone, error_body
+from headrace.inference.backend import InvalidRequest, Piece, Result
+from headrace.inference.schema import SamplingParams
+from headrace.inference.server.openai_request import (
+    NEUTRAL,
+    OpenAIRequest,
+    envelope,
+    refuse_unsupported,
+    usage_of,
+)
+from headrace.inference.server.text import cut, cut_end
+from headrace.inference.server.token_text import TokenText
 from headrace.text.tokenizer import Tokenizer
 
-MOST_CHOICES = 128
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stop": (None, [], ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
+log = logging.getLogger(__name__)
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "response_format": (None, {"type": "text"}),
+    "chat_template": (None,),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "functions": (None, []),
 }
-"""Fields that would change the reply, and the values that ask for nothing."""
 
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-
-
-class ChatRequest(msgspec.Struct, kw_only=True):
-    """What is understood of OpenAI's request; a null is the same as leaving the field out."""
-
+class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[dict[str, Any]]
-    model: str | None = None
-    n: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
     logprobs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
     top_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    functions: list[Any] | None = None
 
 
 class Chat:
@@ -72,14 +63,29 @@ class Chat:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.renderer = renderer
+        self.token_text = TokenText(tokenizer)
         self._stop_ids = renderer.get_stop_token_ids()
-        self._control = re.compile("|".join(map(re.escape, tokenizer.control_tokens.values())) or r"(?!)")
+        self.control_texts = tuple(tokenizer.control_tokens.values())
+        self._control = re.compile("|".join(map(re.escape, self.control_texts)) or r"(?!)")
 
     def prompt(self, body: ChatRequest) -> list[int]:
         """The conversation as tokens, ready for the reply."""
-        for field, neutral in NEUTRAL.items():
-            if getattr(body, field) not in neutral:
-                raise InvalidRequest(f"{field} is not supported: leave it out")
+        self._check(body)
+        messages: Any = [{**message, "content": message.get("content") or ""} for message in body.messages]
+        try:
+            return list(self.renderer.render_ids(messages, tools=_tools(body), add_generation_prompt=True))
+        except Exception as error:  # templates raise what they like about messages they cannot render
+            raise InvalidRequest(f"messages cannot be rendered: {type(error).__name__}: {error}") from error
+
+    def _check(self, body: ChatRequest) -> None:
+        refuse_unsupported(body, UNSUPPORTED)
+        if body.chat_template_kwargs:
+            raise InvalidRequest(
+                "chat_template_kwargs are not supported: how this server renders is set at its start, in its "
+                "[inference.renderer]"
+            )
+        if body.tool_choice not in (None, "auto", "none"):
+            raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced here")
         if not body.messages:
             raise InvalidRequest("messages is empty")
         for index, message in enumerate(body.messages):
@@ -87,98 +93,66 @@ class Chat:
                 raise InvalidRequest(f"messages[{index}].role is missing")
             if not isinstance(message.get("content"), str | list | None):
                 raise InvalidRequest(f"messages[{index}].content must be text or a list of parts")
-        messages: Any = [{**message, "content": message.get("content") or ""} for message in body.messages]
-        tools: Any = body.tools
-        try:
-            return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
-        except Exception as error:  # templates raise what they like about messages they cannot render
-            raise InvalidRequest(f"messages cannot be rendered: {type(error).__name__}: {error}") from error
 
     def params(self, body: ChatRequest) -> list[SamplingParams]:
-        """How to sample each of the `n` choices; each has a seed of its own."""
-        count = 1 if body.n is None else body.n
-        if not 1 <= count <= MOST_CHOICES:
-            raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}, not {count}")
-        return [
-            SamplingParams(
-                temperature=1.0 if body.temperature is None else body.temperature,
-                top_p=1.0 if body.top_p is None else body.top_p,
-                top_k=-1 if body.top_k is None else body.top_k,
-                max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-                seed=None if body.seed is None else body.seed + index,
-                stop_token_ids=[*([] if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])],
-                ignore_eos=body.ignore_eos,
-            )
-            for index in range(count)
-        ]
+        """How to sample each of the choices."""
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("top_logprobs wants logprobs = true beside it")
+        return body.sampling(
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            stop_token_ids=[*([] if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])],
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
 
     def reply(self, body: ChatRequest, prompt: list[int], results: Sequence[Result]) -> dict[str, Any]:
         """The whole reply at once."""
         choices = []
         for index, result in enumerate(results):
-            message, reason = self._message(body, prompt, result)
-            choices.append(
-                {
-                    "index": index,
-                    "message": {"role": "assistant", **message},
-                    "finish_reason": reason,
-                    "logprobs": self._logprobs(result) if body.logprobs else None,
-                }
-            )
-        return {**self._envelope("chat.completion"), "choices": choices, "usage": _usage(prompt, results)}
+            message, reason = self.message(body, prompt, result)
+            tokens = Piece(result.token_ids, result.logprobs, result.top_logprobs)
+            ending = {"finish_reason": reason, "stop_reason": result.stop_reason}
+            choice = {"index": index, "message": {"role": "assistant", **message}, **ending}
+            choices.append({**choice, **self.of_tokens(body, tokens)})
+        head = envelope("chatcmpl", "chat.completion", body.model or self.model_name)
+        if body.return_token_ids:
+            head["prompt_token_ids"] = prompt
+        return {**head, "choices": choices, "usage": usage_of(len(prompt), results, len(results))}
 
-    async def stream(
-        self, body: ChatRequest, prompt: list[int], finish: Callable[[], Awaitable[list[Result]]], count: int
-    ) -> AsyncIterator[bytes]:
-        """The reply as server-sent events: role, content, finish reason, `[DONE]`."""
-        envelope = self._envelope("chat.completion.chunk")
-
-        def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-            choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-            return _event({**envelope, "choices": [choice]})
-
-        for index in range(count):
-            yield chunk(index, {"role": "assistant", "content": ""})
-        try:
-            results = await finish()
-        except ClientGone:
-            return
-        except EngineError as error:
-            yield _event(error_body(str(error), "engine_error"))
-            return
-        for index, result in enumerate(results):
-            message, reason = self._message(body, prompt, result)
-            for position, call in enumerate(message.get("tool_calls", [])):
-                call["index"] = position
-            yield chunk(index, message, logprobs=self._logprobs(result) if body.logprobs else None)
-            yield chunk(index, {}, reason)
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield _event({**envelope, "choices": [], "usage": _usage(prompt, results)})
-        yield b"data: [DONE]\n\n"
-
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        identity = f"chatcmpl-{uuid.uuid4().hex}"
-        return {"id": identity, "object": kind, "created": int(time.time()), "model": self.model_name}
-
-    def _message(self, body: ChatRequest, prompt: list[int], result: Result) -> tuple[dict[str, Any], str]:
+    def message(self, body: ChatRequest, prompt: list[int], result: Result) -> tuple[dict[str, Any], str]:
         """The parsed message, and why it ended."""
-        tools: Any = body.tools
-        parsed = self.renderer.parse_response(result.token_ids, tools=tools, prompt_ids=prompt)
-        # Tokens of the chat format are no words: whoever puts the reply into a conversation would make tokens of them.
-        message: dict[str, Any] = {"content": self._control.sub("", parsed.content or "")}
+        parsed = self.parse(body, prompt, result.token_ids)
+        end = cut_end if isinstance(result.stop_reason, str) else cut
+        message: dict[str, Any] = {"content": end(parsed.content, body.stops)}
         if parsed.reasoning_content is not None:
-            message["reasoning_content"] = self._control.sub("", parsed.reasoning_content)
+            message["reasoning_content"] = end(parsed.reasoning_content, body.stops)
         calls = _tool_calls(parsed)
         if calls:
             message["tool_calls"] = calls
         return message, "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason
 
-    def _logprobs(self, result: Result) -> dict[str, Any]:
-        texts = [self.tokenizer.decode([token]) for token in result.token_ids]
-        entries = zip(texts, result.logprobs, strict=True)
-        return {
-            "content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in entries]
-        }
+    def parse(self, body: ChatRequest, prompt: list[int], token_ids: list[int]) -> ParsedResponse:
+        """What the renderer makes of a reply, or of its beginning.
+
+        Tokens of the chat format are no words: whoever puts the reply into a conversation would make tokens of them.
+        """
+        try:
+            parsed = self.renderer.parse_response(token_ids, tools=_tools(body), prompt_ids=prompt)
+        except Exception as error:  # models write what no parser was made for: it is text then
+            log.warning("a reply cannot be parsed: %s: %s", type(error).__name__, error)
+            parsed = ParsedResponse(self.tokenizer.decode(token_ids))
+        parsed.content = self._control.sub("", parsed.content or "")
+        if parsed.reasoning_content is not None:
+            parsed.reasoning_content = self._control.sub("", parsed.reasoning_content)
+        return parsed
+
+    def of_tokens(self, body: ChatRequest, tokens: Piece) -> dict[str, Any]:
+        """What a choice says of its tokens, as far as it was asked to."""
+        said: dict[str, Any] = {"logprobs": self.token_text.chat_logprobs(tokens) if body.logprobs else None}
+        return {**said, "token_ids": tokens.token_ids} if body.return_token_ids else said
+
+
+def _tools(body: ChatRequest) -> Any:
+    return None if body.tool_choice == "none" else body.tools
 
 
 def _tool_calls(parsed: ParsedResponse) -> list[dict[str, Any]]:
@@ -187,16 +161,17 @@ def _tool_calls(parsed: ParsedResponse) -> list[dict[str, Any]]:
     for call in parsed.tool_calls:
         if call.status == ToolCallParseStatus.OK:
             arguments = call.arguments
-            text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
+            text = (
+                arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments or {}, separators=(",", ":"), ensure_ascii=False)
+            )
             identity = call.id or f"call_{uuid.uuid4().hex[:24]}"
-            calls.append({"id": identity, "type": "function", "function": {"name": call.name, "arguments": text}})
+            function = {"name": _encodable(str(call.name)), "arguments": _encodable(text)}
+            calls.append({"id": identity, "type": "function", "function": function})
     return calls
 
 
-def _usage(prompt: list[int], results: Sequence[Result]) -> Usage:
-    completion = sum(len(result.token_ids) for result in results)
-    return Usage(len(prompt), completion, len(prompt) + completion)
-
-
-def _event(body: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+def _encodable(text: str) -> str:
+    """JSON that a model wrote may hold half a character, which no text can."""
+    return text.encode(errors="replace").decode()

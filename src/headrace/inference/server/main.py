@@ -1,4 +1,4 @@
-"""`headrace serve`: load a model, listen, say where, end cleanly when told to."""
+"""`headrace serve`: start an engine, listen, say where, end cleanly when told to."""
 
 from __future__ import annotations
 
@@ -10,27 +10,20 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.errors import Failure
-from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.loading import (
-    check_engine,
-    eos_token_ids,
-    load_model,
-    max_model_len,
-    refuse_unsupported,
-)
-from headrace.inference.embedded.thread import EngineThread
+from headrace.errors import AGAIN, Failure
+from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
-from headrace.inference.weights.link import WeightsUnreachable
-from headrace.inference.weights.published import WeightsError
+from headrace.inference.server.keys import Keys, find_keys
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
@@ -40,53 +33,103 @@ from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpo
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights_link import is_linked
 
+if TYPE_CHECKING:
+    from headrace.inference.embedded.engine import Engine
+
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE = 120
 """Seconds that an idle connection stays: longer than clients keep theirs, so that none is cut under a request."""
 GAUGE_INTERVAL = 1.0
+LAST_WORDS = 2.0
+"""Seconds for which a server whose engine has died says so, before it ends to be started again."""
 
 
 class CannotListen(Failure):
     """The address is not to be had. The message is complete: print it and stop."""
 
 
-def serve(config: InferenceConfig, *, status: Status | None, run: RunDir | None) -> None:
-    """Serve until SIGTERM or SIGINT."""
+def serve(
+    config: InferenceConfig,
+    *,
+    status: Status | None,
+    run: RunDir | None,
+    announce: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; `announce` gets the address once it is up. A lost engine exits with `AGAIN`.
+
+    Without a `status` it is none of the run's servers: it begins with the run's newest weights, and tells nobody of it.
+    """
     if config.model.name is None:
         raise ConfigError("inference.model.name is not set: give a model directory or a name on the hub")
     if status is not None:
         status.set("loading model")
-    if run is not None:
-        _endpoint(run, status).unlink(missing_ok=True)  # a server that was killed could not take it down
+    endpoint = None if run is None or status is None else _endpoint(run, status)
+    if endpoint is not None:
+        endpoint.unlink(missing_ok=True)  # a server that was killed could not take it down
+    keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
     with bind(config.host, config.port) as listener:
-        engine, chat = load(config, config.model.name)
-        asyncio.run(_serve(engine, chat, listener, status, run))
+        failure = asyncio.run(_serve(config, config.model.name, listener, keys, status, run, endpoint, announce))
+    if failure is not None:
+        raise SystemExit(AGAIN)
 
 
-def _endpoint(run: RunDir, status: Status | None) -> Path:
+def _endpoint(run: RunDir, status: Status) -> Path:
     """Where this server says where it listens: there may be several in a run."""
-    return run.endpoints / f"{'inference' if status is None else status.current.process}.json"
+    return run.endpoints / f"{status.current.process}.json"
 
 
-def load(config: InferenceConfig, name: str) -> tuple[Engine, Chat]:
-    """The engine, and the chat in front of it."""
-    directory = model_directory(name)
+def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
     tokenizer = Tokenizer(directory)
     renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump())
+    return Chat(config.served_name or name, tokenizer, renderer)
+
+
+async def start_engine(config: InferenceConfig, directory: Path, tokenizer: Tokenizer) -> Backend:
+    """The engine that the configuration names, ready to sample. Only the embedded one needs torch in this process."""
+    if config.engine == "vllm":
+        from headrace.inference.vllm.start import start_vllm
+
+        return await start_vllm(config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode)
+    from headrace.inference.embedded.backend import EmbeddedBackend
+    from headrace.inference.embedded.thread import EngineThread
+
+    return EmbeddedBackend(EngineThread(await asyncio.to_thread(load_embedded, config, directory, tokenizer)))
+
+
+def load_embedded(config: InferenceConfig, directory: Path, tokenizer: Tokenizer) -> Engine:
+    """Our own engine with the model in it, checked against the plain model."""
+    from headrace.inference.embedded.engine import Engine
+    from headrace.inference.embedded.loading import (
+        check_engine,
+        eos_token_ids,
+        kv_blocks,
+        load_model,
+        max_model_len,
+        refuse_unsupported,
+    )
+
     model = load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
-    refuse_unsupported(model)
+    longest = max_model_len(model, config.max_model_len)
+    refuse_unsupported(model, longest)
     engine = Engine(
         model,
-        max_model_len=max_model_len(model, config.max_model_len),
+        max_model_len=longest,
+        kv_blocks=kv_blocks(model, longest, config.max_running, config.kv_cache_gb),
         max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        max_step_tokens=config.max_step_tokens,
+        prefix_cache=config.prefix_cache,
         kv_on_update=config.kv_on_update,
         eos_token_ids=eos_token_ids(model, tokenizer.eos_token_id),
         seed=config.seed,
         base=directory,
+        decode=tokenizer.decode,
     )
     check_engine(engine)
-    return engine, Chat(config.served_name or name, tokenizer, renderer)
+    return engine
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -112,38 +155,88 @@ def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
 
 
 async def _serve(
-    engine: Engine, chat: Chat, listener: socket.socket, status: Status | None, run: RunDir | None
-) -> None:
-    thread = EngineThread(engine)
-    if run is not None:
-        await asyncio.to_thread(_catch_up, thread, run)
-    server = HttpServer(App(thread, chat))
-    url = url_of(listener)
+    config: InferenceConfig,
+    name: str,
+    listener: socket.socket,
+    keys: Keys,
+    status: Status | None,
+    run: RunDir | None,
+    endpoint: Path | None,
+    announce: Callable[[str], None] | None,
+) -> str | None:
+    """Start the engine and serve it; why it was lost, if it was."""
+    directory = model_directory(name)
+    chat = make_chat(config, name, directory)
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    gauges: asyncio.Task[None] | None = None
+    if config.engine == "vllm":  # in a process of its own, which must be ended with ours, also while it starts
+        _stop_on_signals(stop)
+    backend = await _unless(stop, start_engine(config, directory, chat.tokenizer))
+    if backend is None:
+        return None
+    _stop_on_signals(stop)
     try:
-        await _wait(server.listening, serving)
-        log.info("serving %s on %s", chat.model_name, url)
         if run is not None:
-            write_endpoint(_endpoint(run, status), Endpoint(url, os.getpid()))
+            await _unless(stop, _catch_up(backend, run))
+        app = App(backend, chat, keys, max_body=round(config.max_body_mb * 2**20))
+    except BaseException as error:
+        failure = backend.state().failure or (str(error) if isinstance(error, EngineStopped) else None)
+        await backend.close()
+        if failure is None or not isinstance(error, EngineError):
+            raise
+        log.error("the engine is lost: %s", failure)
+        return failure
+    if stop.is_set():
+        await backend.close()
+        return None
+    return await _listen(app, keys, listener, stop, status, endpoint, announce)
+
+
+async def _listen(
+    app: App,
+    keys: Keys,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    status: Status | None,
+    endpoint: Path | None,
+    announce: Callable[[str], None] | None,
+) -> str | None:
+    """Answer until told to stop, or until the engine is lost: then why. The engine ends with it."""
+    server = HttpServer(app)
+    url = url_of(listener)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    lost = asyncio.create_task(app.backend.failure())
+    helpers: list[asyncio.Task[Any]] = [lost]
+    try:
+        await _first(server.listening, serving)
+        log.info("serving %s on %s", app.model_name, url)
+        if endpoint is not None:
+            write_endpoint(endpoint, Endpoint(url, os.getpid(), api_key=keys.api, admin_key=keys.admin))
+        if announce is not None:
+            announce(url)
         if status is not None:
-            gauges = asyncio.create_task(_report(engine, status, url))
-        await _wait(stop, serving)
+            helpers.append(asyncio.create_task(_report(app.backend, status, url)))
+        failure: str | None = await _first(stop, lost, serving)
+        if failure is not None:
+            log.error("the engine is lost: %s", failure)
+            await _first(stop, asyncio.create_task(asyncio.sleep(LAST_WORDS)), serving)
         log.info("stopping")
+        return failure
     finally:
-        if run is not None:
-            withdraw_endpoint(_endpoint(run, status), os.getpid())
-        if gauges is not None:
-            gauges.cancel()
-        await asyncio.to_thread(thread.stop)  # answers what is in flight, before connections close
+        if endpoint is not None:
+            withdraw_endpoint(endpoint, os.getpid())
+        for task in helpers:
+            task.cancel()
+        await app.backend.close()  # answers what is in flight, before connections close
         server.should_exit = True
         await serving
 
 
-def _catch_up(thread: EngineThread, run: RunDir) -> None:
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+
+async def _catch_up(backend: Backend, run: RunDir) -> None:
     """Restarted in the middle of a run: nobody shall sample from the initial model until someone notices.
 
     The trainer goes on meanwhile: each try begins with the newest version that was not tried.
@@ -157,7 +250,7 @@ def _catch_up(thread: EngineThread, run: RunDir) -> None:
         if lost is not None and version < lost and is_linked(path):
             continue  # where the newer one could not be had: each try may take a minute
         try:
-            thread.update_weights(path, version)
+            await backend.update_weights(path, version)
         except WeightsError as error:  # damaged by a power loss, say: the trainer publishes its own anew
             log.warning("weights %s cannot be loaded: %s", version, error)
             if isinstance(error, WeightsUnreachable):
@@ -167,13 +260,22 @@ def _catch_up(thread: EngineThread, run: RunDir) -> None:
             return
 
 
-async def _wait(event: asyncio.Event, serving: asyncio.Task[None]) -> None:
-    """Wait for an event; a server that ends before it ends the wait, too, with its error."""
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What the work comes to; None if it was told to stop before that, and the work is given up."""
+    task = asyncio.create_task(work)
+    result: T | None = await _first(stop, task)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    return result
+
+
+async def _first(event: asyncio.Event, *tasks: asyncio.Task[Any]) -> Any:
+    """Wait for an event, or for a task that ends before it: then what it returns, or its error."""
     waiting = asyncio.create_task(event.wait())
-    await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    if serving.done():
-        serving.result()
+    return next((task.result() for task in tasks if task.done()), None)
 
 
 class HttpServer(uvicorn.Server):
@@ -205,17 +307,16 @@ class HttpServer(uvicorn.Server):
         self.listening.set()
 
 
-async def _report(engine: Engine, status: Status, url: str) -> None:
+async def _report(backend: Backend, status: Status, url: str) -> None:
     """Keep the status file's gauges fresh."""
     status.set("serving", url=url)
-    sampled, then = engine.tokens_sampled, time.monotonic()
+    sampled, then = backend.state().tokens_sampled, time.monotonic()
     while True:
-        waiting = len(engine.urgent) + len(engine.waiting)
-        status.set(running=len(engine.running), waiting=waiting, version=str(engine.version))
-        total, now = engine.tokens_sampled, time.monotonic()
-        rate = (total - sampled) / (now - then) if now > then else 0.0
-        status.set(tokens_sampled=total, tokens_per_second=round(rate, 1))
-        sampled, then = total, now
+        state, now = backend.state(), time.monotonic()
+        rate = (state.tokens_sampled - sampled) / (now - then) if now > then else 0.0
+        status.set(running=state.running, waiting=state.waiting, version=str(state.version))
+        status.set(tokens_sampled=state.tokens_sampled, tokens_per_second=round(rate, 1))
+        sampled, then = state.tokens_sampled, now
         await asyncio.sleep(GAUGE_INTERVAL)
 
 

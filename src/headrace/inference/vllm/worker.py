@@ -6,12 +6,13 @@ which goes on beside the steps; once every worker has it, it is loaded, which is
 would fetch too, but where only some of the workers succeed, the model would be of two versions.
 
 Each worker reads, or receives, whole tensors, checks them, and takes its share of them; so the trainer need not know
-how many there are. Left out on purpose: emptying vLLM's prefix cache, which belongs to the engine
-(`reset_prefix_cache`).
+how many there are. Left out on purpose: emptying vLLM's prefix cache, which belongs to the engine. For a vLLM whose
+answers do not say which weights sampled what, the workers of a paused engine tell how far each request is.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +22,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from headrace.inference.vllm.untruncated import report_untruncated
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.link import WeightsReceiver
-from headrace.inference.weights.published import PublishedWeights, WeightsError, misfit, model_files, read_published
+from headrace.inference.weights.published import PublishedWeights, misfit, model_files, read_published
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 
 _HEAD = "lm_head.weight"
+LONGEST_WAIT = 120.0
+"""Seconds that one copy of the model may take longer to fetch a version than another."""
+REMEMBERED = 16384
+"""Requests that ended, whose answers may be on their way."""
 
 
 class PublishedWeightsWorker:
@@ -41,9 +48,23 @@ class PublishedWeightsWorker:
         """Begin to fetch a version in the background; returns at once. What was fetched before is forgotten."""
         self._published_weights.begin(Path(path), Version.parse(version))
 
-    def has_published(self, path: str, version: str) -> bool:
-        """Whether a version that was begun is there; raises why it cannot be had."""
-        return self._published_weights.has(Path(path), Version.parse(version))
+    def has_published(self, path: str, version: str) -> dict[str, Any]:
+        """Whether a version that was begun is there (`done`), or why it cannot be had (`problem`).
+
+        It raises nothing: of several workers that fail, vLLM would tell of the first alone.
+        """
+        try:
+            return {"done": self._published_weights.has(Path(path), Version.parse(version)), "problem": None}
+        except WeightsError as error:
+            return {"done": False, "problem": str(error), "unreachable": isinstance(error, WeightsUnreachable)}
+
+    def await_published(self, path: str, version: str) -> None:
+        """Wait for a version that was begun; raises why it cannot be had.
+
+        For several copies of the model: vLLM tells what the first returns, but a failure of any. Steps wait for it, so
+        it is called once the first copy has the version.
+        """
+        self._published_weights.wait(Path(path), Version.parse(version), LONGEST_WAIT)
 
     def load_published(self, path: str, version: str) -> str:
         """Go on with a version, once it is there; returns its checksum. Refused, it leaves the model as it was."""
@@ -54,6 +75,30 @@ class PublishedWeightsWorker:
             head = self.model_runner.get_model().lm_head
             head.quant_method.process_weights_after_loading(head)
         return published.checksum
+
+    def report_untruncated_logprobs(self) -> bool:
+        """Whether this vLLM's sampler is one that can be told to."""
+        return report_untruncated(self.model_runner)
+
+    def count_tokens(self) -> None:
+        """Begin to remember what `sampled_tokens` tells."""
+        execute_model = self.model_runner.execute_model
+
+        def remembering(scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+            self._ended_requests.extend(scheduler_output.finished_req_ids)
+            return execute_model(scheduler_output, *arguments, **named)
+
+        self.model_runner.execute_model = remembering
+
+    def sampled_tokens(self) -> dict[str, Any]:
+        """How many tokens each request of a paused engine has, and which ended lately; others have not begun."""
+        requests = self.model_runner.requests
+        counts = {name: len(request.output_token_ids) for name, request in requests.items()}
+        return {"counts": counts, "ended": list(self._ended_requests)}
+
+    @cached_property
+    def _ended_requests(self) -> deque[str]:
+        return deque(maxlen=REMEMBERED)
 
     @cached_property
     def _published_weights(self) -> Fetcher:
@@ -82,6 +127,16 @@ class Fetcher:
             return False
         begun.result()
         return True
+
+    def wait(self, directory: Path, version: Version, longest: float) -> None:
+        """Until `has` would say so; raises what it would raise."""
+        begun = self._of(directory, version)
+        if begun is None:
+            raise WeightsError(f"nobody has begun to fetch {version} from {directory}")
+        try:
+            begun.result(longest)
+        except TimeoutError as error:
+            raise WeightsUnreachable(f"{version} took {longest:g} s longer than elsewhere") from error
 
     def take(self, directory: Path, version: Version) -> PublishedWeights:
         """The version, complete and fit for the model. It is handed out, or refused, once."""

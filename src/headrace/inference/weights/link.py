@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.errors import WeightsUnreachable as WeightsUnreachable
 from headrace.inference.weights.nccl import AHEAD, NcclError, NcclPair, gpu_identity
-from headrace.inference.weights.published import WeightsError
 from headrace.inference.weights.tensor_bytes import digest, tensors_in
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
@@ -29,13 +30,6 @@ from headrace.transport.weights_link import (
     connect,
     read_manifest,
 )
-
-
-class WeightsUnreachable(WeightsError):
-    """The version did not come over: its trainer is gone, silent or has moved on, or the bytes are not those it sent.
-
-    The model is as it was, and another try may succeed.
-    """
 
 
 class WeightsReceiver:

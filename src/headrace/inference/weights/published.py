@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.errors import Failure
+from headrace.inference.weights.errors import WeightsError as WeightsError
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.adapter import AdapterError, is_adapter, merged, read_adapter
@@ -29,10 +29,6 @@ Receive = Callable[[Path, Version], dict[str, Tensor]]
 
 NAMED = 3
 """How many tensors an error message names."""
-
-
-class WeightsError(Failure):
-    """The directory cannot become the engine's weights. The model is as it was."""
 
 
 class _Index(msgspec.Struct):

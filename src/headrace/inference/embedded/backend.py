@@ -1,0 +1,149 @@
+"""The embedded engine as the server knows it: results and pieces cross from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.inference.backend import EngineState, EngineStopped, Piece, Result
+from headrace.inference.embedded.request import Request
+from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.schema import SamplingParams
+from headrace.rollout.version import Version
+
+T = TypeVar("T")
+
+ADMIN_THREADS = 4
+"""Of their own: a pause waits for nobody's long text, nor for weights that are read, or asked for twice."""
+
+
+class EmbeddedBackend:
+    """A `Backend` over an engine's thread. Must be made inside the event loop that will use it."""
+
+    name = "embedded"
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._courier = Courier(asyncio.get_running_loop())
+        self._admin = ThreadPoolExecutor(ADMIN_THREADS, "engine-admin")
+        self._closed = False
+        self.max_model_len = thread.engine.max_model_len
+        self.vocab_size = thread.engine.vocab_size
+
+    def submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        urgent: bool = False,
+        adapter: str | None = None,
+        session: str | None = None,
+    ) -> EmbeddedGeneration:
+        """There is one engine: a session's requests are where its earlier ones were."""
+        request = self._thread.submit(token_ids, params, cache_salt, urgent=urgent, adapter=adapter)
+        return EmbeddedGeneration(request, self._thread, self._courier)
+
+    def state(self) -> EngineState:
+        return self._thread.state()
+
+    async def pause(self) -> None:
+        await self._apart(self._thread.pause)
+
+    async def resume(self) -> None:
+        await self._apart(self._thread.resume)
+
+    async def update_weights(self, directory: Path, version: Version) -> str:
+        return await self._apart(lambda: self._thread.update_weights(directory, version))
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        await self._apart(lambda: self._thread.load_adapter(name, directory))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._apart(lambda: self._thread.unload_adapter(name))
+
+    async def failure(self) -> str:
+        return await asyncio.wrap_future(self._thread.failure)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.stop)
+        self._closed = True
+        self._admin.shutdown(wait=False)
+
+    async def _apart(self, call: Callable[[], T]) -> T:
+        if self._closed:
+            raise EngineStopped("the engine is shutting down")
+        return await asyncio.get_running_loop().run_in_executor(self._admin, call)
+
+
+class EmbeddedGeneration:
+    """A request of the embedded engine, seen from the event loop."""
+
+    def __init__(self, request: Request, thread: EngineThread, courier: Courier) -> None:
+        self._request = request
+        self._thread = thread
+        self._ended = courier.future()
+        self._news = asyncio.Event()
+        self._courier = courier
+        request.future.add_done_callback(lambda _: courier.call(self._end))
+
+    async def result(self) -> Result:
+        return await asyncio.shield(self._ended)  # whoever gives up waiting says so with `cancel`
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        self._request.on_tokens = lambda: self._courier.call(self._news.set)
+        sent = 0
+        while True:
+            self._news.clear()
+            ended = self._ended.done()
+            if ended:
+                self._ended.result()  # raises what it ended with
+            piece = self._request.piece(sent)
+            if piece.token_ids:
+                sent += len(piece.token_ids)
+                yield piece
+            elif ended:
+                return
+            else:
+                await self._news.wait()
+
+    def cancel(self) -> None:
+        if not self._request.future.done():
+            self._thread.cancel(self._request)
+
+    def _end(self) -> None:
+        error = self._request.future.exception()
+        if error is None:
+            self._ended.set_result(self._request.future.result())
+        else:
+            self._ended.set_exception(error)
+            self._ended.exception()  # nobody may be waiting any more
+        self._news.set()
+
+
+class Courier:
+    """Carries calls from the engine's thread to an event loop: all that one step makes share one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+        self._woken = False
+
+    def future(self) -> asyncio.Future[Result]:
+        return self._loop.create_future()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """From any thread. Once the loop has ended nobody waits for the call."""
+        self._calls.append(function)
+        if not self._woken and not self._loop.is_closed():
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: whatever comes from here on wakes again
+        while self._calls:
+            self._calls.popleft()()

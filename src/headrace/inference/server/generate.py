@@ -1,0 +1,176 @@
+"""`/inference/v1/generate` in vLLM's form: token ids in, token ids with logprobs and weight versions out.
+
+Text appears nowhere but in stop strings; tokens are written `token_id:N`. Streamed, the tokens come as they are
+sampled, and what is known of the whole only then (versions, truncated and prompt logprobs, usage) with the last event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from headrace.inference.backend import Alternatives, InvalidRequest, Piece, Result
+from headrace.inference.schema import (
+    ChoiceLogprobs,
+    GenerateChoice,
+    GenerateRequest,
+    GenerateResponse,
+    PromptLogprob,
+    SamplingParams,
+    TokenLogprob,
+    TopLogprob,
+    WeightVersionSpan,
+)
+from headrace.inference.server.openai_request import NEUTRAL, check_sampling, refuse_unsupported, usage_of
+from headrace.inference.server.streaming import DONE, News, event
+from headrace.inference.server.token_text import TokenText, finite
+
+UNSUPPORTED = {**NEUTRAL, "n": (None, 1)}
+del UNSUPPORTED["use_beam_search"]
+
+
+class VllmSampling(SamplingParams, kw_only=True):
+    """vLLM's sampling parameters: what would change the result is known here to be refused."""
+
+    stop: str | list[str] | None = None  # type: ignore[assignment]
+    stop_token_ids: list[int] | None = None  # type: ignore[assignment]
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def checked(self) -> SamplingParams:
+        """What an engine is asked for."""
+        refuse_unsupported(self, UNSUPPORTED)
+        known = {field: getattr(self, field) for field in SamplingParams.__struct_fields__}
+        known["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        known["stop_token_ids"] = self.stop_token_ids or []
+        params = SamplingParams(**known)
+        check_sampling(params)
+        return params
+
+
+class GenerateBody(GenerateRequest, kw_only=True):
+    sampling_params: VllmSampling = msgspec.field(default_factory=VllmSampling)
+
+
+class ChoiceDelta(msgspec.Struct, omit_defaults=True):
+    """A `GenerateChoice` in parts: tokens with their logprobs, the rest in the last one."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: ChoiceLogprobs | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
+    stop_reason: int | str | None = None
+    truncated_logprobs: list[float] | None = None
+
+
+def whole_response(body: GenerateBody, result: Result, model_name: str) -> GenerateResponse:
+    wanted = body.sampling_params.logprobs is not None
+    choice = GenerateChoice(
+        index=0,
+        token_ids=result.token_ids,
+        finish_reason=result.finish_reason,
+        logprobs=_logprobs(result) if wanted else None,
+        weight_versions=_spans(result),
+        stop_reason=result.stop_reason,
+        truncated_logprobs=result.truncated_logprobs if wanted else None,
+    )
+    return GenerateResponse(
+        request_id=body.request_id or uuid.uuid4().hex,
+        choices=[choice],
+        model=body.model or model_name,
+        created=int(time.time()),
+        usage=usage_of(len(body.token_ids), [result], 1),
+        prompt_logprobs=prompt_tables(body.token_ids, result),
+    )
+
+
+async def streamed(body: GenerateBody, news: News, model_name: str) -> AsyncIterator[bytes]:
+    wanted = body.sampling_params.logprobs is not None
+    head: dict[str, Any] = {
+        "request_id": body.request_id or uuid.uuid4().hex,
+        "model": body.model or model_name,
+        "created": int(time.time()),
+    }
+    sent = 0
+    async with contextlib.aclosing(news):  # type: ignore[type-var]
+        async for _, found in news:
+            if isinstance(found, Piece):
+                sent += len(found.token_ids)
+                delta = ChoiceDelta(0, found.token_ids, None, _logprobs(found) if wanted else None)
+                yield event({**head, "choices": [delta]})
+            else:
+                yield event({**head, **_ending(body, found, sent, wanted)})
+    yield DONE
+
+
+def _ending(body: GenerateBody, result: Result, sent: int, wanted: bool) -> dict[str, Any]:
+    """What the last event holds; no tokens, if they came as they should."""
+    tops = None if result.top_logprobs is None else result.top_logprobs[sent:]
+    left = Piece(result.token_ids[sent:], result.logprobs[sent:], tops)
+    choice = ChoiceDelta(
+        0,
+        left.token_ids,
+        result.finish_reason,
+        _logprobs(left) if wanted else None,
+        _spans(result),
+        result.stop_reason,
+        result.truncated_logprobs if wanted else None,
+    )
+    tables = prompt_tables(body.token_ids, result)
+    ending = {"choices": [choice], "usage": usage_of(len(body.token_ids), [result], 1)}
+    return ending if tables is None else {**ending, "prompt_logprobs": tables}
+
+
+def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
+    """Raises `InvalidRequest` for ids that no tokenizer takes."""
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{field} holds {wrong}, but the vocabulary has {vocab_size} tokens")
+
+
+def prompt_tables(
+    token_ids: list[int], result: Result, names: TokenText | None = None
+) -> list[dict[int, PromptLogprob] | None] | None:
+    """vLLM's form: for each token a table with it and its alternatives, none for the first, which nothing predicts."""
+    if result.prompt_logprobs is None:
+        return None
+    alternatives = result.prompt_top_logprobs or [[]] * len(token_ids)
+    known = zip(token_ids[1:], result.prompt_logprobs[1:], alternatives[1:], strict=True)
+    return [None, *(_table(token, logprob, others, names) for token, logprob, others in known)]
+
+
+def _table(token: int, logprob: float, others: Alternatives, names: TokenText | None) -> dict[int, PromptLogprob]:
+    ranks = {other: rank for rank, (other, _) in enumerate(others, 1)}
+    found = {token: logprob, **dict(others)}
+    return {
+        each: PromptLogprob(finite(value), ranks.get(each), None if names is None else names.text(each))
+        for each, value in found.items()
+    }
+
+
+def _logprobs(tokens: Piece | Result) -> ChoiceLogprobs:
+    tops = tokens.top_logprobs or [[]] * len(tokens.token_ids)
+    return ChoiceLogprobs(
+        [
+            TokenLogprob(
+                token,
+                finite(logprob),
+                f"token_id:{token}",
+                top_logprobs=[TopLogprob(other, finite(value), f"token_id:{other}") for other, value in top],
+            )
+            for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, tops, strict=True)
+        ]
+    )
+
+
+def _spans(result: Result) -> list[WeightVersionSpan]:
+    return [WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans]

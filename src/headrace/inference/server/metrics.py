@@ -1,0 +1,121 @@
+"""`/metrics`: how the engine and the server are doing, in Prometheus' text format."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.inference.backend import EngineState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds."""
+OTHER = "other"
+"""The route of requests to none: labels must not grow with what strangers ask for."""
+
+
+class Histogram:
+    """How many of what was observed lie below each bound."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(BOUNDS, value)] += 1
+        self.total += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        below = 0
+        for bound, count in zip((*map(str, BOUNDS), "+Inf"), self.counts, strict=True):
+            below += count
+            yield _sample(f"{name}_bucket", below, {"le": bound})
+        yield _sample(f"{name}_sum", self.total)
+        yield _sample(f"{name}_count", below)
+
+
+class Metrics:
+    """What the server counts itself; what the engine counts is read when it is asked for."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.seconds = Histogram()
+        self.first_token = Histogram()
+
+    def text(self, state: EngineState, model_name: str) -> str:
+        return "\n".join([*_engine_lines(state, model_name), *self._server_lines(), ""])
+
+    def _server_lines(self) -> Iterator[str]:
+        yield from _head("headrace_http_requests_total", "counter", "Answers by route and HTTP status.")
+        for (route, status), count in sorted(self.answers.items()):
+            yield _sample("headrace_http_requests_total", count, {"route": route, "status": str(status)})
+        yield from _head("headrace_http_request_seconds", "histogram", "Seconds from a request to its answer's end.")
+        yield from self.seconds.lines("headrace_http_request_seconds")
+        yield from _head("headrace_first_token_seconds", "histogram", "Seconds to the first token of streamed answers.")
+        yield from self.first_token.lines("headrace_first_token_seconds")
+
+
+class Measured:
+    """An application whose answers are counted and timed, streamed ones to their end."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        route = scope["path"] if scope["path"] in self._routes else OTHER
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answers[route, message["status"]] += 1
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self._metrics.seconds.observe(time.monotonic() - began)
+
+
+def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
+    for name, kind, help_text, value in (
+        ("requests_running", "gauge", "Requests that the engine works on.", state.running),
+        ("requests_waiting", "gauge", "Requests in line.", state.waiting),
+        ("requests_capacity", "gauge", "Requests that the engine runs at once.", state.capacity),
+        ("kv_cache_usage", "gauge", "Share of the KV cache that running requests hold, 0 to 1.", state.kv_usage),
+        ("paused", "gauge", "1 while all requests are held.", int(state.paused)),
+        ("failed", "gauge", "1 if the engine is dead.", int(state.failure is not None)),
+        ("tokens_sampled_total", "counter", "Tokens sampled.", state.tokens_sampled),
+        ("tokens_computed_total", "counter", "Prompt tokens that went through the model.", state.tokens_computed),
+        ("tokens_cached_total", "counter", "Prompt tokens that the prefix cache had.", state.tokens_cached),
+        ("preemptions_total", "counter", "Requests that lost their place in the KV cache.", state.preemptions),
+    ):
+        yield from _head(f"headrace_{name}", kind, help_text)
+        yield _sample(f"headrace_{name}", value)
+    yield from _head("headrace_requests_finished_total", "counter", "Requests by how they ended.")
+    for reason, count in sorted(state.finished.items()):
+        yield _sample("headrace_requests_finished_total", count, {"reason": reason})
+    yield from _head("headrace_weights_info", "gauge", "The weights that are served.")
+    yield _sample("headrace_weights_info", 1, {"model": model_name, "version": str(state.version)})
+
+
+def _head(name: str, kind: str, help_text: str) -> Iterator[str]:
+    yield f"# HELP {name} {help_text}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _sample(name: str, value: float, labels: Mapping[str, str] | None = None) -> str:
+    shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in (labels or {}).items())
+    return f"{name}{{{shown}}} {value}" if shown else f"{name} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,97 @@
+"""Single tokens as text and bytes, for those who ask for logprobs in OpenAI's forms."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from headrace.inference.backend import Alternatives, Piece
+from headrace.inference.server.text import BROKEN
+from headrace.text.tokenizer import Tokenizer
+
+CERTAINLY_NOT = -9999.0
+"""Stands for minus infinity, which JSON does not know; vLLM writes the same."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "\u2581"
+"""How vocabularies that are not byte-level write a space."""
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, CERTAINLY_NOT)
+
+
+class TokenText:
+    """What each token of a vocabulary stands for. Most tokens are asked for again: all that were are remembered."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._found: dict[int, bytes] = {}
+        self._byte_of = _bytes_of_characters()
+
+    def raw(self, token: int) -> bytes:
+        """Of a token that is part of a character, the bytes of that part."""
+        if token not in self._found:
+            self._found[token] = self._find(token)
+        return self._found[token]
+
+    def text(self, token: int) -> str:
+        return self.raw(token).decode(errors="replace")
+
+    def label(self, token: int) -> str:
+        """The text, or of a token that has none by itself its bytes, as OpenAI writes them."""
+        content = self.raw(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def chat_logprobs(self, piece: Piece) -> dict[str, Any]:
+        """The form of `/v1/chat/completions`."""
+        tops = piece.top_logprobs or [[]] * len(piece.token_ids)
+        return {
+            "content": [
+                {**self._entry(token, logprob), "top_logprobs": [self._entry(*entry) for entry in top]}
+                for token, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
+            ]
+        }
+
+    def completion_logprobs(
+        self, token_ids: list[int], logprobs: list[float | None], tops: list[Alternatives] | None, offset: int
+    ) -> dict[str, Any]:
+        """The form of `/v1/completions`; `offset` is where the first token begins in the text."""
+        offsets = []
+        for token in token_ids:
+            offsets.append(offset)
+            offset += len(self.text(token))
+        tables = [
+            None if known is None else {self.label(other): finite(logprob) for other, logprob in top}
+            for known, top in zip(logprobs, tops or [[]] * len(logprobs), strict=True)
+        ]
+        return {
+            "tokens": [self.label(token) for token in token_ids],
+            "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
+            "top_logprobs": tables if tops is not None else None,
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(self.raw(token))}
+
+    def _find(self, token: int) -> bytes:
+        text = self._tokenizer.decode([token])
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if BROKEN not in text or name is None:
+            lost_space = isinstance(name, str) and name.startswith(_SPACE) and not text.startswith(" ")
+            return (" " + text if lost_space else text).encode()
+        if byte := _BYTE.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        if all(character in self._byte_of for character in name):
+            return bytes(self._byte_of[character] for character in name)
+        return text.encode()
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level vocabularies write a byte as its Latin-1 character where that is visible, else as one past U+00FF."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}

@@ -1,0 +1,250 @@
+"""Our requests in vLLM's form, and its answers in ours. Pure functions: nothing here waits.
+
+vLLM's newer versions name tokens by `token_id`, the older ones by a text, `token_id:N`; both are read. End-of-sequence
+tokens are given to vLLM as stop tokens, so that it ends a request where the embedded engine would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.inference.backend import Alternatives, EngineError, InvalidRequest, Piece, RequestCancelled
+from headrace.inference.client.prompt_scores import CERTAINLY_NOT
+from headrace.inference.limits import check_request
+from headrace.inference.schema import SamplingParams
+from headrace.rollout.version import Version
+
+ROUTE = "/inference/v1/generate"
+ID_PREFIX = "generate-tokens-"
+"""What vLLM writes before the ids of requests on this route."""
+FINAL_ONLY = 2
+"""vLLM's number for outputs that come once, at the end."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""The temperatures that vLLM samples at; lower ones it would change without a word."""
+SEEDS = 2**63
+"""Seeds that it knows; -1 it would take for none."""
+_TOKEN = "token_id:"
+
+Spans = list[tuple[Version, int, int]]
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+    token_id: int | None = None
+    token: str = ""
+
+    @property
+    def id(self) -> int:
+        return int(self.token.removeprefix(_TOKEN)) if self.token_id is None else self.token_id
+
+
+class _Content(_Logprob):
+    top_logprobs: list[_Logprob] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Content] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    """What was sampled: all of it, or, in a stream, what is new."""
+
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _PromptLogprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class Answer(msgspec.Struct):
+    """An answer, or one event of a stream."""
+
+    choices: list[Choice] = []
+    usage: _Usage | None = None
+    prompt_logprobs: list[dict[int, _PromptLogprob] | None] | None = None
+    error: Any = None
+
+    @property
+    def cached_tokens(self) -> int:
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
+
+
+decode_answer = msgspec.json.Decoder(Answer).decode
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+
+
+class _Error(msgspec.Struct):
+    error: _Detail | str | None = None
+    detail: Any = None
+
+
+def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+    """Raise `InvalidRequest` for what vLLM must never see."""
+    check_request(token_ids, params, vocab_size, max_model_len)
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"stop_token_ids holds {token}, which is outside the vocabulary of {vocab_size}")
+    if params.temperature and not COLDEST <= params.temperature <= HOTTEST:
+        raise InvalidRequest(
+            f"temperature must be 0 or between {COLDEST} and {HOTTEST:g} with vLLM, not {params.temperature}"
+        )
+    if params.prompt_logprobs is not None and params.temperature not in (0.0, 1.0):
+        raise InvalidRequest(
+            f"prompt_logprobs: vLLM scores prompts at temperature 1 alone, and {params.temperature} was asked for; "
+            "the embedded engine does it at any"
+        )
+
+
+def request_body(
+    token_ids: list[int],
+    params: SamplingParams,
+    *,
+    request_id: str,
+    max_tokens: int,
+    eos_token_ids: Collection[int],
+    model: str | None,
+    cache_salt: str | None,
+    urgent: bool,
+    stream: bool,
+    logprobs: bool,
+) -> bytes:
+    """A request in vLLM's form. `logprobs`: whether it may be asked for any."""
+    stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else sorted(eos_token_ids))]
+    sampling = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "min_p": params.min_p,
+        "max_tokens": max_tokens,
+        "seed": None if params.seed is None else params.seed % SEEDS,
+        "stop_token_ids": stop_ids,
+        "stop": params.stop,
+        "ignore_eos": True,  # those are among the stop tokens
+        "detokenize": bool(params.stop),
+        "skip_special_tokens": False,
+        # One more than is asked for, since the sampled token is always one of those that come.
+        "logprobs": params.logprobs + 1 if params.logprobs else 0 if logprobs else None,
+        "prompt_logprobs": params.prompt_logprobs,
+    }
+    if not stream:
+        sampling["output_kind"] = FINAL_ONLY
+    body = {
+        "request_id": request_id,
+        "token_ids": token_ids,
+        "model": model,
+        "cache_salt": cache_salt,
+        "priority": -1 if urgent else 0,
+        "stream": stream,
+        "stream_options": {"include_usage": True} if stream else None,
+        "sampling_params": {name: value for name, value in sampling.items() if value is not None},
+    }
+    return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+
+
+def piece(choice: Choice, params: SamplingParams) -> Piece:
+    """The tokens of a choice, with the logprobs that were asked for."""
+    tokens = choice.token_ids or []
+    content = [] if choice.logprobs is None else choice.logprobs.content or []
+    logprobs = [entry.logprob for entry in content] or [float("nan")] * len(tokens)  # those nobody asked for
+    if len(logprobs) != len(tokens):
+        raise EngineError(f"vLLM sent {len(tokens)} tokens, and logprobs of {len(logprobs)}")
+    _refuse_broken(logprobs, tokens, "sampled")
+    if not params.logprobs:
+        return Piece(tokens, logprobs)
+    return Piece(tokens, logprobs, [_best(_pairs(entry.top_logprobs), params.logprobs) for entry in content])
+
+
+def prompt_logprobs(
+    answer: Answer, token_ids: Sequence[int], params: SamplingParams
+) -> tuple[list[float] | None, list[Alternatives] | None]:
+    """Of each prompt token, and of those that were likelier there; the first has none."""
+    if params.prompt_logprobs is None:
+        return None, None
+    tables = [table or {} for table in answer.prompt_logprobs or []]
+    if len(tables) != len(token_ids):
+        raise EngineError(f"vLLM sent logprobs of {len(tables)} prompt tokens, not of {len(token_ids)}")
+    chosen = [0.0, *(table[token].logprob for table, token in zip(tables[1:], token_ids[1:], strict=True))]
+    _refuse_broken(chosen, token_ids, "prompt")
+    if not params.prompt_logprobs:
+        return chosen, None
+    best = [
+        _best([(token, entry.logprob) for token, entry in table.items()], params.prompt_logprobs) for table in tables
+    ]
+    return chosen, best
+
+
+def how_it_ended(choice: Choice) -> str:
+    """`stop` or `length`; raises for a request that vLLM did not see through."""
+    if choice.finish_reason in ("stop", "length"):
+        return choice.finish_reason
+    if choice.finish_reason == "abort":
+        raise RequestCancelled("vLLM was told to give the request up")
+    raise EngineError(f"vLLM could not finish the request: it ended with {choice.finish_reason!r}")
+
+
+def stamped_spans(choice: Choice) -> Spans:
+    """The spans that vLLM itself reports."""
+    return [(Version.parse(span.version), span.start, span.end) for span in choice.weight_versions or []]
+
+
+def counted_spans(marks: Iterable[tuple[Version, int]], length: int) -> Spans:
+    """The same from how many tokens there were when each version was loaded, the first at 0."""
+    spans: Spans = []
+    for version, start in marks:
+        if spans and spans[-1][1] == start:
+            spans.pop()  # it sampled nothing
+        elif spans:
+            spans[-1] = (*spans[-1][:2], start)
+        spans.append((version, start, length))
+    return [span for span in spans if span[1] < span[2]]
+
+
+def problem_of(content: bytes) -> str:
+    """What an answer with an error status says."""
+    try:
+        found = msgspec.json.decode(content, type=_Error)
+    except msgspec.DecodeError:
+        return content[:500].decode(errors="replace")
+    if isinstance(found.error, _Detail):
+        return found.error.message
+    return found.error or str(found.detail or content[:500].decode(errors="replace"))
+
+
+def _refuse_broken(logprobs: Sequence[float], tokens: Sequence[int], kind: str) -> None:
+    """What cannot have been sampled must not be trained on: the weights are broken, or the sampler is."""
+    for logprob, token in zip(logprobs, tokens, strict=True):
+        if logprob <= CERTAINLY_NOT:
+            raise EngineError(f"vLLM gave the {kind} token {token} the logprob {logprob:g}, which is not a number")
+
+
+def _pairs(entries: Iterable[_Logprob]) -> Alternatives:
+    return [(entry.id, entry.logprob) for entry in entries]
+
+
+def _best(pairs: Alternatives, count: int) -> Alternatives:
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]

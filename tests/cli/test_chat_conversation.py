@@ -1,0 +1,138 @@
+"""What is said in a chat, and the commands, without a terminal or a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.chat.commands import HELP, Leave, obey, question_in, read_line
+from headrace.chat.conversation import Conversation
+from headrace.chat.target import base_url, key_in
+from headrace.cli.chat import read_overrides
+from headrace.errors import BadInput
+
+
+def typed(*lines: str) -> Callable[[str], str]:
+    """Somebody who types these lines."""
+    left: Iterator[str] = iter(lines)
+    return lambda prompt: next(left)
+
+
+def test_a_line_goes_on_after_a_backslash():
+    assert read_line(typed("one \\", "two\\", "", "three")) == "one \ntwo"
+
+
+def test_two_slashes_say_one():
+    assert question_in("//etc/hosts?") == "/etc/hosts?"
+    assert question_in("/reset") is None
+    assert question_in("a / b") == "a / b"
+
+
+def test_the_system_message_comes_first_and_can_be_exchanged():
+    conversation = Conversation("Be brief.")
+    conversation.ask("Hello?")
+    assert [message["role"] for message in conversation.prompt()] == ["system", "user"]
+    obey(conversation, "/system Be long.")
+    assert conversation.prompt()[0]["content"] == "Be long."
+    obey(conversation, "/system")
+    assert [message["role"] for message in conversation.prompt()] == ["user"]
+
+
+def test_thoughts_are_kept_but_not_sent_again():
+    conversation = Conversation()
+    conversation.ask("Hello?")
+    conversation.answer({"role": "assistant", "content": "Hi.", "reasoning_content": "Greet."})
+    assert conversation.prompt()[-1] == {"role": "assistant", "content": "Hi."}
+    assert conversation.transcript()[-1]["reasoning_content"] == "Greet."
+
+
+def test_reset_forgets_what_was_said_and_keeps_part_and_settings():
+    conversation = Conversation("Be brief.")
+    obey(conversation, "/set temperature .5")
+    conversation.ask("Hello?")
+    obey(conversation, "/reset")
+    assert conversation.prompt() == [{"role": "system", "content": "Be brief."}]
+    assert conversation.settings == {"temperature": 0.5}
+
+
+def test_settings_are_set_shown_and_left_to_the_server_again():
+    conversation = Conversation()
+    assert obey(conversation, "/set") == "all as the server has it"
+    obey(conversation, "/set temperature .7")
+    assert obey(conversation, "/set max_tokens=20") == "temperature 0.7, max_tokens 20"
+    assert obey(conversation, "/set temperature default") == "max_tokens 20"
+    assert conversation.settings == {"max_tokens": 20}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/set warmth 1", "warmth is no setting: there are temperature, top_p, max_tokens, seed"),
+        ("/set seed 1.5", "seed is a whole number, or default, not '1.5'"),
+        ("/set temperature hot", "temperature is a number, or default, not 'hot'"),
+        ("/set seed", "the value is missing"),
+        ("/save", "the file is missing"),
+        ("/save /no/such/folder/chat.jsonl", "cannot be written: No such file or directory"),
+        ("/dance", "/dance is no command: /help shows them"),
+    ],
+)
+def test_what_cannot_be_done_is_said(line: str, words: str):
+    with pytest.raises(BadInput) as refused:
+        obey(Conversation(), line)
+    assert words in str(refused.value)
+
+
+def test_what_is_saved_is_a_message_per_line(tmp_path: Path):
+    conversation = Conversation("Sei kurz.")
+    conversation.ask("Grüße?")
+    file = tmp_path / "chat.jsonl"
+    assert obey(conversation, f"/save {file}") == f"wrote 2 messages to {file}"
+    assert "Grüße" in file.read_text(encoding="utf-8")
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == conversation.transcript()
+
+
+@pytest.mark.parametrize("line", ["/exit", "/quit"])
+def test_leaving(line: str):
+    with pytest.raises(Leave):
+        obey(Conversation(), line)
+
+
+def test_help_names_every_command():
+    assert obey(Conversation(), "/help") == HELP
+    for command in ("/reset", "/system", "/set", "/save", "/exit"):
+        assert f"\n{command} " in f"\n{HELP}"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000/v1"),
+        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1"),
+        ("http://host:1/v1/", "http://host:1/v1"),
+        ("https://host/openai/v1", "https://host/openai/v1"),
+    ],
+)
+def test_an_address_is_completed_where_it_has_no_path(given: str, meant: str):
+    assert base_url(given) == meant
+
+
+def test_what_is_no_address_or_no_key_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(BadInput, match="ftp://host is not the address of a server"):
+        base_url("ftp://host")
+    monkeypatch.setenv("A_KEY", "kéy")
+    with pytest.raises(BadInput, match="A_KEY holds what is in no key"):
+        key_in("A_KEY")
+    assert key_in("NO_SUCH_KEY") is None
+
+
+def test_keys_of_a_started_server_are_written_as_in_a_run_file():
+    assert read_overrides(["--inference.engine", "vllm", "--inference.max_model_len=64"]) == [
+        "--engine",
+        "vllm",
+        "--max_model_len=64",
+    ]
+    with pytest.raises(BadInput, match=r"--trainer\.lr: .* written --inference\.KEY"):
+        read_overrides(["--trainer.lr", "1"])

@@ -1,0 +1,128 @@
+"""What docs/serving.md shows is what runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from headrace.chat.commands import HELP
+from headrace.chat.conversation import SETTINGS
+from headrace.cli.main import parse
+from headrace.cli.serve import greeting, read_target
+from headrace.config.inference import InferenceConfig
+from headrace.errors import AGAIN
+from headrace.inference.backend import (
+    EngineError,
+    EngineOverloaded,
+    EngineState,
+    EngineStopped,
+    InvalidRequest,
+    NotServed,
+)
+from headrace.inference.server.app import App
+from headrace.inference.server.keys import Forbidden, Unauthorized
+from headrace.inference.server.metrics import Metrics
+from headrace.inference.server.replies import TooLarge, TooSlow, error_reply
+from headrace.inference.weights.errors import WeightsUnreachable
+from headrace.rollout.version import Version
+from tests.cli.chat_stand_in import chat_stand_in
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = (REPOSITORY / "docs" / "serving.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCS, re.DOTALL | re.MULTILINE)
+LINES = [line for language, text in BLOCKS if not language for line in text.splitlines()]
+COMMANDS = [
+    re.sub(r"^(\$ |HEADRACE_\w+=\S+ )+", "", line).split(" #")[0].split(" <")[0]
+    for line in LINES
+    if re.match(r"(\$ |HEADRACE_\w+=\S+ )*headrace ", line)
+]
+
+
+def cells(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading."""
+    table = re.search(r"^\|.*?\n\n", DOCS.partition(heading)[2] + "\n\n", re.DOTALL | re.MULTILINE)
+    assert table is not None
+    rows = table.group().strip().splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_understood(command: str, tmp_path: Path):
+    words = shlex.split(command)[1:]
+    arguments = parse(words)
+    assert arguments.command == words[0]
+    if arguments.command == "serve" and arguments.target == "MODEL":
+        (tmp_path / "config.json").write_text("{}")
+        read_target(str(tmp_path), arguments.overrides)  # its keys exist and take these values
+
+
+def test_the_greeting_is_what_a_server_says():
+    (shown,) = [text for _, text in BLOCKS if text.startswith("$ headrace serve")]
+    assert shown.partition("\n")[2] == greeting("http://127.0.0.1:8000", None) + "\n"
+
+
+def test_the_python_example_prints_the_reply(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("openai")
+    (program,) = [text for language, text in BLOCKS if language == "python"]
+    with chat_stand_in() as server:
+        server.models = [{"id": "small", "object": "model", "created": 0, "owned_by": "us"}]
+        exec(program.replace("http://127.0.0.1:8000", server.url), {})
+    assert capsys.readouterr().out == "Hello."
+
+
+def test_the_routes_are_those_of_the_server_with_the_keys_they_want():
+    source = inspect.getsource(App.asgi)
+    served = re.findall(r'"(/[^"]+)": \("(\w+)", (?:(client|admin)\()?self\.', source)
+    ours = {(f"`{method} {path.replace('{name:path}', 'NAME')}`", key or "none") for path, method, key in served}
+    assert {(row[0], row[1]) for row in cells("## Routes")} == ours
+    assert len(ours) > 10
+
+
+def test_the_variables_are_the_defaults():
+    config = InferenceConfig()
+    assert [row[0].strip("`") for row in cells("## Keys")] == [config.api_key_var, config.admin_key_var]
+
+
+@pytest.mark.parametrize("row", cells("## Settings"), ids=lambda row: row[0])
+def test_every_setting_is_a_key_with_this_default(row: list[str]):
+    key, default = row[0].strip("`"), InferenceConfig.model_fields[row[0].strip("`")].default
+    if isinstance(default, bool):
+        assert row[1] == str(default).lower()
+    elif default is not None:
+        assert row[1].strip("`") == (default if isinstance(default, str) else f"{default:g}"), key
+
+
+def test_the_statuses_are_what_such_errors_are_answered_with():
+    errors = (
+        InvalidRequest(""),
+        Unauthorized(),
+        Forbidden(),
+        NotServed(),
+        TooSlow(),
+        TooLarge(),
+        EngineOverloaded(""),
+        EngineError(""),
+        WeightsUnreachable(""),
+        EngineStopped(""),
+    )
+    statuses = [error_reply(error).status_code for error in errors]
+    assert [int(row[0]) for row in cells("## What goes wrong")] == statuses
+    assert "retry-after" in error_reply(EngineOverloaded("")).headers
+    assert f"exit status {AGAIN}" in DOCS.replace("\n  ", " ")
+
+
+def test_the_metrics_are_those_that_are_told():
+    state = EngineState(Version(0, 0), running=0, waiting=0, paused=False, capacity=1, kv_usage=0.0)
+    told = set(re.findall(r"^# TYPE (\S+)", Metrics().text(state, "model"), re.MULTILINE))
+    assert {name for row in cells("## Metrics") for name in re.findall(r"`(headrace_\w+)`", row[0])} == told
+
+
+def test_the_commands_of_a_chat_are_those_of_its_help():
+    listed = {row[0].strip("`").split()[0] for row in cells("## Chat")}
+    assert listed == set(re.findall(r"^/\w+", HELP, re.MULTILINE))
+    (settings,) = [row[1] for row in cells("## Chat") if row[0].startswith("`/set")]
+    assert set(re.findall(r"`(\w+)`", settings)) == {*SETTINGS, "default"}

@@ -1,0 +1,171 @@
+"""The embedded engine as the server knows it: from an event loop."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from headrace.inference.backend import Backend, EngineStopped, InvalidRequest, NotServed, RequestCancelled
+from headrace.inference.embedded.backend import Courier, EmbeddedBackend
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.errors import WeightsError
+from headrace.rollout.version import Version
+
+LONG = SamplingParams(ignore_eos=True)
+WAIT = 30.0
+
+
+@pytest_asyncio.fixture
+async def backend(model: Any) -> AsyncIterator[EmbeddedBackend]:
+    backend = EmbeddedBackend(EngineThread(Engine(model, max_model_len=128, max_running=4)))
+    yield backend
+    await backend.close()
+
+
+async def test_it_says_what_it_is(backend: EmbeddedBackend) -> None:
+    known: Backend = backend
+    assert (known.name, known.max_model_len, known.vocab_size) == ("embedded", 128, 264)
+    assert known.state().capacity == 4
+
+
+async def test_results_and_errors_cross_to_the_event_loop(backend: EmbeddedBackend) -> None:
+    lengths = [1 + i % 3 for i in range(20)]
+    generations = [backend.submit([5], SamplingParams(max_tokens=length, ignore_eos=True)) for length in lengths]
+    results = await asyncio.wait_for(asyncio.gather(*(each.result() for each in generations)), WAIT)
+    assert [len(result.token_ids) for result in results] == lengths
+    await backend.pause()
+    generation = backend.submit([5], LONG)
+    generation.cancel()
+    with pytest.raises(RequestCancelled):
+        await asyncio.wait_for(generation.result(), WAIT)
+    with pytest.raises(InvalidRequest):
+        backend.submit([], LONG)
+    with pytest.raises(NotServed):
+        backend.submit([5], LONG, adapter="nobody")
+
+
+async def test_a_result_may_be_awaited_twice_and_giving_up_on_it_ends_nothing(backend: EmbeddedBackend) -> None:
+    await backend.pause()
+    generation = backend.submit([5], SamplingParams(max_tokens=3, ignore_eos=True))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(generation.result(), 0.01)
+    await backend.resume()
+    first = await asyncio.wait_for(generation.result(), WAIT)
+    assert first == await generation.result()
+    generation.cancel()  # which has ended
+    await backend.pause()  # a round through the thread
+    assert backend.state().finished == {"length": 1}
+
+
+async def test_pieces_are_the_result_in_parts(backend: EmbeddedBackend) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
+    generations = [backend.submit([5 + n], params) for n in range(6)]  # two of them wait at first
+
+    async def collect(generation: Any) -> None:
+        pieces = [piece async for piece in generation.pieces()]
+        result = await generation.result()
+        assert all(piece.token_ids for piece in pieces)
+        assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
+        assert [value for piece in pieces for value in piece.logprobs] == result.logprobs
+        assert [top for piece in pieces for top in piece.top_logprobs or []] == result.top_logprobs
+        assert len(pieces) > 1
+
+    await asyncio.wait_for(asyncio.gather(*map(collect, generations)), WAIT)
+
+
+async def test_pieces_of_a_request_that_has_ended_come_at_once(backend: EmbeddedBackend) -> None:
+    generation = backend.submit([5], SamplingParams(max_tokens=4, ignore_eos=True))
+    result = await asyncio.wait_for(generation.result(), WAIT)
+    assert [piece.token_ids async for piece in generation.pieces()] == [result.token_ids]
+
+
+async def test_pieces_end_with_the_error_of_their_request(backend: EmbeddedBackend) -> None:
+    await backend.pause()
+    generation = backend.submit([5], LONG)
+    following = asyncio.create_task(anext(generation.pieces()))
+    await asyncio.sleep(0)
+    generation.cancel()
+    with pytest.raises(RequestCancelled):
+        await asyncio.wait_for(following, WAIT)
+
+
+async def test_weights_and_pauses(
+    backend: EmbeddedBackend,
+    make_model: Callable[[int], Any],
+    publish: Callable[[Any, Version], Path],
+    tmp_path: Path,
+) -> None:
+    version = Version(0, 1)
+    await backend.pause()
+    assert backend.state().paused
+    generation = backend.submit([5], SamplingParams(max_tokens=2, ignore_eos=True))
+    await backend.update_weights(publish(make_model(1), version), version)
+    await backend.resume()
+    result = await asyncio.wait_for(generation.result(), WAIT)
+    assert result.version_spans == [(version, 0, 2)]
+    assert (backend.state().version, backend.state().paused) == (version, False)
+    with pytest.raises(WeightsError):
+        await backend.update_weights(tmp_path, Version(0, 2))
+    with pytest.raises(NotServed):
+        await backend.unload_adapter("nobody")
+
+
+async def test_a_dying_engine_is_told_to_whoever_waits_for_that(
+    backend: EmbeddedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(**_: Any) -> None:
+        raise torch.AcceleratorError("the device is lost")
+
+    waiting = asyncio.create_task(backend.failure())
+    await backend.pause()
+    generations = [backend.submit([5], LONG) for _ in range(6)]
+    monkeypatch.setattr(backend._thread.engine.model, "forward", lose)
+    await backend.resume()
+    assert "the device is lost" in await asyncio.wait_for(waiting, WAIT)
+    for generation in generations:
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            await asyncio.wait_for(generation.result(), WAIT)
+    with pytest.raises(EngineStopped, match="the device is lost"):
+        backend.submit([5], LONG)
+    assert "the device is lost" in (backend.state().failure or "")
+
+
+async def test_closing_answers_what_is_in_flight(backend: EmbeddedBackend) -> None:
+    await backend.pause()
+    generations = [backend.submit([5], LONG) for _ in range(6)]
+    await backend.close()
+    for generation in generations:
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await asyncio.wait_for(generation.result(), WAIT)
+
+
+async def test_a_courier_delivers_every_call_of_every_thread_once_and_in_order() -> None:
+    courier = Courier(asyncio.get_running_loop())
+    arrived: dict[int, list[int]] = {number: [] for number in range(4)}
+
+    def call(number: int) -> None:
+        for place in range(500):
+            courier.call(lambda place=place: arrived[number].append(place))  # type: ignore[misc]
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in arrived]
+    for caller in callers:
+        caller.start()
+    while any(caller.is_alive() for caller in callers):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert all(places == list(range(500)) for places in arrived.values())
+
+
+def test_a_courier_of_a_loop_that_has_ended_carries_nothing() -> None:
+    loop = asyncio.new_event_loop()
+    courier = Courier(loop)
+    loop.close()
+    courier.call(lambda: pytest.fail("nobody is there"))

@@ -1,0 +1,533 @@
+"""Which tokens a step computes, without a tensor: small cases by hand, and random traffic that must leave nothing."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.inference.embedded import scheduler as scheduler_module
+from headrace.inference.embedded.adapters import LoadedAdapter
+from headrace.inference.embedded.blocks import BLOCK, BlockPool, blocks_for
+from headrace.inference.embedded.request import Request, Weights
+from headrace.inference.embedded.scheduler import Plan, Scheduler
+from headrace.inference.schema import SamplingParams
+from headrace.rollout.version import Version
+
+W0, W1 = Weights(Version(0, 0), 0), Weights(Version(0, 1), 1)
+CHUNK = 32
+Spans = list[tuple[str, int, int]]
+
+
+class Desk:
+    """A scheduler, and requests that get a token wherever all of theirs are computed."""
+
+    def __init__(self, blocks: int = 63, **settings: Any) -> None:
+        """`blocks` are those that can be had."""
+        self.pool = BlockPool(blocks + 1)
+        settings = {"max_running": 8, "step_tokens": 64, "scored_tokens": 1000, "prefix_cache": True, **settings}
+        self.scheduler = Scheduler(self.pool, **settings)
+        self.names: dict[Request, str] = {}
+        self.requests: dict[str, Request] = {}
+
+    def ask(
+        self,
+        name: str,
+        prompt: list[int] | int,
+        *,
+        max_new: int = 1000,
+        urgent: bool = False,
+        salt: str | None = None,
+        adapter: LoadedAdapter | None = None,
+        **params: Any,
+    ) -> Request:
+        """Put a request in line: these tokens, or so many that no other request has."""
+        if isinstance(prompt, int):
+            prompt = [1000 * (len(self.names) + 1) + place for place in range(prompt)]
+        request = Request(
+            prompt,
+            SamplingParams(**params),
+            max_new=max_new,
+            eos_token_ids=(),
+            shared_random=random.Random(0),
+            cache_salt=salt,
+            adapter=adapter,
+        )
+        self.names[request] = name
+        self.requests[name] = request
+        (self.scheduler.urgent if urgent else self.scheduler.line).append(request)
+        return request
+
+    def plan(self, weights: Weights = W0) -> Plan:
+        plan = self.scheduler.plan(weights)
+        self.check(plan)
+        return plan
+
+    def step(self, weights: Weights = W0) -> Spans:
+        """A whole step; what it computed. Those that were asked for `max_new` tokens leave with the last one."""
+        plan = self.plan(weights)
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.lacks_prompt_logprobs and request.prompt_logprobs is not None:
+                scores = range(chunk.start + 1, min(chunk.end + 1, request.prompt_length))
+                assert len(request.prompt_logprobs) == chunk.start + 1
+                request.prompt_logprobs += [-float(place) for place in scores]
+        complete = [chunk.request for chunk in plan.chunks if chunk.end == len(chunk.request.tokens)]
+        complete += [second for _, second in plan.twins]
+        assert len(set(complete)) == len(complete)
+        self.scheduler.proven(complete)
+        for request in complete:
+            if request.add(len(request.logprobs), -1.0):
+                self.scheduler.drop(request)
+                request.finish()
+        return self.spans(plan)
+
+    def spans(self, plan: Plan) -> Spans:
+        return [(self.names[chunk.request], chunk.start, chunk.end) for chunk in plan.chunks]
+
+    def running(self) -> str:
+        return "".join(self.names[request] for request in self.scheduler.running)
+
+    def check(self, plan: Plan) -> None:
+        """What must hold whatever happened before."""
+        running = self.scheduler.running
+        owners = Counter(block for request in self.names for block in request.blocks)
+        assert {block for block in range(self.pool.count + 1) if self.pool.is_owned(block)} == set(owners)
+        assert self.pool.free == self.pool.count - len(owners)
+        assert 0 not in owners
+        assert len(running) == len(set(running)) <= self.scheduler._max_running
+        assert all(not request.blocks and not request.computed for request in self.names if request not in running)
+        written: Counter[tuple[int, int]] = Counter()
+        for request, start, end, _ in plan.chunks:
+            assert 0 <= start < end <= len(request.tokens)
+            assert request in running
+            assert len(request.blocks) == blocks_for(request.computed)
+            assert end == len(request.tokens) or end % scheduler_module.CHUNK == 0
+            written.update((request.blocks[place // BLOCK], place % BLOCK) for place in range(start, end))
+        assert all(count == 1 for count in written.values())  # nobody writes where another does
+        for first, second in plan.twins:
+            assert first.tokens == second.tokens
+            assert first.computed == second.computed == len(first.tokens)
+            full = len(first.tokens) // BLOCK
+            assert first.blocks[:full] == second.blocks[:full]
+            assert not set(first.blocks[full:]) & set(second.blocks[full:])
+
+    def assert_empty(self) -> None:
+        assert (self.pool.free, self.running(), self.scheduler.waiting) == (self.pool.count, "", 0)
+        assert not self.scheduler.quarantine
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "CHUNK", CHUNK)
+
+
+def test_a_prompt_is_computed_and_then_one_token_per_step() -> None:
+    desk = Desk()
+    desk.ask("a", 10, max_new=3)
+    assert [desk.step() for _ in range(4)] == [[("a", 0, 10)], [("a", 10, 11)], [("a", 11, 12)], []]
+    assert desk.requests["a"].future.result(timeout=0).token_ids == [0, 1, 2]
+    desk.assert_empty()
+
+
+def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    desk = Desk(step_tokens=64)
+    desk.ask("a", 150)
+    assert [desk.step() for _ in range(4)] == [
+        [("a", 0, 32), ("a", 32, 64)],
+        [("a", 64, 96), ("a", 96, 128)],
+        [("a", 128, 150)],
+        [("a", 150, 151)],
+    ]
+
+
+@pytest.mark.parametrize("company", [0, 1, 5, 31, 33, 50])
+def test_chunks_end_at_the_same_places_in_any_company(company: int) -> None:
+    desk = Desk(step_tokens=64)
+    if company:
+        desk.ask("b", company)
+    desk.ask("a", 100)
+    ends = [end for _ in range(6) for name, _, end in desk.step() if name == "a"]
+    assert ends[:4] == [32, 64, 96, 100]
+
+
+def test_the_newest_tokens_never_wait_for_prompts() -> None:
+    desk = Desk(step_tokens=32)
+    for name in "ab":
+        desk.ask(name, 5)
+    desk.step()
+    desk.ask("c", 90)
+    assert desk.step() == [("a", 5, 6), ("b", 5, 6), ("c", 0, 32)]
+    assert desk.step() == [("a", 6, 7), ("b", 6, 7), ("c", 32, 64)]
+
+
+def test_nobody_is_let_in_once_the_budget_is_spent() -> None:
+    desk = Desk(step_tokens=32)
+    for name in "abc":
+        desk.ask(name, 20)
+    assert desk.step() == [("a", 0, 20), ("b", 0, 20)]  # the second begins within the budget
+    assert desk.step() == [("a", 20, 21), ("b", 20, 21), ("c", 0, 20)]
+
+
+def test_prompts_that_are_scored_have_a_budget_of_their_own() -> None:
+    desk = Desk(step_tokens=128, scored_tokens=32)
+    desk.ask("a", 70, prompt_logprobs=0)
+    desk.ask("b", 10)
+    assert desk.step() == [("a", 0, 32), ("b", 0, 10)]
+    assert desk.step() == [("a", 32, 64), ("b", 10, 11)]
+    assert desk.step() == [("a", 64, 70), ("b", 11, 12)]
+
+
+def test_no_more_than_max_running_run_and_urgent_ones_come_first() -> None:
+    desk = Desk(max_running=2)
+    for name in "abcd":
+        desk.ask(name, 3, max_new=2)
+    for name in "xy":
+        desk.ask(name, 3, max_new=2, urgent=True)
+    order = [desk.running() for _ in range(6) if desk.step() is not None]
+    assert order == ["xy", "", "ab", "", "cd", ""]
+
+
+def test_the_youngest_gives_its_blocks_back_and_returns_before_those_that_wait() -> None:
+    desk = Desk(blocks=4)
+    desk.ask("a", 30, max_new=5)  # two blocks, three from its 33rd token on
+    desk.ask("b", 30, max_new=5)
+    desk.ask("c", 3, max_new=1)
+    desk.step()
+    assert [desk.step(), desk.step()] == [[("a", 30, 31), ("b", 30, 31)], [("a", 31, 32), ("b", 31, 32)]]
+    assert desk.step() == [("a", 32, 33)]  # of its two blocks one is free, which is too little for the other to return
+    assert (desk.running(), desk.scheduler.preemptions, desk.scheduler.waiting) == ("a", 1, 2)
+    assert not desk.requests["b"].blocks
+    assert desk.step() == [("a", 33, 34)]
+    # Of its two blocks, which could be found, the other took the second: the first is found again.
+    assert desk.step() == [("b", 16, 32), ("b", 32, 33), ("c", 0, 3)]
+    assert desk.requests["b"].cached_tokens == 0  # of its prompt nothing was, when it came
+    assert desk.step() == [("b", 33, 34)]
+    desk.assert_empty()
+
+
+def test_a_request_may_be_alone_with_all_blocks() -> None:
+    desk = Desk(blocks=4)
+    desk.ask("a", 63, max_new=1)
+    assert desk.step() == [("a", 0, 32), ("a", 32, 63)]
+    desk.assert_empty()
+
+
+def test_letting_in_leaves_spare_blocks_for_those_that_run() -> None:
+    desk = Desk(blocks=128)  # one in 64: two
+    desk.ask("a", 16 * 100)
+    while not desk.requests["a"].has_sampled:
+        desk.step()  # 101 blocks, for its first token as well
+    desk.step()
+    desk.ask("b", 16 * 26)
+    desk.step()
+    assert desk.running() == "a"  # 27 are free, 2 of them spare
+    desk.scheduler.drop(desk.requests["b"])
+    desk.ask("c", 16 * 25)
+    desk.step()
+    assert desk.running() == "ac"
+
+
+def test_the_first_request_needs_no_spare_blocks() -> None:
+    desk = Desk(blocks=128, step_tokens=4096)
+    desk.ask("a", 16 * 128, max_new=1)
+    desk.step()
+    desk.assert_empty()
+
+
+TEXT = list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("second", "weights", "cached"),
+    [
+        ({}, W0, 32),
+        ({"prompt": TEXT[:32]}, W0, 16),  # one token is always computed, for its logits
+        ({"prompt": TEXT[:33]}, W0, 32),
+        ({"prompt": [*TEXT[:20], 99, *TEXT[21:]]}, W0, 16),
+        ({"prompt": [99, *TEXT[1:]]}, W0, 0),
+        ({"salt": "other"}, W0, 0),
+        ({"adapter": LoadedAdapter("other", {})}, W0, 0),
+        ({"seed": 1}, W0, 0),
+        ({"prompt_logprobs": 0}, W0, 0),
+        ({}, W1, 0),
+        ({}, Weights(Version(0, 0), 1), 0),
+    ],
+)
+def test_a_prefix_is_shared_by_those_with_the_same_weights_salt_and_adapter(
+    second: dict[str, Any], weights: Weights, cached: int
+) -> None:
+    desk = Desk()
+    desk.ask("a", TEXT, max_new=1)
+    desk.step()
+    request = desk.ask("b", **{"prompt": TEXT, "max_new": 1, **second})
+    [(_, start, _), *_] = desk.step(weights)
+    assert start == cached == request.future.result(timeout=0).cached_tokens == desk.scheduler.tokens_cached
+    desk.assert_empty()
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    desk = Desk(prefix_cache=False, step_tokens=128)
+    for name in "ab":
+        desk.ask(name, TEXT)
+    assert desk.step() == [("a", 0, 32), ("a", 32, 40), ("b", 0, 32), ("b", 32, 40)]
+
+
+def test_what_was_sampled_is_a_prefix_too() -> None:
+    desk = Desk()
+    first = desk.ask("a", TEXT, max_new=9)  # 49 tokens, of which the last is not computed
+    while not first.future.done():
+        desk.step()
+    desk.ask("b", [*first.tokens, 7])
+    assert desk.step() == [("b", 48, 50)]
+
+
+def test_a_prefix_is_shared_while_it_is_computed_in_the_same_step() -> None:
+    desk = Desk()
+    desk.ask("a", TEXT)
+    desk.ask("b", TEXT[:36])
+    assert desk.step() == [("a", 0, 32), ("a", 32, 40), ("b", 32, 36)]
+    assert desk.requests["a"].blocks[:2] == desk.requests["b"].blocks[:2]
+    assert desk.pool.free == desk.pool.count - 4
+
+
+def test_twins_are_computed_once_and_have_blocks_of_their_own_for_what_follows() -> None:
+    desk = Desk()
+    for name in "abc":
+        desk.ask(name, TEXT)
+    plan = desk.plan()
+    assert desk.spans(plan) == [("a", 0, 32), ("a", 32, 40)]
+    assert [(desk.names[first], desk.names[second]) for first, second in plan.twins] == [("a", "b"), ("a", "c")]
+    assert desk.pool.free == desk.pool.count - 2 - 3
+    assert (desk.scheduler.tokens_computed, desk.scheduler.tokens_cached) == (40, 80)
+    assert [desk.requests[name].cached_tokens for name in "abc"] == [0, 40, 40]
+
+
+def test_twins_of_whole_blocks_share_them_all() -> None:
+    desk = Desk()
+    for name in "ab":
+        desk.ask(name, TEXT[:32])
+    desk.step()
+    assert desk.pool.free == desk.pool.count - 2
+    assert desk.step() == [("a", 32, 33), ("b", 32, 33)]
+    assert desk.pool.free == desk.pool.count - 4
+
+
+@pytest.mark.parametrize(
+    ("second", "are_twins"),
+    [
+        ({"seed": 2}, True),
+        ({}, False),
+        ({"seed": 2, "salt": "other"}, False),
+        ({"seed": 2, "adapter": LoadedAdapter("other", {})}, False),
+        ({"seed": 2, "prompt_logprobs": 0}, False),
+        ({"seed": 2, "prompt": [*TEXT[:-1], 99]}, False),
+    ],
+)
+def test_a_seeded_request_has_seeded_twins_alone(second: dict[str, Any], are_twins: bool) -> None:
+    desk = Desk()
+    desk.ask("a", TEXT, seed=1)
+    desk.ask("b", **{"prompt": TEXT, **second})
+    assert bool(desk.plan().twins) is are_twins
+
+
+def test_a_prompt_that_takes_several_steps_has_no_twin() -> None:
+    desk = Desk(step_tokens=32)
+    for name in "ab":
+        desk.ask(name, TEXT)
+    assert desk.step() == [("a", 0, 32)]
+    plan = desk.plan()
+    assert desk.spans(plan) == [("a", 32, 40), ("b", 32, 40)]
+    assert plan.twins == []
+
+
+def test_twins_that_lose_their_blocks_and_return_together_were_found_no_more_than_their_prompt() -> None:
+    desk = Desk(blocks=7, step_tokens=200)
+    for name in "ab":
+        desk.ask(name, 31, max_new=3)  # two blocks each, three for the last step
+    for name in "cd":
+        desk.ask(name, TEXT[:20], max_new=9)  # three between them
+    for _ in range(3):
+        desk.step()
+    assert (desk.running(), desk.scheduler.preemptions) == ("", 2)
+    [(first, second)] = desk.plan().twins
+    assert (desk.names[first], desk.names[second], len(second.tokens)) == ("c", "d", 22)
+    assert [desk.requests[name].cached_tokens for name in "cd"] == [0, 20]
+    assert desk.scheduler.tokens_cached == 20
+
+
+def test_after_a_failed_step_each_of_its_requests_is_tried_alone_until_it_has_sampled() -> None:
+    desk = Desk(step_tokens=32)
+    desk.ask("a", 40)
+    desk.ask("b", 3)
+    assert desk.step() == [("a", 0, 32)]
+    assert desk.spans(desk.plan()) == [("a", 32, 40), ("b", 0, 3)]
+    desk.scheduler.suspect([desk.requests["a"], desk.requests["b"]], W0)
+    desk.ask("c", 3)
+    assert [desk.step() for _ in range(4)] == [
+        [("a", 0, 32)],
+        [("a", 32, 40)],
+        [("b", 0, 3)],
+        [("a", 32, 41), ("b", 3, 4), ("c", 0, 3)],  # the first gave its blocks back; full ones were found again
+    ]
+
+
+def test_a_request_that_fails_in_quarantine_leaves_the_others_their_turn() -> None:
+    desk = Desk()
+    for name in "abc":
+        desk.ask(name, 3)
+    desk.plan()
+    desk.scheduler.suspect([desk.requests[name] for name in "abc"], W0)
+    assert desk.step() == [("a", 0, 3)]
+    assert desk.spans(desk.plan()) == [("b", 0, 3)]
+    desk.scheduler.drop(desk.requests["b"])
+    assert [desk.step(), desk.step()] == [[("c", 0, 3)], [("a", 0, 4), ("c", 3, 4)]]
+
+
+def test_nothing_that_was_cached_before_a_failed_step_is_found_after_it() -> None:
+    desk = Desk()
+    desk.ask("a", TEXT, max_new=1)
+    desk.step()
+    desk.ask("b", 3)
+    desk.plan()
+    desk.scheduler.suspect([desk.requests["b"]], W0)
+    desk.step()
+    desk.ask("c", TEXT)
+    assert ("c", 0, 32) in desk.step()
+
+
+def test_a_request_in_quarantine_may_have_all_blocks() -> None:
+    desk = Desk(blocks=4)
+    for name in "ab":
+        desk.ask(name, 30)
+    desk.step()
+    desk.step()
+    assert desk.spans(desk.plan()) == [("a", 31, 32), ("b", 31, 32)]
+    desk.scheduler.suspect([desk.requests["a"], desk.requests["b"]], W0)
+    assert [desk.step(), desk.step()] == [[("a", 0, 32)], [("b", 0, 32)]]
+    assert desk.step() == [("a", 32, 33)]  # its two were found again, and a third: the other waits
+    assert (desk.running(), desk.scheduler.preemptions) == ("a", 1)
+
+
+def test_blocks_of_a_request_that_nothing_came_of_are_to_be_cleared_and_are_not_found() -> None:
+    desk = Desk(step_tokens=32)
+    request = desk.ask("a", TEXT)
+    desk.step()
+    blocks = [*request.blocks]
+    desk.scheduler.drop(request)
+    assert sorted(desk.scheduler.unproven) == sorted(blocks)
+    desk.ask("b", TEXT)
+    assert desk.step() == [("b", 0, 32)]
+
+
+def test_blocks_of_a_request_that_has_sampled_are_found_and_not_cleared() -> None:
+    desk = Desk()
+    request = desk.ask("a", TEXT)
+    desk.step()
+    desk.scheduler.drop(request)
+    assert desk.scheduler.unproven == []
+    desk.ask("b", TEXT)
+    assert desk.step() == [("b", 32, 40)]
+
+
+def test_a_request_that_computes_anew_keeps_its_place() -> None:
+    desk = Desk()
+    for name in "ab":
+        desk.ask(name, 20)
+    desk.step()
+    desk.step()
+    desk.scheduler.compute_again(desk.requests["a"], W0)
+    desk.requests["a"].begin(W1)
+    assert desk.step(W1) == [("a", 0, 22), ("b", 21, 22)]
+    assert desk.running() == "ab"
+
+
+def test_scores_begin_anew_with_the_prompt() -> None:
+    desk = Desk(step_tokens=32)
+    request = desk.ask("a", 70, prompt_logprobs=0)
+    desk.step()
+    desk.scheduler.suspect([request], W0)
+    for _ in range(3):
+        desk.step()
+    assert request.prompt_logprobs == [-float(place) for place in range(70)]
+
+
+def test_giving_up_forgets_all_requests_wherever_they_are() -> None:
+    desk = Desk(max_running=2)
+    for name in "abc":
+        desk.ask(name, 20)
+    desk.ask("u", 20, urgent=True)
+    desk.step()
+    assert [desk.names[request] for request in desk.scheduler.give_up()] == ["u", "a", "b", "c"]
+    assert (desk.scheduler.running, desk.scheduler.waiting) == ([], 0)
+
+
+def cancel(desk: Desk, rng: random.Random) -> None:
+    left = [request for request in desk.names if not request.future.done()]
+    if left:
+        request = rng.choice(left)
+        desk.scheduler.drop(request)
+        request.future.set_result(None)  # type: ignore[arg-type]
+
+
+def update(desk: Desk, weights: Weights) -> None:
+    for request in desk.scheduler.running:
+        desk.scheduler.compute_again(request, weights)
+
+
+def fail(desk: Desk, weights: Weights) -> None:
+    plan = desk.plan(weights)
+    concerned = [*dict.fromkeys([chunk.request for chunk in plan.chunks] + [second for _, second in plan.twins])]
+    if len(concerned) > 1:
+        desk.scheduler.suspect(concerned, weights)
+    elif concerned:
+        desk.scheduler.drop(concerned[0])
+        concerned[0].future.set_result(None)  # type: ignore[arg-type]
+
+
+def random_request(desk: Desk, rng: random.Random, longest: int) -> None:
+    prompt = [rng.randrange(2)] * rng.randint(1, longest - 30)
+    desk.ask(
+        str(len(desk.names)),
+        prompt,
+        max_new=rng.randint(1, longest - len(prompt)),
+        urgent=rng.random() < 0.2,
+        salt=rng.choice([None, None, "salt"]),
+        seed=rng.choice([None, None, 1]),
+        prompt_logprobs=rng.choice([None, None, 0]),
+    )
+
+
+@pytest.mark.parametrize("blocks", [10, 14, 200])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_leaks_no_block_and_everything_ends(seed: int, blocks: int) -> None:
+    rng = random.Random(seed)
+    desk = Desk(blocks, max_running=6, step_tokens=rng.choice([32, 100]), scored_tokens=rng.choice([32, 500]))
+    longest = 10 * BLOCK
+    weights = W0
+    actions: list[Callable[[], Any]] = [
+        *[lambda: random_request(desk, rng, longest)] * 6,
+        lambda: cancel(desk, rng),
+        lambda: fail(desk, weights),
+    ]
+    for tick in range(250):
+        if rng.random() < 0.3:
+            rng.choice(actions)()
+        if tick % 50 == 49:
+            weights = Weights(Version(0, 0), tick)
+            update(desk, weights)
+        desk.step(weights)
+    steps = 0
+    while desk.scheduler.running or desk.scheduler.waiting:
+        desk.step(weights)
+        steps += 1
+        assert steps < 20_000
+    desk.assert_empty()
+    assert all(request.future.done() for request in desk.names)
+    assert bool(desk.scheduler.preemptions) == (blocks < 200)
+    results = [request.future.result() for request in desk.names if request.has_sampled]
+    finished = [result for result in results if result is not None]
+    assert len(finished) > 20
+    assert all(request.cached_tokens <= request.prompt_length for request in desk.names)
+    assert all(result.token_ids == [*range(len(result.token_ids))] for result in finished)

@@ -1,0 +1,114 @@
+"""Who may call what, and on which address a server may listen without keys."""
+
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from headrace.config.base import ConfigError
+from headrace.config.inference import InferenceConfig
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.server.keys import Forbidden, Keys, Unauthorized, find_keys, is_loopback
+from headrace.inference.server.main import serve
+from headrace.transport.endpoint import read_endpoint
+from headrace.transport.run_dir import RunDir
+from tests.inference.serving import backend_of, chat_of, served
+
+CLIENT = ["/v1/models", "/metrics"]
+POSTED = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"]
+ADMIN = ["/pause", "/resume", "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys("client-key", "admin-key")
+
+
+@pytest_asyncio.fixture
+async def http(model: Any, model_directory: Path, keys: Keys) -> AsyncIterator[aiohttp.ClientSession]:
+    backend = backend_of(model, model_directory)
+    async with served(backend, chat_of(model_directory), keys) as url, aiohttp.ClientSession(url) as session:
+        yield session
+
+
+async def status_of(http: aiohttp.ClientSession, path: str, key: str | None) -> int:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    method = "GET" if path in (*CLIENT, "/health") else "POST"
+    async with http.request(method, path, headers=headers, data=b"{}") as answer:
+        assert (answer.status == 401) == ("WWW-Authenticate" in answer.headers)
+        return answer.status
+
+
+async def test_clients_show_either_key(http: aiohttp.ClientSession) -> None:
+    for path in CLIENT + POSTED:
+        well = 200 if path in CLIENT else 400  # the body is empty
+        asked = [await status_of(http, path, key) for key in (None, "wrong", "client-key", "admin-key", "")]
+        assert asked == [401, 401, well, well, 401], path
+
+
+async def test_admins_show_theirs(http: aiohttp.ClientSession) -> None:
+    for path in ADMIN:
+        well = 200 if path in ("/pause", "/resume") else 400
+        asked = [await status_of(http, path, key) for key in (None, "client-key", "admin-key")]
+        assert asked == [401, 401, well], path
+
+
+async def test_health_is_everyones(http: aiohttp.ClientSession) -> None:
+    assert await status_of(http, "/health", None) == 200
+
+
+def test_without_an_admin_key_nobody_is_an_admin() -> None:
+    for shown in (None, "Bearer ", "Bearer None"):
+        with pytest.raises(Forbidden, match="admin_key_var"):
+            Keys(None, None).check_admin(shown)
+    Keys(None, None).check_client(None)
+
+
+@pytest.mark.parametrize(
+    "shown", [None, "", "Bearer", "Basic client-key", "client-key", "Bearer client-key2", "Bearer é"]
+)
+def test_a_key_is_shown_in_one_way(keys: Keys, shown: str | None) -> None:
+    with pytest.raises(Unauthorized):
+        keys.check_client(shown)
+    keys.check_client("bearer  client-key ")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_an_address_that_others_reach_needs_a_key(host: str, model_directory: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=f"inference.host {host}.*HEADRACE_API_KEY"):
+        serve(InferenceConfig(model={"name": str(model_directory)}, host=host), status=None, run=None)
+    assert find_keys({"A": "key"}, "A", "B", host, in_run=False) == Keys("key", None)
+
+
+def test_this_machine_needs_none() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert find_keys({}, "A", "B", "localhost", in_run=False) == Keys(None, None)
+
+
+def test_in_a_run_there_is_always_an_admin_key_and_never_the_same() -> None:
+    made = [find_keys({}, "A", "B", "127.0.0.1", in_run=True).admin for _ in range(2)]
+    assert None not in made and made[0] != made[1]
+    assert find_keys({"B": "mine"}, "A", "B", "127.0.0.1", in_run=True).admin == "mine"
+
+
+@pytest.mark.parametrize("key", ["", "a b", "é", "a\n"])
+def test_what_cannot_be_shown_is_no_key(key: str) -> None:
+    with pytest.raises(ConfigError, match="the environment variable A holds no usable key"):
+        find_keys({"A": key}, "A", "B", "127.0.0.1", in_run=False)
+
+
+async def test_a_runs_server_leaves_its_keys_to_the_owner_alone(served_run: RunDir) -> None:
+    client = EngineClient(served_run.endpoints)
+    await client.wait_ready(90.0)
+    await client.close()
+    path = served_run.endpoints / "inference.json"
+    endpoint = read_endpoint(path)
+    assert endpoint is not None and endpoint.admin_key
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    async with aiohttp.ClientSession(endpoint.url) as http, http.post("/pause") as refused:
+        assert refused.status == 401

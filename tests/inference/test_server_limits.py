@@ -1,0 +1,405 @@
+"""What strangers may cost: bodies that are too large, clients that vanish, more requests than there is room for."""
+
+import asyncio
+import gc
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from starlette.requests import Request as HttpRequest
+
+from headrace.config.inference import InferenceConfig
+from headrace.errors import AGAIN
+from headrace.inference.backend import EngineState, EngineStopped
+from headrace.inference.embedded.backend import EmbeddedBackend
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.schema import MOST_STOP_IDS, Health
+from headrace.inference.server import main, replies
+from headrace.inference.server.app import COUNTED_LENGTHS, LARGE_BODIES, LONG_BODY, LONGEST_NAME
+from headrace.inference.server.chat import ChatRequest
+from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, served
+
+GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+MB = 2**20
+
+
+@pytest_asyncio.fixture
+async def backend(model: Any, model_directory: Path) -> EmbeddedBackend:
+    return backend_of(model, model_directory, max_running=4, max_waiting=6)
+
+
+@pytest_asyncio.fixture
+async def http(backend: EmbeddedBackend, model_directory: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    async with served(backend, chat_of(model_directory), max_body=MB) as url:
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        async with aiohttp.ClientSession(url, headers=headers) as session:
+            yield session
+
+
+async def until(backend: EmbeddedBackend, condition: Callable[[EngineState], bool]) -> None:
+    """The test's own limit is the deadline."""
+    while not condition(backend.state()):
+        await asyncio.sleep(0.005)
+
+
+async def in_chunks(size: int) -> AsyncIterator[bytes]:
+    yield b'{"token_ids": [5], "filler": "'
+    for _ in range(size // MB):
+        yield b"x" * MB
+    yield b'"}'
+
+
+@pytest.mark.parametrize(
+    ("path", "announced"), [(GENERATE, True), (GENERATE, False), (CHAT, True), ("/tokenize", False)]
+)
+async def test_a_body_of_50_mb_is_refused_and_the_next_one_served(
+    http: aiohttp.ClientSession, path: str, announced: bool
+) -> None:
+    data: Any = b"x" * (50 * MB) if announced else in_chunks(50 * MB)
+    async with http.post(path, data=data) as answer:
+        assert answer.status == 413
+        assert "larger than 1 MB" in (await answer.json())["error"]["message"]
+    async with http.post(GENERATE, json={"token_ids": [5], "sampling_params": {"max_tokens": 1}}) as answer:
+        assert answer.status == 200
+
+
+async def test_who_asks_before_sending_is_told_before_sending(http: aiohttp.ClientSession) -> None:
+    url = urlsplit(str(http._base_url))
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {50 * MB}\r\nExpect: 100-continue\r\n\r\n"
+    writer.write(head.encode())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    writer.close()
+
+
+NO_REQUESTS = [
+    b"[" * 100_000,
+    b'{"messages": ' + b'[{"a":' * 50_000,
+    b'{"token_ids": [' + b"[" * 5000 + b"]" * 5000 + b"]}",
+    b"\xff\xfe",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"token_ids": [NaN]}',
+    b'{"token_ids": [1e999]}',
+    b'{"token_ids": [' + b"9" * 5000 + b"]}",
+    b'{"token_ids": [5], "sampling_params": {"seed": ' + b"9" * 400 + b"}}",
+    b"null",
+    b"[]",
+    b'"text"',
+]
+
+
+async def test_what_is_no_request_is_told_so(http: aiohttp.ClientSession) -> None:
+    for path in (GENERATE, CHAT, COMPLETE, "/tokenize", "/detokenize"):
+        for body in NO_REQUESTS:
+            async with http.post(path, data=body) as answer:
+                assert answer.status == 400, (path, body[:50], await answer.text())
+                assert (await answer.json())["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "requests"),
+    [
+        (GENERATE, {"token_ids": [5]}, 1),
+        (GENERATE, {"token_ids": [5], "stream": True}, 1),
+        (CHAT, {"messages": HELLO, "n": 3}, 3),
+        (CHAT, {"messages": HELLO, "n": 3, "stream": True}, 3),
+        (COMPLETE, {"prompt": ["a", "b"]}, 2),
+        (COMPLETE, {"prompt": ["a", "b"], "stream": True}, 2),
+    ],
+)
+async def test_a_client_that_vanishes_before_the_first_token_cancels_its_requests(
+    http: aiohttp.ClientSession, backend: EmbeddedBackend, path: str, body: Any, requests: int
+) -> None:
+    await backend.pause()
+    task = asyncio.create_task(_read(http, path, body))
+    await until(backend, lambda state: state.waiting == requests)
+    task.cancel()
+    await until(backend, lambda state: state.waiting == 0)
+    assert backend.state().running == 0
+
+
+async def _read(http: aiohttp.ClientSession, path: str, body: Any) -> bytes:
+    async with http.post(path, json=body) as answer:
+        return await answer.read()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (GENERATE, {"token_ids": [5], "sampling_params": {"ignore_eos": True}}),
+        (CHAT, {"messages": HELLO, "n": 3, "ignore_eos": True, "return_token_ids": True}),
+        (COMPLETE, {"prompt": ["a", "b"], "ignore_eos": True, "max_tokens": 4000, "return_token_ids": True}),
+    ],
+)
+async def test_a_client_that_vanishes_in_the_middle_of_a_stream_cancels_its_requests(
+    model: Any, model_directory: Path, path: str, body: Any
+) -> None:
+    backend = backend_of(model, model_directory, max_model_len=4096)  # far more than is sampled before the hang-up
+    async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
+        answer = await http.post(path, json={**body, "stream": True})
+        while b'"token_ids":[' not in await answer.content.readline():
+            pass
+        assert not backend.state().finished  # tokens come before there are all
+        await backend.pause()
+        answer.close()
+        await until(backend, lambda state: state.running + state.waiting == 0)
+        assert set(backend.state().finished) == {"cancelled"}
+
+
+async def test_one_bad_prompt_of_a_list_costs_the_whole_list_and_nothing_is_left(
+    http: aiohttp.ClientSession, backend: EmbeddedBackend
+) -> None:
+    await backend.pause()
+    async with http.post(COMPLETE, json={"prompt": [[5], [6], [264]]}) as answer:
+        assert answer.status == 400
+    await until(backend, lambda state: state.running + state.waiting == 0)
+
+
+@pytest.mark.timeout(10)
+async def test_more_than_may_wait_are_sent_away_and_those_in_line_are_served(
+    http: aiohttp.ClientSession, backend: EmbeddedBackend
+) -> None:
+    await backend.pause()
+    one = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+    tasks = [asyncio.create_task(_read(http, GENERATE, one)) for _ in range(6)]
+    await until(backend, lambda state: state.waiting == 6)
+    async with http.post(GENERATE, json=one) as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+        assert (await answer.json())["error"]["type"] == "overloaded"
+    async with http.get("/health") as answer:
+        assert (await answer.json())["waiting"] == 6
+    await backend.resume()
+    assert all("choices" in json.loads(content) for content in await asyncio.gather(*tasks))
+
+
+@pytest.mark.timeout(10)
+async def test_a_list_that_does_not_fit_in_line_takes_no_place_in_it(
+    http: aiohttp.ClientSession, backend: EmbeddedBackend
+) -> None:
+    await backend.pause()
+    async with http.post(COMPLETE, json={"prompt": ["a"] * 7}) as answer:
+        assert answer.status == 429
+    await until(backend, lambda state: state.waiting == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETE, {"prompt": ["a"] * 11}), (COMPLETE, {"prompt": ["a", "b"], "n": 6}), (CHAT, {"n": 11})],
+)
+async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_again(
+    http: aiohttp.ClientSession, path: str, body: Any
+) -> None:
+    async with http.post(path, json={"messages": HELLO, "max_tokens": 1, **body}) as answer:
+        assert answer.status == 400
+        assert "more than the 10 that this server can hold" in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (GENERATE, {"sampling_params": {"stop_token_ids": [5] * (MOST_STOP_IDS + 1)}}, "stop_token_ids"),
+        (GENERATE, {"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids"),
+        (COMPLETE, {"stop_token_ids": [5] * (MOST_STOP_IDS + 1)}, "stop_token_ids"),
+        (CHAT, {"stop_token_ids": [5] * (MOST_STOP_IDS + 1)}, "stop_token_ids"),
+        (GENERATE, {"request_id": "x" * (LONGEST_NAME + 1)}, "request_id"),
+        *((path, {"cache_salt": "x" * (LONGEST_NAME + 1)}, "cache_salt") for path in (GENERATE, COMPLETE, CHAT)),
+    ],
+)
+async def test_what_every_request_in_line_would_hold_is_short(
+    http: aiohttp.ClientSession, path: str, body: Any, field: str
+) -> None:
+    async with http.post(path, json={"token_ids": [5], "prompt": "a", "messages": HELLO, **body}) as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["message"].startswith(field)
+
+
+async def test_stop_tokens_may_be_as_many_as_that_and_outside_the_vocabulary(http: aiohttp.ClientSession) -> None:
+    params = {"max_tokens": 1, "stop_token_ids": [10_000] * MOST_STOP_IDS}
+    names = {"cache_salt": "x" * LONGEST_NAME, "request_id": "x" * LONGEST_NAME}
+    async with http.post(GENERATE, json={"token_ids": [5], "sampling_params": params, **names}) as answer:
+        assert answer.status == 200
+
+
+LONGEST = 128 * len("<|endoftext|>")
+"""Characters that may just be 128 tokens, the most here."""
+
+
+async def test_messages_that_are_too_long_together_are_not_made_into_tokens(http: aiohttp.ClientSession) -> None:
+    messages = [{"role": "user", "content": "a" * 8}] * (LONGEST // 8 + 2)
+    async with http.post(CHAT, json={"messages": messages}) as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["message"].startswith(f"messages: a text of {8 * len(messages)} char")
+
+
+async def test_what_is_only_counted_may_be_longer_but_not_by_far(http: aiohttp.ClientSession) -> None:
+    most = COUNTED_LENGTHS * LONGEST
+    for body, status in (
+        ({"prompt": "a" * most}, 200),
+        ({"prompt": "a" * (most + 13)}, 400),
+        ({"messages": [{"role": "user", "content": "a" * (most // 2)}] * 3}, 400),
+    ):
+        async with http.post("/tokenize", json=body) as answer:
+            assert answer.status == status
+            content = await answer.json()
+            assert status == 200 or "16 times max_model_len" in content["error"]["message"]
+    for count, status in ((COUNTED_LENGTHS * 128, 200), (COUNTED_LENGTHS * 128 + 1, 400)):
+        async with http.post("/detokenize", json={"tokens": [5] * count}) as answer:
+            assert answer.status == status
+
+
+async def test_long_texts_are_made_into_tokens_one_at_a_time(model: Any, model_directory: Path) -> None:
+    chat, turn, alone = chat_of(model_directory), threading.Lock(), []
+    encode = chat.tokenizer.encode
+
+    def slowly(text: str, **options: Any) -> list[int]:
+        alone.append(turn.acquire(blocking=False))
+        time.sleep(0.02)  # time enough for the others
+        if alone[-1]:
+            turn.release()
+        return encode(text, **options)
+
+    chat.tokenizer.encode = slowly  # type: ignore[method-assign, assignment]
+    backend = backend_of(model, model_directory, max_model_len=LONG_BODY)
+    async with served(backend, chat) as url, aiohttp.ClientSession(url) as http:
+        body = {"prompt": "a" * LONG_BODY}
+        await asyncio.gather(*[_read(http, "/tokenize", body) for _ in range(4)])
+    assert alone == [True] * 4
+
+
+async def test_admin_calls_wait_for_no_long_text(backend: EmbeddedBackend) -> None:
+    done = threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, done.wait)
+    try:
+        await asyncio.wait_for(backend.pause(), 10)
+        await asyncio.wait_for(backend.resume(), 10)
+    finally:
+        done.set()
+    await busy
+    await backend.close()
+    with pytest.raises(EngineStopped, match="shutting down"):
+        await backend.pause()
+
+
+async def test_a_large_body_keeps_its_turn_until_it_has_been_made_use_of() -> None:
+    turns = asyncio.Semaphore(1)
+    found: list[bool] = []
+
+    class Marked:
+        """What the decoder does not know, and asks about."""
+
+    def decode(kind: type, _: Any) -> Any:
+        found.append(turns.locked())
+        return kind()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b'["' + b"x" * 2 * MB + b'"]', "more_body": False}
+
+    http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
+    async with replies.body_of(http, msgspec.json.Decoder(list[Marked], dec_hook=decode), 4 * MB, turns):
+        assert turns.locked()
+    assert found == [True] and not turns.locked()
+
+
+async def test_messages_are_let_go_before_the_answer(http: aiohttp.ClientSession, backend: EmbeddedBackend) -> None:
+    await backend.pause()
+    task = asyncio.create_task(_read(http, CHAT, {"messages": HELLO, "max_tokens": 1}))
+    await until(backend, lambda state: state.waiting == 1)
+    held = [body for body in gc.get_objects() if type(body) is ChatRequest]
+    assert [body.messages for body in held] == [[]]
+    await backend.resume()
+    assert "choices" in json.loads(await task)
+
+
+async def test_a_dead_engine_is_an_unhealthy_server(model: Any, model_directory: Path) -> None:
+    backend = backend_of(model, model_directory)
+    async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
+        fall_ill(backend)
+        for path in (GENERATE, GENERATE, CHAT):  # the first is there when it happens
+            async with http.post(path, json={"token_ids": [5], "messages": HELLO}) as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                assert "the GPU fell off" in (await answer.json())["error"]["message"]
+        async with http.get("/health") as answer:
+            health = await answer.json()
+            assert answer.status == 503
+            assert "the GPU fell off" in health["status"] and set(health) == set(Health.__struct_fields__)
+        async with http.get("/metrics") as answer:
+            assert "headrace_failed 1" in (await answer.text()).splitlines()
+
+
+def fall_ill(backend: EmbeddedBackend) -> None:
+    """The next step fails in a way that no request is to blame for."""
+
+    def step() -> None:
+        raise RuntimeError("the GPU fell off")
+
+    backend._thread.engine.step = step  # type: ignore[method-assign]
+
+
+def test_a_server_whose_engine_dies_says_so_and_asks_to_be_started_again(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[int] = []
+
+    def ask(url: str) -> None:
+        monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+        for path, data in ((GENERATE, b'{"token_ids": [5]}'), ("/health", None)):
+            try:
+                urllib.request.urlopen(url + path, data)
+            except urllib.error.HTTPError as error:
+                answers.append(error.code)
+
+    monkeypatch.setattr(main, "LAST_WORDS", 0.5)
+    config = InferenceConfig(model={"name": str(model_directory)}, max_model_len=64, max_running=2)
+    threads: list[threading.Thread] = []
+
+    def announce(url: str) -> None:
+        threads.append(threading.Thread(target=ask, args=(url,)))
+        threads[0].start()
+
+    with pytest.raises(SystemExit) as left:
+        main.serve(config, status=None, run=None, announce=announce)
+    threads[0].join()
+    assert left.value.code == AGAIN == 75
+    assert answers == [503, 503]
+
+
+async def test_unknown_routes_and_methods_are_4xx(http: aiohttp.ClientSession) -> None:
+    for method, path in (("DELETE", GENERATE), ("GET", CHAT), ("PUT", "/health"), ("POST", "/nope")):
+        async with http.request(method, path) as answer:
+            assert answer.status in (404, 405)
+            assert path in (await answer.json())["error"]["message"]
+
+
+async def test_large_bodies_that_do_not_come_hold_up_nobody_for_long(
+    backend: EmbeddedBackend, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "LARGE_SECONDS", 0.5)
+    async with served(backend, chat_of(model_directory), max_body=4 * MB) as url, aiohttp.ClientSession(url) as http:
+        address = urlsplit(url)
+        lines = [await asyncio.open_connection(address.hostname, address.port) for _ in range(LARGE_BODIES + 1)]
+        head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {3 * MB}\r\n\r\n".encode()
+        for _, writer in lines:
+            writer.write(head + b" " * (2 * MB))
+            await writer.drain()
+        small = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+        for body in (small, {**small, "filler": "x" * 2 * MB}):
+            async with http.post(GENERATE, json=body) as answer:
+                assert answer.status == 200
+        for reader, writer in lines:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            writer.close()

@@ -1,0 +1,127 @@
+"""Stop strings: found in what was sampled, however its tokens cut it, and nowhere else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.inference.backend import Result
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.schema import SamplingParams
+from headrace.text.tokenizer import Tokenizer
+from tests.inference.plain_forward import assert_like_plain, run_all
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_directory: Path) -> Tokenizer:
+    """A token for every byte."""
+    return Tokenizer(model_directory)
+
+
+class Dictated:
+    """An engine whose requests sample what they are told."""
+
+    def __init__(self, model: Any, decode: Any) -> None:
+        self.engine = Engine(model, max_model_len=128, decode=decode)
+
+    def run(self, sampled: Sequence[int], stop: list[str], prompt: Sequence[int] = (), **params: Any) -> Result:
+        request = self.engine.submit(
+            [5, *prompt], SamplingParams(stop=stop, max_tokens=len(sampled), ignore_eos=True, **params)
+        )
+        add = request.add
+        script = iter(sampled)
+        request.add = lambda token, *rest: add(next(script), *rest)  # type: ignore[method-assign]
+        run_all(self.engine)
+        return request.future.result(timeout=0)
+
+
+@pytest.fixture
+def dictated(model: Any, tokenizer: Tokenizer) -> Dictated:
+    return Dictated(model, tokenizer.decode)
+
+
+def stopped(result: Result, tokenizer: Tokenizer) -> tuple[str, str, int | str | None]:
+    return tokenizer.decode(result.token_ids), result.finish_reason, result.stop_reason
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "ending"),
+    [
+        ("one END two", ["END"], ("one END", "stop", "END")),
+        ("END two", ["END"], ("END", "stop", "END")),
+        ("!two", ["!"], ("!", "stop", "!")),
+        ("one two", ["END"], ("one two", "length", None)),
+        ("one END two", ["wo", "END"], ("one END", "stop", "END")),
+        ("EN END", ["END"], ("EN END", "stop", "END")),
+        ("EENDD", ["END"], ("EEND", "stop", "END")),
+        # both end with the same token: the one that begins first is named
+        ("abcd", ["cd", "bcd"], ("abcd", "stop", "bcd")),
+        ("abcd", ["bc", "c"], ("abc", "stop", "bc")),
+        ("two\n\nthree", ["\n\n"], ("two\n\n", "stop", "\n\n")),
+        ("größer", ["ö"], ("grö", "stop", "ö")),  # two bytes, of which the first alone is nothing
+        ("5 € 6", ["€"], ("5 €", "stop", "€")),
+        ("ein 🙂 da", ["🙂 d"], ("ein 🙂 d", "stop", "🙂 d")),
+        ("🙂🙂🙃", ["🙃"], ("🙂🙂🙃", "stop", "🙃")),  # the first three bytes are the same
+    ],
+)
+def test_a_request_ends_with_the_token_that_completes_a_stop_string(
+    dictated: Dictated, tokenizer: Tokenizer, text: str, stop: list[str], ending: tuple[str, str, str | None]
+) -> None:
+    sampled = tokenizer.encode(text)
+    assert len(sampled) == len(text.encode())
+    assert stopped(dictated.run(sampled, stop), tokenizer) == ending
+
+
+def test_a_long_stop_string_after_a_long_text_is_found(dictated: Dictated, tokenizer: Tokenizer) -> None:
+    stop = "a rather long line — with strange characters: ÄÖÜ🙂"
+    text = "before " * 5 + stop
+    assert stopped(dictated.run(tokenizer.encode(text + "x"), [stop]), tokenizer) == (text, "stop", stop)
+
+
+def test_a_stop_string_within_a_token_or_across_two_ends_with_the_token(model: Any) -> None:
+    words = {10: "Hello", 11: ", wor", 12: "ld! And", 13: " more"}
+    dictated = Dictated(model, lambda tokens: "".join(words[token] for token in tokens))
+    for stop, length in (("ell", 1), ("o, w", 2), ("world", 3), ("Hello, world! And more", 4), ("!", 3)):
+        result = dictated.run([10, 11, 12, 13], [stop])
+        assert (len(result.token_ids), result.finish_reason, result.stop_reason) == (length, "stop", stop)
+
+
+def test_the_prompt_is_not_searched(dictated: Dictated, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("END EN")
+    result = dictated.run(tokenizer.encode("D one END two"), ["END"], prompt)
+    assert stopped(result, tokenizer) == ("D one END", "stop", "END")
+
+
+def test_a_stop_token_in_a_stop_string_is_named_only_if_it_completes_nothing(
+    dictated: Dictated, tokenizer: Tokenizer
+) -> None:
+    sampled = tokenizer.encode("ab.cd")
+    [dot] = tokenizer.encode(".")
+    both = dictated.run(sampled, ["b."], stop_token_ids=[dot])
+    assert stopped(both, tokenizer) == ("ab.", "stop", "b.")
+    token = dictated.run(sampled, ["x"], stop_token_ids=[dot])
+    assert stopped(token, tokenizer) == ("ab.", "stop", dot)
+
+
+def test_a_string_that_the_last_token_completes_counts_as_stop(dictated: Dictated, tokenizer: Tokenizer) -> None:
+    assert stopped(dictated.run(tokenizer.encode("one END"), ["END"]), tokenizer) == ("one END", "stop", "END")
+
+
+def test_stop_strings_of_what_a_model_really_samples(model: Any) -> None:
+    def letters(tokens: list[int]) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+    engine = Engine(model, max_model_len=128, decode=letters)
+    params = {"max_tokens": 40, "ignore_eos": True, "seed": 4}
+    free = engine.submit([5, 6, 7], SamplingParams(**params))
+    run_all(engine)
+    sampled = free.future.result().token_ids
+    stop = letters(sampled)[10:13]
+    requests = [engine.submit([5, 6, 7], SamplingParams(stop=[stop], **params)) for _ in range(2)]
+    run_all(engine)
+    length = letters(sampled).index(stop) + 3
+    for request in requests:
+        result = request.future.result()
+        assert (result.token_ids, result.finish_reason, result.stop_reason) == (sampled[:length], "stop", stop)
+        assert_like_plain(request, model)

@@ -1,0 +1,1 @@
+"""Has `enable_scale_out`, like newer versions."""

@@ -1,0 +1,82 @@
+"""What the launcher makes of a configuration: ports that must be free, and how long processes may take to come up."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config.base import ConfigError
+from headrace.config.inference import InferenceConfig
+from headrace.config.launch import LaunchConfig
+from headrace.launch.errors import LaunchError
+from headrace.launch.local import check_ports, placement_of, processes, start_timeout
+from headrace.machine import VISIBLE
+from headrace.transport.run_dir import RunDir
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[int, socket.socket]]:
+    """Two ports in a row: the first is free, the second is taken."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            first.close()
+            second.listen()
+            yield port, second
+            return
+
+
+def test_the_port_of_every_server_is_looked_at(pair: tuple[int, socket.socket], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VISIBLE, "")
+    port, _ = pair
+    check_ports(LaunchConfig(), InferenceConfig(port=port))
+    with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{port + 1}"):
+        check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=port))
+    check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=0))
+
+
+def test_ports_beyond_the_last_one_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VISIBLE, "")
+    with pytest.raises(ConfigError, match=r"inference.port = 65535: 2 servers"):
+        check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=65535))
+
+
+def test_only_vllm_spreads_a_server_over_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VISIBLE, "0,1,2,3,4,5,6,7")
+    parallel = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    embedded = placement_of(LaunchConfig(), InferenceConfig(vllm=parallel))
+    assert [len(gpus) for gpus in embedded.inference] == [1, 1, 1, 1]
+    vllm = placement_of(LaunchConfig(), InferenceConfig(engine="vllm", vllm=parallel))
+    assert vllm.inference == [["0", "1", "2", "3"]]
+
+
+def test_vllm_gets_its_own_time_to_start_on_top():
+    launch, vllm = LaunchConfig(start_timeout=30), {"start_timeout": 100}
+    assert start_timeout(launch, InferenceConfig(vllm=vllm)) == 30
+    assert start_timeout(launch, InferenceConfig(engine="vllm", vllm=vllm)) == 130
+
+
+@pytest.mark.parametrize(
+    ("gpus", "inference", "expected"),
+    [
+        ("0", {"engine": "vllm"}, ["--vllm.gpu_memory_utilization", "0.4"]),
+        ("0", {"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.7}}, []),
+        ("0", {}, []),
+        ("0,1", {"engine": "vllm"}, []),
+    ],
+)
+def test_vllm_leaves_the_trainer_memory_where_they_share_a_gpu(
+    gpus: str, inference: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(VISIBLE, gpus)
+    server, *_ = processes(LaunchConfig(), InferenceConfig(**inference), RunDir(tmp_path), resume=False)
+    assert list(server.argv[server.argv.index("serve") + 2 :]) == expected

@@ -1,0 +1,55 @@
+"""How vLLM for CPUs is installed and tested with: what does not work is explained, and GPUs stay out of it."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/install.py, which makes no environment."""
+    spec = importlib.util.spec_from_file_location("install", ROOT / "scripts" / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "create", lambda environment: None)
+    return module
+
+
+def test_where_pip_knows_no_cpu_build_of_torch_it_says_what_pip_needs(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def pip(environment: Path, *arguments: str) -> None:
+        raise install.InstallError("ERROR: No matching distribution found for torch==2.13.0+cpu")
+
+    monkeypatch.setattr(install, "pip", pip)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(
+        install.InstallError, match=r"found for torch==2\.13\.0\+cpu\n.* Give pip a source .*EXTRA_INDEX_URL"
+    ):
+        install.install_vllm(tmp_path)
+
+
+def test_other_systems_than_linux_are_told_that_it_is_not_for_them(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(install.InstallError, match="for Linux alone"):
+        install.install_vllm(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(("given", "hidden"), [([], True), (["VLLM_PYTHON=/their/python"], False)])
+def test_the_vllm_for_cpus_sees_no_gpu(given: list[str], hidden: bool) -> None:
+    told = subprocess.run(
+        ["make", "--dry-run", "test-vllm", *given], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert ("CUDA_VISIBLE_DEVICES= HEADRACE_VLLM_PYTHON=" in told) == hidden
+    assert "pytest tests/vllm" in told
