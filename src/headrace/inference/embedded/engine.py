@@ -334,7 +334,6 @@ class Engine:
         if not isinstance(error, EngineError):
             log.error("a request ends with an error", exc_info=error)
             error = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
-        request.computed = 0  # what it has of blocks is not to be trusted
         self.scheduler.drop(request)
         self._fail(request, error)
 
