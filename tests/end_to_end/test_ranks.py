@@ -61,6 +61,7 @@ class Trainer:
         assert code == 0, output
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_another_number_of_ranks_on_the_batches_that_are_there(tmp_path: Path, tiny_model: Path):
     alone, fewer, more = (Trainer(tmp_path / name / "run", tiny_model) for name in ("alone", "fewer", "more"))
     alone.alone(4)

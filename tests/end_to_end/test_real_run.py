@@ -87,6 +87,7 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_p
     subprocess.run([sys.executable, "-c", load, run.final_model], check=True, timeout=120)
 
 
+@pytest.mark.full
 def test_a_finished_run_resumed_with_more_steps_continues_where_it_ended(tmp_path: Path, tiny_model: Path):
     file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
     assert headrace("rl", file, "--max_steps", 2)[0] == 0
@@ -96,6 +97,7 @@ def test_a_finished_run_resumed_with_more_steps_continues_where_it_ended(tmp_pat
     assert draws_trained_once(run)
 
 
+@pytest.mark.full
 def test_without_restarts_a_killed_trainer_ends_the_run_by_name_and_a_resume_loses_nothing(
     tmp_path: Path, tiny_model: Path
 ):

@@ -331,7 +331,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_module, "SHORTEST", 32)
 
 
-@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+@pytest.mark.parametrize("kv_on_update", ["recompute", pytest.param("keep", marks=pytest.mark.full)])
 async def test_hundreds_of_requests_with_everything_that_can_happen_to_them(
     model_directory: Path,
     make_model: Callable[[int], Any],

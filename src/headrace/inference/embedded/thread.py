@@ -15,7 +15,8 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError
-from headrace.inference.weights.published import PublishedWeights, marker_of
+from headrace.inference.weights.marker import marker_of
+from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)

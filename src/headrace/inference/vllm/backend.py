@@ -30,11 +30,12 @@ from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.inference.vllm.adapters import Adapters
 from headrace.inference.vllm.control import Control, Refusal
-from headrace.inference.vllm.fetching import fetch_everywhere, marker_of
+from headrace.inference.vllm.fetching import fetch_everywhere
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.metrics import Metrics, Preemptions
 from headrace.inference.vllm.process import VllmProcess
 from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.marker import marker_of
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
 from headrace.transport.weights import WeightsMarker

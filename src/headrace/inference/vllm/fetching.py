@@ -7,26 +7,13 @@ from pathlib import Path
 
 from headrace.inference.vllm.control import Control, Refusal
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
-from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
-from headrace.transport.weights import WeightsMarker, read_marker
 
 LOOK = 0.02
 """Seconds until the first look at whether the workers have a version; then each time longer, up to the next."""
 LONGEST_LOOK = 0.5
 LONGEST_FETCH = 600.0
 """Seconds after which a version that has not come is given up."""
-
-
-def marker_of(directory: Path, version: Version) -> WeightsMarker:
-    """Of a directory that must be complete, and of this version."""
-    try:
-        marker = read_marker(directory)
-    except (OSError, SchemaError) as error:
-        raise WeightsError(str(error)) from error
-    if marker.version != version:
-        raise WeightsError(f"{directory} holds version {marker.version}, but {version} was asked for")
-    return marker
 
 
 async def fetch_everywhere(control: Control, directory: Path, version: Version, copies: int) -> None:

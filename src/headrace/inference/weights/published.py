@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.inference.weights.errors import WeightsError as WeightsError
-from headrace.rollout.batch import SchemaError
+from headrace.inference.weights.marker import marker_of
 from headrace.rollout.version import Version
 from headrace.transport.adapter import AdapterError, is_adapter, merged, read_adapter
-from headrace.transport.weights import WeightsMarker, checksum, read_marker
+from headrace.transport.weights import checksum
 from headrace.transport.weights_link import is_linked
 
 Receive = Callable[[Path, Version], dict[str, Tensor]]
@@ -70,17 +70,6 @@ def read_published(
     if is_adapter(directory):
         return PublishedWeights(version, found, _adapted(base, directory, parameters))
     return PublishedWeights(version, found, dict(_stored(sorted(directory.glob("*.safetensors")))))
-
-
-def marker_of(directory: Path, version: Version) -> WeightsMarker:
-    """The marker of a directory that must be complete, and of this version."""
-    try:
-        marker = read_marker(directory)
-    except (OSError, SchemaError) as error:
-        raise WeightsError(str(error)) from error
-    if marker.version != version:
-        raise WeightsError(f"{directory} holds version {marker.version}, but {version} was asked for")
-    return marker
 
 
 def _adapted(base: Path | None, directory: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
