@@ -71,12 +71,12 @@ def cases(names: list[str], scratch: Path) -> list[Case]:
     found = []
     if "demo" in names:
         write_tiny_model(scratch / "demo")
-        found.append(Case("demo, 0.8M", scratch / "demo", loads(32, 1, 32, 48), 3))
+        found.append(Case("demo, 0.8M", scratch / "demo", loads(32, 1, 32, 48), 2))
     if "5M" in names:
         write_qwen3_5m(scratch / "5M")
-        found.append(Case("Qwen3, 5.8M", scratch / "5M", loads(64, 1, 48, 48), 3))
+        found.append(Case("Qwen3, 5.8M", scratch / "5M", loads(64, 1, 48, 48), 2))
     if "smollm2" in names:
-        found.append(Case("SmolLM2-135M", smollm2(), loads(32, 1, 24, 32), 2))
+        found.append(Case("SmolLM2-135M", smollm2(), loads(32, 1, 24, 32), 1))
     return found
 
 
