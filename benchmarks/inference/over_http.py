@@ -29,10 +29,12 @@ import sys
 from pathlib import Path
 from headrace.config.inference import InferenceConfig
 from headrace.inference.server.main import serve
+from headrace.observe.status import Status
 from headrace.transport.run_dir import RunDir
 
+run = RunDir(Path(sys.argv[2]))
 config = InferenceConfig(model={"name": sys.argv[1]}, max_running=256, max_model_len=128)
-serve(config, status=None, run=RunDir(Path(sys.argv[2])))
+serve(config, status=Status(run.status, "inference"), run=run)
 """
 GROUP = 8
 
