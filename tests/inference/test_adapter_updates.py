@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.config.inference import InferenceConfig
+from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.loading import lay_out_for_small_batches
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server.main import load_embedded

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import BadInput
 from headrace.inference.embedded import loading
 from headrace.inference.embedded.batch import Attention
+from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import (
     UnsupportedModel,
     check_engine,
     eos_token_ids,
     kv_blocks,
-    lay_out_for_small_batches,
     load_model,
     max_model_len,
     refuse_unsupported,

@@ -130,6 +130,19 @@ def test_the_logprob_of_a_choice_is_that_of_log_softmax() -> None:
     torch.testing.assert_close(scaled, logprobs, atol=5e-6, rtol=0)
 
 
+def test_no_uniform_number_draws_an_impossible_token_from_a_large_vocabulary() -> None:
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.rand(500, 1000, generator=generator) * (torch.rand(500, 1000, generator=generator) < 0.01)
+    probs[:, 700] += 0.001  # at least one is possible
+    uniforms = torch.rand(500, generator=generator, dtype=torch.float64)
+    uniforms[:3] = torch.tensor([0.0, 1 - 2**-53, 1 - 2**-30])
+    tokens = draw(probs, uniforms.tolist())
+    assert (probs.gather(1, tokens[:, None]) > 0).all()
+    cumulative = probs.double().cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    assert (tokens == expected.clamp(max=999)).sum() >= 495  # up to rounding at the border of two
+
+
 def test_the_likeliest_tokens_come_in_order_and_as_many_as_each_row_asks_for() -> None:
     logprobs = torch.log(torch.tensor([[0.1, 0.6, 0.3], [0.7, 0.1, 0.2], [0.2, 0.3, 0.5]]))
     found = likeliest(logprobs, [2, 0, 9])

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from headrace.errors import BadInput
 from headrace.inference.backend import EngineError
 from headrace.inference.embedded.blocks import BLOCK, blocks_for
+from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.kv_cache import ATTENTION
 from headrace.inference.limits import longest_sequence
@@ -74,36 +75,6 @@ def multiplies_bfloat16() -> bool:
         return time.perf_counter() - start
 
     return min(seconds(torch.bfloat16) for _ in range(3)) < SLOWER * min(seconds(torch.float32) for _ in range(3))
-
-
-def lay_out_for_small_batches(model: Any) -> None:
-    """Store the weights of linear layers by column: same values and shapes, up to three times faster on CPUs.
-
-    A batch of tens of rows times a transposed matrix is where CPU libraries lose most of their speed. A head that is
-    tied to the embeddings, which are looked up by row, gets a copy of them.
-    """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and id(module.weight) not in embeddings:
-            module.weight.data = module.weight.data.t().contiguous().t()
-        elif isinstance(module, torch.nn.Linear):
-            vars(module)["forward"] = _TiedHead(module)
-
-
-class _TiedHead:
-    """The product with a head's weights by column, which follow the weights themselves."""
-
-    def __init__(self, head: torch.nn.Linear) -> None:
-        self._head = head
-        self._made_of = -1
-        self._columns: torch.Tensor
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self._head.weight
-        if weight._version != self._made_of:  # counts the changes in place: new weights are one
-            self._columns = weight.detach().t().contiguous().t()
-            self._made_of = weight._version
-        return torch.nn.functional.linear(hidden, self._columns, self._head.bias)
 
 
 def refuse_unsupported(model: Any, longest: int) -> None:

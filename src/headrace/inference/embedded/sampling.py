@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.inference.backend import Alternatives
 from headrace.inference.schema import SamplingParams
+
+TILE = 256
+"""Entries of the vocabulary whose probabilities are added up first, to find a token among few."""
 
 
 class Sampled(NamedTuple):
@@ -60,11 +64,23 @@ def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Invert each row's cumulative distribution. In float64: a large vocabulary's tail would round away in less."""
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=probs.device) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
-    return tokens.clamp_(max=probs.shape[-1] - 1)
+    """Invert each row's cumulative distribution, first over tiles of the vocabulary and then inside of one.
+
+    Sums over several tiles are in float64: a large vocabulary's tail would round away in less.
+    """
+    count, vocab = probs.shape
+    tiles = F.pad(probs, (0, -vocab % TILE)).view(count, -1, TILE)
+    cumulative = tiles.sum(-1).cumsum(-1, dtype=torch.float64)
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=probs.device)[:, None] * cumulative[:, -1:]
+    tile = torch.searchsorted(cumulative, targets, right=True).clamp_(max=tiles.shape[1] - 1)
+    mass = cumulative.gather(1, tile)
+    before = torch.where(tile > 0, cumulative.gather(1, (tile - 1).clamp_(min=0)), 0.0)
+    share = ((targets - before) / (mass - before)).clamp_(
+        max=1 - 2**-52
+    )  # below 1: never past the last that is possible
+    inside = tiles[torch.arange(count, device=probs.device), tile[:, 0]].cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(inside, share * inside[:, -1:], right=True).clamp_(max=TILE - 1)
+    return (tile * TILE + place)[:, 0].clamp_(max=vocab - 1)
 
 
 def truncate(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
