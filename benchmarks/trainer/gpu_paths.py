@@ -5,8 +5,8 @@
 A model of Qwen3-0.6B's sizes with random weights computes logprobs in bfloat16 and runs backward, over a row that is
 one sequence, one of mixed lengths, and one of groups that share their prompts. `error` is the largest difference
 of a logprob from float32 with `sdpa`; `first` is the first step, compiling included. Then rows of twelve lengths run
-through one compiled model: how many programs that takes (at best two of a layer and four of the head), and the slowest
-step after those.
+through one compiled model: how many programs of a layer that takes (at best two), and the slowest step after those.
+Whole training steps are measured by `gpu.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from headrace.trainer.memory import Checkpointing
 from headrace.trainer.model import PackedModel
+from headrace.trainer.plan import LADDER, Mode
 from headrace.trainer.row import Kernel, Row
 
 DEVICE = torch.device("cuda")
@@ -39,7 +38,7 @@ class Way:
 
     attention: Kernel
     compiled: bool = False
-    checkpointing: Checkpointing | Literal[False] = False
+    checkpointing: Mode = False
     offload: bool = False
     fp32_head: bool = False
 
@@ -49,11 +48,10 @@ class Way:
 
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {"one": ("flash", "cudnn", "varlen"), "mixed": ("auto",), "groups": ("auto",)}
-MODES: tuple[Checkpointing | Literal[False], ...] = (False, "full", "selective")
 
 
 def ways(row: str) -> Iterator[Way]:
-    for checkpointing in MODES:
+    for checkpointing in reversed(LADDER):
         yield Way("sdpa", False, checkpointing)
         for kernel in KERNELS[row]:
             yield Way(kernel, False, checkpointing)
@@ -107,7 +105,7 @@ def model_of(directory: Path, way: Way, dtype: torch.dtype = torch.bfloat16) -> 
 
 def logprobs(model: PackedModel, row: Row) -> Tensor:
     """Of a random label for each place."""
-    places = row.token_ids.shape[1]
+    places = 1 + max(int(each.max()) for each in row.places)  # what comes behind is padding
     labels = torch.randint(0, 150_000, (places,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     predictors = torch.arange(places, device=DEVICE)
     return model.score(row, predictors, labels, torch.ones(places, device=DEVICE), LM_HEAD_CHUNK).logprobs

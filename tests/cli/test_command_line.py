@@ -102,6 +102,32 @@ def test_dry_run_prints_what_loads_to_the_same_and_touches_nothing(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "says"),
+    [
+        ("0", "# one GPU: trainer and engine compute on it in turns (launch.sharing = alternate)"),
+        ("0,1,2", "# 2 GPUs train and 1 sample"),
+        ("", 'output_dir = "'),
+    ],
+)
+def test_dry_run_says_what_depends_on_the_machine(
+    run_file: Path, gpus: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert main(["rl", str(run_file), "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith(says)
+
+
+def test_dry_run_of_what_this_machine_cannot_do_says_so_and_prints_it(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert main(["rl", str(run_file), "--launch.trainer_processes", "6", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# not on this machine: launch: 6 trainer_processes and ")
+    assert tomllib.loads(printed)["launch"]["trainer_processes"] == 6
+
+
+@pytest.mark.parametrize(
     ("argument", "value", "words"),
     [
         ("--trainer.optim.lrr", "1", "trainer.optim.lrr: unknown key. Did you mean trainer.optim.lr?"),
@@ -117,6 +143,18 @@ def test_a_wrong_key_or_value_is_named(
     assert code == 2
     assert err.startswith("headrace: ")
     assert words in err
+
+
+@pytest.mark.parametrize("ranks", ["--ranks", "WORLD_SIZE"])
+def test_several_ranks_share_no_device_with_servers(
+    ranks: str, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = ["--ranks", "2"] if ranks == "--ranks" else []
+    if not several:
+        monkeypatch.setenv(ranks, "2")  # torchrun's way
+    code, err = refuse(capsys, "trainer", run_file, *several, "--sharing", "alternate")
+    assert code == 2
+    assert "--sharing: one rank alone can share its device" in err
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:

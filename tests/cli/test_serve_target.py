@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main, parse
-from headrace.cli.serve import greeting, is_over, read_target
+from headrace.cli.serve import greeting, is_over, read_target, shared_device
 from headrace.errors import BadInput
 from headrace.launch.run_directory import hold
 from headrace.rollout.version import Version
@@ -83,13 +83,15 @@ def test_a_published_adapter_goes_on_the_model_that_the_run_began_with(run: RunD
     assert started_from(run) == str(base)
 
 
-def test_weights_that_went_with_the_trainer_are_to_be_exported(run: RunDir):
+def test_weights_that_went_with_the_trainer_are_to_be_exported(run: RunDir, base: Path):
     publish(run, 1, MANIFEST)
     checkpoint = run.checkpoints / "step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / MARKER).write_text("{}")
     with pytest.raises(BadInput, match=f"headrace export {run.root} DIR"):
         started_from(run)
+    with hold(run.root):  # its trainer runs, and has them
+        assert started_from(run) == str(base)
     finish(run)
     assert started_from(run) == str(run.final_model)
 
@@ -146,3 +148,16 @@ def test_help_explains_keys_engines_and_routes(capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     for word in ("HEADRACE_API_KEY", "HEADRACE_ADMIN_KEY", "--engine vllm", "/v1/chat/completions", "--alone"):
         assert word in shown
+
+
+def test_a_server_beside_a_trainer_knows_what_that_keeps_and_where_turns_are_taken(run: RunDir) -> None:
+    in_turns, at_once = (shared_device(run.root, run, sharing) for sharing in ("alternate", "overlap"))
+    # Float32 parameters, two moments, a bfloat16 snapshot; during a step gradients, too.
+    assert (in_turns.turns, in_turns.trainer_bytes, in_turns.servers) == (run.turns, 14, 1)
+    assert (at_once.turns, at_once.trainer_bytes) == (None, 18)
+    file = run.config.read_text()
+    run.config.write_text(file + "[trainer.lora]\nr = 4\n[launch]\ninference_servers = 2\n")
+    adapter = shared_device(run.root, run, "alternate")
+    assert (adapter.trainer_bytes, adapter.servers) == (2.5, 2)
+    run.config.write_text(file + '[trainer.optim]\ntype = "muon"\noffload_state = true\n')
+    assert shared_device(run.root, run, "alternate").trainer_bytes == 6

@@ -112,6 +112,7 @@ def test_versions_are_evaluated_at_the_interval_of_any_environment():
 
 def test_what_the_server_takes_from_the_run_is_refused_in_its_section():
     assert "inference.model: the server takes the run's own" in problem(ENV, inference={"model": {"name": "x"}})
+    assert "launch.sharing: a trainer that waits for nobody" in problem(ENV, launch={"sharing": "alternate"})
     assert "eval.env name 'a' is used twice" in problem(ENV, eval={"env": [{"id": "a"}, {"id": "a"}]})
 
 

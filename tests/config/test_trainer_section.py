@@ -133,3 +133,36 @@ def test_activation_checkpointing_has_modes_and_true_is_full(given: Any, mode: A
 def test_unknown_attention_and_checkpointing_are_refused_with_those_that_exist():
     assert "'auto', 'cudnn', 'flash', 'varlen' or 'sdpa'" in problem(attention="eager")
     assert "'full' or 'selective'" in problem(activation_checkpointing="some")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "between_steps", "during_one"),
+    [
+        ({}, 4 + 8 + 2, 4 + 8 + 2 + 4),
+        ({"optim": {"offload_state": True}}, 4 + 2, 4 + 2 + 4),
+        ({"optim": {"type": "muon"}}, 4 + 4 + 2, 4 + 4 + 2 + 4),
+        ({"model": {"dtype": "float32"}}, 4 + 8 + 4, 4 + 8 + 4 + 4),
+        ({"lora": {}}, 2.5, 2.5),
+        ({"lora": {}, "model": {"dtype": "float32"}}, 4.5, 4.5),
+    ],
+)
+def test_what_a_trainer_holds_on_its_gpu(trainer: dict[str, Any], between_steps: float, during_one: float):
+    config = run(trainer=trainer).trainer
+    assert config.bytes_per_parameter(while_training=False) == between_steps
+    assert config.bytes_per_parameter(while_training=True) == during_one
+
+
+@pytest.mark.parametrize("given", ["auto", "files", "link"])
+def test_engines_elsewhere_read_files_unless_a_link_is_asked_for(given: str):
+    weights: dict[str, Any] = {"weights": {"transport": given}}
+    assert run(trainer=weights).trainer.weights.transport == given
+    elsewhere = run(trainer=weights, orchestrator={"client": {"base_url": ["http://gpu:8000"]}})
+    assert elsewhere.trainer.weights.transport == ("link" if given == "link" else "files")
+
+
+def test_requests_wait_longer_for_engines_that_stand_still_for_the_trainer():
+    client = run().orchestrator.client
+    assert client.patience(in_turns=False) == (600, 300)
+    assert client.patience(in_turns=True) == (3600, 3600)
+    chosen = run(orchestrator={"client": {"timeout": 7, "retry_for": 0}}).orchestrator.client
+    assert chosen.patience(in_turns=False) == chosen.patience(in_turns=True) == (7, 0)

@@ -40,16 +40,26 @@ def test_three_kills_lose_and_repeat_nothing(tmp_path: Path, tiny_model: Path):
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_thirty_six_kills_lose_and_repeat_nothing(seed: int, tmp_path: Path, tiny_model: Path):
-    survive(tmp_path, tiny_model, seed=seed, kills=36, max_steps=90, victims=[*PROCESSES, LAUNCHER])
+@pytest.mark.parametrize(("seed", "sharing"), [(1, "overlap"), (2, "alternate")])
+def test_thirty_six_kills_lose_and_repeat_nothing(seed: int, sharing: str, tmp_path: Path, tiny_model: Path):
+    victims = [*PROCESSES, LAUNCHER]
+    survive(tmp_path, tiny_model, seed=seed, kills=36, max_steps=90, victims=victims, sharing=sharing)
 
 
-def survive(directory: Path, model: Path, seed: int, kills: int, max_steps: int, victims: Sequence[str]) -> None:
+def survive(
+    directory: Path,
+    model: Path,
+    seed: int,
+    kills: int,
+    max_steps: int,
+    victims: Sequence[str],
+    sharing: str = "alternate",
+) -> None:
     file, run = write_run_file(directory, model), RunDir(directory / "run")
     file.write_text(file.read_text() + SECOND_ENVIRONMENT)
     chaos = Chaos(run, seed, kills, max_steps, victims)
     command = ["rl", file, "--max_steps", max_steps, "--trainer.ckpt.interval", 3, "--launch.max_restarts", 100]
+    command += ["--launch.sharing", sharing]  # in turns on the CPU, or without
     path = [str(Path(__file__).parent / "slow_renames"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     with Evidence(run, directory / "evidence") as evidence:

@@ -18,7 +18,8 @@ from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.server import main
 from headrace.inference.server.main import _catch_up
 from headrace.rollout.version import Version
-from headrace.trainer.weights_link import WeightsSender, take_snapshot
+from headrace.trainer.snapshot import take_snapshot
+from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.run_dir import RunDir
 
 V1, V2, V3, V4 = (Version(0, step) for step in (1, 2, 3, 4))

@@ -379,14 +379,14 @@ def test_steps_that_fail_though_each_of_their_requests_alone_does_not_end_the_en
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(model, max_model_len=64)
-    arrange = engine._cache.prepare
+    arrange = engine.runner.cache.prepare
 
     def prepare(batch: Any, unproven: Any) -> None:
         if len(batch.chunks) > 1:
             raise RuntimeError("two are too many")
         arrange(batch, unproven)
 
-    monkeypatch.setattr(engine._cache, "prepare", prepare)
+    monkeypatch.setattr(engine.runner.cache, "prepare", prepare)
     for _ in range(2):
         engine.submit([5, 6], SamplingParams(max_tokens=50, ignore_eos=True, prompt_logprobs=0))
     with pytest.raises(RuntimeError, match="two are too many"):

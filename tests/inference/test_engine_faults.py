@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.inference.backend import EngineError
-from headrace.inference.embedded import engine as engine_module
+from headrace.inference.embedded import runner as runner_module
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded import window as window_module
 from headrace.inference.embedded.engine import Engine
@@ -149,7 +149,7 @@ def test_a_failure_while_sampling_changes_no_seeded_request(model: Any, monkeypa
         engine.step()
         if fails:
             with monkeypatch.context() as patch:
-                patch.setattr(engine_module, "sample", lambda *_: 1 / 0)
+                patch.setattr(runner_module, "sample", lambda *_: 1 / 0)
                 engine.step()
         run_all(engine)
         return [token for request in requests for token in request.future.result(timeout=0).token_ids]

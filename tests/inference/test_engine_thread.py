@@ -151,8 +151,8 @@ def test_a_lost_device_ends_the_engine_and_all_in_flight(dying: EngineThread) ->
 def test_an_update_that_breaks_off_ends_the_engine(
     make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_off(model: Any, _: Any) -> None:
-        model.get_input_embeddings().weight.data.zero_()
+    def break_off(parameters: Any, _: Any) -> None:
+        parameters["model.embed_tokens.weight"].zero_()
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("headrace.inference.embedded.engine.install", break_off)

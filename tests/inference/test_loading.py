@@ -125,27 +125,25 @@ BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "blocks"),
-    [(1.0, 8 * 5), (20.5 * BLOCK_BYTES / 1e9, 20), (5.5 * BLOCK_BYTES / 1e9, 5), (None, 8 * 5)],
+    ("memory", "blocks"),
+    [(10**9, 8 * 5), (20 * BLOCK_BYTES + 1, 20), (5 * BLOCK_BYTES + BLOCK_BYTES // 2, 5)],
 )
-def test_the_cache_has_room_for_all_that_run_within_the_memory(
-    model: Any, gigabytes: float | None, blocks: int
-) -> None:
-    assert kv_blocks(model, 65, 8, gigabytes) == blocks
+def test_the_cache_has_room_for_all_that_run_within_the_memory(model: Any, memory: int, blocks: int) -> None:
+    assert kv_blocks(model, 65, 8, memory) == blocks
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_what_to_do(model: Any) -> None:
     with pytest.raises(
         UnsupportedModel, match=r"max_model_len = 65 .*lower inference.max_model_len, or raise .*kv_cache_gb"
     ):
-        kv_blocks(model, 65, 8, 4.5 * BLOCK_BYTES / 1e9)
+        kv_blocks(model, 65, 8, 5 * BLOCK_BYTES - 1)
 
 
 def test_a_model_without_shared_heads_takes_what_all_heads_take() -> None:
     sizes = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
     model = AutoModelForCausalLM.from_config(transformers.GPTNeoXConfig(**sizes))
     block = 16 * 2 * 2 * 32 * 4
-    assert kv_blocks(model, 16, 1000, 10.5 * block / 1e9) == 10
+    assert kv_blocks(model, 16, 1000, 10 * block + 5) == 10
 
 
 def test_bfloat16_is_refused_on_a_cpu_that_cannot_multiply_it(

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.inference.backend import Result
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.plain_forward import assert_like_plain, run_all
@@ -125,3 +126,25 @@ def test_stop_strings_of_what_a_model_really_samples(model: Any) -> None:
         result = request.future.result()
         assert (result.token_ids, result.finish_reason, result.stop_reason) == (sampled[:length], "stop", stop)
         assert_like_plain(request, model)
+
+
+def test_text_is_decoded_only_where_the_newest_token_may_complete_something() -> None:
+    decoded: list[list[int]] = []
+    words = {1: "ab", 2: "c", 3: "d\ufffd", 4: "x", 5: ""}
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(tokens)
+        return "".join(words[token] for token in tokens)
+
+    strings = StopStrings(decode)
+    for token in words:
+        strings.completed(["abx"], [9, token], 1)  # by now it knows each of them alone
+    decoded.clear()
+    assert strings.completed(["bc"], [9, 1, 1], 1) is None
+    assert strings.completed(["bc"], [9, 1, 5], 1) is None
+    assert decoded == []
+    assert strings.completed(["bc"], [9, 1, 2], 1) == "bc"
+    assert strings.completed(["bc", "abx"], [9, 1, 4], 1) == "abx"
+    assert strings.completed(["bc"], [9, 1, 3], 1) is None  # part of a character, which may be any
+    assert strings.completed(["c "], [9, 2, 5], 1) is None  # a decoder may leave a space out
+    assert decoded == [[1, 2], [1, 4], [1, 3], [2, 5]]

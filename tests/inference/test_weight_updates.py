@@ -341,6 +341,6 @@ def test_requests_without_a_row_of_the_window_are_exact_too(make_model: MakeMode
     rng = random.Random(3)
     requests = [engine.submit(random_prompt(rng, 20), SamplingParams(max_tokens=12, ignore_eos=True)) for _ in range(6)]
     run_all(engine)
-    assert not engine._window.rooms  # the whole cache has less than eight of the shortest rows, twice over
+    assert not engine.runner.window.rooms  # the whole cache has less than eight of the shortest rows, twice over
     for request in requests:
         assert_like_plain(request, make_model(0))

@@ -21,7 +21,8 @@ from headrace.inference.server.replies import error_reply
 from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
 from headrace.inference.weights.published import WeightsError
 from headrace.rollout.version import Version
-from headrace.trainer.weights_link import Snapshot, WeightsSender, take_snapshot
+from headrace.trainer.snapshot import Snapshot, take_snapshot
+from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.weights import WeightStore, read_marker
 from headrace.transport.weights_link import MANIFEST, Ask, LinkBroken, Manifest, connect, read_manifest
 from tests.inference.plain_forward import assert_like_plain
@@ -110,7 +111,7 @@ def test_an_engine_that_dies_halfway_costs_nobody_anything(
     dying.receive_bytes(memoryview(bytearray(1 << 20)), "the beginning")
     dying._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, as by a kill
     dying._socket.close()
-    received = WeightsReceiver(torch.device("cpu")).receive(store.path(version), version)  # it was started again
+    received = receive(store.path(version), version)  # it was started again
     assert received["big"].shape == (1 << 25,)
     engine = Engine(make_model(0), max_model_len=64)
     trainer.publish(Version(4, 2), save(make_model(2), tmp_path))
@@ -185,7 +186,7 @@ def publish(
 
 
 def receive(directory: Path, version: Version) -> dict[str, torch.Tensor]:
-    return WeightsReceiver(torch.device("cpu"), patience=2.0).receive(directory, version)
+    return WeightsReceiver(torch.device("cpu"), patience=2.0).receive(directory, version).tensors
 
 
 def edit_manifest(directory: Path, **changes: Any) -> None:
@@ -249,7 +250,7 @@ def test_bytes_that_are_not_those_that_were_published_are_refused(sender: Weight
         receiver.receive(directory, V1)
     assert receiver._connection is None  # the next try begins with another one
     edit_manifest(directory, digests=digests)
-    assert torch.equal(receiver.receive(directory, V1)["weight"], torch.arange(100))
+    assert torch.equal(receiver.receive(directory, V1).tensors["weight"], torch.arange(100))
 
 
 def test_a_receiver_that_is_closed_fetches_nothing(sender: WeightsSender, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""A trainer as far as engines see it, in a process of its own: `weights_sender.py WEIGHTS CARRIER DEVICE`.
+"""A trainer as far as engines see it, in a process of its own: `weights_sender.py WEIGHTS CARRIER DEVICE [SHARED]`.
 
 For each line `VERSION FILE` of its input it publishes the tensors of a safetensors file over the link, and answers with
-the checksum of the published version.
+the checksum of the published version. `SHARED` is where memory lies that stands in for a GPU's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.rollout.version import Version
-from headrace.trainer.weights_link import WeightsSender, take_snapshot
+from headrace.trainer.snapshot import size_of, take_snapshot
+from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.weights import WeightStore
+from tests.inference.host_driver import HostDriver, use
 
 
 class SenderProcess:
     """The other end of the pipe."""
 
-    def __init__(self, weights: Path, carrier: str = "auto", device: str = "cpu") -> None:
+    def __init__(self, weights: Path, carrier: str = "auto", device: str = "cpu", shared: Path | None = None) -> None:
+        options = [str(weights), carrier, device, *([] if shared is None else [str(shared)])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.inference.weights_sender", str(weights), carrier, device],
+            [sys.executable, "-m", "tests.inference.weights_sender", *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -44,12 +47,16 @@ class SenderProcess:
         self._process.communicate()
 
 
-def main(weights: str, carrier: Any, device: str) -> None:
+def main(weights: str, carrier: Any, device: str, shared: str | None = None) -> None:
+    if shared is not None:
+        use(HostDriver(Path(shared)))
     store, sender = WeightStore(Path(weights)), WeightsSender(carrier=carrier, device=torch.device(device))
     for line in sys.stdin:
         name, file = line.split()
         version = Version.parse(name)
-        snapshot = take_snapshot(load_file(file, device).items())
+        tensors = load_file(file, device)
+        row = sender.vacant_row(lambda: size_of(tensors.values()))  # noqa: B023
+        snapshot = take_snapshot(tensors.items(), row=row)
         marker = store.publish(version, lambda draft: sender.offer(version, snapshot, draft))  # noqa: B023
         print(marker.checksum, flush=True)
 

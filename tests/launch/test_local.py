@@ -68,9 +68,9 @@ def test_vllm_gets_its_own_time_to_start_on_top():
 @pytest.mark.parametrize(
     ("gpus", "inference", "expected"),
     [
-        ("0", {"engine": "vllm"}, ["--vllm.gpu_memory_utilization", "0.4"]),
-        ("0", {"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.7}}, []),
-        ("0", {}, []),
+        ("0", {"engine": "vllm"}, ["--vllm.gpu_memory_utilization", "0.4", "--sharing", "alternate"]),
+        ("0", {"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.7}}, ["--sharing", "alternate"]),
+        ("0", {}, ["--sharing", "alternate"]),
         ("0,1", {"engine": "vllm"}, []),
     ],
 )
@@ -80,3 +80,32 @@ def test_vllm_leaves_the_trainer_memory_where_they_share_a_gpu(
     monkeypatch.setenv(VISIBLE, gpus)
     server, *_ = processes(LaunchConfig(), InferenceConfig(**inference), RunDir(tmp_path), resume=False)
     assert list(server.argv[server.argv.index("serve") + 2 :]) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launch", "trainer_waits", "sharing"),
+    [
+        ("0", {}, True, "alternate"),
+        ("0", {"sharing": "overlap"}, True, "overlap"),
+        ("0", {}, False, "overlap"),
+        ("0,1", {"sharing": "alternate"}, True, None),
+        ("", {}, True, None),
+        ("", {"sharing": "alternate"}, True, "alternate"),
+        ("", {"sharing": "overlap"}, True, None),
+        ("", {"sharing": "alternate", "trainer_processes": 2}, True, None),
+    ],
+)
+def test_everybody_is_told_how_a_device_is_shared(
+    gpus: str,
+    launch: dict[str, Any],
+    trainer_waits: bool,
+    sharing: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv(VISIBLE, gpus)
+    server, trainer, orchestrator = processes(
+        LaunchConfig(**launch), InferenceConfig(), RunDir(tmp_path), resume=True, trainer_waits=trainer_waits
+    )
+    for argv in (server.argv, trainer.argv, trainer.again().argv, orchestrator.argv):
+        assert (argv[argv.index("--sharing") + 1] if "--sharing" in argv else None) == sharing

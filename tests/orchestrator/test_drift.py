@@ -169,8 +169,8 @@ async def test_a_damaged_probe_is_counted_and_named(rig: Rig, caplog: pytest.Log
     assert "v-0-5.safetensors is not a readable batch file" in caplog.text
 
 
-async def test_an_engine_that_hangs_holds_nothing_up(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.orchestrator.drift.PATIENCE", 0.05)
+async def test_an_engine_that_hangs_holds_nothing_up(rig: Rig):
+    rig.drift = Drift(rig.client, rig.run.probes, completions=2, max_model_len=64, patience=0.05)
     rig.engine.delay = 3600.0
     rig.drift.follow(V5)
     rig.drift.observe([1], completion([-0.5], ("0-5", 0, 1)), 1.0)

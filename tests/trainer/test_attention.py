@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.trainer.attention import UnavailableAttention, UnsupportedModel, available_kernel, packed_attention
@@ -25,14 +26,20 @@ def rows(device: str, kernel: Kernel) -> dict[str, Row]:
 
 def attend(row: Row, dtype: torch.dtype, window: int | None = None) -> dict[str, Tensor]:
     """Output and gradients for the same random numbers, of 4 heads that ask and 2 that answer."""
-    device, places = row.token_ids.device, row.token_ids.shape[1]
+    device, places = row.token_ids.device, 1 + max(int(each.max()) for each in row.places)
+    padding = row.token_ids.shape[1] - places
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (1, 4, places, 16), "key": (1, 2, places, 16), "value": (1, 2, places, 16)}
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     states = {name: t.bfloat16().to(device, dtype).requires_grad_() for name, t in made.items()}
     output, _ = packed_attention(
-        torch.nn.Module(), **states, attention_mask=None, sliding_window=window, layout=row.layout
+        torch.nn.Module(),
+        **{name: F.pad(t, (0, 0, 0, padding), value=0.5) for name, t in states.items()},
+        attention_mask=None,
+        sliding_window=window,
+        layout=row.layout,
     )
+    output = output[:, :places]
     direction = torch.randn(output.shape, generator=generator).to(output)
     grads = torch.autograd.grad((output * direction).sum(), list(states.values()))
     return {"output": output.detach(), **dict(zip(states, grads, strict=True))}

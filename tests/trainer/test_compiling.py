@@ -40,13 +40,13 @@ def test_a_first_length_and_all_others_are_two_programs_for_all_layers(counters)
     module, plain = packed_module("qwen3", layers=3), packed_module("qwen3", layers=3)
     compile_layers(module.model.layers, backend="eager")
     for length in LENGTHS:
-        _, grads = backward_through(module, one_sequence(length, "auto"))
+        _, grads = backward_through(module, one_sequence(length, "flash"))
         assert_close(grads, backward_through(plain, one_sequence(length, "sdpa"))[1])
     assert counters["unique_graphs"] == 2
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "attention", "selective"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_layers_compile_with_all_that_is_wrapped_around_them(
@@ -62,7 +62,7 @@ def test_layers_compile_with_all_that_is_wrapped_around_them(
         for part in (*module.model.layers, module.model):
             fully_shard(part, mesh=Ranks().mesh())
     for length in LENGTHS[:4]:
-        _, grads = backward_through(module, one_sequence(length, "auto"))
+        _, grads = backward_through(module, one_sequence(length, "flash"))
         assert_close(
             {name: whole(grad) for name, grad in grads.items()},
             backward_through(plain, one_sequence(length, "sdpa"))[1],
@@ -72,7 +72,7 @@ def test_layers_compile_with_all_that_is_wrapped_around_them(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernel", ["sdpa", "auto"])
+@pytest.mark.parametrize("kernel", ["sdpa", "flash"])
 def test_generated_code_computes_the_same(kernel: Kernel):
     module, plain = packed_module("qwen3", layers=2), packed_module("qwen3", layers=2)
     compile_layers(module.model.layers)

@@ -98,3 +98,45 @@ def test_gradient_of_a_nearly_certain_label_is_not_lost_to_rounding():
     logprobs.sum().backward()
     # d log p / d hidden = (1 - p) * (8 - 0), with 1 - p = 1 / (1 + e^8)
     torch.testing.assert_close(hidden.grad.float(), torch.tensor([[8 / (1 + math.exp(8))]]), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 23, 1000])
+def test_a_frozen_head_passes_the_same_gradient_on(chunk: int):
+    hidden, weight, labels, temperatures = inputs()
+    direction = torch.randn(23, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    learned, _ = label_logprobs(hidden, weight, labels, temperatures, chunk)
+    (wanted,) = torch.autograd.grad((learned * direction).sum(), hidden)
+    frozen, _ = label_logprobs(hidden, weight.detach(), labels, temperatures, chunk)
+    (given,) = torch.autograd.grad((frozen * direction).sum(), hidden)
+    torch.testing.assert_close(given, wanted)
+    torch.testing.assert_close(frozen, learned)
+
+
+@pytest.mark.parametrize("chunk", [5, 23])
+def test_gradients_added_in_place_are_those_that_are_returned(chunk: int):
+    hidden, weight, labels, temperatures = inputs()
+    returned, _ = label_logprobs(hidden, weight, labels, temperatures, chunk)
+    wanted = torch.autograd.grad(returned.sum(), (hidden, weight))
+    for times in (1, 2):
+        hidden.grad = None
+        logprobs, _ = label_logprobs(hidden, weight, labels, temperatures, chunk, in_place=True)
+        logprobs.sum().backward()
+        torch.testing.assert_close(hidden.grad, wanted[0])
+        torch.testing.assert_close(weight.grad, times * wanted[1])
+
+
+def test_a_second_backward_pass_through_the_same_graph_gives_the_same():
+    hidden, weight, labels, temperatures = inputs()
+    logprobs, _ = label_logprobs(hidden, weight, labels, temperatures, 7)
+    first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(logprobs.sum(), (hidden, weight)), first)
+
+
+def test_parts_of_a_narrow_weights_gradient_add_up_in_float32():
+    """512 tokens, each with the same small part: a sum in bfloat16 stops growing at 256 times that."""
+    tokens = 512
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = label_logprobs(hidden, weight, torch.zeros(tokens, dtype=torch.long), torch.ones(tokens), 1)
+    logprobs.sum().backward()
+    torch.testing.assert_close(weight.grad.float(), torch.tensor([[256.0], [-256.0]]))  # half of each token

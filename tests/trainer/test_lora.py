@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -26,6 +27,7 @@ from headrace.trainer.lora import (
     merged_parameters,
 )
 from headrace.trainer.loss import default_loss
+from headrace.trainer.model import PackedModel
 from headrace.trainer.ranks import Ranks
 from headrace.transport.adapter import Adapter, AdapterConfig, read_adapter, write_adapter
 from tests.trainer.training_samples import ARCHITECTURES, random_samples, write_random_model
@@ -274,6 +276,30 @@ def test_targets_that_are_no_linear_layers_are_refused_with_the_known_ones(qwen3
         f"lora.target_modules: Qwen3ForCausalLM has no linear layers named {target}. "
         f"Known: {', '.join(EVERYTHING)}, or all-linear"
     )
+
+
+def test_a_base_in_bfloat16_learns_a_float32_adapter_and_is_merged_in_float32(qwen3: Path, tmp_path: Path):
+    model = PackedModel(qwen3, dtype=torch.bfloat16, lora={"r": 4, "alpha": 8})
+    parameters = dict(model.module.named_parameters())
+    assert {p.dtype for name, p in parameters.items() if ".lora_" in name} == {torch.float32}
+    assert {p.dtype for name, p in parameters.items() if ".lora_" not in name} == {torch.bfloat16}
+    row, places, ones = model.row([np.arange(40)]), torch.arange(39), torch.ones(39)
+    scores = model.score(row, places, places + 1, ones, 16)
+    scores.logprobs.sum().backward()
+    assert {name for name, p in parameters.items() if p.grad is not None} == set(model.learned())
+    with torch.no_grad():
+        for matrices in adapter_layers(parameters).values():
+            matrices.b.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    exact = PackedModel(qwen3, lora={"r": 4, "alpha": 8})
+    for name, tensor in model.learned().items():
+        exact.module.get_parameter(name).data.copy_(tensor)
+    given, expected = (each.logprobs(row, places, places + 1, ones, 16) for each in (model, exact))
+    assert 0 < (given - expected).abs().max() < 0.05
+    model.save(tmp_path, torch.float32)
+    merged = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    a, b = parameters[f"{name}.lora_A"], parameters[f"{name}.lora_B"]
+    torch.testing.assert_close(merged[f"{name}.weight"], parameters[f"{name}.weight"].float() + 2 * b @ a)
 
 
 @pytest.fixture

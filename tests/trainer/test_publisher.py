@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher
 from headrace.transport.weights import WeightStore
+from headrace.transport.weights_link import read_manifest
+from tests.inference.host_driver import HostDriver, use
 from tests.trainer.training_samples import ARCHITECTURES, write_random_model
 
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
@@ -37,7 +40,7 @@ def names(directory: Path) -> list[str]:
 
 
 def received(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
-    return WeightsReceiver(torch.device("cpu")).receive(store.path(version), version)
+    return WeightsReceiver(torch.device("cpu")).receive(store.path(version), version).tensors
 
 
 def stored(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
@@ -61,6 +64,31 @@ def test_the_link_carries_what_the_files_would_hold(directory: Path, store: Weig
     assert names(store.path(V2)) == ["COMPLETE.json", "config.json", "generation_config.json", "model.safetensors"]
     assert (store.path(V1) / "config.json").read_text() == (store.path(V2) / "config.json").read_text()
     assert_same(received(store, V1), stored(store, V2))
+    publisher.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3, sliding and full"])
+def test_the_size_of_a_version_is_known_before_it_is_published(name: str, store: WeightStore, tmp_path: Path) -> None:
+    model = PackedModel(write_random_model(tmp_path / "model", ARCHITECTURES[name]), dtype=torch.bfloat16)
+    publisher = Publisher(store, model, host="127.0.0.1")
+    publisher.publish(V1)
+    assert publisher._size() == read_manifest(store.path(V1)).size
+    publisher.close()
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "alpha": 4, "use_rslora": False, "target_modules": "all-linear"}])
+def test_memory_for_engines_on_the_gpu_is_taken_before_a_step_is_planned(
+    lora: dict[str, Any] | None, directory: Path, store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = HostDriver(tmp_path / "memory")
+    use(driver, replace=monkeypatch.setattr)
+    model = PackedModel(directory, lora=lora)
+    publisher = Publisher(store, model, host="127.0.0.1", shared=True)
+    assert "plan" not in vars(model)  # it is made at the first step, for what is free then
+    taken = [len(memory) for _, memory, _ in driver.open.values()]
+    assert taken == ([1 << 21] if lora is None else [])  # one page, which is enough for it
+    publisher.publish(V1)
+    assert len(driver.open) == len(taken)
     publisher.close()
 
 

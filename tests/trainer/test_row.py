@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.trainer.row import make_row
+from headrace.trainer.row import Kernel, make_row
 
 CPU = torch.device("cpu")
 
@@ -97,6 +97,20 @@ def test_runs_that_share_nothing_are_the_row_itself():
     assert runs.query_starts.tolist() == runs.key_starts.tolist() == [0, 3, 5]
     assert (runs.longest_query, runs.longest_key, runs.are_one) == (3, 3, False)
     assert make_row([np.array([5, 6]), np.array([5])], CPU, "varlen").layout.sequences.are_one
+
+
+@pytest.mark.parametrize(("kernel", "padded"), [("auto", 512), ("cudnn", 512), ("flash", 3), ("varlen", 3)])
+def test_a_row_of_one_sequence_is_padded_where_cudnn_may_read_it(kernel: Kernel, padded: int):
+    row = make_row([np.array([5, 6, 7]), np.array([5, 6])], CPU, kernel)
+    assert row.token_ids.tolist() == [[5, 6, 7] + [0] * (padded - 3)]
+    assert row.position_ids.tolist() == [[0, 1] + [2] * (padded - 2)]
+    assert [places.tolist() for places in row.places] == [[0, 1, 2], [0, 1]]
+    assert row.layout.longest == 3
+    assert row.layout.sequences.query_starts.tolist() == [0, padded]
+
+
+def test_a_row_of_several_sequences_is_never_padded():
+    assert make_row([np.array([5, 6, 7]), np.array([8])], CPU, "auto").token_ids.tolist() == [[5, 6, 7, 8]]
 
 
 def test_one_long_sequence_does_not_pad_the_short_ones():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from headrace.errors import Failure
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
 from headrace.trainer.loss import ce_loss, default_loss, ref_kl_loss
@@ -176,3 +177,16 @@ def test_stopping_between_micro_batches_changes_nothing(directory: Path):
     for name, parameter in model.named_parameters().items():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])
+
+
+def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again(directory: Path):
+    """What ran out before it may be: there only gradients have changed."""
+
+    class Full(Optimizer):
+        def step(self, lr: float) -> float:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = PackedModel(directory)
+    step = TrainStep(model, Full(model.named_parameters()), LOSSES, lm_head_chunk=7)
+    with pytest.raises(Failure, match=r"some parameters may have changed .*CUDA out of memory.*offload_state"):
+        step.run(pack(random_samples(seed=3, count=2), 32), lr=1.0)

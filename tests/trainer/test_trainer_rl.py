@@ -21,6 +21,7 @@ from headrace.trainer.learner import ResumeError
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
 from headrace.transport.weights_link import is_linked
+from tests.inference.host_driver import HostDriver, use
 from tests.trainer.training_samples import random_samples
 
 
@@ -175,6 +176,21 @@ def test_a_broken_batch_is_skipped_by_the_optimizer_and_counted(run: RunDir, tin
     final, initial = tensors(run.final_model), tensors(tiny_model)
     assert all(torch.equal(final[name], initial[name]) for name in initial)
     assert [record["optim/skipped"] for record in read_metrics(run.metrics)] == [1]
+
+
+def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_step(
+    run: RunDir, tiny_model: Path, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    driver = HostDriver(tmp_path / "memory")
+    use(driver, replace=monkeypatch.setattr)
+    config = settings(run, tiny_model, max_steps=1)
+    config = config.model_copy(update={"weights": WeightsConfig(transport="link")})
+    stopped = threading.Event()
+    stopped.set()
+    rl.train(config, stopped=stopped, status=status)
+    assert not driver.open
+    rl.train(config, stopped=stopped, status=status, sharing="alternate")
+    assert len(driver.open) == 1
 
 
 def test_the_last_version_can_be_had_when_the_trainer_is_gone_also_after_a_resume(

@@ -109,7 +109,7 @@ def main(directory: Path, tied: bool, carrier: str) -> None:
     assert acknowledged == [marker.checksum]
     check(engine, models[1], "version 0-1 from files")
 
-    trainer = SenderProcess(store.directory, carrier, "cuda" if carrier == "nccl" else "cpu")
+    trainer = SenderProcess(store.directory, carrier, "cpu" if carrier == "stream" else "cuda")
     for step in (2, 3):
         models[step].save_pretrained(directory / "next")
         checksum = trainer.publish(Version(0, step), directory / "next" / "model.safetensors")

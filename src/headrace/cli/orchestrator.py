@@ -15,6 +15,9 @@ STOPPED = 143
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
     parser.add_argument("--servers", metavar="N", type=int, default=1, help="inference servers to wait for (default 1)")
+    parser.add_argument(
+        "--sharing", choices=("alternate", "overlap"), help="servers and trainer are on one device: in turns, or not"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         orchestrator, monitors = config.evaluator(), (None, None)
     with process("orchestrator", run) as status, forwarding(run, *monitors):
-        over = main.run(orchestrator, run=run, status=status, servers=arguments.servers)
+        in_turns = arguments.sharing == "alternate"
+        over = main.run(orchestrator, run=run, status=status, servers=arguments.servers, in_turns=in_turns)
     # It stops in order when asked to; whoever supervises must be able to tell that from the end of the run.
     code = 0 if over else STOPPED
     for thread in threading.enumerate():

@@ -13,6 +13,7 @@ from headrace.cli.process import process
 
 if TYPE_CHECKING:
     from headrace.config.inference import InferenceConfig
+    from headrace.inference.shared_device import SharedDevice
     from headrace.transport.run_dir import RunDir
 
 PORT = 8000
@@ -39,6 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="be the server of the run that is called so (default inference)")
     parser.add_argument("--alone", action="store_true", help="be none of the run's servers: serve its newest weights")
+    parser.add_argument(
+        "--sharing", choices=("alternate", "overlap"), help="the run's trainer is on the same device: in turns, or not"
+    )
     parser.epilog = HELP
 
 
@@ -60,8 +64,25 @@ def run(arguments: argparse.Namespace) -> int:
         serve(config, status=None, run=run, announce=lambda url: print(greeting(url, key_var), flush=True))
         return 0
     with process(arguments.name or "inference", run) as status:
-        serve(config, status=status, run=run)
+        shared = shared_device(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
+        serve(config, status=status, run=run, shared=shared)
     return 0
+
+
+def shared_device(target: Path, run: RunDir, sharing: str) -> SharedDevice:
+    """What a server of a run has to know of the trainer beside it."""
+    from headrace.config.run import RunConfig
+    from headrace.inference.shared_device import SharedDevice
+    from headrace.launch.saved_config import read_sampled_run
+
+    config = read_sampled_run(target)
+    trainer = config.trainer if isinstance(config, RunConfig) else config
+    in_turns = sharing == "alternate"
+    return SharedDevice(
+        run.turns if in_turns else None,
+        trainer.bytes_per_parameter(while_training=not in_turns),
+        config.launch.inference_servers or 1,
+    )
 
 
 def is_over(target: Path) -> bool:
@@ -111,13 +132,14 @@ def starting_model(run: RunDir, given: str | None) -> str | None:
     An adapter belongs to the model that the run was `given`.
     """
     from headrace.errors import BadInput
+    from headrace.launch.run_directory import in_use
     from headrace.transport.adapter import is_adapter
     from headrace.transport.weights_link import is_linked
 
     lasting = [path for path in map(run.weights.path, run.weights.published()) if not is_linked(path)]
     if run.final_model.is_dir() and not (lasting and is_adapter(lasting[-1])):
         return str(run.final_model)
-    if not lasting and run.latest_checkpoint_step():
+    if not lasting and run.latest_checkpoint_step() and not in_use(run.root):  # of one that runs, its trainer has them
         raise BadInput(
             f"{run.root} was stopped, and its weights are in its checkpoints alone: write them with "
             f"`headrace export {run.root} DIR`, and serve DIR"

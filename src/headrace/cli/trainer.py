@@ -13,13 +13,21 @@ from headrace.cli.process import StopRequest, process
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
     parser.add_argument("--ranks", metavar="N", type=int, default=1, help="processes that train together (default 1)")
+    parser.add_argument(
+        "--sharing", choices=("alternate", "overlap"), help="the run's servers are on the same device: in turns, or not"
+    )
     add_resume(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.config.run import RunConfig
+    from headrace.launch.errors import BadRequest
     from headrace.launch.saved_config import read_run, run_directory
 
+    if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise BadRequest(
+            "--sharing: one rank alone can share its device with servers; leave out --sharing, or the other ranks"
+        )
     config = read_run(arguments.run)
     run = run_directory(config)
     resume = check_resume(run.root, arguments.resume)
@@ -30,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(config, RunConfig):
             from headrace.trainer.rl import train as train_rl
 
-            train_rl(config.trainer, resume=resume, stopped=request.stopped, status=status)
+            train_rl(config.trainer, resume=resume, stopped=request.stopped, status=status, sharing=arguments.sharing)
         else:
             from headrace.trainer.sft import train as train_sft
 

@@ -29,7 +29,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.config.base import ConfigError, dump, load
     from headrace.config.run import RunConfig
     from headrace.launch.errors import naming_run
-    from headrace.launch.local import check_ports, launch
+    from headrace.launch.local import check_ports, launch, on_this_machine
     from headrace.launch.origin import resolve
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import decide
@@ -43,7 +43,11 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     if isinstance(config, RunConfig):
         _check_own_code(config.orchestrator)
     if arguments.dry_run:
-        print(dump(config), end="")
+        try:
+            sentences = on_this_machine(config)
+        except ConfigError as error:  # it may be meant for another machine
+            sentences = [f"not on this machine: {error}"]
+        print("".join(f"# {sentence}\n" for sentence in sentences) + dump(config), end="")
         return 0
     if config.output_dir is None:
         raise ConfigError("output_dir: say where the run shall keep its files")

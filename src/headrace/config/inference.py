@@ -10,6 +10,8 @@ from pydantic import Field
 from headrace.config.base import Config
 from headrace.config.model import ModelConfig, RendererConfig
 
+RUNNING_ON_GPU, RUNNING_ON_CPU = 256, 128
+
 
 class VllmConfig(Config):
     """`[inference.vllm]`: how vLLM is started, where `engine` is `vllm`."""
@@ -52,15 +54,20 @@ class InferenceConfig(Config):
     A run whose policy scores its own samples with hints before them (opsd, rlcsd) needs more: there it is
     2 * seq_len + 256 unless set, since a hint may be as long as a response.
     """
-    max_running: int = Field(128, ge=1)
-    """Requests decoded together; more wait in line."""
+    max_running: int | None = Field(None, ge=1)
+    """Requests decoded together; more wait in line. Unset: 256 on a GPU, 128 on a CPU."""
     max_waiting: int = Field(4096, ge=0)
     """Requests that may wait in line; more are turned away with HTTP status 429, to come again later."""
-    max_step_tokens: int = Field(2048, ge=16)
-    """Tokens that one step computes: longer prompts take several, so that others go on meanwhile. Embedded only."""
+    max_step_tokens: int | None = Field(None, ge=16)
+    """Tokens that one step computes: longer prompts take several, so that others go on meanwhile. Unset: 16384 on a
+    GPU, 2048 on a CPU. Embedded only."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values. Unset: what `max_running` longest requests need, at most a quarter of what is free;
-    on a CPU an eighth, since requests in progress have theirs twice. Requests that lose their place come again."""
+    """Memory for keys and values. Unset: what `max_running` longest requests need, but at most 90% of what a GPU has
+    left; 65% of what the trainer leaves where the two take turns on one, 30% where they compute at once; on a CPU an
+    eighth of what is free, since requests in progress have theirs twice. Requests that lose their place come again."""
+    compile: bool = True
+    """Whether a GPU's layers are compiled: faster by far, but the first start takes longer by half a minute or so.
+    Embedded only."""
     prefix_cache: bool = True
     """Whether prompts that begin alike are computed once, as long as the weights are the same."""
     max_body_mb: float = Field(32.0, gt=0)
@@ -72,3 +79,7 @@ class InferenceConfig(Config):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of requests that are in flight when new weights arrive."""
     seed: int = 0
+
+    def running_at_once(self, *, on_gpu: bool) -> int:
+        """`max_running`, chosen where it is unset."""
+        return self.max_running or (RUNNING_ON_GPU if on_gpu else RUNNING_ON_CPU)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from headrace.config.base import Config
@@ -17,6 +19,10 @@ class LaunchConfig(Config):
     """GPUs that sample; unset: those that the trainer leaves. A single GPU is shared."""
     inference_servers: int | None = Field(None, ge=1)
     """Servers that sample; unset: one per sampling GPU (of vLLM in parallel, one per its GPUs), or one without any."""
+    sharing: Literal["alternate", "overlap"] | None = None
+    """How trainer and servers share a single GPU: in turns, the engine standing still during a training step and giving
+    its KV cache up where memory is short; or both at once, each within a part of the memory. Unset: in turns, but for
+    evaluation beside SFT, where nobody would ever wait. `alternate` does the same on a machine without GPUs."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of each rank and of each server; unset: half the cores, divided by their number."""
     start_timeout: float = Field(300.0, gt=0)

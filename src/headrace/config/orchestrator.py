@@ -152,15 +152,24 @@ class ClientConfig(Config):
     """The environment variable with the key of the engines in `base_url`; unset there: they want none."""
     admin_key_var: str = "HEADRACE_ADMIN_KEY"
     """The same for requests that change them: pause, new weights, resume."""
-    timeout: float = Field(600.0, gt=0)
-    """Seconds that one request may take; after that it is asked once of every other engine."""
-    retry_for: float = Field(300.0, ge=0)
+    timeout: float | None = Field(None, gt=0)
+    """Seconds that one request may take; after that it is asked once of every other engine. Unset: 600, or 3600 where
+    engines stand still while the trainer computes on their GPU."""
+    retry_for: float | None = Field(None, ge=0)
     """Seconds for which a request is made again that no engine could be reached for, or had room for, before the
-    episode fails."""
+    episode fails. Unset: 300, or 3600 where an engine that comes up waits until the trainer has computed."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds until the engine must answer for the first time."""
     update_timeout: float = Field(600.0, gt=0)
     """Seconds that an engine may take to load new weights."""
+
+    def patience(self, *, in_turns: bool) -> tuple[float, float]:
+        """`timeout` and `retry_for`, chosen where they are unset."""
+        timeout, retry_for = (3600.0, 3600.0) if in_turns else (600.0, 300.0)
+        return (
+            timeout if self.timeout is None else self.timeout,
+            retry_for if self.retry_for is None else self.retry_for,
+        )
 
 
 class OrchestratorRendererConfig(RendererConfig):

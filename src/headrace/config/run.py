@@ -104,6 +104,15 @@ class RunConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _engines_elsewhere_read_files(self) -> RunConfig:
+        """A link that nobody asked for would offer weights at an address that only this machine reaches."""
+        weights = self.trainer.weights
+        if self.orchestrator.client.base_url and weights.transport == "auto":
+            trainer = self.trainer.model_copy(update={"weights": weights.model_copy(update={"transport": "files"})})
+            object.__setattr__(self, "trainer", trainer)
+        return self
+
     def _longest_request(self) -> int:
         """A sample, and before it, where the policy's own engines score with hints, one as long as a response."""
         assert self.seq_len is not None

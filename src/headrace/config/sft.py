@@ -138,6 +138,10 @@ class SftConfig(TrainingConfig):
         for key in ("model", "output_dir", "renderer", "seed"):
             if getattr(self.inference, key) != getattr(InferenceConfig(), key):
                 raise ValueError(f"inference.{key}: the server takes the run's own {key}; leave it out")
+        if self.launch.sharing == "alternate":
+            raise ValueError(
+                "launch.sharing: a trainer that waits for nobody leaves evaluation no turns on a GPU; leave it out"
+            )
         return self
 
     @property

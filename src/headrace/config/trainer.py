@@ -240,16 +240,30 @@ class TrainingConfig(Config):
     ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig)
     attention: Literal["auto", "cudnn", "flash", "varlen", "sdpa"] = "auto"
     """What computes attention: `sdpa` runs anywhere, the others on a GPU in bfloat16; `auto` is the fastest of them."""
-    activation_checkpointing: Annotated[Literal[False, "full", "selective"], BeforeValidator(_checkpointing)] = False
-    """Recompute each layer in the backward pass, `full` (or true), or but for its costliest parts, `selective`."""
+    activation_checkpointing: Annotated[
+        Literal["auto", False, "attention", "full", "selective"], BeforeValidator(_checkpointing)
+    ] = "auto"
+    """Recompute each layer in the backward pass: `full` (or true) all of it, `attention` all but attention, `selective`
+    all but attention and matrix products. `auto`: as little as the memory of a GPU allows; on a CPU nothing."""
+    memory_gb: float | None = Field(None, gt=0)
+    """What `auto` may take of a GPU in all, parameters included; unset: what is free at the first step."""
     activation_offload: bool = False
     """Keep activations in CPU memory until the backward pass; on a GPU, and best with full checkpointing."""
-    compile: bool = False
-    """Compile each layer and the head: faster on a GPU, after a minute of compiling."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile each layer: faster on a GPU, after a minute of compiling. `auto`: on a GPU, but for small models."""
     lm_head_chunk: int = Field(4096, ge=1)
     """Tokens whose logits exist at once."""
     lm_head_fp32: bool = False
     """Compute logits in float32 where the rest computes in bfloat16: more exact, and a head that takes longer."""
+
+    def bytes_per_parameter(self, *, while_training: bool) -> float:
+        """What a trainer on one device holds there, between its steps or during one, activations aside: parameters,
+        the optimizer's state, a snapshot of what was published last, and gradients."""
+        computes = 4 if self.model.dtype == "float32" else 2
+        if self.lora is not None:
+            return computes + 0.5  # the frozen base; the adapter is small, and so are its gradients and its state
+        state = {"adamw": 8, "muon": 4}.get(self.optim.type, 4 if getattr(self.optim, "momentum", 0) else 0)
+        return 4 + (0 if self.optim.offload_state else state) + computes + (4 if while_training else 0)
 
 
 class TokenExportConfig(Config):
@@ -266,14 +280,17 @@ class TokenExportConfig(Config):
 class WeightsConfig(Config):
     """How new weights reach the engines."""
 
-    transport: Literal["files", "link"] = "files"
-    """`link`: straight from the trainer's memory; the run directory only says where. Adapters are always files."""
+    transport: Literal["auto", "files", "link"] = "auto"
+    """`link`: straight from the trainer's memory; the run directory only says where. `auto` is that where a run's
+    trainer and engines share a GPU, and files elsewhere, also with `orchestrator.client.base_url`. Adapters are always
+    files."""
     host: str = "127.0.0.1"
     """The link: the address at which engines reach the trainer's first rank."""
     port: int = Field(0, ge=0, le=65535)
     """The link: 0 takes any free port."""
-    carrier: Literal["auto", "stream", "nccl"] = "auto"
-    """The link: `auto` is NCCL between different GPUs, and a plain connection otherwise."""
+    carrier: Literal["auto", "stream", "nccl", "ipc"] = "auto"
+    """The link: `auto` is memory that is shared (CUDA IPC) on one GPU, NCCL between different ones, and a plain
+    connection otherwise."""
     ack_timeout: float = Field(3600.0, ge=0)
     """Seconds until engines must have taken a version; a pinned evaluation may hold it back as long. 0: for ever."""
 

@@ -100,6 +100,12 @@ class EngineState(msgspec.Struct):
     """Why it is dead, if it is."""
     most: int | None = None
     """Requests that it takes in at once, running and in line; None for any number."""
+    stands_still: bool = False
+    """Whether it waits for the trainer, whose turn it is on the device that they share."""
+    hand_overs: int = 0
+    """How often it gave way to the trainer."""
+    cache_releases: int = 0
+    """How often it gave up its KV cache for that, since memory was short."""
 
 
 class Generation(Protocol):

@@ -186,6 +186,8 @@ class Health(msgspec.Struct):
     """The share of the KV cache that running requests hold, 0 to 1."""
     preemptions: int = 0
     """Requests that lost their place in the KV cache since the start, and were computed again."""
+    stands_still: bool = False
+    """Whether the engine waits for the trainer, whose turn it is on the device that they share."""
     schema: int = SCHEMA
 
 

@@ -14,7 +14,7 @@ from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.own_code import save_folders
-from headrace.launch.placement import Placement, place, place_trainer, seeing
+from headrace.launch.placement import Placement, Sharing, place, place_trainer, seeing
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
@@ -57,11 +57,13 @@ def make_supervisor(
     assert config.max_steps is not None  # both kinds refuse a run without an end
     limits = config.launch
     if isinstance(config, RunConfig) or config.evaluates:
-        specs = processes(limits, config.inference, run, resume)
+        specs = processes(limits, config.inference, run, resume, trainer_waits=isinstance(config, RunConfig))
     else:
         ranks, gpus = place_trainer(visible_gpus(), limits.trainer_processes)
         specs = [trainer_process(run, ranks, gpus, limits.threads, resume)]
     view = make_view(title, config.max_steps)
+    for sentence in on_this_machine(config):
+        view.say(sentence)
     return Supervisor(
         specs,
         run,
@@ -73,24 +75,45 @@ def make_supervisor(
     )
 
 
+def on_this_machine(config: RunConfig | SftConfig) -> list[str]:
+    """What of the run depends on the GPUs that are here."""
+    if not visible_gpus() or not (isinstance(config, RunConfig) or config.evaluates):
+        return []
+    placement = placement_of(config.launch, config.inference)
+    sharing = placement.sharing(config.launch.sharing, trainer_waits=isinstance(config, RunConfig))
+    if sharing is None:
+        sampling = sum(map(len, placement.inference))
+        return [f"{len(placement.trainer)} GPUs train and {sampling} sample"]
+    how = "in turns" if sharing == "alternate" else "at the same time"
+    return [f"one GPU: trainer and engine compute on it {how} (launch.sharing = {sharing})"]
+
+
 def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
     """Seconds until every process must be up. vLLM has its own on top: its server gives up first, and says why."""
     return launch.start_timeout + (inference.vllm.start_timeout if inference.engine == "vllm" else 0.0)
 
 
-def processes(launch: LaunchConfig, inference: InferenceConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
-    """Of a run that samples, in the order they start: what others wait for comes first, and stops last."""
+def processes(
+    launch: LaunchConfig, inference: InferenceConfig, run: RunDir, resume: bool, *, trainer_waits: bool = True
+) -> list[ProcessSpec]:
+    """Of a run that samples, in the order they start: what others wait for comes first, and stops last.
+
+    `trainer_waits` is whether the trainer trains on what is sampled.
+    """
     placement = placement_of(launch, inference)
     servers = placement.inference
-    memory = _memory_options(inference, placement)
+    sharing = placement.sharing(launch.sharing, trainer_waits=trainer_waits)
+    options = [*_memory_options(inference, placement), *_told(sharing)]
     return [
         *(
-            server_process(run, number, len(servers), gpus, inference.port, launch.threads, memory)
+            server_process(run, number, len(servers), gpus, inference.port, launch.threads, options)
             for number, gpus in enumerate(servers)
         ),
-        trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume),
+        trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume, sharing),
         ProcessSpec(
-            "orchestrator", _headrace("orchestrator", str(run.root), *_option("--servers", servers)), threads(1)
+            "orchestrator",
+            _headrace("orchestrator", str(run.root), *_option("--servers", servers), *_told(sharing)),
+            threads(1),
         ),
     ]
 
@@ -109,8 +132,7 @@ def placement_of(launch: LaunchConfig, inference: InferenceConfig) -> Placement:
 
 def _memory_options(inference: InferenceConfig, placement: Placement) -> list[str]:
     """vLLM would take nearly all of a GPU: where the trainer has the same one, it gets a part."""
-    is_shared = any(gpu in placement.trainer for gpus in placement.inference for gpu in gpus)
-    if inference.engine != "vllm" or not is_shared or inference.vllm.gpu_memory_utilization is not None:
+    if inference.engine != "vllm" or not placement.shares_gpu or inference.vllm.gpu_memory_utilization is not None:
         return []
     return ["--vllm.gpu_memory_utilization", f"{SHARED_MEMORY / len(placement.inference):.3g}"]
 
@@ -131,9 +153,11 @@ def server_process(
     return ProcessSpec(name, _headrace("serve", str(run.root), *more, *options), environment, service=True)
 
 
-def trainer_process(run: RunDir, ranks: int, gpus: Sequence[str], cores: int | None, resume: bool) -> ProcessSpec:
+def trainer_process(
+    run: RunDir, ranks: int, gpus: Sequence[str], cores: int | None, resume: bool, sharing: Sharing | None = None
+) -> ProcessSpec:
     """The trainer, of an RL run or an SFT run. The others need no word to continue."""
-    first = _headrace("trainer", str(run.root), *_option("--ranks", range(ranks)))
+    first = _headrace("trainer", str(run.root), *_option("--ranks", range(ranks)), *_told(sharing))
     again = [*first, "--resume"]
     environment = {**threads(cores or max(1, half_the_cores() // ranks)), **seeing(gpus)}
     return ProcessSpec("trainer", again if resume else first, environment, restart_argv=again)
@@ -142,6 +166,11 @@ def trainer_process(run: RunDir, ranks: int, gpus: Sequence[str], cores: int | N
 def _option(name: str, several: Sized) -> list[str]:
     """How many there are, where there is more than the one that everybody expects."""
     return [name, str(len(several))] if len(several) > 1 else []
+
+
+def _told(sharing: Sharing | None) -> list[str]:
+    """How the other side on the same device, if there is one, is to be dealt with."""
+    return [] if sharing is None else ["--sharing", sharing]
 
 
 def _headrace(*arguments: str) -> list[str]:

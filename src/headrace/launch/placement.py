@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace.config.base import ConfigError
 from headrace.machine import VISIBLE
 
 PARALLEL = "inference.vllm tensor_parallel_size * data_parallel_size"
 """What makes a server take several GPUs."""
+
+Sharing = Literal["alternate", "overlap"]
+"""In turns, or both at once."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,18 @@ class Placement:
     trainer_processes: int
     trainer: Sequence[str]
     inference: Sequence[Sequence[str]]
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether a server samples on a GPU that trains, too."""
+        return any(gpu in self.trainer for gpus in self.inference for gpu in gpus)
+
+    def sharing(self, wanted: Sharing | None, *, trainer_waits: bool) -> Sharing | None:
+        """How one rank and the servers share their device, if they do. A trainer that never waits leaves no turns."""
+        if self.shares_gpu:
+            return wanted or ("alternate" if trainer_waits else "overlap")
+        on_cpus = not self.trainer and self.trainer_processes == 1
+        return wanted if on_cpus and wanted == "alternate" else None
 
 
 def place(

@@ -52,7 +52,7 @@ class Concurrency:
     def follow(self, engines: Mapping[str, Health], in_flight: int) -> int:
         """The limit, given what the engines report, by address, and how many episodes there are at the moment."""
         preempted = self._count_preemptions(engines)
-        at_work = [health for health in engines.values() if not health.paused]
+        at_work = [health for health in engines.values() if not (health.paused or health.stands_still)]
         capacity = sum(health.capacity for health in at_work)
         if not capacity:
             return self.limit

@@ -40,8 +40,8 @@ from headrace.transport.probes import TRAINER_LOGPROBS, ProbeStore
 log = logging.getLogger(__name__)
 
 PARTS = ("engine", "staleness", "decode", "kept_kv", "truncation")
-PATIENCE = 60.0
-"""Seconds that a question may take."""
+PATIENCE, PATIENCE_IN_TURNS = 60.0, 600.0
+"""Seconds that a question may take, and where the engine may stand still for a training step meanwhile."""
 AT_ONCE = 8
 """Questions in flight."""
 FEWEST_SINCE_UPDATE = 4
@@ -54,8 +54,17 @@ Report = tuple[int, dict[str, float]]
 class Drift:
     """Follows what the engines sample from. `completions` of each kind are scored again per version."""
 
-    def __init__(self, client: EngineClient, probes: ProbeStore, *, completions: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        probes: ProbeStore,
+        *,
+        completions: int,
+        max_model_len: int,
+        patience: float = PATIENCE,
+    ) -> None:
         self._client = client
+        self._patience = patience
         self._probes = probes
         self._completions = completions
         self._longest = max_model_len - 1  # an engine that scores a prompt also samples a token after it
@@ -131,7 +140,7 @@ class Drift:
 
     async def _finish(self, window: _Window, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(self._patience):
                 await work()
         except Exception as error:  # a diagnosis may fail, and the run goes on
             window.failed += 1

@@ -38,15 +38,16 @@ GRACE = 2.0
 """Seconds for what has been left behind to end before the process ends without it."""
 
 
-def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int = 1) -> bool:
+def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int = 1, in_turns: bool = False) -> bool:
     """Run until `max_steps`, or until SIGTERM or SIGINT; returns whether the run is over, rather than stopped.
 
-    It begins once that many servers are up. Without an environment to train on it only evaluates what the trainer
-    publishes. An environment that ignores its cancellation does not keep the process: nobody waits for what it runs in.
+    It begins once that many servers are up, which stand still while the trainer computes if they are `in_turns` with
+    it. Without an environment to train on it only evaluates what the trainer publishes. An environment that ignores its
+    cancellation does not keep the process: nobody waits for what it runs in.
     """
     loop = asyncio.new_event_loop()
     try:
-        return loop.run_until_complete(_run(config, run, status, servers))
+        return loop.run_until_complete(_run(config, run, status, servers, in_turns))
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -58,7 +59,9 @@ def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int
             loop.close()
 
 
-async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers: int = 1) -> bool:
+async def _run(
+    config: OrchestratorConfig, run: RunDir, status: Status, servers: int = 1, in_turns: bool = False
+) -> bool:
     starting = asyncio.current_task()
     assert starting is not None and config.model.name is not None
     loop = asyncio.get_running_loop()
@@ -74,10 +77,11 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
             journal = stack.enter_context(closing(Journal(run.journal)))
             if config.train.env:
                 _reconcile(run, journal)
+            timeout, retry_for = config.client.patience(in_turns=in_turns)
             client = EngineClient(
                 config.client.base_url or run.endpoints,
-                timeout=config.client.timeout,
-                retry_for=config.client.retry_for,
+                timeout=timeout,
+                retry_for=retry_for,
                 api_key=_key(config.client.api_key_var),
                 admin_key=_key(config.client.admin_key_var),
             )
@@ -94,7 +98,7 @@ async def _run(config: OrchestratorConfig, run: RunDir, status: Status, servers:
             policy.check_engines(engines)
             watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
             await watcher.synchronize()
-            model = Model(client, engines, watcher, tokenizer, renderer)
+            model = Model(client, engines, watcher, tokenizer, renderer, in_turns)
             orchestrator = wire(config, run, status, journal, environments, model, algorithms, sources)
         except asyncio.CancelledError:
             log.info("stopped before the run began")

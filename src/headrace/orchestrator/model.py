@@ -19,6 +19,8 @@ class Model(msgspec.Struct):
     watcher: WeightWatcher
     tokenizer: Tokenizer
     renderer: Renderer
+    in_turns: bool = False
+    """Whether its engines stand still while the trainer computes."""
 
     @property
     def longest(self) -> int:

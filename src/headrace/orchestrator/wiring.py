@@ -25,7 +25,7 @@ from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.concurrency import Concurrency, initial_limit
 from headrace.orchestrator.dispatcher import EpisodeRunner, Line
-from headrace.orchestrator.drift import Drift
+from headrace.orchestrator.drift import PATIENCE, PATIENCE_IN_TURNS, Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.frozen_sampler import FrozenSampler
 from headrace.orchestrator.journal import Journal
@@ -84,7 +84,13 @@ def wire(
         journal.start(),
         concurrency,
     )
-    drift = Drift(model.client, run.probes, completions=config.drift_probes, max_model_len=model.longest)
+    drift = Drift(
+        model.client,
+        run.probes,
+        completions=config.drift_probes,
+        max_model_len=model.longest,
+        patience=PATIENCE_IN_TURNS if model.in_turns else PATIENCE,
+    )
     lines: dict[tuple[Kind, str], Line] = {
         (kind, name): _frozen_sampler(config, model, entry, sources[name])
         if kind is Kind.TRAIN and name in sources

@@ -27,8 +27,6 @@ _BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "flash": [SDPBackend.FLASH_ATTENTION],
 }
-_CUDNN_STEP = 512
-"""Lengths are padded to a multiple: cuDNN takes about 0.1 s to plan for each length that it has not seen."""
 # Grouped heads need no telling before torch 2.12.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -109,15 +107,11 @@ def _as_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Kernel, scaling: float | None
 ) -> torch.Tensor:
     """The row is one sequence."""
-    length = query.shape[2]
-    padding = 0 if kernel == "flash" else -length % _CUDNN_STEP
-    if padding:
-        query, key, value = (F.pad(states, (0, 0, 0, padding)) for states in (query, key, value))
     with sdpa_kernel(_BACKENDS[kernel], set_priority=True):
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-    return output[:, :, :length].transpose(1, 2)
+    return output.transpose(1, 2)
 
 
 def _in_runs(

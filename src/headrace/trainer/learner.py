@@ -27,9 +27,6 @@ from headrace.trainer.schedule import learning_rate_factor
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 
-ACTIVATION_BUDGET = 1 << 30
-"""Bytes of activations up to which short bins are joined into one forward pass."""
-MOST_TOKENS = 16384
 MODEL, OPTIMIZER = "model.", "optimizer."
 """What a checkpoint's tensors are called before their own names."""
 
@@ -74,6 +71,9 @@ class Learner:
             activation_offload=config.activation_offload,
             compile=config.compile,
             lm_head_fp32=config.lm_head_fp32,
+            lm_head_chunk=config.lm_head_chunk,
+            memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
+            longest=config.seq_len,
             trust_remote_code=config.model.trust_remote_code,
             load=start is None or adapts,
             lora=None if config.lora is None else {**config.lora.model_dump(), "seed": config.seed},
@@ -95,7 +95,7 @@ class Learner:
             self.optimizer,
             losses,
             lm_head_chunk=config.lm_head_chunk,
-            micro_batch_tokens=_micro_batch_tokens(self.model, config.seq_len) if joined else 1,
+            micro_batch_tokens=None if joined else 1,
         )
 
     def _load(self, start: Path) -> TrainState:
@@ -236,10 +236,3 @@ def _shape(adapter: AdapterConfig | None) -> str:
 
 def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-
-
-def _micro_batch_tokens(model: PackedModel, seq_len: int) -> int:
-    """As many tokens as fit the activation budget by a rough count, but at least a bin."""
-    config = model.module.config
-    bytes_per_token: int = 34 * 4 * config.num_hidden_layers * config.hidden_size
-    return max(seq_len, min(MOST_TOKENS, ACTIVATION_BUDGET // bytes_per_token))

@@ -1,13 +1,21 @@
 """The log-probability of each label, from hidden states, without ever holding the logits of all tokens.
 
-Logits of `chunk` tokens exist at once; the backward pass computes them again. Written by hand because the softmax's
-gradient is known in closed form: that is one matrix product less than checkpointing, and keeps no graph.
+Logits of `chunk` tokens exist at once; the backward pass computes them again, but for those of the last chunk, which
+wait for it in the memory that it needs anyway. Written by hand because the softmax's gradient is known in closed form:
+that is one matrix product less than checkpointing, and keeps no graph. On a GPU everything between two matrix products
+is one pass over the logits (`lm_head_kernels.py`).
+
+Where the head is frozen, its own gradient is not wanted, and that of the hidden states is linear in what comes from
+above, token by token: the forward pass computes it for 1, and the backward pass scales it. Left out on purpose: the
+same for a head that learns, since its gradient adds up over tokens and must know their scales first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,18 +29,19 @@ def label_logprobs(
     chunk: int,
     *,
     fp32: bool = False,
-    compiled: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Per token the log-softmax of logits / temperature at the label, and the entropy, which has no gradient.
 
     `hidden` is [tokens, hidden], `weight` the output embedding [vocabulary, hidden]; the rest is [tokens]. Logits are
-    products in the type of `hidden`, or with `fp32` in float32; either way the softmax is at least float32.
+    products in the type of `hidden`, or with `fp32` in float32; either way the softmax is at least float32. `in_place`
+    adds the gradient of the weight, a parameter, to its `.grad` without a copy of that size.
     """
     if fp32:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropy = _LabelLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight.to(hidden.dtype), labels, temperatures, chunk, compiled
+            hidden, weight, labels, temperatures, chunk, in_place
         )
     return logprobs, entropy
 
@@ -40,85 +49,128 @@ def label_logprobs(
 class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperatures: Tensor,
-        chunk: int,
-        compiled: bool,
+        context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, chunk: int, in_place: bool
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        passes, narrow, temperatures = _passes(hidden.device.type, wide), weight.to(hidden.dtype), temperatures.to(wide)
+        passes_on, learns = context.needs_input_grad[:2]
         logprobs, normalizers, entropy = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(3))
-        score = _compiled_score() if compiled else _score
+        unit = torch.empty_like(hidden) if passes_on and not learns else None
+        logits = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         for part in _chunks(len(hidden), chunk):
-            logprobs[part], normalizers[part], entropy[part] = score(
-                hidden[part], weight, labels[part], temperatures[part].to(wide)
-            )
-        context.save_for_backward(hidden, weight, labels, temperatures, logprobs, normalizers)
-        context.chunk, context.compiled = chunk, compiled
+            values = torch.mm(hidden[part], narrow.t(), out=logits[: len(labels[part])])
+            given = values, labels[part], temperatures[part]
+            logprobs[part], normalizers[part], entropy[part] = passes.score(*given)
+            if unit is not None:
+                ones = torch.ones_like(logprobs[part])
+                gradient = passes.gradient(*given, logprobs[part], normalizers[part], ones)
+                torch.mm(gradient, narrow, out=unit[part])
+        context.save_for_backward(hidden, narrow, labels, temperatures, logprobs, normalizers, unit)
+        context.weight = weight if learns else None
+        context.logits = logits if learns else None  # of the last chunk, for the first that goes back
+        context.chunk, context.in_place = chunk, in_place
         context.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(context: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, temperatures, logprobs, normalizers = context.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        grad_logits_of = _compiled_grad_logits() if context.compiled else _grad_logits
-        for part in _chunks(len(hidden), context.chunk):
-            grad_logits = grad_logits_of(
-                hidden[part],
-                weight,
-                labels[part],
-                temperatures[part].to(grad.dtype),
-                logprobs[part],
-                normalizers[part],
-                grad[part],
+        hidden, narrow, labels, temperatures, logprobs, normalizers, unit = context.saved_tensors
+        if unit is not None:
+            return (unit * grad[:, None]).to(hidden.dtype), None, None, None, None, None
+        if context.weight is None:
+            return None, None, None, None, None, None
+        passes = _passes(hidden.device.type, logprobs.dtype)
+        grad_hidden = torch.empty_like(hidden) if context.needs_input_grad[0] else None
+        grad_weight = _sum_for(context.weight, context.in_place)
+        logits, context.logits = context.logits, None
+        is_there = logits is not None
+        if logits is None:  # a second time through the same graph
+            logits = hidden.new_empty(min(context.chunk, len(hidden)), len(narrow))
+        for part in reversed(_chunks(len(hidden), context.chunk)):
+            values = logits[: len(labels[part])]
+            if not is_there:
+                torch.mm(hidden[part], narrow.t(), out=values)
+            is_there = False
+            gradient = passes.gradient(
+                values, labels[part], temperatures[part], logprobs[part], normalizers[part], grad[part]
             )
-            grad_hidden[part] = grad_logits @ weight
-            grad_weight.addmm_(grad_logits.t(), hidden[part])
-        return grad_hidden, grad_weight, None, None, None, None
+            if grad_hidden is not None:
+                torch.mm(gradient, narrow, out=grad_hidden[part])
+            _add_product(grad_weight, gradient.t(), hidden[part])
+        returned = None if context.in_place else grad_weight.to(context.weight.dtype)
+        return grad_hidden, returned, None, None, None, None
 
 
-def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class _Passes(NamedTuple):
+    """What is computed of a chunk's logits, given labels and temperatures. Logits may be overwritten by the second."""
+
+    score: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """Log-softmax at the label, its normalizer, and the entropy."""
-    logits = _logits(hidden, weight, temperatures)
-    normalizers = logits.logsumexp(-1)
-    chosen = logits.gather(-1, labels[:, None])[:, 0]
-    probabilities = (logits - normalizers[:, None]).exp_()
-    return chosen - normalizers, normalizers, normalizers - torch.linalg.vecdot(probabilities, logits)
+    gradient: Callable[..., Tensor]
+    """The gradient of the logits, given what was scored and the gradient of the logprobs, in the logits' type."""
 
 
-def _grad_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperatures: Tensor,
-    logprobs: Tensor,
-    normalizers: Tensor,
-    grad: Tensor,
+@cache
+def _passes(device: str, dtype: torch.dtype) -> _Passes:
+    if device == "cuda" and dtype == torch.float32 and find_spec("triton") is not None:
+        from headrace.trainer import lm_head_kernels
+
+        return _Passes(lm_head_kernels.score, lm_head_kernels.gradient)
+    return _Passes(_score, _gradient)
+
+
+def _score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scaled = logits / temperatures[:, None]
+    normalizers = scaled.logsumexp(-1)
+    chosen = scaled.gather(-1, labels[:, None])[:, 0]
+    probabilities = (scaled - normalizers[:, None]).exp_()
+    return chosen - normalizers, normalizers, normalizers - torch.linalg.vecdot(probabilities, scaled)
+
+
+def _gradient(
+    logits: Tensor, labels: Tensor, temperatures: Tensor, logprobs: Tensor, normalizers: Tensor, grad: Tensor
 ) -> Tensor:
     """d logprob / d logit = (label - softmax) / temperature, where label is 1 at the label and 0 elsewhere."""
     scale = (grad / temperatures)[:, None]
-    logits = _logits(hidden, weight, temperatures)
-    grad_logits = logits.sub_(normalizers[:, None]).exp_().mul_(-scale).to(weight.dtype)
+    scaled = logits / temperatures[:, None]
+    gradient = scaled.sub_(normalizers[:, None]).exp_().mul_(-scale).to(logits.dtype)
     at_label = scale * -torch.expm1(logprobs)[:, None]
-    return grad_logits.scatter_(-1, labels[:, None], at_label.to(weight.dtype))
+    return gradient.scatter_(-1, labels[:, None], at_label.to(logits.dtype))
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
-    return (hidden @ weight.t()).to(temperatures.dtype).div_(temperatures[:, None])
+def _sum_for(weight: Tensor, in_place: bool) -> Tensor:
+    """Zeros, or what the gradient of the weight has come to so far. At least float32: many small parts add up."""
+    if not in_place:
+        return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a sum that may be of a wider type, and is not rounded to the narrower one then."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _widens(total.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif total.is_cuda:
+        total.add_(torch.mm(left, right, out_dtype=total.dtype))
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 @cache
-def _compiled_score() -> Any:
-    return torch.compile(_score)
-
-
-@cache
-def _compiled_grad_logits() -> Any:
-    return torch.compile(_grad_logits)
+def _widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product of narrow matrices to a float32 one."""
+    if device.type != "cuda":
+        return False
+    narrow, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, narrow, narrow, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
 
 
 def _chunks(length: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, length, size)]
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -10,7 +10,6 @@ compiler it does not pass through autograd.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from typing import Any, Literal, NamedTuple
@@ -20,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention import varlen as _varlen  # noqa: F401 (registers an operator that is named below)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Checkpointing = Literal["full", "selective"]
+Checkpointing = Literal["full", "attention", "selective"]
+"""What is computed again: all of a layer, all but attention, or all but attention and matrix products."""
 
 _aten = torch.ops.aten
 _ATTENTION = {
@@ -37,10 +37,14 @@ OFFLOADED_BYTES = 1 << 20
 
 
 def checkpoint_layers(layers: Iterable[torch.nn.Module], mode: Checkpointing) -> None:
-    """Compute layers again in the backward pass: all of it, or all but attention and every other matrix product."""
-    options = {} if mode == "full" else {"context_fn": _selective_contexts}
+    """Compute layers again in the backward pass, but for what the mode keeps."""
+    options = {
+        "full": {},
+        "attention": {"context_fn": _keeping_attention},
+        "selective": {"context_fn": _keeping_products},
+    }
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward, options)
+        layer.forward = _checkpointed(layer.forward, options[mode])
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -52,18 +56,26 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return wrapped
 
 
-def _selective_contexts() -> Any:
-    """The contexts of a layer's first and second computation; each counts the matrix products anew."""
-    counts: Counter[bool] = Counter()
+def _keeping_attention() -> Any:
+    return create_selective_checkpoint_contexts(_attention_is_kept)  # type: ignore[no-untyped-call]
 
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        keep = operator in _ATTENTION
-        if operator in _MATRIX_PRODUCTS:
-            counts[context.is_recompute] += 1
-            keep = counts[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+def _keeping_products() -> Any:
+    return create_selective_checkpoint_contexts(_products_are_kept)  # type: ignore[no-untyped-call]
+
+
+def _attention_is_kept(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _products_are_kept(_: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    keep = operator in _ATTENTION or (operator in _MATRIX_PRODUCTS and _is_costly(*args[-2:]))
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_costly(left: Tensor, right: Tensor) -> bool:
+    """Whether a product is cheaper to keep than to compute: not so where the inner side is short, as an adapter's."""
+    return 16 * left.shape[1] > right.shape[1]
 
 
 def offload_activations(layers: Iterable[torch.nn.Module], smallest: int = OFFLOADED_BYTES) -> None:

@@ -1,14 +1,16 @@
 """Any Hugging Face causal language model, run on packed rows, on one device or spread over ranks.
 
-Parameters are float32, whatever the files hold: the optimizer's small steps vanish in anything narrower. Compute may
-be bfloat16. Left out on purpose: dropout (a policy must give the logprobs it was sampled with) and models with images
-or sound.
+Parameters that learn are float32, whatever the files hold: the optimizer's small steps vanish in anything narrower.
+Compute may be bfloat16, and then so is the frozen base of an adapter. How much of the layers is computed again in the
+backward pass may be left to a plan (`plan.py`), which is made for the memory that is free when the first row comes.
+Left out on purpose: dropout (a policy must give the logprobs it was sampled with) and models with images or sound.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,14 +27,25 @@ from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import UnsupportedModel, available_kernel
 from headrace.trainer.compiling import compile_layers
+from headrace.trainer.embedding import add_up_in_place
 from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
-from headrace.trainer.memory import Checkpointing, checkpoint_layers, offload_activations
+from headrace.trainer.memory import checkpoint_layers, offload_activations
 from headrace.trainer.model_files import ModelFiles, whole, write_tensors
 from headrace.trainer.parallel import shard
+from headrace.trainer.plan import MOST_TOKENS, Mode, Plan, Sizes, make_plan
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.row import Kernel, Row, make_row
 from headrace.transport.adapter import Adapter, write_adapter, write_config
+
+log = logging.getLogger(__name__)
+
+COMPILED_FROM = 50_000_000
+"""Parameters of the layers from which compiling, about a minute, is worth its time on a GPU."""
+USED_OF_FREE = 0.95
+"""Of a GPU's free memory: what is left over is lost between allocations."""
+ACTIVATIONS_ON_CPU = 1 << 30
+"""Bytes of activations up to which short sequences are joined into one row on a CPU."""
 
 _NOT_COMPUTED_HERE = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
 
@@ -58,20 +71,28 @@ class PackedModel:
         *,
         dtype: torch.dtype = torch.float32,
         attention: Kernel = "auto",
-        activation_checkpointing: Checkpointing | Literal[False] = False,
+        activation_checkpointing: Mode | Literal["auto"] = False,
         activation_offload: bool = False,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         lm_head_fp32: bool = False,
+        lm_head_chunk: int = 4096,
+        memory: int | None = None,
+        longest: int = MOST_TOKENS,
         trust_remote_code: bool = False,
         load: bool = True,
         lora: Mapping[str, Any] | None = None,
     ) -> None:
+        """`memory` is what a step may take of a GPU, bytes, parameters and all; None: what is free.
+
+        `longest` is the most tokens of a sequence.
+        """
         self.directory = directory
         self.ranks = ranks = ranks or Ranks()
         self.device = ranks.device
         self.dtype = dtype
         self.files = ModelFiles(directory)
-        self.module = _make(directory, trust_remote_code, load)
+        base_dtype = dtype if lora is not None and ranks.size == 1 else torch.float32
+        self.module = _make(directory, trust_remote_code, load, base_dtype)
         if ranks.size == 1:
             self.module.to(self.device)  # else each layer goes there when it is sharded: no device may hold them all
         if load:
@@ -80,18 +101,38 @@ class PackedModel:
             self.module.set_attn_implementation(PACKED)
         self.kernel = available_kernel(attention, self.device, dtype, _head_dim(self.module.config))
         self.adapter = None if lora is None else add_lora(self.module, **lora, base=str(directory))
+        if base_dtype != torch.float32:  # the stream between layers is float32 all the same
+            self.module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
         self.module.train()
-        layers = list(_layers(self.module))
-        if activation_checkpointing:
-            checkpoint_layers(layers, activation_checkpointing)
-        if compile:
-            compile_layers(layers)
-        if activation_offload:
-            offload_activations(layers)
-        self._scorer = _Scorer(self.module, dtype, lm_head_fp32, compile)
+        self._layers = list(_layers(self.module))
+        self._state = sum(p.nbytes + (12 * p.numel() if p.requires_grad else 0) for p in self.module.parameters())
+        self._recomputed: Mode | Literal["auto"] = activation_checkpointing
+        self._offloads, self._chunk, self._memory, self._longest = activation_offload, lm_head_chunk, memory, longest
+        self._compiled = self._compiles(compile)
+        if ranks.size == 1:
+            add_up_in_place(self.module.get_input_embeddings())
+        self._scorer = _Scorer(self.module, dtype, lm_head_fp32, in_place=ranks.size == 1)
         self._autocast = dtype == torch.bfloat16 and ranks.size == 1  # sharded parameters arrive in the compute type
         if ranks.size > 1:
-            shard(layers, self._scorer, ranks.mesh(), dtype)
+            _ = self.plan  # what wraps the layers comes before what shards them
+            shard(self._layers, self._scorer, ranks.mesh(), dtype)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What is kept and what is computed again. Made, and applied to the layers, when it is first asked for."""
+        plan = self._planned()
+        for mode in set(plan.modes):
+            if mode:
+                pairs = zip(self._layers, plan.modes, strict=False)
+                checkpoint_layers([layer for layer, each in pairs if each == mode], mode)
+        if self._compiled:
+            compile_layers(self._layers)
+        if self._offloads:
+            offload_activations(self._layers)
+        self._scorer.keeps_logits = plan.keeps_logits
+        if self.device.type == "cuda":
+            log.info("%s", plan)
+        return plan
 
     def row(self, sequences: list[np.ndarray]) -> Row:
         """Sequences laid out as this model computes them."""
@@ -101,6 +142,7 @@ class PackedModel:
         self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
     ) -> Scores:
         """Logprob and entropy of `labels`, each read off the place of the row that predicts it."""
+        _ = self.plan
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             return self._scorer(row, predictors, labels, temperatures, chunk)  # type: ignore[no-any-return]
 
@@ -117,17 +159,7 @@ class PackedModel:
     @property
     def cost(self) -> Cost:
         """What its sequences cost to train on, for balancing."""
-        config = self.module.config
-        heads = config.num_attention_heads
-        return cost_of_model(
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=_head_dim(config),
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-        )
+        return cost_of_model(**_sizes(self.module.config))
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -168,6 +200,34 @@ class PackedModel:
         finished = partial(merged_parameters, scaling=1.0 if self.adapter is None else self.adapter.scaling)
         write_tensors(directory, self.module, self.tensors(), dtype, self.ranks, finished)
 
+    def _compiles(self, choice: bool | Literal["auto"]) -> bool:
+        if choice != "auto":
+            return choice
+        size = sum(parameter.numel() for layer in self._layers for parameter in layer.parameters())
+        return self.device.type == "cuda" and size >= COMPILED_FROM
+
+    def _planned(self) -> Plan:
+        """On a CPU, where memory is no concern, nothing is computed again unless it was asked for."""
+        config, choice = self.module.config, self._recomputed
+        if self.device.type != "cuda":
+            bytes_per_token = 34 * 4 * config.num_hidden_layers * config.hidden_size  # a rough count
+            tokens = max(self._longest, min(MOST_TOKENS, ACTIVATIONS_ON_CPU // bytes_per_token))
+            return Plan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
+        sizes = Sizes(**_sizes(config), compute_bytes=self.dtype.itemsize, is_compiled=self._compiled)
+        limit = self._memory
+        if limit is None:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            limit = int(USED_OF_FREE * (free + torch.cuda.memory_reserved(self.device)))
+        limit = -self.ranks.most(-limit)
+        state = self._state // self.ranks.size
+        learns = self.module.get_output_embeddings().weight.requires_grad
+        plan = make_plan(
+            sizes, limit, state=state, chunk=self._chunk, longest=self._longest, mode=choice, head_learns=learns
+        )
+        if plan.bytes > limit:
+            log.warning("a step may not fit the %.1f GiB that it may take: %s", limit / 2**30, plan)
+        return plan
+
     def _check_packing(self) -> None:
         """Sequences with a common start, packed, must give the logits that the model itself gives for each alone."""
         sequences = [np.array([1, 2, 3, 4, 5, 6, 7]), np.array([1, 2, 3, 4, 5, 9]), np.array([8, 2])]
@@ -183,7 +243,8 @@ class PackedModel:
             packed = hidden_states(self.module, row) @ self.module.get_output_embeddings().weight.t()
         for expected, places in zip(own, row.places, strict=True):
             error = (packed[places] - expected).abs().max()
-            if not error <= 1e-3 * expected.abs().max() + 1e-6:
+            tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
+            if not error <= tolerance * expected.abs().max() + 1e-6:
                 raise UnsupportedModel(
                     f"{self.directory}: {type(self.module).__name__} gives other logits for packed sequences than for "
                     f"each alone (by up to {error:.1g}): its layers or its head do more than causal "
@@ -201,11 +262,12 @@ class Scores(NamedTuple):
 class _Scorer(torch.nn.Module):
     """The model and its loss head as one module, since parameters are whole only inside a module's forward pass."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, fp32: bool, compiled: bool) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, fp32: bool, in_place: bool) -> None:
         super().__init__()
         self.model = model
         self._dtype = dtype
-        self._fp32, self._compiled = fp32, compiled
+        self._fp32, self._in_place = fp32, in_place
+        self.keeps_logits = False
 
     def forward(
         self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
@@ -217,9 +279,9 @@ class _Scorer(torch.nn.Module):
             head,
             labels,
             temperatures,
-            chunk,
+            max(1, len(labels)) if self.keeps_logits and torch.is_grad_enabled() else chunk,
             fp32=self._fp32,
-            compiled=self._compiled,
+            in_place=self._in_place and head.requires_grad,
         )
         return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum())
 
@@ -236,13 +298,26 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def _sizes(config: Any) -> dict[str, int]:
+    heads = config.num_attention_heads
+    return {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": _head_dim(config),
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+
+
 def _layers(model: Any) -> Iterable[Any]:
     """The decoder's layers: the first list of as many modules as it says it has layers."""
     lists = (part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList))
     return next((part for part in lists if len(part) == model.config.num_hidden_layers), ())
 
 
-def _make(directory: Path, trust_remote_code: bool, load: bool) -> Any:
+def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dtype) -> Any:
     """The module on the CPU, without dropout; with the directory's tensors, or with whatever is in memory."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -251,7 +326,7 @@ def _make(directory: Path, trust_remote_code: bool, load: bool) -> Any:
         module, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
-            dtype=torch.float32,
+            dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
@@ -259,7 +334,7 @@ def _make(directory: Path, trust_remote_code: bool, load: bool) -> Any:
             raise UnsupportedModel(f"{directory} lacks the tensors {', '.join(sorted(report['missing_keys']))}")
     else:
         with no_init_weights():
-            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         module.tie_weights()
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):

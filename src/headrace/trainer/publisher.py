@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from pathlib import Path
-from typing import Literal
 
+import torch
+
+from headrace.inference.weights.carriers import Wanted
 from headrace.rollout.version import Version
 from headrace.trainer.learner import Learner, ResumeError
 from headrace.trainer.model import PackedModel
 from headrace.trainer.model_files import whole_layers
-from headrace.trainer.weights_link import Snapshot, WeightsSender, take_snapshot
+from headrace.trainer.snapshot import Snapshot, size_of, take_snapshot
+from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import WeightStore
 
@@ -22,7 +25,8 @@ class Publisher:
     """Every rank has one, and all must call it alike.
 
     `host` and `port` are where engines reach the first rank over the link; without a host there are only files. An
-    adapter is always a file: it is small.
+    adapter is always a file: it is small. `shared`: engines are on this GPU, and the memory that versions are laid out
+    in for them is taken at once, so that the plan of a step, which is made later, is for what is left.
     """
 
     def __init__(
@@ -32,7 +36,8 @@ class Publisher:
         *,
         host: str | None = None,
         port: int = 0,
-        carrier: Literal["auto", "stream", "nccl"] = "auto",
+        carrier: Wanted = "auto",
+        shared: bool = False,
     ) -> None:
         self._weights = weights
         self._model = model
@@ -43,6 +48,8 @@ class Publisher:
         self._sender: WeightsSender | None = None
         if host is not None and self._first:
             self._sender = WeightsSender(host, port, device=model.device, carrier=carrier)
+            if shared or carrier == "ipc":
+                self._sender.share(self._size())
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Make the model's weights visible as `version`; `lasting`: so that they can be had without this process."""
@@ -73,8 +80,15 @@ class Publisher:
         if self._sender is None:
             deque(tensors, maxlen=0)  # takes part in making them whole
             return
-        snapshot = take_snapshot(tensors)
+        snapshot = take_snapshot(tensors, row=self._sender.vacant_row(self._size))
         self._weights.publish(version, lambda draft: self._write(draft, version, snapshot))
+
+    def _size(self) -> int:
+        """Bytes of a version, of which only the outlines are looked at."""
+        model = self._model
+        outlines = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in model.tensors().items()}
+        layers = whole_layers(model.module, outlines, model.dtype, keeper=0)
+        return size_of(tensor for layer in layers for tensor in layer.values())
 
     def _write(self, draft: Path, version: Version, snapshot: Snapshot) -> None:
         assert self._sender is not None

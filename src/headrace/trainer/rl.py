@@ -3,6 +3,7 @@
 Batch n trains version n-1 and makes version n. After a restart, steps since the checkpoint are trained again under a
 higher incarnation, and the loaded version is published first, so that the engine follows. Left out on purpose: waiting
 until the engine has taken a version before making the next; the orchestrator bounds how far batches run ahead of it.
+Where engines are on the same device, what computes is a turn that they give it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 from functools import partial
+from typing import Literal
 
-from headrace.config.trainer import TrainerConfig
+from headrace.config.trainer import TrainerConfig, WeightsConfig
 from headrace.observe.metrics import MetricsLog, spread
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
@@ -23,14 +25,25 @@ from headrace.trainer.probe import write_probe
 from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.trainer.token_table import write_token_table
+from headrace.trainer.turn import TrainerTurn
 from headrace.transport.acknowledgements import Acknowledgements
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
 
-def train(config: TrainerConfig, *, resume: str | None = None, stopped: threading.Event, status: Status) -> None:
-    """Train to `max_steps`, or until `stopped`. `resume` is a checkpoint, or "latest" for the newest, if any."""
+def train(
+    config: TrainerConfig,
+    *,
+    resume: str | None = None,
+    stopped: threading.Event,
+    status: Status,
+    sharing: Literal["alternate", "overlap"] | None = None,
+) -> None:
+    """Train to `max_steps`, or until `stopped`. `resume` is a checkpoint, or "latest" for the newest, if any.
+
+    `sharing`: the run's engines are on this device, too; with `alternate` they wait while it computes.
+    """
     if config.output_dir is None:
         raise ValueError("output_dir must be set to train")
     run = RunDir(config.output_dir)
@@ -40,12 +53,15 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
     publisher = Publisher(
         run.weights,
         learner.model,
-        host=weights.host if weights.transport == "link" else None,
+        host=weights.host if is_linked(weights, learner, shared=sharing is not None) else None,
         port=weights.port,
         carrier=weights.carrier,
+        shared=sharing is not None,
     )
     acknowledgements = Acknowledgements(run.weights, weights.ack_timeout or None)
     enter_incarnation(learner, run, publisher, resuming=resume is not None)
+    takes_turns = sharing == "alternate"
+    turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
@@ -55,30 +71,33 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
         batch = run.batches.read(step)
         watch.lap("time/wait_for_batch")
 
-        status.set(f"training step {step}")
         lr = learner.learning_rate
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
         traced = config.token_export.includes(step)
-        result = learner.learn(samples, envs=envs, traced=traced, stopped=stopped.is_set)
-        if result is None:
-            break
-        watch.lap("time/forward_backward")
-        if config.probe_tokens:  # before the new weights are out: who loads them finds it
-            write_probe(
-                run.probes,
-                learner.version,
-                batch,
-                learner.model,
-                tokens=config.probe_tokens,
-                seq_len=learner.seq_len,
-                chunk=config.lm_head_chunk,
-            )
-            watch.lap("time/probe")
-
-        if step < learner.max_steps:
-            publisher.publish(learner.version)
-            publisher.retire(config.keep_weights)
-            watch.lap("time/publish")
+        learn = partial(learner.learn, samples, envs=envs, traced=traced, stopped=stopped.is_set)
+        with turn.taken(stopped.is_set) as is_ours:
+            if takes_turns:
+                watch.lap("time/wait_for_turn")
+            status.set(f"training step {step}")
+            result = turn.compute(learn, learner.optimizer.discard, stopped.is_set) if is_ours else None
+            if result is None:
+                break
+            watch.lap("time/forward_backward")
+            if config.probe_tokens:  # before the new weights are out: who loads them finds it
+                write_probe(
+                    run.probes,
+                    learner.version,
+                    batch,
+                    learner.model,
+                    tokens=config.probe_tokens,
+                    seq_len=learner.seq_len,
+                    chunk=config.lm_head_chunk,
+                )
+                watch.lap("time/probe")
+            if step < learner.max_steps:
+                publisher.publish(learner.version)
+                publisher.retire(config.keep_weights)
+                watch.lap("time/publish")
         if result.trace is not None:
             write_token_table(run.tokens.path(step), result.trace, batch, learner.ranks)
             watch.lap("time/token_export")
@@ -105,6 +124,13 @@ def train(config: TrainerConfig, *, resume: str | None = None, stopped: threadin
         status.set("saving the final model")
         learner.save_final_model(run.final_model)
     publisher.close()
+
+
+def is_linked(weights: WeightsConfig, learner: Learner, *, shared: bool) -> bool:
+    """Whether versions leave from memory: where nobody says, on a GPU that has the engines, too."""
+    if weights.transport == "auto":
+        return shared and learner.model.device.type == "cuda"
+    return weights.transport == "link"
 
 
 def losses(config: TrainerConfig) -> dict[str, Loss]:

@@ -19,6 +19,8 @@ import torch
 
 Kernel = Literal["sdpa", "auto", "cudnn", "flash", "varlen"]
 """What computes attention: `sdpa` reads blocks, the others read runs."""
+CUDNN_STEP = 512
+"""A row that cuDNN may read is padded to a multiple: it takes about 0.1 s to plan for a length it has not seen."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Row:
     position_ids: torch.Tensor
     layout: Layout
     places: list[np.ndarray]
-    """For each sequence, where its tokens are in the row."""
+    """For each sequence, where its tokens are in the row. What is in no sequence is padding."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,14 @@ def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel =
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence)))
         size, previous = size + own, sequence
+    padding = -size % CUDNN_STEP if kernel in ("auto", "cudnn") and len(asking) == 1 else 0
+    if padding:  # more of the one sequence, which none of it sees
+        asking = [_Span(np.arange(size + padding), 0)]
+        tokens.append(np.zeros(padding, np.int64))
+        positions.append(np.full(padding, size - 1))
     return Row(
-        torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None].to(device),
-        torch.from_numpy(np.concatenate(positions))[None].to(device),
+        on_device(np.concatenate(tokens).astype(np.int64), device)[None],
+        on_device(np.concatenate(positions), device)[None],
         Layout(
             kernel,
             max(map(len, places)),
@@ -141,6 +148,12 @@ def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel =
         ),
         places,
     )
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on a GPU is queued there behind what it is doing, and not waited for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
@@ -151,21 +164,18 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 def _runs(spans: list[_Span], device: torch.device) -> Runs:
     def starts(lengths: list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+        return on_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
 
     own = [span.own for span in spans]
     query_starts = starts(own)
     if not any(span.shared for span in spans):
         return Runs(None, query_starts, query_starts, max(own), max(own))
-    keys = torch.from_numpy(np.concatenate([span.places for span in spans])).to(device)
+    keys = on_device(np.concatenate([span.places for span in spans]), device)
     lengths = [span.length for span in spans]
     return Runs(keys, query_starts, starts(lengths), max(own), max(lengths))
 
 
 def _blocks(spans: list[_Span], size: int, device: torch.device) -> Blocks:
-    def on_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
     whole = [span for span in spans if 2 * span.own > span.length]
     tails = [span for span in spans if 2 * span.own <= span.length]
     outputs = np.zeros(size, np.int64)
@@ -175,7 +185,7 @@ def _blocks(spans: list[_Span], size: int, device: torch.device) -> Blocks:
         keys = _padded([span.places for span in similar])
         _answer(outputs, similar, counted, keys.shape[1], [span.shared for span in similar])
         counted += keys.size
-        index = on_device(keys)
+        index = on_device(keys, device)
         blocks.append(Block(index, index, None))
     for similar in (b for a in _similar(tails, lambda span: span.length) for b in _similar(a, lambda span: span.own)):
         keys = _padded([span.places for span in similar])
@@ -183,8 +193,8 @@ def _blocks(spans: list[_Span], size: int, device: torch.device) -> Blocks:
         _answer(outputs, similar, counted, queries.shape[1], [0] * len(similar))
         counted += queries.size
         starts = np.array([span.shared for span in similar])
-        blocks.append(Block(on_device(queries), on_device(keys), on_device(starts)))
-    return Blocks(blocks, on_device(outputs))
+        blocks.append(Block(on_device(queries, device), on_device(keys, device), on_device(starts, device)))
+    return Blocks(blocks, on_device(outputs, device))
 
 
 def _answer(outputs: np.ndarray, spans: list[_Span], start: int, width: int, skipped: list[int]) -> None:

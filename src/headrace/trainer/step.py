@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.errors import Failure
 from headrace.rollout.packing import Bin
 from headrace.trainer.loss import Loss, Metrics
 from headrace.trainer.model import PackedModel, Scores
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.row import on_device
 from headrace.trainer.tokens import COMPONENTS, MicroBatch, StepTokens, TokenTrace
 
 MICRO_BATCH_TOKENS = 16384
@@ -47,8 +49,9 @@ class TrainStep:
         losses: dict[str, Loss],
         *,
         lm_head_chunk: int,
-        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        micro_batch_tokens: int | None = MICRO_BATCH_TOKENS,
     ) -> None:
+        """`micro_batch_tokens` None: as many as the model's plan is made for."""
         self.model = model
         self.optimizer = optimizer
         self.losses = losses
@@ -70,7 +73,7 @@ class TrainStep:
         `envs` names the environment of each sample that was packed. `traced` keeps what decides each token's gradient.
         """
         tokens = StepTokens(bins)
-        groups = tokens.cut(self.micro_batch_tokens)
+        groups = tokens.cut(self.micro_batch_tokens or self.model.plan.row_tokens)
         counts = dict(
             zip(COMPONENTS, self.ranks.sum([tokens.count(component) for component in COMPONENTS]), strict=True)
         )
@@ -88,7 +91,17 @@ class TrainStep:
             loss.backward()  # type: ignore[no-untyped-call]
             computed += batch.row.token_ids.shape[1]
         trained, computed = self.ranks.sum([tokens.real, computed])
-        return StepResult(sums.means(self.ranks), self.optimizer.step(lr), trained, computed, trace)
+        return StepResult(sums.means(self.ranks), self._update(lr), trained, computed, trace)
+
+    def _update(self, lr: float) -> float:
+        """Change the parameters; the norm of the gradient. What runs out of memory here cannot be tried again."""
+        try:
+            return self.optimizer.step(lr)
+        except torch.OutOfMemoryError as error:
+            raise Failure(
+                f"the optimizer ran out of memory, and some parameters may have changed already: {error}. Keep its "
+                "state in CPU memory (trainer.optim.offload_state), or leave it more room (inference.kv_cache_gb)"
+            ) from error
 
     def _loss(
         self,
@@ -101,7 +114,7 @@ class TrainStep:
     ) -> Tensor:
         """A micro-batch's share of the step's loss."""
         logprobs, entropy, total = self._score(tokens, batch)
-        sums.add({"entropy": (entropy.sum(), torch.tensor(len(entropy)))})
+        sums.add({"entropy": (entropy.sum(), torch.full((), len(entropy), device=entropy.device))})
         for env, inside in by_env.items():
             sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})
         masked: dict[str, Tensor | None] = {}
@@ -126,8 +139,8 @@ class TrainStep:
     def _score(self, tokens: StepTokens, batch: MicroBatch) -> Scores:
         """Logprob and entropy of each scored token, and the zero that the loss starts from."""
         device = self.model.device
-        labels = torch.from_numpy(tokens.token_ids[batch.scored].astype(np.int64)).to(device)
-        temperatures = torch.from_numpy(tokens.temperatures[batch.scored]).to(device)
+        labels = on_device(tokens.token_ids[batch.scored].astype(np.int64), device)
+        temperatures = on_device(tokens.temperatures[batch.scored], device)
         return self.model.score(batch.row, batch.predictors, labels, temperatures, self.lm_head_chunk)
 
 
@@ -137,7 +150,7 @@ def _members_by_env(tokens: StepTokens, batch: MicroBatch, envs: Sequence[str]) 
     if len(names) < 2:
         return {}
     numbers = np.array([names.index(env) for env in envs])[tokens.samples_of(batch.scored)]
-    return {name: torch.from_numpy(numbers == number).to(batch.predictors.device) for number, name in enumerate(names)}
+    return {name: on_device(numbers == number, batch.predictors.device) for number, name in enumerate(names)}
 
 
 class _Sums:

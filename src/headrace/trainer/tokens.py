@@ -13,7 +13,7 @@ import torch
 
 from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS, Bin
 from headrace.trainer.loss import MISSING_REFERENCE, PackedInputs
-from headrace.trainer.row import Kernel, Row, make_row
+from headrace.trainer.row import Kernel, Row, make_row, on_device
 
 COMPONENTS = ("rl", "ce", "ref_kl")
 
@@ -79,7 +79,7 @@ class StepTokens:
         """The component's view of a micro-batch's scored tokens."""
 
         def at(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values[batch.scored]).to(logprobs.device)
+            return on_device(values[batch.scored], logprobs.device)
 
         weights = self.streams.get(f"{component}_weights")
         reference = self.streams.get("ref_logprobs")
@@ -133,7 +133,7 @@ class StepTokens:
         predictors = np.concatenate([places[targets - 1] for places, targets in zip(row.places, scored, strict=True)])
         flat = np.concatenate([self.starts[index] + targets for index, targets in zip(group, scored, strict=True)])
         sequences = np.repeat(np.arange(len(group)), [len(targets) for targets in scored])
-        return MicroBatch(row, torch.from_numpy(predictors).to(device), flat, torch.from_numpy(sequences).to(device))
+        return MicroBatch(row, on_device(predictors, device), flat, on_device(sequences, device))
 
 
 class TokenTrace:

@@ -4,8 +4,11 @@ What is published is copied once, into the memory of the first rank's host, so t
 it, each over a connection and on a thread of its own. An engine that dies, hangs or lies costs its connection, and
 training nothing. A version is served for as long as its directory is there: who reads the one can have the other.
 
-Left out on purpose: one transfer for all engines at once, which would make each wait for the slowest; and memory that
-trainer and engine share on one GPU, where the bytes go through the host.
+An engine on the GPU that the trainer is on gets no bytes: versions are laid out in memory that it can open, and it is
+lent the newest until it says that it is done. What was laid out before has gone to the host meanwhile. That memory is
+taken when somebody knows of such engines (`share`), or once one has asked.
+
+Left out on purpose: one transfer for all engines at once, which would make each wait for the slowest.
 """
 
 from __future__ import annotations
@@ -17,119 +20,34 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from headrace.cuda_driver import DriverError
 from headrace.errors import BadInput, Failure
-from headrace.inference.weights.nccl import AHEAD, NcclPair, gpu_identity, new_group_id
-from headrace.inference.weights.tensor_bytes import bytes_of, digest
+from headrace.inference.weights.carriers import NoCarrier, Wanted, choose, this_end
+from headrace.inference.weights.nccl import AHEAD, NcclPair, new_group_id
 from headrace.rollout.version import Version
-from headrace.transport.weights_link import (
-    ALIGNMENT,
-    MANIFEST,
-    PATIENCE,
-    Answer,
-    Ask,
-    Connection,
-    Manifest,
-    TensorPlace,
-)
+from headrace.trainer.shared_row import SharedRow
+from headrace.trainer.snapshot import Snapshot
+from headrace.transport.weights_link import MANIFEST, PATIENCE, Answer, Ask, Connection, Done, Manifest
 
 log = logging.getLogger(__name__)
 
-BUCKET_SIZE = 1 << 26
-"""Bytes that travel at once. A power of two, since torch rounds pinned memory up to one."""
 RETRY = 1.0
 """Seconds of rest when the system cannot take another connection."""
-
-
-class Snapshot(NamedTuple):
-    """The tensors of one version, as a row of bytes in the memory of this host."""
-
-    places: list[TensorPlace]
-    buckets: list[Tensor]
-    digests: list[int]
-
-
-def take_snapshot(tensors: Iterable[tuple[str, Tensor]], bucket_size: int = BUCKET_SIZE) -> Snapshot:
-    """Copy tensors, one after the other, as they are: whole, and in the type that engines want."""
-    places = []
-    row: _Row | None = None
-    for name, tensor in tensors:
-        row = row or _Row(bucket_size, tensor.device)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        places.append(TensorPlace(name, dtype, list(tensor.shape), row.size))
-        row.append(bytes_of(tensor))
-    if row is None:
-        raise ValueError("there are no tensors to publish")
-    buckets, digests = row.finish()
-    return Snapshot(places, buckets, digests)
-
-
-class _Row:
-    """A row of bytes that grows, bucket by bucket. A bucket is filled where the tensors are, then kept on the host."""
-
-    def __init__(self, bucket_size: int, device: torch.device) -> None:
-        self.size = 0
-        self._bucket_size = bucket_size
-        self._device = device
-        self._open: Tensor | None = None
-        self._used = 0
-        self._buckets: list[Tensor] = []
-        self._digests: list[Tensor] = []
-
-    def append(self, content: Tensor) -> None:
-        """Add bytes, and zeros up to the next place where a tensor may begin."""
-        padding = -len(content) % ALIGNMENT
-        self.size += len(content) + padding
-        while len(content):
-            room = self._room()
-            piece = content[: len(room)]
-            room[: len(piece)].copy_(piece)
-            self._advance(len(piece))
-            content = content[len(piece) :]
-        if padding:
-            self._room()[:padding].zero_()
-            self._advance(padding)
-
-    def finish(self) -> tuple[list[Tensor], list[int]]:
-        if self._open is not None:
-            self._seal(self._open[: self._used])
-        digests: list[int] = torch.stack(self._digests).tolist()  # waits until the last copy to the host is done
-        return self._buckets, digests
-
-    def _room(self) -> Tensor:
-        """What is left of the bucket that is being filled."""
-        if self._open is None:
-            self._open, self._used = torch.empty(self._bucket_size, dtype=torch.uint8, device=self._device), 0
-        return self._open[self._used :]
-
-    def _advance(self, count: int) -> None:
-        self._used += count
-        if self._open is not None and self._used == self._bucket_size:
-            self._seal(self._open)
-
-    def _seal(self, full: Tensor) -> None:
-        if self._device.type == "cuda":
-            kept = torch.empty(len(full), dtype=torch.uint8, pin_memory=True)
-            kept.copy_(full, non_blocking=True)
-        else:
-            kept = full
-        self._buckets.append(kept)
-        self._digests.append(digest(full))
-        self._open = None
 
 
 class WeightsSender:
     """Listens for engines, and serves the versions on offer. Only the first rank has one.
 
-    `device` is where NCCL may send from. `carrier` is `auto` for NCCL between different GPUs and a plain stream
-    otherwise, or the name of one of the two.
+    `device` is where the model is. `carrier` is `auto` for shared memory on one GPU, NCCL between different ones and a
+    plain stream otherwise, or the name of one of the three.
     """
 
     def __init__(
@@ -138,12 +56,15 @@ class WeightsSender:
         port: int = 0,
         *,
         device: torch.device | None = None,
-        carrier: Literal["auto", "stream", "nccl"] = "auto",
+        carrier: Wanted = "auto",
         patience: float = PATIENCE,
     ) -> None:
         self._device = device or torch.device("cpu")
-        self._gpu = gpu_identity(self._device)
+        self._end = this_end(self._device)
         self._carrier = carrier
+        self._is_shared = carrier == "ipc"
+        """Whether an engine has its weights on the same GPU, as far as is known."""
+        self._row: SharedRow | None = None
         self._patience = patience
         self._offers: dict[Version, Snapshot] = {}
         self._connections: set[Connection] = set()
@@ -154,6 +75,29 @@ class WeightsSender:
         self._host = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self._port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="weights-link", daemon=True).start()
+
+    def share(self, size: int) -> None:
+        """Take memory for versions of that size now, before anybody plans with what is free: engines are on this GPU.
+
+        Without effect where memory cannot be shared, or is not to be.
+        """
+        if self._row is not None or self._carrier not in ("auto", "ipc") or "ipc" not in self._end.carriers:
+            return
+        try:
+            self._row = SharedRow(size, self._device)
+        except DriverError as error:
+            log.warning("engines on this GPU get their weights through the host: %s", error)
+            others = [carrier for carrier in self._end.carriers if carrier != "ipc"]
+            self._end = msgspec.structs.replace(self._end, carriers=others)
+
+    def vacant_row(self, size: Callable[[], int]) -> SharedRow | None:
+        """Where the next version, of that size, is to be laid out for engines on this GPU; None if nowhere."""
+        if self._row is None and self._is_shared and "ipc" in self._end.carriers:
+            self.share(size())
+        if self._row is not None and not self._row.vacate():
+            log.warning("an engine still reads the last version: this one goes through the host")
+            return None
+        return self._row
 
     def offer(self, version: Version, snapshot: Snapshot, directory: Path) -> None:
         """Serve a version from now on, and write what leads to it into the directory that is to be published."""
@@ -177,7 +121,7 @@ class WeightsSender:
             self._offers = {version: snapshot for version, snapshot in self._offers.items() if version in versions}
 
     def close(self) -> None:
-        """Cut all connections."""
+        """Cut all connections. Memory that engines can open stays while this process lasts: they may be reading it."""
         with self._lock:
             self._closed = True
             for connection in self._connections:
@@ -233,11 +177,12 @@ class WeightsSender:
             return Answer(problem="another trainer listens there now than the one that published it"), None
         if snapshot is None:
             return Answer(problem=f"the trainer has no such version any more; it has {offered or 'none'}"), None
-        if self._carrier == "nccl" and (self._gpu is None or ask.gpu is None):
-            where = "the trainer" if self._gpu is None else "the engine"
-            return Answer(problem=f"NCCL is asked for by configuration, and {where} has no GPU that it can use"), None
-        alone = self._gpu is None or ask.gpu is None or (self._carrier == "auto" and self._gpu == ask.gpu)
-        return Answer("stream" if alone or self._carrier == "stream" else "nccl"), snapshot
+        try:
+            carrier = choose(self._carrier, self._end, ask.engine)
+        except NoCarrier as error:
+            return Answer(problem=str(error)), None
+        self._is_shared = self._is_shared or carrier == "ipc"
+        return Answer(carrier), snapshot
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -258,11 +203,20 @@ class _Line:
         self._pair: NcclPair | None = None
 
     def send(self, version: Version, answer: Answer, snapshot: Snapshot | None) -> None:
+        if snapshot is not None and answer.carrier == "ipc":
+            with snapshot.lent() as memory:
+                if memory is not None:
+                    answer.memory = memory
+                    self._connection.send(answer)
+                    self._wait_until_done()
+                    return
+            answer.carrier = "stream"  # there was no row when it was published, or another version is there by now
         if answer.carrier == "nccl" and self._pair is None:
             answer.group = new_group_id().hex()
         self._connection.send(answer)
         if snapshot is None:
             return
+        snapshot.wait()
         if answer.carrier == "stream":
             for what, bucket in _named(snapshot, version):
                 self._connection.send_bytes(bucket.numpy().data, what)
@@ -270,6 +224,11 @@ class _Line:
         if self._pair is None:
             self._pair = NcclPair(bytes.fromhex(answer.group), 0, self._device, self._connection.check)
         self._send_by(self._pair, snapshot, version)
+
+    def _wait_until_done(self) -> None:
+        """However long that takes: where the engine is gone instead, it no longer reads either."""
+        if self._connection.wait_for_message():
+            self._connection.receive(Done, "that it is done")
 
     def _send_by(self, pair: NcclPair, snapshot: Snapshot, version: Version) -> None:
         staging = [torch.empty_like(snapshot.buckets[0], device=self._device) for _ in range(AHEAD)]

@@ -3,7 +3,7 @@
 A version that travels over the link is published like any other, but its directory has a manifest in place of tensor
 files: who has the tensors, where each lies in one long row of bytes, and a digest of every bucket of that row. An
 engine connects, asks for the version, and gets an answer and the buckets: down the same connection, or between GPUs by
-NCCL.
+NCCL. On the GPU that the trainer is on it gets a handle of memory that has them all, and says when it is done with it.
 
 Messages are JSON after four bytes of length. Every wait is bounded by the patience of its side, counted anew for each
 chunk of a few megabytes, and fails with a sentence that says who waited for what from whom.
@@ -26,6 +26,7 @@ from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
 
 T = TypeVar("T", bound=msgspec.Struct)
+Carrier = Literal["stream", "nccl", "ipc"]
 
 MANIFEST = "tensors.json"
 PATIENCE = 60.0
@@ -76,13 +77,24 @@ class Manifest(msgspec.Struct):
         return [(start, min(start + self.bucket_size, self.size)) for start in starts]
 
 
+class End(msgspec.Struct, frozen=True):
+    """What one end of the link is, for choosing how versions travel."""
+
+    process: str = ""
+    """Tells it from every other process on the same GPU."""
+    gpu: str | None = None
+    """Tells the GPU that its weights are on from all others, if they are on one."""
+    carriers: list[Carrier] = msgspec.field(default_factory=lambda: ["stream"])
+    """What it can carry by."""
+
+
 class Ask(msgspec.Struct):
-    """An engine wants a version. `gpu` is the identity of the GPU that it is to go to, if it is one."""
+    """An engine wants a version."""
 
     sender: str
     incarnation: int
     step: int
-    gpu: str | None = None
+    engine: End = End()
     schema: int = SCHEMA
 
     @property
@@ -93,10 +105,19 @@ class Ask(msgspec.Struct):
 class Answer(msgspec.Struct):
     """The buckets follow, by this carrier; or there is a problem, and nothing follows."""
 
-    carrier: Literal["stream", "nccl"] = "stream"
+    carrier: Carrier = "stream"
     group: str = ""
     """What NCCL needs to make the group of the two, in hexadecimal; empty if they have one already."""
+    memory: str = ""
+    """What opens the memory that has all buckets, one after the other, in hexadecimal. It stays as it is until the
+    engine says that it is done, or is gone."""
     problem: str = ""
+    schema: int = SCHEMA
+
+
+class Done(msgspec.Struct):
+    """An engine no longer has the memory open that it was told of."""
+
     schema: int = SCHEMA
 
 

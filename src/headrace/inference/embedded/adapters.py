@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.inference.backend import EngineError, NotServed
-from headrace.inference.embedded.batch import Batch
+from headrace.inference.embedded.scheduler import Chunk
 from headrace.inference.weights.errors import WeightsError
 from headrace.transport.adapter import AdapterError, Matrices, read_adapter
 
@@ -92,18 +92,18 @@ class Adapters:
         self.get(name)
         del self._loaded[name]
 
-    def prepare(self, batch: Batch) -> None:
-        """The next forward is for this batch."""
+    def prepare(self, chunks: Sequence[Chunk], ids: Tensor) -> None:
+        """The next forward is for these chunks; `ids` are their tokens."""
         rows: dict[LoadedAdapter, list[int]] = {}
         row = 0
-        for request, start, end, _ in batch.chunks:
+        for request, start, end, _ in chunks:
             if request.adapter is not None:
                 rows.setdefault(request.adapter, []).extend(range(row, row + end - start))
             row += end - start
-        if rows and len(batch.ids) > row:  # a token that is there twice
+        if rows and len(ids) > row:  # a token that is there twice
             rows = {adapter: [*own, row] for adapter, own in rows.items()}
-        self._tokens = len(batch.ids)
-        self._rows = [(adapter, torch.tensor(own, device=batch.ids.device)) for adapter, own in rows.items()]
+        self._tokens = len(ids)
+        self._rows = [(adapter, torch.tensor(own, device=ids.device)) for adapter, own in rows.items()]
 
     def _hook(self, layer: str) -> Any:
         def add_differences(_: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:

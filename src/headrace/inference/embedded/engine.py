@@ -6,13 +6,14 @@ two tokens. New weights make running requests compute their tokens anew, by the 
 
 The engine is synchronous: one thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may come
 from others. A request that cannot be finished gets an error; the engine goes on. What a step does is decided without
-tensors in `scheduler`, laid out in `batch`, and attended to in `kv_cache`.
+tensors in `scheduler` and computed by a `runner`, of which there is one for GPUs.
 
-Left out on purpose: CUDA graphs, speculative decoding.
+Left out on purpose: speculative decoding.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections import Counter, deque
@@ -23,7 +24,6 @@ from typing import Any, Literal
 import torch
 
 from headrace.inference.backend import (
-    Alternatives,
     EngineError,
     EngineOverloaded,
     EngineState,
@@ -31,15 +31,15 @@ from headrace.inference.backend import (
     RequestCancelled,
 )
 from headrace.inference.embedded.adapters import Adapters
-from headrace.inference.embedded.batch import Batch, make_batch
-from headrace.inference.embedded.blocks import BLOCK, BlockPool, blocks_for
-from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
-from headrace.inference.embedded.request import Decode, Request, Weights
-from headrace.inference.embedded.sampling import likeliest, sample, scaled_logprobs
-from headrace.inference.embedded.scheduler import Chunk, Plan, Scheduler
-from headrace.inference.embedded.window import Window
+from headrace.inference.embedded.blocks import BlockPool, blocks_for
+from headrace.inference.embedded.cuda import can_run_on_cuda
+from headrace.inference.embedded.request import Request, Weights
+from headrace.inference.embedded.runner import PlainRunner, Runner
+from headrace.inference.embedded.scheduler import Plan, Scheduler
+from headrace.inference.embedded.stop_strings import Decode, StopStrings
 from headrace.inference.limits import check_request
 from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.base import Base
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import PublishedWeights, install, read_published
 from headrace.rollout.version import Version
@@ -51,6 +51,8 @@ FAILURES_TOGETHER = 4
 """Steps of several requests that may fail in a row, until that is the engine's fault and its end."""
 SCORED_LOGITS = 1 << 27
 """Logits that one forward may hold where prompt logprobs are asked for."""
+STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""What a step computes of prompts unless it is told: a GPU is not filled by less."""
 
 
 class Engine:
@@ -63,7 +65,7 @@ class Engine:
         max_model_len: int,
         max_running: int = 128,
         max_waiting: int | None = None,
-        max_step_tokens: int = 2048,
+        max_step_tokens: int | None = None,
         kv_blocks: int | None = None,
         prefix_cache: bool = True,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
@@ -72,17 +74,18 @@ class Engine:
         version: Version = INITIAL,
         base: Path | None = None,
         decode: Decode | None = None,
+        compile: bool = True,
+        graphs: bool = True,
     ) -> None:
         """`base` is the directory that the model was loaded from: adapters are merged with its files.
 
         Without `kv_blocks` the cache has room for `max_running` of the longest requests. `decode` makes text of tokens,
-        for stop strings.
+        for stop strings. On a GPU layers are compiled and steps captured as graphs, unless told not to.
         """
         model.eval()
-        model.set_attn_implementation(ATTENTION)
         self.model = model
-        self.base = base
         self.device: torch.device = model.device
+        self._base = None if base is None else Base(base, self.device)
         self.link = WeightsReceiver(self.device)
         self.max_model_len = max_model_len
         self.max_running = max_running
@@ -99,18 +102,34 @@ class Engine:
         self.scheduler = Scheduler(
             BlockPool(blocks),
             max_running=max_running,
-            step_tokens=max_step_tokens,
+            step_tokens=max_step_tokens or STEP_TOKENS.get(self.device.type, STEP_TOKENS["cpu"]),
             scored_tokens=max(1, SCORED_LOGITS // self.vocab_size),
             prefix_cache=prefix_cache,
         )
-        self._cache = KVCache(model.config.get_text_config().num_hidden_layers, blocks)
-        self._window = Window(2 * BLOCK * blocks) if self.device.type == "cpu" else None
         self.adapters = Adapters(model)
+        self.runner = self._make_runner(blocks, compile=compile, graphs=graphs)
+        self._parameters: dict[str, torch.Tensor] = model.state_dict()  # where new weights go, which never moves
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
-        self._decode = decode
+        self._stop_strings = None if decode is None else StopStrings(decode)
         self._failed_together = 0
         """Steps in a row that failed, although each of their requests alone did not."""
+
+    def _make_runner(self, blocks: int, *, compile: bool, graphs: bool) -> Runner:
+        """What computes here: the GPU's own where it has what that needs."""
+        if self.device.type != "cuda" or not can_run_on_cuda(self.model):
+            return PlainRunner(self.model, blocks, self.adapters)
+        from headrace.inference.embedded.cuda.runner import CudaRunner  # it needs triton
+
+        return CudaRunner(
+            self.model,
+            blocks,
+            self.adapters,
+            max_running=self.max_running,
+            max_model_len=self.max_model_len,
+            compile=compile,
+            graphs=graphs,
+        )
 
     @property
     def version(self) -> Version:
@@ -129,7 +148,7 @@ class Engine:
     ) -> Request:
         """Put a request in line, an urgent one in front. Its `future` will hold the result."""
         check_request(token_ids, params, self.vocab_size, self.max_model_len)
-        if params.stop and self._decode is None:
+        if params.stop and self._stop_strings is None:
             raise InvalidRequest("stop: this engine has no tokenizer to find strings with; use stop_token_ids")
         self._refuse_if_overloaded()
         room = self.max_model_len - len(token_ids)
@@ -140,7 +159,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             shared_random=self._random,
             cache_salt=cache_salt,
-            decode=self._decode,
+            stop_strings=self._stop_strings,
             adapter=None if adapter is None else self.adapters.get(adapter),
         )
         (self.scheduler.urgent if urgent else self.scheduler.line).append(request)
@@ -183,7 +202,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Compute and sample once. Errors go to the requests they concern; what is raised is the engine's end."""
-        self._drop_cancelled()
+        self.drop_cancelled()
         if self.paused:
             return
         plan = self.scheduler.plan(self._weights)
@@ -202,19 +221,22 @@ class Engine:
     def update_weights(self, directory: Path, version: Version) -> str:
         """Read a published version and go on with it. Returns its checksum."""
         published = self.read(directory, version)
-        self.install(published)
+        try:
+            self.install(published)
+        finally:
+            published.release()
         return published.checksum
 
     def read(self, directory: Path, version: Version) -> PublishedWeights:
         """Read a published version for this engine; from any thread, while it samples."""
         return read_published(
-            directory, version, parameters=self.model.state_dict(), receive=self.link.receive, base=self.base
+            directory, version, parameters=self._parameters, receive=self.link.receive, base=self._base
         )
 
     @torch.inference_mode()
     def install(self, published: PublishedWeights) -> None:
         """Go on with weights that were read elsewhere, between two steps."""
-        install(self.model, published.tensors)
+        install(self._parameters, published.tensors)
         self._weights = Weights(published.version, self._weights.installed + 1)
         for request in self.scheduler.running:
             if self.kv_on_update == "keep" and request.is_proven:
@@ -222,13 +244,37 @@ class Engine:
             else:
                 self.scheduler.compute_again(request, self._weights)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values that `release_cache` would give back."""
+        return self.runner.cache_bytes
+
+    @torch.inference_mode()
+    def release_cache(self) -> int:
+        """Give the memory of keys and values back, where that can be; returns how many bytes that was.
+
+        Requests that run keep their places and are computed again. No step may follow before `restore_cache`.
+        """
+        if not self.cache_bytes:
+            return 0
+        self.scheduler.pool.forget_all()
+        for request in self.scheduler.running:
+            self.scheduler.compute_again(request, self._weights)
+        self.scheduler.unproven.clear()  # what comes back is all zeros
+        return self.runner.release()
+
+    def restore_cache(self) -> None:
+        """Take the memory of keys and values again; `OutOfDeviceMemory` if there is not enough."""
+        self.runner.restore()
+
     def fail_all(self, error: EngineError) -> None:
         """End everything that waits or runs with this error; the engine computes nothing after that."""
         for request in self.scheduler.give_up():
             if not request.future.done():
                 self._fail(request, error)
 
-    def _drop_cancelled(self) -> None:
+    def drop_cancelled(self) -> None:
+        """Let those go that were given up. Nothing is computed for that."""
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.future.done():
@@ -236,88 +282,27 @@ class Engine:
                 self._fail(request, RequestCancelled("the request was cancelled"), "cancelled")
 
     def _compute(self, plan: Plan) -> None:
-        """One forward, and what comes of it."""
-        chunks = plan.chunks
-        seeded = any(chunk.request.params.seed is not None for chunk in chunks) and self.device.type == "cpu"
-        single = len(chunks) == 1 and chunks[0].end - chunks[0].start == 1
-        batch = make_batch(chunks, self.device, self.model.dtype, self._window, doubled=seeded and single)
-        rows, scored, last = _rows_with_logits(batch)
-        kept = rows * 2 if seeded and len(rows) == 1 else rows
-        self._cache.prepare(batch, self.scheduler.unproven)
-        self.scheduler.unproven.clear()
-        self.adapters.prepare(batch)
-        logits = self.model(
-            input_ids=batch.ids[None],
-            position_ids=batch.positions[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(kept, device=self.device, dtype=torch.long),
-            paged=self._cache,
-        ).logits[0]
-        self._score(scored, logits)
-        self._share(plan.twins, last)
-        if last:
-            chosen = [*last.values()]
-            in_order = chosen == list(range(len(chosen)))  # mostly, and then nothing needs to be copied
-            self._sample(
-                [*last], logits[: len(chosen)] if in_order else logits[torch.tensor(chosen, device=self.device)]
-            )
-
-    def _share(self, twins: list[tuple[Request, Request]], last: dict[Request, int]) -> None:
-        """Give requests what was computed for another one with the same prompt."""
-        copied = [(first.blocks[-1], second.blocks[-1]) for first, second in twins if len(second.tokens) % BLOCK]
-        if copied:
-            self._cache.copy(*zip(*copied, strict=True))
-        for first, second in twins:
-            last[second] = last[first]
-
-    def _score(self, scored: list[tuple[Chunk, int]], logits: torch.Tensor) -> None:
-        """Give requests the logprobs of their prompts, as far as they are computed."""
-        for (request, start, end, _), first in sorted(scored, key=lambda entry: entry[0].start):
-            assert request.prompt_logprobs is not None
-            targets = request.tokens[start + 1 : min(end + 1, request.prompt_length)]
-            if not targets:
-                continue
-            rows = logits[first : first + len(targets)]
-            logprobs = scaled_logprobs(rows, [request.params.temperature] * len(targets))
-            request.prompt_logprobs += logprobs.gather(-1, _column(targets, self.device))[:, 0].tolist()
-            if request.prompt_top_logprobs is not None:
-                count = request.params.prompt_logprobs or 0
-                request.prompt_top_logprobs += likeliest(logprobs, [count] * len(targets))
-
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """The next token of each."""
-        uniforms = [request.uniform() for request in requests]
-        sampled = sample(logits, [request.params for request in requests], uniforms)
-        # Token ids and float32 values are exact in float64: one copy to the host carries them all.
-        columns = [column.double() for column in sampled if column is not None]
-        top = self._alternatives(requests, logits)
+        """Carry a plan out, and give every request its token."""
+        outcome = self.runner.run(plan, self.scheduler.unproven)
         finished: list[Request] = []
-        for request, (token, logprob, *log_mass) in zip(requests, torch.stack(columns, 1).tolist(), strict=True):
+        masses = outcome.log_masses or itertools.repeat(0.0)
+        for request, token, logprob, log_mass in zip(*outcome[:3], masses, strict=False):
             try:
-                if logprob != logprob or request.has_bad_scores:
+                if logprob != logprob or (request.prompt_logprobs and request.has_bad_scores):
                     at = f"weights {self.version} at temperature {request.params.temperature}"
                     raise EngineError(f"{at} gave logits that are not finite (NaN or infinity)")
-                if request.add(int(token), logprob, log_mass[0] if log_mass else 0.0, top.get(request)):
+                if request.add(int(token), logprob, log_mass, outcome.alternatives.get(request)):
                     finished.append(request)
                 elif request.on_tokens is not None:
                     request.on_tokens()
                 self.tokens_sampled += 1
             except Exception as error:  # a tokenizer may raise at a stop string: that is this request's matter alone
                 self._end_with(request, error)
-        self.scheduler.proven(requests)
+        self.scheduler.proven(outcome.requests)
         for request in finished:
             self.scheduler.drop(request)
             self.finished[request.finish_reason] += 1
             request.finish()
-
-    def _alternatives(self, requests: list[Request], logits: torch.Tensor) -> dict[Request, Alternatives]:
-        asked = [row for row, request in enumerate(requests) if request.params.logprobs]
-        if not asked:
-            return {}
-        counts = [requests[row].params.logprobs or 0 for row in asked]
-        found = likeliest(scaled_logprobs(logits[asked], [requests[row].params.temperature for row in asked]), counts)
-        return {requests[row]: pairs for row, pairs in zip(asked, found, strict=True)}
 
     def _isolate(self, requests: list[Request], error: Exception) -> None:
         """A forward failed: the only request in it gets the error; of several, each is tried alone."""
@@ -346,28 +331,3 @@ class Engine:
         self.tokens_sampled = 0
         self.finished.clear()
         self.scheduler.forget_counts()
-
-
-def _rows_with_logits(batch: Batch) -> tuple[list[int], list[tuple[Chunk, int]], dict[Request, int]]:
-    """The tokens of a batch whose logits are needed. Among those: where each chunk begins that is scored, and where the
-    last token is of each request whose tokens are all computed."""
-    rows: list[int] = []
-    scored: list[tuple[Chunk, int]] = []
-    last: dict[Request, int] = {}
-    row = 0
-    for chunk in batch.chunks:
-        length = chunk.end - chunk.start
-        is_complete = chunk.end == len(chunk.request.tokens)
-        if chunk.request.lacks_prompt_logprobs:
-            scored.append((chunk, len(rows)))
-            rows += range(row, row + length)
-        elif is_complete:
-            rows.append(row + length - 1)
-        if is_complete:
-            last[chunk.request] = len(rows) - 1
-        row += length
-    return rows, scored, last
-
-
-def _column(tokens: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(tokens, device=device)[:, None]

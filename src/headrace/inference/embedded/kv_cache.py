@@ -125,7 +125,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
                 rows[filled] = 0
                 rows[len(room.requests) :] = 0
             if tables is not None:
-                states = _gathered(states, tables)
+                states = gathered(states, tables)
                 rows[filled, : states.shape[1]] = states
 
     def read(self, group: Attention) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
             keys, values = self._rows[group.room.length]
             return keys[: group.count, : group.keys], values[: group.count, : group.keys]
         assert group.blocks is not None
-        return _gathered(self.keys, group.blocks), _gathered(self.values, group.blocks)
+        return gathered(self.keys, group.blocks), gathered(self.values, group.blocks)
 
     def _rows_for(self, room: Room) -> tuple[Tensor, Tensor]:
         """The storage of a room, enlarged if it has become too small."""
@@ -185,25 +185,29 @@ def paged_attention(
     batch, layer = paged.batch, paged.layer_of(key)
     assert batch is not None
     queries = query[0].transpose(0, 1)
-    parts = [_attend(group, queries, layer, group.mask(sliding_window), scaling, softcap) for group in batch.groups]
+    parts = [
+        attend_in_group(group, queries, *layer.read(group), group.mask(sliding_window), scaling, softcap)
+        for group in batch.groups
+    ]
     if len(queries) > batch.groups[-1].end:
         parts *= 2  # a token that is there twice
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
-def _attend(
+def attend_in_group(
     group: Attention,
     queries: Tensor,
-    layer: _Layer,
+    keys: Tensor,
+    values: Tensor,
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """[token, head, dimension] of one group."""
+    """[token, head, dimension] of one group; its keys and values are [request, token, head, dimension]."""
     count, width = group.count, group.width
     own = queries[group.begin : group.end] if group.padded is None else queries.index_select(0, group.padded)
     query = own.view(count, width, *own.shape[1:]).transpose(1, 2)
-    key, value = (states.transpose(1, 2) for states in layer.read(group))
+    key, value = keys.transpose(1, 2), values.transpose(1, 2)
     shared = query.shape[1] // key.shape[1]
     if width == 1 and shared > 1:  # the heads that share a key become its queries: no copy of keys
         folded = query.reshape(count, key.shape[1], shared, -1)
@@ -216,7 +220,7 @@ def _attend(
     return output if group.kept is None else output.index_select(0, group.kept)
 
 
-def _gathered(states: Tensor, tables: Tensor) -> Tensor:
+def gathered(states: Tensor, tables: Tensor) -> Tensor:
     """[row, token, head, dimension] of the blocks in each row. Whole blocks at a time: faster than slots by a third."""
     blocks = states.view(-1, BLOCK * states[0].numel()).index_select(0, tables.reshape(-1))
     return blocks.view(len(tables), -1, *states.shape[1:])

@@ -22,10 +22,8 @@ from headrace.inference.backend import EngineError
 from headrace.inference.embedded.blocks import BLOCK, blocks_for
 from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.kv_cache import ATTENTION
 from headrace.inference.limits import longest_sequence
 from headrace.inference.schema import SamplingParams
-from headrace.machine import free_memory
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ROPE_BY_LENGTH = {"longrope", "dynamic"}
@@ -107,16 +105,9 @@ def max_model_len(model: Any, configured: int | None) -> int:
     return longest_sequence(getattr(model.config.get_text_config(), "max_position_embeddings", None), configured)
 
 
-def kv_blocks(model: Any, longest: int, max_running: int, gigabytes: float | None) -> int:
-    """Blocks of the KV cache: enough for that many of the longest requests, but no more than there is memory for.
-
-    Without a number of gigabytes that is a quarter of what is free; on a CPU an eighth, since the window of those that
-    are sampled from may take up to twice as much again.
-    """
+def kv_blocks(model: Any, longest: int, max_running: int, memory: int) -> int:
+    """Blocks of the KV cache: enough for that many of the longest requests, but no more than fit into those bytes."""
     size = BLOCK * _bytes_per_token(model)
-    on_cpu = model.device.type == "cpu"
-    free = free_memory() / 8 if on_cpu else torch.cuda.mem_get_info(model.device)[0] / 4
-    memory = free if gigabytes is None else gigabytes * 1e9
     needed, most = blocks_for(longest), int(memory / size)
     if most < needed:
         raise UnsupportedModel(
@@ -172,10 +163,11 @@ def check_engine(engine: Engine) -> None:
 @torch.inference_mode()
 def _plain_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
     """Each token's logprob after those before it, by the model's own attention."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         ids = torch.tensor([tokens], device=model.device)
         logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu()
     finally:
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(before)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.inference.backend import Alternatives, EngineError, Piece, Result
 from headrace.inference.embedded.blocks import BLOCK, next_name, root_name
+from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
 if TYPE_CHECKING:
     from headrace.inference.embedded.adapters import LoadedAdapter
 
-Decode = Callable[[list[int]], str]
 SEEDS = 1 << 64
 """Seeds that differ by a multiple of this are one: Python's generator would take -1 for 1."""
 
@@ -40,7 +40,7 @@ class Request:
         eos_token_ids: Iterable[int],
         shared_random: random.Random,
         cache_salt: str | None,
-        decode: Decode | None = None,
+        stop_strings: StopStrings | None = None,
         adapter: LoadedAdapter | None = None,
     ) -> None:
         self.tokens = list(token_ids)
@@ -72,7 +72,7 @@ class Request:
         self.on_tokens: Callable[[], None] | None = None
         """Called on the engine's thread after a step that sampled for this request."""
         self._cache_salt = cache_salt
-        self._decode = decode
+        self._stop_strings = stop_strings
         self._begun_with: Weights | None = None
         self._stopped_by: str | None = None
         self._names: list[bytes] = []
@@ -159,17 +159,9 @@ class Request:
             self.top_logprobs.append(top or [])
         self.logprobs.append(logprob)  # last: another thread counts tokens by these
         if self.params.stop:
-            self._stopped_by = self._find_stop()
+            assert self._stop_strings is not None
+            self._stopped_by = self._stop_strings.completed(self.params.stop, self.tokens, self.prompt_length)
         return self._stopped_by is not None or token in self.stop_ids or len(self.logprobs) >= self.max_new
-
-    def _find_stop(self) -> str | None:
-        """The stop string that the newest token completes. A character takes at most four tokens."""
-        assert self._decode is not None
-        stops = self.params.stop
-        window = 4 * max(map(len, stops)) + 4
-        text = self._decode(self.tokens[max(self.prompt_length, len(self.tokens) - window) :])
-        found = [stop for stop in stops if stop in text]
-        return min(found, key=text.index) if found else None
 
     def piece(self, start: int) -> Piece:
         """What was sampled from the `start`th token on."""

@@ -81,10 +81,13 @@ class Scheduler:
         if self.quarantine:
             plan.chunks.extend(self._chunks_alone(self.quarantine[0], weights))
             return plan
-        place = 0
-        while place < len(self.running):  # it shrinks from its end where blocks run out
-            plan.chunks.extend(self._chunks(self.running[place]))
-            place += 1
+        for request in self.running:  # it shrinks from its end where blocks run out
+            length = len(request.tokens)
+            if request.is_proven and length % BLOCK and length < len(request.blocks) * BLOCK:
+                request.advance_to(length)  # mostly: its newest token, in a block that has room beyond it
+                plan.chunks.append(Chunk(request, length - 1, length, True))
+            else:
+                plan.chunks.extend(self._chunks(request))
         self._let_others_in(plan, weights)
         return plan
 
@@ -120,7 +123,7 @@ class Scheduler:
 
     def proven(self, requests: Iterable[Request]) -> None:
         """These have sampled: it was none of them that made a step fail."""
-        for request in requests:
+        for request in requests if self.quarantine else ():
             if request in self.quarantine:
                 self.quarantine.remove(request)
 
@@ -159,9 +162,6 @@ class Scheduler:
     def _chunks(self, request: Request) -> list[Chunk]:
         """What a running request computes in this step."""
         length, is_newest = len(request.tokens), request.is_proven
-        if is_newest and length % BLOCK and length < len(request.blocks) * BLOCK:
-            request.advance_to(length)  # mostly: its newest token, in a block that has room beyond it
-            return [Chunk(request, length - 1, length, is_newest=True)]
         if not request.computed:
             self._share_prefix(request)
         start, end = request.computed, self._reach(request)

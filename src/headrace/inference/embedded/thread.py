@@ -1,4 +1,8 @@
-"""The thread that owns an engine: it steps while there is work and sleeps otherwise, woken by whoever brings some."""
+"""The thread that owns an engine: it steps while there is work and sleeps otherwise, woken by whoever brings some.
+
+On a device that the trainer shares it also gives way between two steps. While it stands still it takes requests in,
+drops those that are cancelled, and carries calls out: what they do to weights is a copy that hurts nobody's step.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ from typing import TypeVar
 from headrace.inference.backend import EngineError, EngineState, EngineStopped
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
+from headrace.inference.embedded.turn import EngineTurn
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.marker import marker_of
 from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
+from headrace.transport.turns import POLL, Turn
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,10 +34,14 @@ class _Mixture(EngineError):
 
 
 class EngineThread:
-    """An engine that runs by itself. Every method may be called from any thread."""
+    """An engine that runs by itself. Every method may be called from any thread.
 
-    def __init__(self, engine: Engine) -> None:
+    With a `turn` it shares its device with the trainer, and steps only while the turn is its own.
+    """
+
+    def __init__(self, engine: Engine, turn: Turn | None = None) -> None:
         self.engine = engine
+        self._turn = None if turn is None else EngineTurn(engine, turn)
         self.failure: Future[str] = Future()
         """Why the engine has died, once it has."""
         self._wake = threading.Condition()
@@ -67,6 +77,9 @@ class EngineThread:
     def state(self) -> EngineState:
         state = self.engine.state()
         state.failure = self.failure.result() if self.failure.done() else None
+        if self._turn is not None:
+            state.stands_still = self._turn.stands_still
+            state.hand_overs, state.cache_releases = self._turn.hand_overs, self._turn.releases
         return state
 
     def pause(self) -> None:
@@ -88,7 +101,10 @@ class EngineThread:
             if self._loaded == (version, marker.checksum):
                 return marker.checksum
             published = self.engine.read(directory, version)
-            self._call(lambda: self._install(published))
+            try:
+                self._call(lambda: self._install(published))
+            finally:
+                published.release()
             return published.checksum
 
     def load_adapter(self, name: str, directory: Path) -> None:
@@ -146,9 +162,12 @@ class EngineThread:
             while not self._stopping:
                 while self._calls:
                     self._calls.popleft()()
-                self.engine.step()
+                if self._turn is None or self._turn.look():
+                    self.engine.step()
+                else:
+                    self.engine.drop_cancelled()
                 with self._wake:
-                    self._wake.wait_for(lambda: self._stopping or self._calls or self.engine.has_work)
+                    self._wake.wait_for(self._is_needed, None if self._turn is None else POLL)
         except Exception as error:  # a thread that died here would leave every caller waiting forever
             log.exception("the engine is beyond help; all its requests end with an error")
             why = f"the engine died: {type(error).__name__}: {error}"
@@ -156,6 +175,12 @@ class EngineThread:
             self._stopping = True
             if why.startswith("the engine died"):
                 self.failure.set_result(why)
+        if self._turn is not None and not self.failure.done():  # one that died has its memory until its process ends
+            self._turn.close()
         while self._calls:
             self._calls.popleft()()
         self.engine.fail_all(EngineStopped(why))
+
+    def _is_needed(self) -> bool:
+        may_compute = self._turn is None or self._turn.may_compute
+        return bool(self._stopping or self._calls or (may_compute and self.engine.has_work))

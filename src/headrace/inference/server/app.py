@@ -144,6 +144,7 @@ class App:
             engine=self.backend.name,
             kv_usage=state.kv_usage,
             preemptions=state.preemptions,
+            stands_still=state.stands_still,
         )
 
     async def models(self, _: HttpRequest) -> Response:

@@ -23,6 +23,7 @@ from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys, find_keys
+from headrace.inference.shared_device import SharedDevice
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
@@ -31,6 +32,7 @@ from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpoint
 from headrace.transport.run_dir import RunDir
+from headrace.transport.turns import POLL, Turn
 from headrace.transport.weights_link import is_linked
 
 if TYPE_CHECKING:
@@ -57,13 +59,18 @@ def serve(
     status: Status | None,
     run: RunDir | None,
     announce: Callable[[str], None] | None = None,
+    shared: SharedDevice | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; `announce` gets the address once it is up. A lost engine exits with `AGAIN`.
 
     Without a `status` it is none of the run's servers: it begins with the run's newest weights, and tells nobody of it.
+    `shared` is the device, if the run's trainer computes on it, too.
     """
     if config.model.name is None:
         raise ConfigError("inference.model.name is not set: give a model directory or a name on the hub")
+    turn = None if shared is None or shared.turns is None else Turn(shared.turns, trainer=False)
+    if turn is not None:
+        _wait_for(turn, status)
     if status is not None:
         status.set("loading model")
     endpoint = None if run is None or status is None else _endpoint(run, status)
@@ -71,9 +78,19 @@ def serve(
         endpoint.unlink(missing_ok=True)  # a server that was killed could not take it down
     keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
     with bind(config.host, config.port) as listener:
-        failure = asyncio.run(_serve(config, config.model.name, listener, keys, status, run, endpoint, announce))
+        failure = asyncio.run(
+            _serve(config, config.model.name, listener, keys, status, run, endpoint, announce, shared, turn)
+        )
     if failure is not None:
         raise SystemExit(AGAIN)
+
+
+def _wait_for(turn: Turn, status: Status | None) -> None:
+    """Nothing is loaded while the trainer computes: what it has then is no measure of what it leaves."""
+    if not turn.try_take() and status is not None:
+        status.set("waiting for the trainer's step to end")  # which may take longer than a process may take to come up
+    while not turn.try_take():
+        time.sleep(POLL)
 
 
 def _endpoint(run: RunDir, status: Status) -> Path:
@@ -87,19 +104,29 @@ def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
     return Chat(config.served_name or name, tokenizer, renderer)
 
 
-async def start_engine(config: InferenceConfig, directory: Path, tokenizer: Tokenizer) -> Backend:
-    """The engine that the configuration names, ready to sample. Only the embedded one needs torch in this process."""
+async def start_engine(
+    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: SharedDevice | None, turn: Turn | None
+) -> Backend:
+    """The engine that the configuration names, ready to sample. Only the embedded one needs torch in this process.
+
+    `turn` is the server's on a device that it shares by turns, and taken.
+    """
     if config.engine == "vllm":
         from headrace.inference.vllm.start import start_vllm
 
-        return await start_vllm(config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode)
+        return await start_vllm(
+            config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode, turn=turn
+        )
     from headrace.inference.embedded.backend import EmbeddedBackend
     from headrace.inference.embedded.thread import EngineThread
 
-    return EmbeddedBackend(EngineThread(await asyncio.to_thread(load_embedded, config, directory, tokenizer)))
+    engine = await asyncio.to_thread(load_embedded, config, directory, tokenizer, shared)
+    return EmbeddedBackend(EngineThread(engine, turn))
 
 
-def load_embedded(config: InferenceConfig, directory: Path, tokenizer: Tokenizer) -> Engine:
+def load_embedded(
+    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: SharedDevice | None = None
+) -> Engine:
     """Our own engine with the model in it, checked against the plain model."""
     from headrace.inference.embedded.engine import Engine
     from headrace.inference.embedded.loading import (
@@ -110,15 +137,18 @@ def load_embedded(config: InferenceConfig, directory: Path, tokenizer: Tokenizer
         max_model_len,
         refuse_unsupported,
     )
+    from headrace.inference.embedded.room import cache_memory
 
     model = load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
     longest = max_model_len(model, config.max_model_len)
     refuse_unsupported(model, longest)
+    running = config.running_at_once(on_gpu=model.device.type == "cuda")
+    memory = cache_memory(model, config.kv_cache_gb, shared)
     engine = Engine(
         model,
         max_model_len=longest,
-        kv_blocks=kv_blocks(model, longest, config.max_running, config.kv_cache_gb),
-        max_running=config.max_running,
+        kv_blocks=kv_blocks(model, longest, running, memory),
+        max_running=running,
         max_waiting=config.max_waiting,
         max_step_tokens=config.max_step_tokens,
         prefix_cache=config.prefix_cache,
@@ -127,6 +157,7 @@ def load_embedded(config: InferenceConfig, directory: Path, tokenizer: Tokenizer
         seed=config.seed,
         base=directory,
         decode=tokenizer.decode,
+        compile=config.compile,
     )
     check_engine(engine)
     return engine
@@ -163,6 +194,8 @@ async def _serve(
     run: RunDir | None,
     endpoint: Path | None,
     announce: Callable[[str], None] | None,
+    shared: SharedDevice | None,
+    turn: Turn | None,
 ) -> str | None:
     """Start the engine and serve it; why it was lost, if it was."""
     directory = model_directory(name)
@@ -170,7 +203,7 @@ async def _serve(
     stop = asyncio.Event()
     if config.engine == "vllm":  # in a process of its own, which must be ended with ours, also while it starts
         _stop_on_signals(stop)
-    backend = await _unless(stop, start_engine(config, directory, chat.tokenizer))
+    backend = await _unless(stop, start_engine(config, directory, chat.tokenizer, shared, turn))
     if backend is None:
         return None
     _stop_on_signals(stop)
@@ -311,11 +344,19 @@ async def _report(backend: Backend, status: Status, url: str) -> None:
     """Keep the status file's gauges fresh."""
     status.set("serving", url=url)
     sampled, then = backend.state().tokens_sampled, time.monotonic()
+    wait: int | None = None
     while True:
         state, now = backend.state(), time.monotonic()
+        if state.stands_still and wait is None:
+            wait = status.begin_wait("its turn on the GPU from the trainer")
+        elif not state.stands_still and wait is not None:
+            status.end_wait(wait)
+            wait = None
         rate = (state.tokens_sampled - sampled) / (now - then) if now > then else 0.0
         status.set(running=state.running, waiting=state.waiting, version=str(state.version))
         status.set(tokens_sampled=state.tokens_sampled, tokens_per_second=round(rate, 1))
+        if state.hand_overs:
+            status.set(hand_overs=state.hand_overs, cache_releases=state.cache_releases)
         sampled, then = state.tokens_sampled, now
         await asyncio.sleep(GAUGE_INTERVAL)
 

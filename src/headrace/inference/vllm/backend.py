@@ -34,10 +34,12 @@ from headrace.inference.vllm.fetching import fetch_everywhere
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.metrics import Metrics, Preemptions
 from headrace.inference.vllm.process import VllmProcess
+from headrace.inference.vllm.turn import VllmTurn
 from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.marker import marker_of
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
+from headrace.transport.turns import Turn
 from headrace.transport.weights import WeightsMarker
 from headrace.transport.weights_link import is_linked
 
@@ -74,6 +76,7 @@ class VllmBackend:
         forget: bool,
         adapters: Adapters | None,
         decode: Callable[[list[int]], str],
+        turn: Turn | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -98,6 +101,7 @@ class VllmBackend:
         """Not between two versions: what is sent to vLLM then could belong to either."""
         self._settled.set()
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._turn = VllmTurn(turn)
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._glance())]
 
     async def prepare(self) -> None:
@@ -116,6 +120,7 @@ class VllmBackend:
             self._untruncated = False
         if not self._untruncated:
             log.warning("this vLLM's sampler is unknown: requests with top_p, top_k or min_p get no logprobs")
+        self._tasks.append(asyncio.create_task(self._take_turns()))
 
     async def _reports_untruncated(self) -> bool:
         """Whether a token that was the only one left to choose has the logprob that it has among all."""
@@ -243,6 +248,8 @@ class VllmBackend:
             [] if self._adapters is None else sorted(self._adapters.names),
             self._dead.result() if self._dead.done() else None,
             self._most,
+            self._turn.stands_still,
+            self._turn.hand_overs,
         )
 
     async def pause(self) -> None:
@@ -252,8 +259,13 @@ class VllmBackend:
 
     async def resume(self) -> None:
         async with self._changing:
-            await self._control.resume()
             self._paused = False
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Unless somebody wants it to stand still."""
+        if not (self._paused or self._turn.stands_still):
+            await self._control.resume()
 
     async def update_weights(self, directory: Path, version: Version) -> str:
         marker = await asyncio.to_thread(marker_of, directory, version)
@@ -284,8 +296,7 @@ class VllmBackend:
                     await self._look()
                 self._preemptions.expect(self._metrics.running, min(self._capacity, len(self._in_flight)))
             await self._switch(directory, version, checksum)
-            if not self._paused:
-                await self._control.resume()
+            await self._go_on()
         except Exception as error:
             self._die(f"an update failed halfway, and vLLM may be left with weights of two versions: {error}")
             raise EngineStopped(self._dead.result()) from error
@@ -346,6 +357,7 @@ class VllmBackend:
             task.cancel()
         self._tasks.clear()
         await self._process.stop()
+        self._turn.close()
         await self._http.close()
 
     def _die(self, reason: str) -> None:
@@ -356,6 +368,13 @@ class VllmBackend:
 
     async def _watch(self) -> None:
         self._die(await self._process.ended())
+
+    async def _take_turns(self) -> None:
+        """One that does not stand still when it must would leave the trainer waiting for ever: that is its end."""
+        try:
+            await self._turn.follow(self._control, self._changing, self._go_on)
+        except Exception as error:  # whatever it is, nobody would give way from here on
+            self._die(f"vLLM does not take turns with the trainer: {error}")
 
     async def _glance(self) -> None:
         """Keep the metrics fresh, and unload what is no longer needed; one that is silent for long is dead."""

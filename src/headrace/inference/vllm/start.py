@@ -20,6 +20,7 @@ from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.model_facts import ModelFacts, read_facts
 from headrace.inference.vllm.process import Room, VllmFailed, VllmProcess
 from headrace.machine import free_memory, visible_gpus
+from headrace.transport.turns import Turn
 
 WORKER = "headrace.inference.vllm.worker.PublishedWeightsWorker"
 OURS = frozenset(
@@ -36,9 +37,17 @@ SERVED = "policy"
 
 
 async def start_vllm(
-    config: InferenceConfig, directory: Path, *, eos_token_id: int | None, decode: Callable[[list[int]], str]
+    config: InferenceConfig,
+    directory: Path,
+    *,
+    eos_token_id: int | None,
+    decode: Callable[[list[int]], str],
+    turn: Turn | None = None,
 ) -> VllmBackend:
-    """A vLLM that samples the model in `directory`. Raises `Failure` where it does not come up."""
+    """A vLLM that samples the model in `directory`. Raises `Failure` where it does not come up.
+
+    `turn` is its own, taken, on a device that it shares with the trainer by turns.
+    """
     refuse_arguments(config.vllm.args)
     facts = read_facts(directory, eos_token_id)
     max_model_len = longest_sequence(facts.positions, config.max_model_len)
@@ -65,12 +74,13 @@ async def start_vllm(
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
         max_model_len=max_model_len,
-        max_running=config.max_running,
+        max_running=config.running_at_once(on_gpu=on_gpu),
         max_waiting=config.max_waiting,
         replicas=config.vllm.data_parallel_size,
         forget=config.kv_on_update == "recompute",
         adapters=_adapters(config, room),
         decode=decode,
+        turn=turn,
     )
     try:
         await backend.prepare()
@@ -95,7 +105,7 @@ def arguments(
         "--uds": socket,
         "--dtype": dtype if config.model.dtype == "auto" else config.model.dtype,
         "--max-model-len": max_model_len,
-        "--max-num-seqs": config.max_running,
+        "--max-num-seqs": config.running_at_once(on_gpu=on_gpu),
         "--seed": config.seed,
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
@@ -148,7 +158,8 @@ def cache_bytes(config: InferenceConfig, facts: ModelFacts, max_model_len: int, 
     """For keys and values; None leaves it to vLLM, which knows what a GPU has left."""
     if config.kv_cache_gb is not None:
         return int(config.kv_cache_gb * 2**30)
-    return None if on_gpu else facts.cache_for(config.max_running, max_model_len, free_memory())
+    running = config.running_at_once(on_gpu=on_gpu)
+    return None if on_gpu else facts.cache_for(running, max_model_len, free_memory())
 
 
 def refuse_arguments(given: list[str]) -> None:

@@ -23,9 +23,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.inference.vllm.untruncated import report_untruncated
+from headrace.inference.weights.base import Base
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.inference.weights.files import model_files
 from headrace.inference.weights.link import WeightsReceiver
-from headrace.inference.weights.published import PublishedWeights, misfit, model_files, read_published
+from headrace.inference.weights.published import PublishedWeights, misfit, read_published
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 
@@ -69,11 +71,16 @@ class PublishedWeightsWorker:
     def load_published(self, path: str, version: str) -> str:
         """Go on with a version, once it is there; returns its checksum. Refused, it leaves the model as it was."""
         published = self._published_weights.take(Path(path), Version.parse(version))
-        self.reload_weights(weights_iterator=iter(published.tensors.items()))
-        if self.model_config.hf_config.tie_word_embeddings:
-            # On CPUs the head computes with a copy of the embeddings, which reloading these leaves as it was.
-            head = self.model_runner.get_model().lm_head
-            head.quant_method.process_weights_after_loading(head)
+        try:
+            self.reload_weights(weights_iterator=iter(published.tensors.items()))
+            if self.model_config.hf_config.tie_word_embeddings:
+                # On CPUs the head computes with a copy of the embeddings, which reloading these leaves as it was.
+                head = self.model_runner.get_model().lm_head
+                head.quant_method.process_weights_after_loading(head)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # what was fetched may be the trainer's memory
+        finally:
+            published.release()
         return published.checksum
 
     def report_untruncated_logprobs(self) -> bool:
@@ -111,13 +118,14 @@ class Fetcher:
 
     def __init__(self, device: torch.device, base: Path, dtype: torch.dtype, tied: bool) -> None:
         self._link = WeightsReceiver(device)
-        self._base = base
+        self._base = Base(base, device)
         self._dtype = dtype
         self._tied = tied
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="published-weights")
         self._begun: tuple[Path, Version, Future[PublishedWeights]] | None = None
 
     def begin(self, directory: Path, version: Version) -> None:
+        self._forget()
         self._begun = (directory, version, self._thread.submit(self._fetch, directory, version))
 
     def has(self, directory: Path, version: Version) -> bool:
@@ -142,9 +150,15 @@ class Fetcher:
         """The version, complete and fit for the model. It is handed out, or refused, once."""
         begun = self._of(directory, version)
         if begun is None:
+            self._forget()
             begun = self._thread.submit(self._fetch, directory, version)
         self._begun = None
         return begun.result()
+
+    def _forget(self) -> None:
+        """Nobody will take what was begun last."""
+        if self._begun is not None:
+            self._thread.submit(_release, self._begun[2])  # which it has fetched by then
 
     def _of(self, directory: Path, version: Version) -> Future[PublishedWeights] | None:
         if self._begun is None or self._begun[:2] != (directory, version):
@@ -157,16 +171,22 @@ class Fetcher:
         )
         problem = misfit(self._model, published.tensors, {_HEAD} if self._tied else ())
         if problem is not None:  # vLLM itself would notice halfway through
-            raise WeightsError(f"{directory} does not fit the model in {self._base}: {problem}")
+            published.release()
+            raise WeightsError(f"{directory} does not fit the model in {self._base.directory}: {problem}")
         return published
 
     @cached_property
     def _model(self) -> dict[str, Tensor]:
         """What vLLM was started with, by name and shape alone."""
         found = {}
-        for path in model_files(self._base):
+        for path in model_files(self._base.directory):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
                     shape = file.get_slice(name).get_shape()
                     found[name] = torch.empty(shape, dtype=self._dtype, device="meta")
         return found
+
+
+def _release(fetched: Future[PublishedWeights]) -> None:
+    if fetched.exception() is None:
+        fetched.result().release()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from headrace.errors import Failure
 
+NAMED = 3
+"""How many tensors an error message names."""
+
 
 class WeightsError(Failure):
     """The directory cannot become the engine's weights. The model is as it was."""
@@ -14,3 +17,9 @@ class WeightsUnreachable(WeightsError):
 
     The model is as it was, and another try may succeed.
     """
+
+
+def some(names: list[str]) -> str:
+    """The first few, and how many there are beside them."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

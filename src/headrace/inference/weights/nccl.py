@@ -69,15 +69,13 @@ def _library() -> Any:
     return library
 
 
-def gpu_identity(device: torch.device) -> str | None:
-    """What tells this GPU from all others, if it is one and NCCL is there."""
-    if device.type != "cuda":
-        return None
+def is_available() -> bool:
+    """Whether the library is there."""
     try:
         _library()
     except OSError:
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
+        return False
+    return True
 
 
 def new_group_id() -> bytes:

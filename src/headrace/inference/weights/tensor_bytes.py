@@ -16,7 +16,9 @@ from torch import Tensor
 from headrace.transport.weights_link import TensorPlace
 
 WORDS_AT_ONCE = 1 << 20
-"""Words of eight bytes that are mixed together: enough to keep a GPU busy, few enough for a CPU's cache."""
+"""Words of eight bytes that a CPU mixes together: few enough for its cache."""
+WORDS_ON_GPU = 1 << 22
+"""Those of a GPU: the fewer the steps, the less Python has to do for it beside an engine that samples."""
 
 
 def _signed(value: int) -> int:
@@ -49,14 +51,25 @@ def digest(row: Tensor) -> Tensor:
     waited for.
     """
     words = row.view(torch.int64)
-    places = torch.arange(min(WORDS_AT_ONCE, len(words)), device=row.device) * _STEP
+    at_once = min(WORDS_ON_GPU if row.is_cuda else WORDS_AT_ONCE, len(words))
+    places = torch.arange(at_once, device=row.device) * _STEP
+    mixing, shifting = torch.empty_like(places), torch.empty_like(places)
     total = torch.zeros((), dtype=torch.int64, device=row.device)
-    for start in range(0, len(words), WORDS_AT_ONCE):
-        part = words[start : start + WORDS_AT_ONCE]
-        mixed = part + places[: len(part)]
+    for start in range(0, len(words), at_once):
+        part = words[start : start + at_once]
+        mixed, shifted = mixing[: len(part)], shifting[: len(part)]
+        torch.add(part, places[: len(part)], out=mixed)
         mixed += _signed(start * _STEP % (1 << 64))
         for factor in (_FIRST, _SECOND):  # products carry a change upward, shifts carry it downward
-            mixed ^= (mixed >> 32) & 0xFFFFFFFF
+            torch.bitwise_right_shift(mixed, 32, out=shifted)
+            shifted &= 0xFFFFFFFF
+            mixed ^= shifted
             mixed *= factor
         total += mixed.sum()
     return total
+
+
+def digests(row: Tensor, spans: Iterable[tuple[int, int]]) -> list[int]:
+    """Of each stretch of a row; a GPU is waited for once."""
+    found: list[int] = torch.stack([digest(row[start:end]) for start, end in spans]).tolist()
+    return found

@@ -1,0 +1,352 @@
+"""What bounds the embedded engine on a GPU: its kernels, its matrix products, and whole steps.
+
+    python -m benchmarks.inference.gpu_engine [kernels] [products] [steps] [long] [profile]
+
+Qwen3-0.6B and a 4B configuration with random weights. Kernels are timed as graphs of ten calls, medians of twenty; the
+ceiling is what a large copy reaches. A variant that fails says so, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.models import qwen3_config
+from torch import Tensor
+
+from headrace.inference.embedded.blocks import BLOCK, blocks_for
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.schema import SamplingParams
+
+DEVICE = torch.device("cuda")
+VOCAB = 151_936
+HEADS, KEY_HEADS, DIM, HIDDEN, INNER, LAYERS = 16, 8, 128, 1024, 3072, 28
+LAUNCHES = [
+    (64, 4, 3), (64, 4, 2), (64, 4, 4), (64, 4, 1), (64, 8, 3), (64, 2, 3), (32, 4, 3), (32, 2, 4),
+    (64, 4, 5), (64, 4, 6), (32, 4, 5), (128, 4, 3), (128, 8, 4),
+    (128, 4, 2), (128, 8, 2), (128, 8, 3), (128, 4, 1), (16, 1, 4),
+]  # fmt: skip
+"""Keys of a tile, warps, stages."""
+MEASURED = 40
+"""Decoding steps of a row of the table."""
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def attempt(name: str, function: Callable[[], object]) -> None:
+    try:
+        say(f"{name:<44}", function())
+    except Exception as error:
+        traceback.print_exc()
+        say(f"{name:<44} failed: {type(error).__name__}: {str(error)[:200]}")
+
+
+def milliseconds(call: Callable[[], object], calls: int = 10, runs: int = 20) -> float:
+    """Of one call, among several in a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    found = []
+    for _ in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) / calls)
+    return statistics.median(found)
+
+
+def copy_ceiling() -> float:
+    """Bytes a second, read and written."""
+    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source), calls=2, runs=5) * 1e3
+
+
+def kernels() -> None:
+    ceiling = copy_ceiling()
+    say(f"copy ceiling {ceiling / 1e12:.2f} TB/s")
+    for requests, length in ((256, 512), (1024, 512), (8, 32768)):
+        attention(requests, length, ceiling)
+    for rows in (256, 1024):
+        sampling(rows)
+
+
+def attention(requests: int, length: int, ceiling: float) -> None:
+    from headrace.inference.embedded.cuda import items as items_module
+    from headrace.inference.embedded.cuda.attention_kernels import (
+        DEFAULT,
+        Launch,
+        decode_attention,
+        make_partial,
+        store,
+    )
+
+    torch.manual_seed(0)
+    blocks = requests * blocks_for(length) + 1
+    storage = torch.randn(2, blocks * BLOCK, KEY_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+    tables = (torch.randperm(blocks - 1, device=DEVICE).int() + 1).view(requests, -1)
+    queries = torch.randn(requests, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+    lengths = np.full(requests, length)
+    first: Tensor | None = None
+    size = 2 * requests * length * KEY_HEADS * DIM * 2
+
+    def measured(launch: Launch, programs: int) -> str:
+        nonlocal first
+        room = requests + max(1, programs // KEY_HEADS)
+        cut, spans = items_module.cut(lengths, room)
+        padded = np.full((room, 4), -1)
+        padded[: len(cut)] = cut
+        partial = make_partial(room, HEADS, DIM, DEVICE)
+        output = torch.full_like(queries, torch.nan)
+        arrays = [torch.from_numpy(array).int().to(DEVICE) for array in (lengths, padded, spans)]
+
+        def call() -> None:
+            decode_attention(queries, *storage, tables, *arrays, partial, output, scaling=DIM**-0.5, launch=launch)
+
+        taken = milliseconds(call)
+        first = output.float().clone() if first is None else first
+        off = (output.float() - first).abs().max().item()
+        return f"{taken:7.3f} ms {size / taken / 1e9:6.2f} TB/s {size / taken * 1e3 / ceiling:5.0%}  off {off:.1e}"
+
+    say(f"\nattention, {requests} x {length} tokens, {size / 1e9:.2f} GB")
+    for tile, warps, stages in LAUNCHES:
+        launch = Launch(tile, warps, stages)
+        attempt(f"  tile {tile} warps {warps} stages {stages}", lambda launch=launch: measured(launch, 2048))
+    for programs in (512, 1024, 4096, 8192):
+        attempt(f"  default, {programs} programs", lambda programs=programs: measured(DEFAULT, programs))
+    attempt("  plain float64 of the first request is off by", lambda: _off(first, queries, storage, tables, length))
+    keys, values = torch.randn(2, requests, KEY_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+    slots = torch.arange(requests, device=DEVICE, dtype=torch.int32)
+    attempt("  store", lambda: f"{milliseconds(lambda: store(keys, values, *storage, slots)):7.4f} ms")
+
+
+def _off(found: Tensor | None, queries: Tensor, storage: Tensor, tables: Tensor, length: int) -> float:
+    assert found is not None
+    slots = (tables[0].long()[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
+    key, value = storage[:, slots].double().repeat_interleave(HEADS // KEY_HEADS, 2)
+    weights = (torch.einsum("hd,thd->ht", queries[0].double(), key) * DIM**-0.5).softmax(-1)
+    return (torch.einsum("ht,thd->hd", weights, value) - found[0]).abs().max().item()
+
+
+def sampling(rows: int) -> None:
+    from headrace.inference.embedded.cuda.choosing import choose, make_tiles
+    from headrace.inference.embedded.sampling import sample
+
+    logits = 3 * torch.randn(rows, VOCAB, device=DEVICE, dtype=torch.bfloat16)
+    temperatures = torch.ones(rows, device=DEVICE)
+    uniforms = torch.rand(rows, dtype=torch.float64, device=DEVICE)
+    chosen = torch.zeros(2, rows, dtype=torch.float64, device=DEVICE)
+    expected = sample(logits, [SamplingParams()] * rows, uniforms.tolist())
+
+    def measured(tile: int, warps: int) -> str:
+        tiles = make_tiles(rows, VOCAB, DEVICE, tile)
+        taken = milliseconds(lambda: choose(logits, temperatures, uniforms, chosen, tiles, tile=tile, warps=warps))
+        same = (chosen[0].long() == expected.tokens).float().mean().item()
+        off = (chosen[1].float() - expected.logprobs)[chosen[0].long() == expected.tokens].abs().max().item()
+        return f"{taken:7.3f} ms {logits.numel() * 2 / taken / 1e9:6.2f} TB/s  {same:.1%} as torch, off {off:.1e}"
+
+    say(f"\nsampling, {rows} rows of {VOCAB}")
+    for tile, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
+        attempt(f"  tile {tile} warps {warps}", lambda tile=tile, warps=warps: measured(tile, warps))
+
+
+def products() -> None:
+    """The matrix products of a step, as the model has them and with those that share an input as one."""
+    shapes = {
+        "q, k, v apart": [(HIDDEN, 2048), (HIDDEN, 1024), (HIDDEN, 1024)],
+        "q, k, v as one": [(HIDDEN, 4096)],
+        "o": [(2048, HIDDEN)],
+        "gate, up apart": [(HIDDEN, INNER)] * 2,
+        "gate, up as one": [(HIDDEN, 2 * INNER)],
+        "down": [(INNER, HIDDEN)],
+    }
+    say()
+    for rows in (256, 1024):
+        for name, sizes in {**shapes, "head": [(HIDDEN, VOCAB)]}.items():
+            inputs = [torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16) for k, _ in sizes]
+            layers = 1 if name == "head" else LAYERS
+            weights = [
+                [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for k, n in sizes] for _ in range(layers)
+            ]
+
+            def call(inputs: list[Tensor] = inputs, weights: list[list[Tensor]] = weights) -> None:
+                for own in weights:
+                    for given, weight in zip(inputs, own, strict=True):
+                        torch.nn.functional.linear(given, weight)
+
+            attempt(f"  {rows} rows: {name}, all layers", lambda call=call: f"{milliseconds(call, calls=1):7.3f} ms")
+
+
+def make_model(size: str = "0.6b") -> Any:
+    """Random weights, made on the GPU."""
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return Qwen3ForCausalLM(qwen3_config(size)).to(torch.bfloat16).eval()
+
+
+def filled(model: Any, requests: int, prompt: int, completion: int, **settings: Any) -> tuple[Engine, float, float]:
+    """An engine whose requests all begin to decode, the seconds its making took, and prompt tokens a second."""
+    start = time.perf_counter()
+    blocks = requests * blocks_for(prompt + completion) * 66 // 64
+    engine = Engine(model, max_model_len=prompt + completion, max_running=requests, kv_blocks=blocks, **settings)
+    torch.cuda.synchronize()
+    made = time.perf_counter() - start
+    params = SamplingParams(max_tokens=completion, ignore_eos=True, logprobs=0)
+    for seed in range(2):  # once to warm up
+        generator = torch.Generator().manual_seed(seed)
+        count = requests if seed else min(requests, 32)
+        prompts = torch.randint(VOCAB, (count, prompt), generator=generator).tolist()
+        submitted = [engine.submit(each, params) for each in prompts]
+        start = time.perf_counter()
+        while engine.scheduler.waiting or not all(request.has_sampled for request in submitted):
+            engine.step()
+        taken = time.perf_counter() - start
+        if not seed:
+            for request in submitted:
+                engine.cancel(request)
+            engine.step()
+    return engine, made, requests * prompt / taken
+
+
+def timed_steps(engine: Engine, count: int) -> Iterator[tuple[float, float]]:
+    """(whole, device) milliseconds of decoding steps."""
+    run_newest = engine.runner._run_newest  # type: ignore[attr-defined]
+    events: list[Any] = []
+
+    def run(requests: Any) -> Any:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = run_newest(requests)
+        end.record()
+        events.append((start, end))
+        return result
+
+    engine.runner._run_newest = run  # type: ignore[attr-defined]
+    for _ in range(count):
+        start = time.perf_counter()
+        engine.step()
+        whole = time.perf_counter() - start
+        first, last = events.pop()
+        yield whole * 1e3, first.elapsed_time(last)
+    engine.runner._run_newest = run_newest  # type: ignore[attr-defined]
+
+
+def free(engine: Engine) -> None:
+    """Engines share the model's layers: what the last one held must go."""
+    for module in engine.model.modules():
+        if hasattr(module, "paged_keys"):
+            del module.paged_keys, module.paged_values
+    engine.runner = None  # type: ignore[assignment]
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measured_steps(model: Any, requests: int, **settings: Any) -> str:
+    engine, made, prompt_rate = filled(model, requests, 480, 128, **settings)
+    times = list(timed_steps(engine, 8 + MEASURED))[8:]
+    whole, device = (statistics.median(column) for column in zip(*times, strict=True))
+    worst = max(column[0] for column in times)
+    free(engine)
+    return (
+        f"made {made:5.1f} s  prompts {prompt_rate:9,.0f} tok/s  step {whole:6.2f} ms (worst {worst:6.2f})  "
+        f"device {device:6.2f}  beside {whole - device:5.2f}  {requests / whole * 1e3:9,.0f} tok/s"
+    )
+
+
+def steps() -> None:
+    say("\ndecoding steps at about 540 tokens")
+    model = make_model()
+    for compile, graphs in ((True, True), (False, True), (True, False), (False, False)):
+        attempt(
+            f"  0.6B, 256 requests, compile {compile}, graphs {graphs}",
+            lambda compile=compile, graphs=graphs: measured_steps(model, 256, compile=compile, graphs=graphs),
+        )
+    attempt("  0.6B, 1024 requests", lambda: measured_steps(model, 1024))
+    attempt("  0.6B, 8 requests", lambda: measured_steps(model, 8))
+    attempt("  4B, 256 requests", lambda: measured_steps(make_model("4b"), 256))
+
+
+def whole_run(model: Any, requests: int) -> str:
+    engine, _, _ = filled(model, requests, 256, 512)
+    for request in engine.scheduler.running:  # the graphs of all sizes are there by now
+        engine.cancel(request)
+    engine.step()
+    params = SamplingParams(max_tokens=512, ignore_eos=True, logprobs=0)
+    prompts = torch.randint(VOCAB, (requests, 256), generator=torch.Generator().manual_seed(9)).tolist()
+    start = time.perf_counter()
+    submitted = [engine.submit(prompt, params) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    taken = time.perf_counter() - start
+    assert all(len(request.logprobs) == 512 for request in submitted)
+    free(engine)
+    return f"{taken:6.2f} s  {requests * 512 / taken:9,.0f} tok/s"
+
+
+def long() -> None:
+    say("\n256 + 512 tokens with logprobs")
+    model = make_model()
+    for requests in (256, 1024):
+        attempt(f"  0.6B, {requests} requests", lambda requests=requests: whole_run(model, requests))
+
+
+def profile() -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiling
+
+    model = make_model()
+    engine, _, _ = filled(model, 256, 480, 128)
+    for _ in range(5):
+        engine.step()
+    with profiling(activities=[ProfilerActivity.CUDA]) as found:
+        engine.step()
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    kernels = [row for row in rows if row.self_device_time_total > 0]
+    total = sum(row.self_device_time_total for row in kernels)
+    say(f"\na decoding step of 256 requests: {total / 1e3:.2f} ms in {sum(row.count for row in kernels)} kernels")
+    for row in kernels[:25]:
+        say(f"  {row.self_device_time_total / 1e3:8.3f} ms {row.count:5d} x  {row.key[:100]}")
+    free(engine)
+
+
+PARTS = {"kernels": kernels, "products": products, "steps": steps, "long": long, "profile": profile}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; none: all")
+    begun = time.perf_counter()
+    for part in parser.parse_args().parts or PARTS:
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                PARTS[part]()
+        except Exception:
+            traceback.print_exc()
+        gc.collect()
+        torch.cuda.empty_cache()
+        say(f"[{part}: {time.perf_counter() - start:.0f} s, {time.perf_counter() - begun:.0f} s in all]")
+
+
+if __name__ == "__main__":
+    main()

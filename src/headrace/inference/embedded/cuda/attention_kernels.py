@@ -1,0 +1,279 @@
+"""Triton kernels for keys and values in blocks: new ones are stored, and the newest tokens attend to theirs.
+
+The query heads that share a key head are the rows of one small matrix product, so that every key is read once. Work is
+cut into items, stretches of one request's keys (see `items`); a request of several items is put together by a second
+kernel. Storage is [slot, head, dimension]: a head's row of a slot is 256 bytes in the usual models, which is as much as
+a memory controller wants at a time, and a slot is written as a whole.
+
+Softmax is computed in powers of two, which is what the hardware has.
+"""
+
+# ruff: noqa: N803 (constants of a kernel are capitals)
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.inference.embedded.blocks import BLOCK
+
+LOG2E = 1.4426950408889634
+LEAST = 16
+"""Rows and columns that a matrix unit wants."""
+
+
+class Launch(NamedTuple):
+    """How the attention kernel is cut and scheduled."""
+
+    tile: int = 64
+    """Keys of one iteration."""
+    warps: int = 4
+    stages: int = 3
+
+
+DEFAULT = Launch()
+
+
+def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Write [token, head, dimension] to the slots; a negative one is nobody's."""
+    tokens, heads, dim = keys.shape
+    width = heads * dim
+    _store[(tokens,)](
+        keys,
+        values,
+        key_cache,
+        value_cache,
+        slots,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        WIDTH=width,
+        DIM=dim,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _store(
+    keys,
+    values,
+    key_cache,
+    value_cache,
+    slots,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        place = tl.arange(0, PADDED)
+        inside = place < WIDTH
+        head, dim = place // DIM, place % DIM
+        key = tl.load(keys + token * key_token + head * key_head + dim, mask=inside)
+        value = tl.load(values + token * value_token + head * value_head + dim, mask=inside)
+        tl.store(key_cache + slot * WIDTH + place, key, mask=inside)
+        tl.store(value_cache + slot * WIDTH + place, value, mask=inside)
+
+
+class Partial(NamedTuple):
+    """Where items leave what is put together afterwards."""
+
+    sums: Tensor
+    """[item, query head, dimension], float32."""
+    stats: Tensor
+    """[item, query head, 2]: the largest score, in powers of two, and the sum of weights."""
+
+
+def make_partial(items: int, heads: int, dim: int, device: torch.device) -> Partial:
+    sums = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
+    return Partial(sums, torch.empty(items, heads, 2, dtype=torch.float32, device=device))
+
+
+def decode_attention(
+    queries: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    items: Tensor,
+    spans: Tensor,
+    partial: Partial,
+    output: Tensor,
+    *,
+    scaling: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    launch: Launch = DEFAULT,
+) -> None:
+    """[request, query head, dimension] of one query per request, which is its last token.
+
+    `items` are [item, 4]: request, first key, the key after the last, and whether it is the request's only one.
+    `spans` are [request, 2]: its first item and how many it has. `window` and `softcap` are off at 0.
+    """
+    rows, heads, dim = queries.shape
+    shared_by = heads // key_cache.shape[1]
+    sizes = {
+        "HEADS": key_cache.shape[1],
+        "GROUP": shared_by,
+        "DIM": dim,
+        "GROUP_PADDED": max(LEAST, triton.next_power_of_2(shared_by)),
+        "DIM_PADDED": max(LEAST, triton.next_power_of_2(dim)),
+    }
+    _attend[(key_cache.shape[1], len(items))](
+        queries,
+        key_cache,
+        value_cache,
+        tables,
+        lengths,
+        items,
+        partial.sums,
+        partial.stats,
+        output,
+        scaling if softcap else scaling * LOG2E,
+        softcap,
+        queries.stride(0),
+        queries.stride(1),
+        tables.stride(0),
+        **sizes,
+        TILE=launch.tile,
+        BLOCK_SIZE=BLOCK,
+        WINDOW=window,
+        CAPPED=softcap > 0,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    _put_together[(key_cache.shape[1], rows)](partial.sums, partial.stats, spans, output, **sizes, num_warps=2)
+
+
+@triton.jit
+def _attend(
+    queries,
+    key_cache,
+    value_cache,
+    tables,
+    lengths,
+    items,
+    sums,
+    stats,
+    output,
+    scaling,
+    softcap,
+    query_token,
+    query_head,
+    table_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    row = tl.load(items + item * 4)
+    if row >= 0:
+        start = tl.load(items + item * 4 + 1)
+        end = tl.load(items + item * 4 + 2)
+        is_alone = tl.load(items + item * 4 + 3)
+        if WINDOW > 0:
+            start = tl.maximum(start, tl.load(lengths + row) - WINDOW)
+        group = tl.arange(0, GROUP_PADDED)
+        dim = tl.arange(0, DIM_PADDED)
+        own = (group[:, None] < GROUP) & (dim[None, :] < DIM)
+        query_heads = head * GROUP + group
+        query = tl.load(
+            queries + row.to(tl.int64) * query_token + query_heads[:, None] * query_head + dim[None, :],
+            mask=own,
+            other=0.0,
+        )
+        best = tl.full([GROUP_PADDED], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([GROUP_PADDED], dtype=tl.float32)
+        mixed = tl.zeros([GROUP_PADDED, DIM_PADDED], dtype=tl.float32)
+        table = tables + row.to(tl.int64) * table_row
+        for begin in range(start, end, TILE):
+            token = begin + tl.arange(0, TILE)
+            inside = token < end
+            block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+            place = (slot * HEADS + head)[:, None] * DIM + dim[None, :]
+            readable = inside[:, None] & (dim[None, :] < DIM)
+            key = tl.load(key_cache + place, mask=readable, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+            if CAPPED:
+                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0)) * 1.4426950408889634
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+            fading = tl.exp2(best - higher)
+            total = total * fading + tl.sum(weights, 1)
+            value = tl.load(value_cache + place, mask=readable, other=0.0)
+            mixed = mixed * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            best = higher
+        if is_alone > 0:
+            attended = mixed / total[:, None]
+            place = (row.to(tl.int64) * (HEADS * GROUP) + query_heads)[:, None] * DIM + dim[None, :]
+            tl.store(output + place, attended.to(output.dtype.element_ty), mask=own)
+        else:
+            part = item * (HEADS * GROUP) + query_heads
+            tl.store(sums + part[:, None] * DIM + dim[None, :], mixed, mask=own)
+            tl.store(stats + part * 2, best, mask=group < GROUP)
+            tl.store(stats + part * 2 + 1, total, mask=group < GROUP)
+
+
+@triton.jit
+def _put_together(
+    sums,
+    stats,
+    spans,
+    output,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """Requests of several items; rows without any get zeros."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    count = tl.load(spans + row * 2 + 1)
+    if count != 1:
+        first = tl.load(spans + row * 2)
+        group = tl.arange(0, GROUP_PADDED)
+        dim = tl.arange(0, DIM_PADDED)
+        is_query = group < GROUP
+        own = is_query[:, None] & (dim[None, :] < DIM)
+        query_heads = head * GROUP + group
+        best = tl.full([GROUP_PADDED], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([GROUP_PADDED], dtype=tl.float32)
+        mixed = tl.zeros([GROUP_PADDED, DIM_PADDED], dtype=tl.float32)
+        for item in range(first, first + count):
+            part = item * (HEADS * GROUP) + query_heads
+            top = tl.load(stats + part * 2, mask=is_query, other=float("-inf"))
+            weight = tl.load(stats + part * 2 + 1, mask=is_query, other=0.0)
+            own_sums = tl.load(sums + part[:, None] * DIM + dim[None, :], mask=own, other=0.0)
+            higher = tl.maximum(best, top)
+            # What lies before a window has nothing to add: there both may be minus infinity.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            fading, share = tl.exp2(best - base), tl.exp2(top - base)
+            total = total * fading + weight * share
+            mixed = mixed * fading[:, None] + own_sums * share[:, None]
+            best = higher
+        attended = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        place = (row.to(tl.int64) * (HEADS * GROUP) + query_heads)[:, None] * DIM + dim[None, :]
+        tl.store(output + place, attended.to(output.dtype.element_ty), mask=own)

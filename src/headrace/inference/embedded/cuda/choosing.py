@@ -1,0 +1,150 @@
+"""Choosing tokens on a GPU: Triton kernels that do what `sampling.sample` does for rows that truncate nothing.
+
+One pass over the logits leaves the largest and the sum of each tile of the vocabulary; a second finds the tile in which
+the cumulative distribution passes the row's uniform number, and the token in that tile. The same number means the same
+token as there, up to rounding, and nothing of the vocabulary's size is written.
+"""
+
+# ruff: noqa: N803 (constants of a kernel are capitals)
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+
+
+class Tiles(NamedTuple):
+    """What the first pass leaves: [row, tile] each."""
+
+    tops: Tensor
+    sums: Tensor
+    places: Tensor
+    """Of the largest, within its tile."""
+
+
+def make_tiles(rows: int, vocab: int, device: torch.device, tile: int = TILE) -> Tiles:
+    shape = rows, triton.cdiv(vocab, tile)
+    return Tiles(
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+    )
+
+
+def choose(
+    logits: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor,
+    chosen: Tensor,
+    tiles: Tiles,
+    *,
+    tile: int = TILE,
+    warps: int = 8,
+) -> None:
+    """Write each row's token and its logprob over the whole vocabulary to `chosen`, [2, rows] in float64.
+
+    A temperature of 0 takes the most likely token, with its logprob at temperature 1. `tiles` has room for all rows.
+    """
+    rows, vocab = logits.shape
+    count = triton.cdiv(vocab, tile)
+    assert logits.stride(1) == chosen.stride(1) == 1 and tiles.tops.shape[1] == count
+    _look[(count, rows)](
+        logits, temperatures, *tiles, logits.stride(0), VOCAB=vocab, TILES=count, TILE=tile, num_warps=warps
+    )
+    _choose[(rows,)](
+        logits,
+        temperatures,
+        uniforms,
+        *tiles,
+        chosen,
+        logits.stride(0),
+        chosen.stride(0),
+        VOCAB=vocab,
+        TILES=count,
+        PADDED=triton.next_power_of_2(count),
+        TILE=tile,
+        num_warps=warps,
+    )
+
+
+@triton.jit
+def _look(
+    logits,
+    temperatures,
+    tops,
+    sums,
+    places,
+    row_stride,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    column = tile * TILE + tl.arange(0, TILE)
+    scores = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=column < VOCAB, other=float("-inf"))
+    scores = scores.to(tl.float32) / temperature
+    numbers = tl.where(scores == scores, scores, float("-inf"))
+    top = tl.max(numbers, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    where = row * TILES + tile
+    tl.store(tops + where, top)
+    tl.store(sums + where, tl.sum(tl.exp(scores - base), 0))  # not a number if any score is none
+    tl.store(places + where, tl.argmax(numbers, 0).to(tl.int32))
+
+
+@triton.jit
+def _choose(
+    logits,
+    temperatures,
+    uniforms,
+    tops,
+    sums,
+    places,
+    chosen,
+    row_stride,
+    chosen_stride,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    is_greedy = temperature == 0.0
+    temperature = tl.where(is_greedy, 1.0, temperature)
+    number = tl.arange(0, PADDED)
+    is_tile = number < TILES
+    top = tl.load(tops + row * TILES + number, mask=is_tile, other=float("-inf"))
+    mass = tl.load(sums + row * TILES + number, mask=is_tile, other=0.0)
+    best = tl.max(top, 0)
+    mass = tl.where(mass == 0.0, 0.0, mass * tl.exp(top - best)).to(tl.float64)
+    total = tl.sum(mass, 0)
+    target = tl.load(uniforms + row) * total
+    # The tile in which the sum passes the target, and never one without any mass.
+    tile = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
+    tile = tl.minimum(tile, tl.max(tl.where(mass > 0.0, number, 0), 0))
+    target -= tl.sum(tl.where(number < tile, mass, 0.0), 0)
+    place = tl.arange(0, TILE)
+    own = logits + row.to(tl.int64) * row_stride
+    scores = tl.load(own + tile * TILE + place, mask=tile * TILE + place < VOCAB, other=float("-inf"))
+    probs = tl.exp(scores.to(tl.float32) / temperature - best)
+    within = tl.sum((tl.cumsum(probs.to(tl.float64), 0) <= target).to(tl.int32), 0)
+    within = tl.minimum(within, tl.max(tl.where(probs > 0.0, place, 0), 0))
+    likeliest = tl.argmax(top, 0).to(tl.int32)
+    likeliest_place = tl.load(places + row * TILES + likeliest)
+    token = tl.where(is_greedy, likeliest * TILE + likeliest_place, tile * TILE + within)
+    score = tl.load(own + token).to(tl.float32) / temperature
+    logprob = score.to(tl.float64) - best.to(tl.float64) - tl.log(total)
+    tl.store(chosen + row, token.to(tl.float64))
+    tl.store(chosen + chosen_stride + row, logprob)

@@ -1,0 +1,57 @@
+"""CUDA graphs of whole decoding steps, one for each of a few batch sizes, captured when it is first needed.
+
+A graph reads its inputs from tensors that stay where they are, and all graphs share one pool of memory: what one leaves
+is there until another one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+WARM_UPS = 2
+"""Runs before a capture: libraries and compiled kernels set themselves up at their first ones."""
+
+
+def batch_sizes(most: int) -> list[int]:
+    """2, 4, 8, ... and what lies in the middle between two from 32 on; the last is at least `most`."""
+    sizes = [2]
+    while sizes[-1] < most:
+        last = sizes[-1]
+        power = 1 << (last.bit_length() - 1)
+        sizes.append(last + power // 2 if last >= 32 and last == power else 2 * power)
+    return sizes
+
+
+class Graphs(Generic[T]):
+    """`compute(size)` as graphs; what it returns is overwritten by the next run of any size."""
+
+    def __init__(self, compute: Callable[[int], T]) -> None:
+        self._compute = compute
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._pool: Any = None
+
+    def run(self, size: int) -> T:
+        if size not in self.captured:
+            self._capture(size)
+        graph, result = self.captured[size]
+        graph.replay()
+        return result
+
+    def _capture(self, size: int) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._compute(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that read weights may allocate meanwhile: only what this one does must be fit for a graph.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = self._compute(size)
+        self._pool = graph.pool()
+        self.captured[size] = graph, result

@@ -1,0 +1,237 @@
+"""The embedded engine on a GPU against plain forwards: with and without graphs and compiled layers."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from headrace.inference.backend import RequestCancelled
+from headrace.inference.embedded import scheduler as scheduler_module
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.published import PublishedWeights
+from headrace.rollout.version import Version
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = {
+    "vocab_size": 997,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, Any] = {
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32),
+    "qwen2, sliding": lambda: transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=50, max_window_layers=1
+    ),
+    "mistral, sliding": lambda: transformers.MistralConfig(**SIZES, sliding_window=40),
+    "gemma 2, sliding and capped": lambda: transformers.Gemma2Config(**SIZES, head_dim=32, sliding_window=30),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+}
+ATOL = {torch.float32: 2e-4, torch.bfloat16: 0.25}
+MEAN = {torch.float32: 2e-5, torch.bfloat16: 0.03}
+"""Of single logprobs, and on average."""
+
+
+def make_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype).cuda().eval()
+
+
+def make_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, 990) for _ in range(length)]
+
+
+def run_all(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, tokens: list[int], temperature: float) -> torch.Tensor:
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([tokens], device="cuda")
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    model.set_attn_implementation(before)
+    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+
+
+def differences(request: Any, models: dict[Version, Any]) -> torch.Tensor:
+    """Of every logprob that the request was given, to that of the version that sampled it."""
+    result = request.future.result(timeout=0)
+    found = []
+    for version, start, end in result.version_spans:
+        plain = plain_logprobs(models[version], request.tokens, request.params.temperature)
+        found.append(torch.tensor(result.logprobs[start:end]) - plain[request.prompt_length - 1 :][start:end])
+        if start == 0 and result.prompt_logprobs is not None:
+            found.append(torch.tensor(result.prompt_logprobs[1:]) - plain[: request.prompt_length - 1])
+    return torch.cat(found).abs()
+
+
+def assert_exact(requests: list[Any], models: dict[Version, Any] | Any) -> None:
+    versions = models if isinstance(models, dict) else {Version(0, 0): models}
+    off = torch.cat([differences(request, versions) for request in requests])
+    dtype = next(iter(versions.values())).dtype
+    assert off.max() < ATOL[dtype] and off.mean() < MEAN[dtype], (off.max(), off.mean())
+
+
+def submit_mixed(engine: Engine, rng: random.Random, count: int) -> list[Any]:
+    text = make_prompt(rng, 300)
+    requests: list[Any] = []
+    for _ in range(count):
+        params = SamplingParams(
+            temperature=rng.choice([0, 0.7, 1.0]),
+            max_tokens=rng.choice([1, 5, 40]),
+            prompt_logprobs=rng.choice([None, None, 0]),
+            seed=rng.choice([None, None, 1]),
+            top_p=rng.choice([1.0, 1.0, 0.9]),
+            logprobs=rng.choice([None, None, 3]),
+            ignore_eos=True,
+        )
+        length = rng.choice([1, 2, 16, 25, 100, 290])
+        prompt = text[:length] if rng.random() < 0.5 else make_prompt(rng, length)
+        requests += [engine.submit(prompt, params) for _ in range(rng.choice([1, 1, 3]))]
+        for _ in range(rng.choice([0, 1, 3])):
+            engine.step()
+    return requests
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_mixed_lengths_chunks_prefixes_twins_evictions_and_cancels(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "CHUNK", 64)
+    model = make_model(kind, dtype=dtype)
+    engine = Engine(model, max_model_len=400, max_running=9, max_step_tokens=128, kv_blocks=40, compile=False)
+    requests = submit_mixed(engine, random.Random(8), 24)
+    cancelled = requests.pop()
+    engine.cancel(cancelled)
+    run_all(engine)
+    assert isinstance(cancelled.future.exception(), RequestCancelled)
+    assert_exact(requests, model)
+    assert min(engine.scheduler.preemptions, engine.scheduler.tokens_cached) > 0
+    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_compiled_layers_compute_the_same(graphs: bool, dtype: torch.dtype) -> None:
+    model = make_model(dtype=dtype)
+    engine = Engine(model, max_model_len=400, max_running=9, max_step_tokens=128, kv_blocks=60, graphs=graphs)
+    assert engine.runner._layers is not None  # type: ignore[attr-defined]
+    requests = submit_mixed(engine, random.Random(3), 16)
+    run_all(engine)
+    assert_exact(requests, model)
+
+
+def test_graphs_choose_what_is_chosen_without_them() -> None:
+    def sampled(**settings: Any) -> list[list[int]]:
+        engine = Engine(make_model(), max_model_len=256, max_running=40, **settings)
+        rng = random.Random(1)
+        requests = [
+            engine.submit(make_prompt(rng, 20 + n), SamplingParams(max_tokens=60, seed=n, ignore_eos=True))
+            for n in range(33)
+        ]
+        run_all(engine)
+        return [request.tokens for request in requests]
+
+    captured = sampled(compile=False)
+    assert captured == sampled(compile=False)  # again, to the bit
+    plain = sampled(compile=False, graphs=False)
+    assert sum(mine == other for mine, other in zip(captured, plain, strict=True)) >= 31
+
+
+@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+def test_new_weights_are_used_from_the_next_token_on(kv_on_update: Any) -> None:
+    models = {Version(0, step): make_model(seed=step) for step in range(3)}
+    engine = Engine(make_model(), max_model_len=256, max_running=8, kv_on_update=kv_on_update, compile=False)
+    rng = random.Random(2)
+    requests = []
+    for step in range(3):
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        requests += [engine.submit(make_prompt(rng, length), params) for length in (5, 70)]
+        for _ in range(6):
+            engine.step()
+        if step:
+            tensors = {name: tensor.clone() for name, tensor in models[Version(0, step)].state_dict().items()}
+            engine.install(PublishedWeights(Version(0, step), "", tensors))
+    last = engine.submit(make_prompt(rng, 40), params)
+    run_all(engine)
+    assert [span[0].step for span in requests[0].future.result().version_spans] == [0, 1, 2]
+    if kv_on_update == "recompute":
+        assert_exact(requests, models)
+    assert_exact([last], models)
+
+
+def test_a_cache_that_was_given_back_comes_back_under_the_same_graphs() -> None:
+    model = make_model()
+    engine = Engine(model, max_model_len=256, max_running=8, compile=False)
+    rng = random.Random(3)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [engine.submit(make_prompt(rng, length), params) for length in (3, 50, 120)]
+    for _ in range(10):
+        engine.step()
+    free = torch.cuda.mem_get_info()[0]
+    assert engine.release_cache() == engine.cache_bytes > 0
+    assert torch.cuda.mem_get_info()[0] > free
+    engine.restore_cache()
+    run_all(engine)
+    assert_exact(requests, model)
+
+
+def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:
+    marked = 995
+    model = make_model()
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, args, output: output.masked_fill((args[0] == marked)[..., None], torch.nan)
+    )
+    engine = Engine(model, max_model_len=256, max_running=8, compile=False)
+    rng = random.Random(4)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    prompts = [make_prompt(rng, 30) for _ in range(6)]
+    prompts[2][10] = marked
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    for _ in range(4):
+        engine.step()
+    requests[4].tokens[-1] = marked
+    run_all(engine)
+    ended = [request.future.exception() is not None for request in requests]
+    assert ended == [False, False, True, False, True, False]
+    assert_exact([request for request in requests if request.future.exception() is None], model)
+    later = engine.submit(prompts[0], params)  # in blocks that the others had
+    run_all(engine)
+    assert_exact([later], model)
+
+
+def test_an_adapters_requests_run_beside_captured_ones(tmp_path: Any) -> None:
+    peft = pytest.importorskip("peft")
+    directory = tmp_path / "adapter"
+    torch.manual_seed(5)
+    adapted = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(directory)
+    model = make_model()
+    engine = Engine(model, max_model_len=128, max_running=8)
+    engine.adapters.add(engine.adapters.read("a", directory))
+    rng = random.Random(5)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = [engine.submit(make_prompt(rng, 20), params) for _ in range(3)]
+    with_adapter = [engine.submit(make_prompt(rng, 20), params, adapter="a") for _ in range(2)]
+    run_all(engine)
+    assert_exact(plain, make_model())  # the engine's own has the adapter's hooks
+    assert_exact(with_adapter, adapted.merge_and_unload())

@@ -1,0 +1,207 @@
+"""The kernels of the engine on GPUs against plain torch: on a GPU, or on a CPU where Triton interprets them."""
+
+import math
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.inference.embedded.blocks import BLOCK
+from headrace.inference.embedded.cuda.items import SHORTEST, cut
+from headrace.inference.embedded.sampling import sample
+from headrace.inference.schema import SamplingParams
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytest.importorskip("triton")
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("Triton has neither a GPU nor its interpreter", allow_module_level=True)
+
+from headrace.inference.embedded.cuda.attention_kernels import Launch, decode_attention, make_partial, store  # noqa: E402
+from headrace.inference.embedded.cuda.choosing import choose, make_tiles  # noqa: E402
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def attend(
+    lengths: list[int],
+    *,
+    heads: int = 4,
+    key_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    window: int = 0,
+    softcap: float = 0.0,
+    spare: int = 4,
+    launch: Launch | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's result, and that of plain attention in float64. Slots that nobody has hold what is not a number."""
+    torch.manual_seed(sum(lengths))
+    most = -(-max(lengths) // BLOCK)
+    blocks = sum(-(-length // BLOCK) for length in lengths) + 1
+    order = random.Random(0).sample(range(1, blocks), blocks - 1)
+    keys, values = torch.full((2, blocks * BLOCK, key_heads, dim), math.nan, dtype=dtype, device=DEVICE)
+    tables = torch.zeros(len(lengths), most, dtype=torch.int32)
+    own: list[torch.Tensor] = []
+    for row, length in enumerate(lengths):
+        count = -(-length // BLOCK)
+        taken, order = order[:count], order[count:]
+        tables[row, :count] = torch.tensor(taken)
+        own.append(torch.tensor([block * BLOCK + place for block in taken for place in range(BLOCK)][:length]))
+        for states in (keys, values):
+            states[own[-1].to(DEVICE)] = torch.randn(length, key_heads, dim, device=DEVICE).to(dtype)
+    queries = torch.randn(heads, len(lengths), dim, device=DEVICE).to(dtype).transpose(0, 1)
+    room = len(lengths) + spare
+    found, spans = cut(np.array(lengths), room)
+    items = np.full((room, 4), -1)
+    items[: len(found)] = found
+    output = torch.full((len(lengths), heads, dim), math.nan, dtype=dtype, device=DEVICE)
+    on_device = [torch.from_numpy(array).int().to(DEVICE) for array in (np.array(lengths), items, spans)]
+    decode_attention(
+        queries,
+        keys,
+        values,
+        tables.to(DEVICE),
+        *on_device,
+        make_partial(room, heads, dim, DEVICE),
+        output,
+        scaling=0.3,
+        window=window,
+        softcap=softcap,
+        launch=launch or Launch(tile=32, stages=2),
+    )
+    expected = []
+    for row, length in enumerate(lengths):
+        seen = own[row][max(0, length - window) if window else 0 :].to(DEVICE)
+        key, value = (states[seen].double().repeat_interleave(heads // key_heads, 1) for states in (keys, values))
+        scores = torch.einsum("hd,thd->ht", queries[row].double(), key) * 0.3
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        expected.append(torch.einsum("ht,thd->hd", scores.softmax(-1), value))
+    return output.double(), torch.stack(expected)
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 40])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_newest_tokens_attend_to_all_keys_in_their_blocks_and_to_nothing_else(window: int, softcap: float) -> None:
+    found, expected = attend([1, 2, 16, 17, 33, 70, 5], window=window, softcap=softcap)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_long_request_is_cut_and_put_together_beside_short_ones(window: int) -> None:
+    found, expected = attend([3, 700, 40], spare=5, window=window)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(4, 4, 16), (16, 2, 32), (20, 1, 24), (3, 3, 8)])
+def test_any_number_of_heads_shares_a_key_and_sizes_need_not_be_powers_of_two(
+    heads: int, key_heads: int, dim: int
+) -> None:
+    found, expected = attend([30, 9], heads=heads, key_heads=key_heads, dim=dim)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_half_precision_is_as_close_as_it_can_be(dtype: torch.dtype, atol: float) -> None:
+    if INTERPRETED and dtype is torch.bfloat16:
+        pytest.skip("the interpreter multiplies no bfloat16")
+    found, expected = attend([200, 31, 64], dtype=dtype, launch=Launch(tile=64))
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def test_rows_without_items_are_zeros() -> None:
+    queries = torch.ones(2, 4, 16, device=DEVICE)
+    cache = torch.ones(2, BLOCK, 2, 16, device=DEVICE)
+    numbers = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in ((2, 1), (2,), (3, 4), (2, 2))]
+    numbers[2].fill_(-1)
+    output = torch.full((2, 4, 16), math.nan, device=DEVICE)
+    decode_attention(queries, *cache, *numbers, make_partial(3, 4, 16, DEVICE), output, scaling=1.0)
+    assert (output == 0).all()
+
+
+def test_new_keys_and_values_go_to_their_slots_and_those_of_nobody_nowhere() -> None:
+    torch.manual_seed(0)
+    keys = torch.randn(3, 5, 24, device=DEVICE).transpose(0, 1)  # [token, head, dimension], as models have them
+    values = torch.randn(5, 3, 24, device=DEVICE)
+    caches = torch.zeros(2, 40, 3, 24, device=DEVICE)
+    slots = [7, -1, 0, 39, 8]
+    store(keys, values, *caches, torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+    expected = torch.zeros_like(caches)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[0, slot], expected[1, slot] = keys[token], values[token]
+    assert torch.equal(caches, expected)
+
+
+def chosen(logits: torch.Tensor, temperatures: list[float], uniforms: list[float], tile: int) -> torch.Tensor:
+    rows = len(logits)
+    found = torch.full((2, rows), math.nan, dtype=torch.float64, device=DEVICE)
+    choose(
+        logits.to(DEVICE),
+        torch.tensor(temperatures, device=DEVICE),
+        torch.tensor(uniforms, dtype=torch.float64, device=DEVICE),
+        found,
+        make_tiles(rows, logits.shape[1], DEVICE, tile),
+        tile=tile,
+        warps=4,
+    )
+    return found.cpu()
+
+
+@pytest.mark.parametrize("tile", [32, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_number_chooses_the_same_token_as_torch_does(tile: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tile)
+    logits = (3 * torch.randn(12, 200)).to(dtype)
+    temperatures = [0.0, 0.5, 1.0, 2.0] * 3
+    uniforms = [random.Random(row + 1).random() for row in range(12)]
+    found = chosen(logits, temperatures, uniforms, tile)
+    expected = sample(logits, [SamplingParams(temperature=value) for value in temperatures], uniforms)
+    assert found[0].tolist() == expected.tokens.tolist()
+    torch.testing.assert_close(found[1].float(), expected.logprobs, atol=1e-5, rtol=0)
+
+
+def test_numbers_draw_in_proportion_over_tiles_some_of_which_are_impossible() -> None:
+    probs = torch.zeros(80)
+    probs[[3, 17, 70]] = torch.tensor([0.5, 0.2, 0.3])
+    found = chosen(probs.log().expand(10, 80), [1.0] * 10, [(row + 0.5) / 10 for row in range(10)], tile=16)
+    counts = torch.bincount(found[0].long(), minlength=80)
+    assert (counts[3].item(), counts[17].item(), counts[70].item()) == (5, 2, 3)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_extreme_numbers_never_choose_an_impossible_token(uniform: float) -> None:
+    logits = torch.full((1, 100), -math.inf)
+    logits[0, [20, 50]] = torch.tensor([0.4, 0.6]).log()
+    assert chosen(logits, [1.0], [uniform], tile=16)[0].item() == (20 if uniform == 0 else 50)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_show_in_their_own_row_alone(bad: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 100)
+    logits[1, 40] = bad
+    tokens, logprobs = chosen(logits, [1.0, 1.0, 0.0], [0.3, 0.3, 0.3], tile=16)
+    assert logprobs.isnan().tolist() == [False, True, False]
+    assert ((tokens >= 0) & (tokens < 100)).all()
+    logits[1] = bad
+    assert chosen(logits, [1.0, 0.0, 0.0], [0.3, 0.3, 0.3], tile=16)[1].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 5000], [700] * 40, [128, 129, 64, 1, 9000, 33], list(range(1, 400, 7))])
+@pytest.mark.parametrize("spare", [1, 7, 256])
+def test_items_cover_every_key_once_and_fit(lengths: list[int], spare: int) -> None:
+    room = len(lengths) + spare
+    items, spans = cut(np.array(lengths), room)
+    assert len(items) <= room
+    for row, length in enumerate(lengths):
+        first, count = spans[row]
+        own = items[first : first + count]
+        assert (own[:, 0] == row).all() and (own[:, 3] == (count == 1)).all()
+        assert [own[0, 1], *own[:-1, 2]] == own[:, 1].tolist()
+        assert own[-1, 2] == length and (own[:, 1] < own[:, 2]).all()
+    assert spans[:, 1].sum() == len(items)
+    if sum(lengths) <= SHORTEST * spare:
+        assert (items[:, 2] - items[:, 1]).max() <= SHORTEST

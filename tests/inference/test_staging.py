@@ -1,0 +1,49 @@
+"""Where new weights wait: on the GPU if it has plenty, and on the host when somebody else was faster."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headrace.inference.weights.staging import staged
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A GPU of which 100 bytes are free; here is how often torch gave back what it had kept."""
+    times: list[None] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(None))
+    return times
+
+
+def failing_on_the_gpu(error: Exception) -> Callable[[torch.device], torch.device]:
+    def make(where: torch.device) -> torch.device:
+        if where == GPU:
+            raise error
+        return where
+
+    return make
+
+
+def test_a_gpu_with_twice_the_room_is_used(emptied: list[None]) -> None:
+    assert staged(GPU, 49, lambda where: where) == GPU
+    assert staged(GPU, 50, lambda where: where) == CPU
+    assert staged(CPU, 1, lambda where: where) == CPU
+    assert not emptied
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), NO_HANDLE])
+def test_memory_that_somebody_takes_meanwhile_costs_the_gpu_but_not_the_weights(
+    error: Exception, emptied: list[None]
+) -> None:
+    assert staged(GPU, 10, failing_on_the_gpu(error)) == CPU
+    assert len(emptied) == 1
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(emptied: list[None]) -> None:
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        staged(GPU, 10, failing_on_the_gpu(RuntimeError("an illegal memory access")))
