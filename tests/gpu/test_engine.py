@@ -216,7 +216,8 @@ def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:
     assert_exact([later], model)
 
 
-def test_an_adapters_requests_run_beside_captured_ones(tmp_path: Any) -> None:
+@pytest.mark.parametrize("compile", [True, False])
+def test_an_adapters_requests_run_beside_captured_ones(tmp_path: Any, compile: bool) -> None:
     peft = pytest.importorskip("peft")
     directory = tmp_path / "adapter"
     torch.manual_seed(5)
@@ -226,7 +227,7 @@ def test_an_adapters_requests_run_beside_captured_ones(tmp_path: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(directory)
     model = make_model()
-    engine = Engine(model, max_model_len=128, max_running=8)
+    engine = Engine(model, max_model_len=128, max_running=8, compile=compile)
     engine.adapters.add(engine.adapters.read("a", directory))
     rng = random.Random(5)
     params = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.inference.embedded.blocks import BLOCK
-from headrace.inference.embedded.cuda.items import SHORTEST, cut
+from headrace.inference.embedded.cuda.items import cut
 from headrace.inference.embedded.sampling import sample
 from headrace.inference.schema import SamplingParams
 
@@ -188,20 +188,3 @@ def test_logits_that_are_no_numbers_show_in_their_own_row_alone(bad: float) -> N
     assert ((tokens >= 0) & (tokens < 100)).all()
     logits[1] = bad
     assert chosen(logits, [1.0, 0.0, 0.0], [0.3, 0.3, 0.3], tile=16)[1].isnan().tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("lengths", [[1], [5, 5000], [700] * 40, [128, 129, 64, 1, 9000, 33], list(range(1, 400, 7))])
-@pytest.mark.parametrize("spare", [1, 7, 256])
-def test_items_cover_every_key_once_and_fit(lengths: list[int], spare: int) -> None:
-    room = len(lengths) + spare
-    items, spans = cut(np.array(lengths), room)
-    assert len(items) <= room
-    for row, length in enumerate(lengths):
-        first, count = spans[row]
-        own = items[first : first + count]
-        assert (own[:, 0] == row).all() and (own[:, 3] == (count == 1)).all()
-        assert [own[0, 1], *own[:-1, 2]] == own[:, 1].tolist()
-        assert own[-1, 2] == length and (own[:, 1] < own[:, 2]).all()
-    assert spans[:, 1].sum() == len(items)
-    if sum(lengths) <= SHORTEST * spare:
-        assert (items[:, 2] - items[:, 1]).max() <= SHORTEST

@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,17 +10,21 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from headrace import varlen
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import UnsupportedModel, check_engine
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
+from headrace.transport.adapter import Adapter, write_adapter
 from tests.inference.plain_forward import assert_like_plain, assert_nothing_left, random_prompt, run_all, weights_of
+from tests.inference.test_named_adapters import CONFIG, adapted, matrices
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton does not interpret; tests/gpu has the same on a GPU", allow_module_level=True)
 
-from headrace.inference.embedded.cuda import items
+from headrace.inference.embedded.cuda import items, make_cuda_runner, steps
 from headrace.inference.embedded.cuda.runner import CudaRunner
 
 SIZES = {
@@ -147,3 +152,87 @@ def test_a_request_that_fails_leaves_others_exact(model: Any, make_model: Any) -
     assert requests[1].future.exception() is not None
     for request in (requests[0], requests[2]):
         assert_like_plain(request, make_model(0))
+
+
+def test_newest_tokens_have_nothing_of_an_adapters_prompts(make_model: Any, tmp_path: Path) -> None:
+    layers = matrices(make_model(0), seed=3)
+    write_adapter(tmp_path / "adapter", Adapter(CONFIG, layers))
+    engine = make_engine(make_model(0), max_model_len=32, max_running=8)
+    engine.adapters.add(engine.adapters.read("wheel", tmp_path / "adapter"))
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    plain = [engine.submit([7, 8, 9], params)]
+    engine.step()
+    changed = [engine.submit([5, 6], params, adapter="wheel")]  # as many tokens as the smallest batch has rows
+    engine.step()
+    plain += [engine.submit([10 + n, 11], params) for n in range(3)]
+    engine.step()
+    changed.append(engine.submit([5, 6, 4], params, adapter="wheel"))
+    run_all(engine)
+    for request in plain:
+        assert_like_plain(request, make_model(0))
+    for request in changed:
+        assert_like_plain(request, adapted(make_model(0), layers))
+
+
+def plain_varlen(query: Any, key: Any, value: Any, *begins: Any, scale: float, window_size: Any, **_: Any) -> Any:
+    """What torch's kernel computes, sequence by sequence; it has none for CPUs."""
+    query_begins, key_begins, longest_query, longest_key = begins
+    shared = query.shape[1] // key.shape[1]
+    parts = []
+    for row in range(len(query_begins) - 1):
+        q = query[query_begins[row] : query_begins[row + 1]]
+        k, v = (s[key_begins[row] : key_begins[row + 1]].repeat_interleave(shared, 1) for s in (key, value))
+        assert len(q) <= longest_query and len(k) <= longest_key
+        places, keys = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+        visible = (keys <= places) & ((keys >= places - window_size[0]) | (window_size[0] < 0))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v))
+    assert key_begins[-1] == len(key)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("most", "calls"), [(100, 4), (1 << 17, 1)])
+def test_prompts_that_begin_in_the_cache_read_no_more_keys_at_once_than_they_may(
+    make_model: Any, monkeypatch: pytest.MonkeyPatch, most: int, calls: int
+) -> None:
+    read: list[int] = []
+
+    def attend(query: Any, key: Any, *rest: Any, **options: Any) -> Any:
+        read.append(len(key))
+        return plain_varlen(query, key, *rest, **options)
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    monkeypatch.setattr(steps, "GATHERED", most)
+    engine = make_engine(make_model(0), max_model_len=160, max_running=8)
+    engine.runner._flash = True  # type: ignore[attr-defined]
+    beginning = [7 + n % 50 for n in range(32)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [engine.submit([*beginning, 1], params)]
+    run_all(engine)
+    read.clear()
+    requests += [engine.submit([*beginning, *range(3, 3 + length)], params) for length in (8, 100, 9, 10, 48)]
+    engine.step()
+    assert len(read) == 2 * calls  # of two layers
+    assert sum(read) == 2 * (5 * 32 + 8 + 100 + 9 + 10 + 48)
+    run_all(engine)
+    for request in requests:
+        assert_like_plain(request, make_model(0))
+
+
+def test_a_model_that_the_gpus_way_cannot_compute_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {**SIZES, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = AutoModelForCausalLM.from_config(transformers.GptOssConfig(**sizes)).eval()
+    engine = Engine(model, max_model_len=64)
+    settings = {"max_running": 4, "max_model_len": 64, "compile": False, "graphs": False}
+    assert make_cuda_runner(model, 9, engine.adapters, **settings) is None
+    assert "slower than it could be: NotImplementedError: attention sinks" in caplog.text
+    assert not any(hasattr(module, "paged_keys") for module in model.modules())
+    with pytest.raises(UnsupportedModel, match=r"cannot run GptOssForCausalLM.*attention sinks"):
+        check_engine(Engine(model, max_model_len=64))
+
+
+def test_a_step_is_long_where_attention_needs_no_padding(model: Any) -> None:
+    runner = make_engine(model, max_model_len=32, max_running=4).runner
+    assert runner.step_tokens == 2048
+    runner._flash = True  # type: ignore[attr-defined]
+    assert runner.step_tokens == 16384

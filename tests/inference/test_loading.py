@@ -146,6 +146,12 @@ def test_a_model_without_shared_heads_takes_what_all_heads_take() -> None:
     assert kv_blocks(model, 16, 1000, 10 * block + 5) == 10
 
 
+def test_layers_with_keys_of_other_sizes_are_counted_one_by_one(model: Any) -> None:
+    model.config = transformers.Qwen3Config(**SIZES, per_layer_config={1: {"num_key_value_heads": 4}})
+    block = 16 * 2 * (2 + 4) * 16 * 4
+    assert kv_blocks(model, 16, 1000, 10 * block + 5) == 10
+
+
 def test_bfloat16_is_refused_on_a_cpu_that_cannot_multiply_it(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ class InferenceConfig(Config):
     """Requests that may wait in line; more are turned away with HTTP status 429, to come again later."""
     max_step_tokens: int | None = Field(None, ge=16)
     """Tokens that one step computes: longer prompts take several, so that others go on meanwhile. Unset: 16384 on a
-    GPU, 2048 on a CPU. Embedded only."""
+    GPU where flash attention computes the model (not in float32, nor with capped scores), else 2048. Embedded only."""
     kv_cache_gb: float | None = Field(None, gt=0)
     """Memory for keys and values. Unset: what `max_running` longest requests need, but at most 90% of what a GPU has
     left; 65% of what the trainer leaves where the two take turns on one, 30% where they compute at once; on a CPU an

@@ -8,17 +8,16 @@ attention that is not causal.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from headrace.errors import BadInput
 from headrace.trainer.row import Blocks, Kernel, Layout, Runs
+from headrace.varlen import varlen_attention
 
 NAME = "headrace_packed"
 
@@ -27,8 +26,6 @@ _BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "flash": [SDPBackend.FLASH_ATTENTION],
 }
-# Grouped heads need no telling before torch 2.12.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class UnsupportedModel(BadInput):
@@ -122,11 +119,11 @@ def _in_runs(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Several sequences. Each asks with its last tokens: the kernel aligns queries and keys at their ends."""
+    """Several sequences."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if runs.keys is not None:
         k, v = _gather(k, runs.keys), _gather(v, runs.keys)
-    output = varlen_attn(
+    output = varlen_attention(
         q,
         k,
         v,
@@ -134,11 +131,9 @@ def _in_runs(
         runs.key_starts,
         runs.longest_query,
         runs.longest_key,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **_GROUPED,
+        scaling=scaling,
+        window=window,
     )
-    assert isinstance(output, torch.Tensor)  # and not a pair, which it gives when asked for more
     return output[None]
 
 

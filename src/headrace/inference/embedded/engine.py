@@ -32,7 +32,7 @@ from headrace.inference.backend import (
 )
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.blocks import BlockPool, blocks_for
-from headrace.inference.embedded.cuda import can_run_on_cuda
+from headrace.inference.embedded.cuda import make_cuda_runner
 from headrace.inference.embedded.request import Request, Weights
 from headrace.inference.embedded.runner import PlainRunner, Runner
 from headrace.inference.embedded.scheduler import Plan, Scheduler
@@ -51,8 +51,6 @@ FAILURES_TOGETHER = 4
 """Steps of several requests that may fail in a row, until that is the engine's fault and its end."""
 SCORED_LOGITS = 1 << 27
 """Logits that one forward may hold where prompt logprobs are asked for."""
-STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""What a step computes of prompts unless it is told: a GPU is not filled by less."""
 
 
 class Engine:
@@ -99,15 +97,15 @@ class Engine:
         self.finished: Counter[str] = Counter()
         longest = blocks_for(max_model_len)
         blocks = 1 + max(longest, max_running * longest if kv_blocks is None else kv_blocks)
+        self.adapters = Adapters(model)
+        self.runner = self._make_runner(blocks, compile=compile, graphs=graphs)
         self.scheduler = Scheduler(
             BlockPool(blocks),
             max_running=max_running,
-            step_tokens=max_step_tokens or STEP_TOKENS.get(self.device.type, STEP_TOKENS["cpu"]),
+            step_tokens=max_step_tokens or self.runner.step_tokens,
             scored_tokens=max(1, SCORED_LOGITS // self.vocab_size),
             prefix_cache=prefix_cache,
         )
-        self.adapters = Adapters(model)
-        self.runner = self._make_runner(blocks, compile=compile, graphs=graphs)
         self._parameters: dict[str, torch.Tensor] = model.state_dict()  # where new weights go, which never moves
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
@@ -117,19 +115,18 @@ class Engine:
 
     def _make_runner(self, blocks: int, *, compile: bool, graphs: bool) -> Runner:
         """What computes here: the GPU's own where it has what that needs."""
-        if self.device.type != "cuda" or not can_run_on_cuda(self.model):
-            return PlainRunner(self.model, blocks, self.adapters)
-        from headrace.inference.embedded.cuda.runner import CudaRunner  # it needs triton
-
-        return CudaRunner(
-            self.model,
-            blocks,
-            self.adapters,
-            max_running=self.max_running,
-            max_model_len=self.max_model_len,
-            compile=compile,
-            graphs=graphs,
-        )
+        runner: Runner | None = None
+        if self.device.type == "cuda":
+            runner = make_cuda_runner(
+                self.model,
+                blocks,
+                self.adapters,
+                max_running=self.max_running,
+                max_model_len=self.max_model_len,
+                compile=compile,
+                graphs=graphs,
+            )
+        return runner or PlainRunner(self.model, blocks, self.adapters)
 
     @property
     def version(self) -> Version:

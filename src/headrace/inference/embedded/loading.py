@@ -22,6 +22,7 @@ from headrace.inference.backend import EngineError
 from headrace.inference.embedded.blocks import BLOCK, blocks_for
 from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.limits import longest_sequence
 from headrace.inference.schema import SamplingParams
 
@@ -118,10 +119,8 @@ def kv_blocks(model: Any, longest: int, max_running: int, memory: int) -> int:
 
 
 def _bytes_per_token(model: Any) -> int:
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * model.dtype.itemsize)
+    shapes = key_shapes(model.config.get_text_config())
+    return int(2 * sum(heads * dim for heads, dim in shapes) * model.dtype.itemsize)
 
 
 def eos_token_ids(model: Any, *others: int | None) -> set[int]:

@@ -43,6 +43,10 @@ NOTHING = Outcome([], [], [], None, {})
 class Runner(Protocol):
     """Computes plans, and has the keys and values. The model attends through it from its making on."""
 
+    @property
+    def step_tokens(self) -> int:
+        """What a step should compute of prompts unless it is told."""
+
     def run(self, plan: Plan, unproven: list[int]) -> Outcome:
         """Carry a plan out. What `unproven` blocks hold is cleared first, and they are taken off that list."""
 
@@ -57,8 +61,14 @@ class Runner(Protocol):
         """Take it again. Nothing can run before that."""
 
 
+STEP_TOKENS = 2048
+"""Of prompts, where a step's attention is padded."""
+
+
 class PlainRunner:
     """One forward for all tokens of a step."""
+
+    step_tokens = STEP_TOKENS
 
     def __init__(self, model: Any, blocks: int, adapters: Adapters) -> None:
         model.set_attn_implementation(ATTENTION)
@@ -110,6 +120,18 @@ class PlainRunner:
 
     def restore(self) -> None:
         pass
+
+
+def key_shapes(config: Any) -> list[tuple[int, int]]:
+    """Heads of a token's keys, and their dimensions, in each layer of a model."""
+    is_mixed = getattr(config, "is_heterogeneous", False)
+    return [
+        (
+            getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+        )
+        for layer in (config.per_layer_config if is_mixed else [config] * config.num_hidden_layers)
+    ]
 
 
 def rows_with_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[tuple[Chunk, int]], dict[Request, int]]:

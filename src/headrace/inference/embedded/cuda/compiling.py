@@ -19,17 +19,19 @@ MOST_PROGRAMS = 64
 class CompiledLayers:
     """The layers of a model, each with a second `forward`."""
 
-    def __init__(self, model: Any, backend: str = "inductor") -> None:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_PROGRAMS)
+    def __init__(self, model: Any) -> None:
         self._is_on = False
         kinds = set(model._no_split_modules or ())
         for module in [module for module in model.modules() if type(module).__name__ in kinds]:
             plain = getattr(module.forward, "plain", module.forward)  # of a model that had an engine before
-            module.forward = self._either(plain, torch.compile(plain, backend=backend, dynamic=True))
+            module.forward = self._either(plain, torch.compile(plain, dynamic=True))
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
         """In this block layers run compiled."""
+        settings = torch._dynamo.config  # of this thread alone, from torch 2.12 on
+        if settings.recompile_limit < MOST_PROGRAMS:
+            settings.recompile_limit = MOST_PROGRAMS
         self._is_on = True
         try:
             yield

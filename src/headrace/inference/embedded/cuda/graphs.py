@@ -6,7 +6,9 @@ is there until another one runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -51,7 +53,20 @@ class Graphs(Generic[T]):
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Threads that read weights may allocate meanwhile: only what this one does must be fit for a graph.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = self._compute(size)
         self._pool = graph.pool()
         self.captured[size] = graph, result
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing is collected in this block but before it: what is freed may wait for the GPU, which ends a capture."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -30,10 +30,12 @@ from headrace.inference.embedded.cuda.storage import Storage
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.runner import (
     NOTHING,
+    STEP_TOKENS,
     Outcome,
     alternatives,
     blocks_to_copy,
     follow,
+    key_shapes,
     rows_of,
     rows_with_logits,
     score,
@@ -42,6 +44,9 @@ from headrace.inference.embedded.sampling import sample
 from headrace.inference.embedded.scheduler import Chunk, Plan
 
 log = logging.getLogger(__name__)
+
+FLASH_STEP_TOKENS = 16384
+"""Of prompts: a GPU is not filled by less."""
 
 
 class CudaRunner:
@@ -61,8 +66,9 @@ class CudaRunner:
         model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config()
         heads = config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        (key_heads, dim), *others = set(key_shapes(config))
+        if others:
+            raise NotImplementedError("the model's layers differ in the size of their keys")
         vocab = model.get_output_embeddings().weight.shape[0]
         self._model = model
         self._device: torch.device = model.device
@@ -122,6 +128,7 @@ class CudaRunner:
     def _decode(self, size: int) -> Tensor:
         """What is captured: from the rows' inputs to tokens."""
         step = Decoding(self._rows, size, self._partial)
+        self._adapters.prepare([], step.ids)  # what the last prompts had is not for these
         logits = self._forward(step, step.ids, step.positions, plain=False)
         choose(logits, step.temperatures, step.uniforms, self._chosen[:, :size], self._tiles)
         return logits
@@ -180,18 +187,25 @@ class CudaRunner:
         size = max(self._sizes[0], self._most - 1)
         self._rows.arrange([], size)
         self._rows.send()
+        obstacle = None
         if self._layers is not None:
             start = time.monotonic()
             try:
                 self._decode(size)
-            except torch.AcceleratorError:
+            except (torch.AcceleratorError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                log.warning("this model's layers cannot be compiled, which costs speed: %s", error)
+                obstacle = str(error)
                 self._layers = None
             else:
                 log.info("layers compiled in %.1f s", time.monotonic() - start)
-        self._decode(size)
+        self._decode(size)  # what fails here, too, has nothing to do with the compiler
+        if obstacle is not None:
+            log.warning("this model's layers cannot be compiled, which costs speed: %s", obstacle)
+
+    @property
+    def step_tokens(self) -> int:
+        return FLASH_STEP_TOKENS if self._flash else STEP_TOKENS
 
     @property
     def cache_bytes(self) -> int:

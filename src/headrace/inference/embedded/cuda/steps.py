@@ -7,14 +7,12 @@ can compute them, and else, as on a CPU, in padded groups over gathered blocks.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from headrace.inference.embedded.batch import Attention, Batch, make_batch
 from headrace.inference.embedded.blocks import BLOCK
@@ -22,10 +20,11 @@ from headrace.inference.embedded.cuda.attention_kernels import Partial, decode_a
 from headrace.inference.embedded.cuda.rows import Rows
 from headrace.inference.embedded.kv_cache import attend_in_group, gathered
 from headrace.inference.embedded.scheduler import Chunk
+from headrace.varlen import varlen_attention
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
-# Grouped heads need no telling before torch 2.12.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GATHERED = 1 << 17
+"""Keys of the cache that are read at once for prompts, if no single one has more: they are copied for that."""
 
 
 class Decoding:
@@ -68,11 +67,42 @@ class Decoding:
         return output
 
 
+class _Stretches(NamedTuple):
+    """Chunks that attend in one call."""
+
+    queries: slice
+    """Of the tokens of the step."""
+    slots: Tensor | None
+    """Where their keys are in the cache; None: they are the tokens' own."""
+    query_begins: Tensor
+    key_begins: Tensor
+    longest_query: int
+    longest_key: int
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, storage: tuple[Tensor, Tensor], scaling: float, window: int
+    ) -> Tensor:
+        if self.slots is not None:
+            key, value = (_selected(states, self.slots) for states in storage)
+        return varlen_attention(
+            query[self.queries],
+            key,
+            value,
+            self.query_begins,
+            self.key_begins,
+            self.longest_query,
+            self.longest_key,
+            scaling=scaling,
+            window=window,
+        )
+
+
 class Prefill:
     """Stretches of requests' tokens, back to back. `chunks` are in the order of the tokens."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, dtype: torch.dtype, *, flash: bool) -> None:
         self.groups: list[Attention] = []
+        self.stretches: list[_Stretches] = []
         if flash:
             self.chunks = _joined(chunks)
             self._lay_out(device)
@@ -89,20 +119,31 @@ class Prefill:
         ids = np.concatenate([np.array(chunk.request.tokens[chunk.start : chunk.end]) for chunk in chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         slots = np.concatenate([_slots(chunk, chunk.start) for chunk in chunks])
-        begins = np.cumsum([0, *(ends - starts)])
-        self.longest_query = int((ends - starts).max())
-        self.longest_key = int(ends.max())
-        parts = [ids, positions, slots, begins]
-        if starts.any():  # of some the beginning is in the cache already
-            parts += [np.cumsum([0, *ends]), np.concatenate([_slots(chunk, 0) for chunk in chunks])]
+        parts = [ids, positions, slots]
+        is_cached = bool(starts.any())  # of some the beginning is in the cache already
+        together = [*_together(ends)] if is_cached else [slice(0, len(chunks))]
+        for each in together:
+            parts.append(np.cumsum([0, *(ends - starts)[each]]))
+            if is_cached:
+                parts += [np.cumsum([0, *ends[each]]), np.concatenate([_slots(chunk, 0) for chunk in chunks[each]])]
         sent = torch.from_numpy(np.concatenate(parts).astype(np.int64))
         on_device = (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
-        self.ids, self.positions, self.slots, query_begins, *more = torch.split(
-            on_device, [len(part) for part in parts]
-        )
-        self._query_begins = query_begins.int()
-        self._key_begins = more[0].int() if more else self._query_begins
-        self._key_slots = more[1] if more else None
+        self.ids, self.positions, self.slots, *more = torch.split(on_device, [len(part) for part in parts])
+        tensors = iter(more)
+        begins = np.cumsum([0, *(ends - starts)]).tolist()
+        for each in together:
+            query_begins = next(tensors).int()
+            key_begins = next(tensors).int() if is_cached else query_begins
+            self.stretches.append(
+                _Stretches(
+                    slice(begins[each.start], begins[each.stop]),
+                    next(tensors) if is_cached else None,
+                    query_begins,
+                    key_begins,
+                    longest_query=int((ends - starts)[each].max()),
+                    longest_key=int(ends[each].max()),
+                )
+            )
 
     def attend(
         self,
@@ -123,22 +164,8 @@ class Prefill:
                 mask = group.mask(window or None)
                 parts.append(attend_in_group(group, query, keys, values, mask, scaling, softcap or None))
             return torch.cat(parts)
-        if self._key_slots is not None:
-            key, value = (_selected(states, self._key_slots) for states in storage)
-        attended = varlen_attn(
-            query,
-            key,
-            value,
-            self._query_begins,
-            self._key_begins,
-            self.longest_query,
-            self.longest_key,
-            scale=scaling,
-            window_size=(window - 1 if window else -1, 0),  # aligned at the ends of queries and keys
-            **_GROUPED,
-        )
-        assert isinstance(attended, Tensor)
-        return attended
+        attended = [each.attend(query, key, value, storage, scaling, window) for each in self.stretches]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def can_flash(dtype: torch.dtype, dim: int, device: torch.device, softcap: float | None) -> bool:
@@ -162,6 +189,17 @@ def _joined(chunks: Sequence[Chunk]) -> list[Chunk]:
         else:
             joined.append(chunk)
     return joined
+
+
+def _together(ends: np.ndarray) -> Iterator[slice]:
+    """Chunks with these numbers of keys, cut where there would be too many to read at once."""
+    first, keys = 0, 0
+    for place, count in enumerate(ends.tolist()):
+        if place > first and keys + count > GATHERED:
+            yield slice(first, place)
+            first, keys = place, 0
+        keys += count
+    yield slice(first, len(ends))
 
 
 def _slots(chunk: Chunk, start: int) -> np.ndarray:

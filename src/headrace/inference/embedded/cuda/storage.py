@@ -48,6 +48,13 @@ class Storage:
                 torch._dynamo.mark_static(module.paged_keys)
                 torch._dynamo.mark_static(module.paged_values)
 
+    @staticmethod
+    def detach(model: Any) -> None:
+        """Take that back from all modules."""
+        for module in model.modules():
+            for name in ("paged_keys", "paged_values"):
+                vars(module).pop(name, None)
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks, layer by layer: all at once would need as much memory again."""
         device = self.states.device

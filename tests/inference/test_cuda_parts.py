@@ -1,0 +1,128 @@
+"""What the engine on GPUs decides without a kernel: items, rows, sizes of batches, and settings around its graphs."""
+
+import gc
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.inference.embedded.blocks import BLOCK
+from headrace.inference.embedded.cuda.compiling import MOST_PROGRAMS, CompiledLayers
+from headrace.inference.embedded.cuda.graphs import batch_sizes, uncollected
+from headrace.inference.embedded.cuda.items import SHORTEST, cut
+from headrace.inference.embedded.cuda.rows import NOBODY, Rows
+from headrace.inference.embedded.request import Request
+from headrace.inference.schema import SamplingParams
+
+
+def request(tokens: list[int], blocks: list[int], temperature: float = 1.0) -> Request:
+    made = Request(
+        tokens,
+        SamplingParams(temperature=temperature),
+        max_new=64,
+        eos_token_ids=(),
+        shared_random=random.Random(0),
+        cache_salt=None,
+    )
+    made.blocks = blocks
+    return made
+
+
+def sent(rows: Rows, name: str) -> list[Any]:
+    found: list[Any] = getattr(rows.inputs, name).tolist()
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 5000], [700] * 40, [128, 129, 64, 1, 9000, 33], list(range(1, 400, 7))])
+@pytest.mark.parametrize("spare", [1, 7, 256])
+def test_items_cover_every_key_once_and_fit(lengths: list[int], spare: int) -> None:
+    room = len(lengths) + spare
+    items, spans = cut(np.array(lengths), room)
+    assert len(items) <= room
+    for row, length in enumerate(lengths):
+        first, count = spans[row]
+        own = items[first : first + count]
+        assert (own[:, 0] == row).all() and (own[:, 3] == (count == 1)).all()
+        assert [own[0, 1], *own[:-1, 2]] == own[:, 1].tolist()
+        assert own[-1, 2] == length and (own[:, 1] < own[:, 2]).all()
+    assert spans[:, 1].sum() == len(items)
+    if sum(lengths) <= SHORTEST * spare:
+        assert (items[:, 2] - items[:, 1]).max() <= SHORTEST
+
+
+def test_sizes_of_batches_double_and_from_32_on_have_one_between() -> None:
+    assert batch_sizes(1) == [2]
+    assert batch_sizes(9) == [2, 4, 8, 16]
+    assert batch_sizes(100) == [2, 4, 8, 16, 32, 48, 64, 96, 128]
+    assert batch_sizes(96)[-1] == 96
+
+
+def test_rows_say_where_each_newest_token_is_and_that_the_others_are_nobodys() -> None:
+    rows = Rows(4, 3, key_heads=2, device=torch.device("cpu"))
+    rows.arrange([request([7] * 16 + [8], [5, 2], temperature=0.5), request([9, 10, 11], [4])], 4)
+    rows.send()
+    assert sent(rows, "ids") == [8, 11, 0, 0]
+    assert sent(rows, "positions") == [16, 2, 0, 0]
+    assert sent(rows, "slots") == [2 * BLOCK, 4 * BLOCK + 2, NOBODY, NOBODY]
+    assert sent(rows, "lengths") == [17, 3, 0, 0]
+    assert sent(rows, "temperatures") == [0.5, 1.0, 1.0, 1.0]
+    assert rows.tables[:2].tolist() == [[5, 2, 0], [4, 0, 0]]
+    items = sent(rows, "items")
+    assert items[:2] == [[0, 0, 17, 1], [1, 0, 3, 1]]
+    assert {item[0] for item in items[2:]} == {NOBODY}
+
+
+def test_where_a_request_leaves_the_last_takes_its_row_with_its_blocks() -> None:
+    rows = Rows(4, 3, key_heads=2, device=torch.device("cpu"))
+    first, second, third = (request([number, number], [number]) for number in (1, 2, 3))
+    rows.arrange([first, second, third], 4)
+    rows.send()
+    third.tokens += [6] * 15
+    third.blocks.append(9)
+    rows.arrange([second, third], 2)
+    rows.send()
+    assert rows.requests == [third, second]
+    assert sent(rows, "ids")[:2] == [6, 2]
+    assert sent(rows, "slots")[:2] == [9 * BLOCK, 2 * BLOCK + 1]
+    assert rows.tables[:2, :2].tolist() == [[3, 9], [2, 0]]
+
+
+def test_a_request_that_lost_its_blocks_is_found_in_its_new_ones() -> None:
+    rows = Rows(2, 3, key_heads=2, device=torch.device("cpu"))
+    one = request([1, 2], [5])
+    rows.arrange([one], 2)
+    one.lose_blocks()
+    one.blocks = [7]
+    rows.arrange([one], 2)
+    rows.send()
+    assert rows.tables[0, 0] == 7
+    assert sent(rows, "slots")[0] == 7 * BLOCK + 1
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_nothing_is_collected_while_a_graph_is_captured(was_on: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_layers_may_have_many_programs_on_whichever_thread_computes(model: Any) -> None:
+    layers = CompiledLayers(model)
+    limits = []
+
+    def compute() -> None:
+        with layers.compiled():
+            limits.append(torch._dynamo.config.recompile_limit)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert limits[0] >= MOST_PROGRAMS
