@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("interval", [1, pytest.param(100, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.full)])
 def test_a_trainer_killed_at_any_moment_is_continued_to_the_same_model_and_records(
     tmp_path: Path, tiny_model: Path, interval: int, stride: int
 ):

@@ -66,7 +66,7 @@ class InferenceConfig(Config):
     left; 65% of what the trainer leaves where the two take turns on one, 30% where they compute at once; on a CPU an
     eighth of what is free, since requests in progress have theirs twice. Requests that lose their place come again."""
     compile: bool = True
-    """Whether a GPU's layers are compiled: faster by far, but the first start takes longer by half a minute or so.
+    """Whether a GPU's layers are compiled: a third faster, but a start takes longer by ten seconds or so.
     Embedded only."""
     prefix_cache: bool = True
     """Whether prompts that begin alike are computed once, as long as the weights are the same."""
