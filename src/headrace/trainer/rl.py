@@ -49,16 +49,8 @@ def train(
     run = RunDir(config.output_dir)
     status.set("loading model")
     learner = Learner(config, losses(config), run.checkpoints, resume)
-    weights = config.weights
-    publisher = Publisher(
-        run.weights,
-        learner.model,
-        host=weights.host if is_linked(weights, learner, shared=sharing is not None) else None,
-        port=weights.port,
-        carrier=weights.carrier,
-        shared=sharing is not None,
-    )
-    acknowledgements = Acknowledgements(run.weights, weights.ack_timeout or None)
+    publisher = make_publisher(config.weights, run, learner, shared=sharing is not None)
+    acknowledgements = Acknowledgements(run.weights, config.weights.ack_timeout or None)
     enter_incarnation(learner, run, publisher, resuming=resume is not None)
     takes_turns = sharing == "alternate"
     turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
@@ -103,12 +95,7 @@ def train(
             watch.lap("time/token_export")
         # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
         record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **ages(batch)}
-        if learner.ranks.first:
-            metrics.log(step, record)
-        status.set(step=step, tokens_per_second=record["perf/trained_tokens_per_second"])
-        log.info(
-            "step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), record["perf/trained_tokens_per_second"]
-        )
+        tell(step, record, metrics if learner.ranks.first else None, status)
         watch = Stopwatch()  # saving counts as time of the step after it
         complete_checkpoint(learner, run, wait=False)
         if learner.is_checkpoint_due:
@@ -124,6 +111,18 @@ def train(
         status.set("saving the final model")
         learner.save_final_model(run.final_model)
     publisher.close()
+
+
+def make_publisher(weights: WeightsConfig, run: RunDir, learner: Learner, *, shared: bool) -> Publisher:
+    """`shared`: engines are on the trainer's device."""
+    return Publisher(
+        run.weights,
+        learner.model,
+        host=weights.host if is_linked(weights, learner, shared=shared) else None,
+        port=weights.port,
+        carrier=weights.carrier,
+        shared=shared,
+    )
 
 
 def is_linked(weights: WeightsConfig, learner: Learner, *, shared: bool) -> bool:
@@ -165,6 +164,15 @@ def wait_for_batch(
         status,
         stopped=lambda: ranks.any(stopped.is_set()),
     )
+
+
+def tell(step: int, record: dict[str, float], metrics: MetricsLog | None, status: Status) -> None:
+    """What came of a step, to whoever watches; one rank alone writes it down."""
+    speed = record["perf/trained_tokens_per_second"]
+    if metrics is not None:
+        metrics.log(step, record)
+    status.set(step=step, tokens_per_second=speed)
+    log.info("step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), speed)
 
 
 def complete_checkpoint(learner: Learner, run: RunDir, *, wait: bool) -> None:
