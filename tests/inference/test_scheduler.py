@@ -531,3 +531,31 @@ def test_random_traffic_leaks_no_block_and_everything_ends(seed: int, blocks: in
     assert len(finished) > 20
     assert all(request.cached_tokens <= request.prompt_length for request in desk.names)
     assert all(result.token_ids == [*range(len(result.token_ids))] for result in finished)
+
+
+def test_a_patient_scheduler_computes_newcomers_together():
+    desk = Desk(max_running=64, patience=3)
+    for number in range(16):
+        desk.ask(chr(65 + number), 4)
+    desk.step()
+    desk.ask("x", 4)
+    for _ in range(3):  # one for sixteen is not company enough
+        assert "x" not in [name for name, _, _ in desk.step()]
+    assert desk.step()[-1] == ("x", 0, 4)  # nobody came
+    desk.ask("y", 4)
+    desk.step()
+    desk.ask("z", 4)
+    desk.ask("w", 4)
+    assert [name for name, _, _ in desk.step()[-3:]] == ["y", "z", "w"]  # three for seventeen
+
+
+def test_urgent_requests_and_those_beside_a_prompt_that_is_computed_anyway_wait_for_nobody():
+    desk = Desk(max_running=64, patience=3, blocks=200)
+    for number in range(16):
+        desk.ask(chr(65 + number), 4)
+    desk.step()
+    desk.ask("u", 4, urgent=True)
+    desk.ask("v", 100)
+    assert [name for name, _, _ in desk.step()[16:]][:2] == ["u", "v"]
+    desk.ask("w", 4)  # the rest of v is computed in this step
+    assert [name for name, _, _ in desk.step()[-2:]] == ["v", "w"]

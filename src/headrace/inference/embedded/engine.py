@@ -105,6 +105,7 @@ class Engine:
             step_tokens=max_step_tokens or self.runner.step_tokens,
             scored_tokens=max(1, SCORED_LOGITS // self.vocab_size),
             prefix_cache=prefix_cache,
+            patience=self.runner.patience,
         )
         self._parameters: dict[str, torch.Tensor] = model.state_dict()  # where new weights go, which never moves
         self._cancelled: deque[Request] = deque()

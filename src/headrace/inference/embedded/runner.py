@@ -47,6 +47,10 @@ class Runner(Protocol):
     def step_tokens(self) -> int:
         """What a step should compute of prompts unless it is told."""
 
+    @property
+    def patience(self) -> int:
+        """For how many steps prompts should wait for others: about as many as a step with prompts costs more."""
+
     def run(self, plan: Plan, unproven: list[int]) -> Outcome:
         """Carry a plan out. What `unproven` blocks hold is cleared first, and they are taken off that list."""
 
@@ -69,6 +73,7 @@ class PlainRunner:
     """One forward for all tokens of a step."""
 
     step_tokens = STEP_TOKENS
+    patience = 0
 
     def __init__(self, model: Any, blocks: int, adapters: Adapters) -> None:
         model.set_attn_implementation(ATTENTION)

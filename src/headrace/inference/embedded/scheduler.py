@@ -5,6 +5,9 @@ prompt at first, the newest token while it is sampled from, everything again onc
 the newest token of all that run and, within a budget, chunks of whatever else there is to compute. Where blocks run
 out, the youngest request gives its own back and is computed again later.
 
+Where a step with a prompt costs several without (on a GPU, whose steps of newest tokens are one graph), newcomers wait
+a few steps for others to be computed with, unless they are many already.
+
 A chunk ends at a multiple of `CHUNK`, whoever else is there: so company changes no bit of a request with a seed, as
 long as it keeps its blocks. For the same reason such a request takes nothing from the prefix cache.
 """
@@ -20,6 +23,8 @@ from headrace.inference.embedded.request import Request, Weights
 
 CHUNK = 512
 """Tokens of a prompt whose attention is computed at once."""
+COMPANY = 8
+"""One newcomer for this many that run is company enough."""
 SPARE = 64
 """One block in this many stays free when a request is let in: those that run will need more."""
 
@@ -46,9 +51,19 @@ class Scheduler:
     """The line, the running requests in the order they came in, and the blocks they hold."""
 
     def __init__(
-        self, pool: BlockPool, *, max_running: int, step_tokens: int, scored_tokens: int, prefix_cache: bool
+        self,
+        pool: BlockPool,
+        *,
+        max_running: int,
+        step_tokens: int,
+        scored_tokens: int,
+        prefix_cache: bool,
+        patience: int = 0,
     ) -> None:
-        """`step_tokens` bounds what a step computes beside the newest tokens, `scored_tokens` those with logits."""
+        """`step_tokens` bounds what a step computes beside the newest tokens, `scored_tokens` those with logits.
+
+        `patience` is for how many steps a newcomer waits for others.
+        """
         self.pool = pool
         self.line: deque[Request] = deque()
         self.urgent: deque[Request] = deque()
@@ -65,6 +80,9 @@ class Scheduler:
         self._step_tokens = step_tokens
         self._scored_tokens = scored_tokens
         self._prefix_cache = prefix_cache
+        self._patience = patience
+        self._waited = 0
+        """Steps for which newcomers have been waiting for others."""
 
     @property
     def waiting(self) -> int:
@@ -88,8 +106,20 @@ class Scheduler:
                 plan.chunks.append(Chunk(request, length - 1, length, True))
             else:
                 plan.chunks.extend(self._chunks(request))
-        self._let_others_in(plan, weights)
+        if self._is_time_for_prompts():
+            self._let_others_in(plan, weights)
         return plan
+
+    def _is_time_for_prompts(self) -> bool:
+        """Whether those in line shall be computed in this step: others may come whose prompts cost no more."""
+        computes_one = self._budget < self._step_tokens
+        if computes_one or self.urgent or COMPANY * len(self.line) >= len(self.running):
+            self._waited = 0
+        else:
+            self._waited += bool(self.line)
+        if self._waited > self._patience:
+            self._waited = 0
+        return not self._waited
 
     def _chunks_alone(self, request: Request, weights: Weights) -> list[Chunk]:
         """What a request computes that nothing shall disturb: nobody else keeps blocks."""

@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 FLASH_STEP_TOKENS = 16384
 """Of prompts: a GPU is not filled by less."""
+PATIENCE = 8
+"""Steps: the prompts' forward has its kernels launched one by one, which takes as long as several graphs."""
 
 
 class CudaRunner:
@@ -114,16 +116,7 @@ class CudaRunner:
         size = next(size for size in self._sizes if size >= len(requests))
         self._rows.arrange(requests, size)
         self._rows.send()
-        if self._graphs is None:
-            return self._decode(size)
-        try:
-            return self._graphs.run(size)
-        except torch.AcceleratorError as error:
-            if size in self._graphs.captured:
-                raise
-            log.warning("this model's steps cannot be captured as graphs, which costs speed: %s", error)
-            self._graphs = None
-            return self._decode(size)
+        return self._decode(size) if self._graphs is None else self._graphs.run(size)
 
     def _decode(self, size: int) -> Tensor:
         """What is captured: from the rows' inputs to tokens."""
@@ -202,10 +195,30 @@ class CudaRunner:
         self._decode(size)  # what fails here, too, has nothing to do with the compiler
         if obstacle is not None:
             log.warning("this model's layers cannot be compiled, which costs speed: %s", obstacle)
+        if self._graphs is not None:
+            self._look_for_waits(size)
+
+    def _look_for_waits(self, size: int) -> None:
+        """Give graphs up where a step waits for the GPU on its way: a capture that fails cannot be taken back."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._decode(size)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            log.warning("this model's steps cannot be captured as graphs, which costs speed: %s", error)
+            self._graphs = None
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     @property
     def step_tokens(self) -> int:
         return FLASH_STEP_TOKENS if self._flash else STEP_TOKENS
+
+    @property
+    def patience(self) -> int:
+        return 0 if self._graphs is None else PATIENCE
 
     @property
     def cache_bytes(self) -> int:
