@@ -17,6 +17,7 @@ from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.learner import Learner, ResumeError, starting_point
 from headrace.trainer.loss import default_loss
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.rehearsal import rehearse
 from headrace.transport.files import MARKER, write_directory
 from tests.trainer.training_samples import random_samples
 
@@ -69,6 +70,15 @@ def test_ten_steps_equal_five_saved_loaded_and_five_more_bit_for_bit(make_learne
     moments = resumed.optimizer.state_tensors()
     for name, tensor in straight.optimizer.state_tensors().items():
         assert torch.equal(tensor, moments[name]), name
+
+
+def test_a_rehearsed_learner_learns_the_same(make_learner: MakeLearner, tmp_path: Path):
+    plain, rehearsed = make_learner(directory=tmp_path / "plain"), make_learner(directory=tmp_path / "rehearsed")
+    rehearse(rehearsed, probes=True)
+    for learner in (plain, rehearsed):
+        learn(learner, 1, 2)
+    for name, parameter in plain.model.tensors().items():
+        assert torch.equal(parameter, rehearsed.model.tensors()[name]), name
 
 
 def test_steps_after_the_beginning_of_a_checkpoint_do_not_change_it(make_learner: MakeLearner):

@@ -1,10 +1,9 @@
 """Decoder layers compiled one by one: they are the same program, so that the compiler works once for all of them.
 
-A second row of another length makes lengths symbolic, for good; rows of one sequence, of several, and of several that
-share a prefix are programs of their own. A layer's hooks, such as those that gather sharded parameters, stay outside.
-Left out on purpose: the model as a whole, which takes minutes and gains little, symbolic lengths from the start, which
-would make the sizes of sharded parameters symbolic, too, and attention in blocks, which interrupts the program: a layer
-that is checkpointed as well then runs as if it were not compiled.
+Lengths are symbolic; rows of one sequence, of several, and of several that share a prefix are programs of their own. A
+layer's hooks, such as those that gather sharded parameters, stay outside. Left out on purpose: the model as a whole,
+which takes minutes and gains little, and attention in blocks, which interrupts the program: a layer that is
+checkpointed as well then runs as if it were not compiled.
 """
 
 from __future__ import annotations
@@ -17,9 +16,13 @@ MOST_PROGRAMS = 64
 """Of one kind of layer. A few are for each kind of row, with and without gradients, and for each kind of attention."""
 
 
-def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor") -> None:
-    """Compile each layer at its first call."""
+def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor", *, sharded: bool = False) -> None:
+    """Compile each layer at its first call.
+
+    Of sharded parameters the sizes would be symbolic, too: there a second row of another length makes lengths symbolic,
+    for good, by a second program.
+    """
     # Past the compiler's own limit, 8 for all layers together, it runs what is new uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_PROGRAMS)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=backend)
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=None if sharded else True)

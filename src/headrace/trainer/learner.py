@@ -46,8 +46,9 @@ class Learner:
         resume: str | None = None,
         *,
         joined: bool = True,
+        beside_engine: bool = False,
     ) -> None:
-        """`joined` is whether several samples may share a forward pass."""
+        """`joined` is whether several samples may share a forward pass, `beside_engine` whether a GPU is shared."""
         if config.output_dir is None or config.max_steps is None or config.seq_len is None:
             raise ValueError("output_dir, max_steps and seq_len must be set to train")
         self.config = config
@@ -73,6 +74,7 @@ class Learner:
             lm_head_fp32=config.lm_head_fp32,
             lm_head_chunk=config.lm_head_chunk,
             memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
+            beside_engine=beside_engine,
             longest=config.seq_len,
             trust_remote_code=config.model.trust_remote_code,
             load=start is None or adapts,
@@ -141,6 +143,10 @@ class Learner:
             self.state.tokens_trained += result.tokens
             self.state.skipped_steps += self.optimizer.skipped - skipped
         return result
+
+    def rehearse(self, bins: list[Bin]) -> None:
+        """Compile what a step on bins like these takes; nothing is changed."""
+        self._step.rehearse(bins)
 
     def _bins(self, samples: list[Sample]) -> list[Bin]:
         """This rank's share of a step."""

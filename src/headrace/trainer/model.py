@@ -33,7 +33,7 @@ from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
 from headrace.trainer.memory import checkpoint_layers, offload_activations
 from headrace.trainer.model_files import ModelFiles, whole, write_tensors
 from headrace.trainer.parallel import shard
-from headrace.trainer.plan import MOST_TOKENS, Mode, Plan, Sizes, make_plan
+from headrace.trainer.plan import MOST_TOKENS, Mode, Plan, Sizes, engine_bytes, make_plan
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.row import Kernel, Row, make_row
 from headrace.transport.adapter import Adapter, write_adapter, write_config
@@ -77,6 +77,7 @@ class PackedModel:
         lm_head_fp32: bool = False,
         lm_head_chunk: int = 4096,
         memory: int | None = None,
+        beside_engine: bool = False,
         longest: int = MOST_TOKENS,
         trust_remote_code: bool = False,
         load: bool = True,
@@ -84,7 +85,8 @@ class PackedModel:
     ) -> None:
         """`memory` is what a step may take of a GPU, bytes, parameters and all; None: what is free.
 
-        `longest` is the most tokens of a sequence.
+        With `beside_engine` an engine's own part of the GPU is left to it, be it up already or not. `longest` is the
+        most tokens of a sequence.
         """
         self.directory = directory
         self.ranks = ranks = ranks or Ranks()
@@ -108,7 +110,9 @@ class PackedModel:
         self._state = sum(p.nbytes + (12 * p.numel() if p.requires_grad else 0) for p in self.module.parameters())
         self._recomputed: Mode | Literal["auto"] = activation_checkpointing
         self._offloads, self._chunk, self._memory, self._longest = activation_offload, lm_head_chunk, memory, longest
-        self._compiled = self._compiles(compile)
+        self._beside_engine = beside_engine
+        self.compiles = self._compiles(compile)
+        """Whether layers are compiled at their first forward pass."""
         if ranks.size == 1:
             add_up_in_place(self.module.get_input_embeddings())
         self._scorer = _Scorer(self.module, dtype, lm_head_fp32, in_place=ranks.size == 1)
@@ -125,8 +129,8 @@ class PackedModel:
             if mode:
                 pairs = zip(self._layers, plan.modes, strict=False)
                 checkpoint_layers([layer for layer, each in pairs if each == mode], mode)
-        if self._compiled:
-            compile_layers(self._layers)
+        if self.compiles:
+            compile_layers(self._layers, sharded=self.ranks.size > 1)
         if self._offloads:
             offload_activations(self._layers)
         self._scorer.keeps_logits = plan.keeps_logits
@@ -213,11 +217,14 @@ class PackedModel:
             bytes_per_token = 34 * 4 * config.num_hidden_layers * config.hidden_size  # a rough count
             tokens = max(self._longest, min(MOST_TOKENS, ACTIVATIONS_ON_CPU // bytes_per_token))
             return Plan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
-        sizes = Sizes(**_sizes(config), compute_bytes=self.dtype.itemsize, is_compiled=self._compiled)
+        sizes = Sizes(**_sizes(config), compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
         limit = self._memory
         if limit is None:
-            free, _ = torch.cuda.mem_get_info(self.device)
-            limit = int(USED_OF_FREE * (free + torch.cuda.memory_reserved(self.device)))
+            free, total = torch.cuda.mem_get_info(self.device)
+            room = free + torch.cuda.memory_reserved(self.device)
+            if self._beside_engine:
+                room = min(room, total - engine_bytes(self.module.num_parameters(), total))
+            limit = int(USED_OF_FREE * room)
         limit = -self.ranks.most(-limit)
         state = self._state // self.ranks.size
         learns = self.module.get_output_embeddings().weight.requires_grad

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import partial
 from typing import Literal
 
@@ -23,6 +24,7 @@ from headrace.trainer.learner import Learner
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
 from headrace.trainer.publisher import Publisher, enter_incarnation
+from headrace.trainer.rehearsal import rehearse
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.trainer.token_table import write_token_table
 from headrace.trainer.turn import TrainerTurn
@@ -48,13 +50,16 @@ def train(
         raise ValueError("output_dir must be set to train")
     run = RunDir(config.output_dir)
     status.set("loading model")
-    learner = Learner(config, losses(config), run.checkpoints, resume)
+    learner = Learner(config, losses(config), run.checkpoints, resume, beside_engine=sharing == "alternate")
     publisher = make_publisher(config.weights, run, learner, shared=sharing is not None)
     acknowledgements = Acknowledgements(run.weights, config.weights.ack_timeout or None)
     enter_incarnation(learner, run, publisher, resuming=resume is not None)
     takes_turns = sharing == "alternate"
     turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
+    # Where both compute at once, what is free is not known before the engine is up, and so is no plan for a step.
+    if learner.model.compiles and learner.model.device.type == "cuda" and sharing != "overlap":
+        compile_now(learner, turn, status, stopped, probes=bool(config.probe_tokens))
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
@@ -111,6 +116,17 @@ def train(
         status.set("saving the final model")
         learner.save_final_model(run.final_model)
     publisher.close()
+
+
+def compile_now(learner: Learner, turn: TrainerTurn, status: Status, stopped: threading.Event, *, probes: bool) -> None:
+    """Compile what the first step would have to wait for."""
+    with turn.taken(stopped.is_set) as is_ours:
+        if is_ours:
+            status.set("compiling")
+            start = time.monotonic()
+            rehearse(learner, probes=probes)
+            log.info("compiled in %.1f s", time.monotonic() - start)
+    turn.forget()
 
 
 def make_publisher(weights: WeightsConfig, run: RunDir, learner: Learner, *, shared: bool) -> Publisher:

@@ -93,6 +93,15 @@ class TrainStep:
         trained, computed = self.ranks.sum([tokens.real, computed])
         return StepResult(sums.means(self.ranks), self._update(lr), trained, computed, trace)
 
+    def rehearse(self, bins: list[Bin]) -> None:
+        """The passes of a step, as one micro-batch, for nothing but what they compile."""
+        tokens = StepTokens(bins)
+        counts = {component: tokens.count(component) for component in COMPONENTS}
+        (group,) = tokens.cut(len(tokens))
+        batch = tokens.micro_batch(group, self.model.device, self.model.kernel)
+        self._loss(tokens, batch, counts, {}, _Sums(), None).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.discard()
+
     def _update(self, lr: float) -> float:
         """Change the parameters; the norm of the gradient. What runs out of memory here cannot be tried again."""
         try:
