@@ -59,7 +59,7 @@ def train(
     metrics = MetricsLog(run.metrics, "trainer")
     # Where both compute at once, what is free is not known before the engine is up, and so is no plan for a step.
     if learner.model.compiles and learner.model.device.type == "cuda" and sharing != "overlap":
-        compile_now(learner, turn, status, stopped, probes=bool(config.probe_tokens))
+        compile_now(learner, status, probes=bool(config.probe_tokens))
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
@@ -118,15 +118,12 @@ def train(
     publisher.close()
 
 
-def compile_now(learner: Learner, turn: TrainerTurn, status: Status, stopped: threading.Event, *, probes: bool) -> None:
-    """Compile what the first step would have to wait for."""
-    with turn.taken(stopped.is_set) as is_ours:
-        if is_ours:
-            status.set("compiling")
-            start = time.monotonic()
-            rehearse(learner, probes=probes)
-            log.info("compiled in %.1f s", time.monotonic() - start)
-    turn.forget()
+def compile_now(learner: Learner, status: Status, *, probes: bool) -> None:
+    """Compile what the first step would have to wait for. It takes little memory, and no turn: the engine starts."""
+    status.set("compiling")
+    start = time.monotonic()
+    rehearse(learner, probes=probes)
+    log.info("compiled in %.1f s", time.monotonic() - start)
 
 
 def make_publisher(weights: WeightsConfig, run: RunDir, learner: Learner, *, shared: bool) -> Publisher:

@@ -47,12 +47,6 @@ class TrainerTurn:
         finally:
             self._leave(self._turn)
 
-    def forget(self) -> None:
-        """The turns so far say nothing of what a step takes."""
-        self._peak = None
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-
     def compute(self, work: Callable[[], T | None], undo: Callable[[], None], stopped: Callable[[], bool]) -> T | None:
         """What the work comes to; where its memory did not suffice, once more with all that the engines can give.
 

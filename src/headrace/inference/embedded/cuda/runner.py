@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -201,8 +202,10 @@ class CudaRunner:
     def _look_for_waits(self, size: int) -> None:
         """Give graphs up where a step waits for the GPU on its way: a capture that fails cannot be taken back."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():  # it says of itself that it does not see everything
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
             self._decode(size)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
