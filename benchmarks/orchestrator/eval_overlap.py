@@ -28,7 +28,8 @@ from headrace.observe.history import Tail
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.journal import Clock, Totals
 from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.pipeline import Pipeline, Settings
+from headrace.orchestrator.pipeline import Pipeline
+from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import (
     Action,
     Arrival,

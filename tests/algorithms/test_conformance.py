@@ -33,6 +33,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"type": "opsd", "demo_key": "worked"},
     {"type": "sft"},
     {"type": "rlcsd"},
+    {"type": "rae"},
+    {"type": "hierarchical_grpo", "episode_agents": ["b"]},
     {"type": "custom", "import_path": "tests.algorithms.test_conformance:ranks"},
     {"type": "tests.end_to_end.algorithms:RunningBaseline", "kwargs": {"decay": 0.9}},
 ]

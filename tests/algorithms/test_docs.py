@@ -16,6 +16,7 @@ from headrace.config.base import Tree, load, validate
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.run import RunConfig
 from tests.algorithms.groups import advantages, make_group
+from tests.algorithms.test_rae import group_of
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = (REPOSITORY / "docs" / "algorithms.md").read_text()
@@ -99,6 +100,19 @@ async def test_the_worked_examples_come_to_these_numbers(row: list[str]):
     group = make_group(numbers(rewards), [int(length) for length in numbers(tokens)])
     await algorithm.score_group(group)
     assert advantages(group) == pytest.approx(numbers(credit), abs=1e-5)
+
+
+@pytest.mark.parametrize("row", cells("## Several agents"), ids=lambda row: row[0])
+async def test_the_worked_examples_of_several_agents_come_to_these_numbers(row: list[str]):
+    settings, agents, rewards, credit = row
+    section = tomllib.loads(f"algo = {{ {settings.strip('`')} }}")["algo"]
+    config, _ = validate(OrchestratorConfig, {"seq_len": SEQ_LEN, "algo": section}, "docs")
+    algorithm = make_algorithm(config.algo, seq_len=SEQ_LEN, connect=lambda _: StandIn())
+    episodes = [n for n, episode in enumerate(agents.split(";")) for _ in episode.split(",")]
+    names = agents.replace(";", ",").replace(" ", "").split(",")
+    group = group_of(*zip(names, numbers(rewards.replace(";", ",")), strict=True), episodes=episodes)
+    await algorithm.score_group(group)
+    assert advantages(group) == pytest.approx(numbers(credit.replace(";", ",")), abs=1e-6)
 
 
 def test_what_is_logged_is_what_algorithms_count():

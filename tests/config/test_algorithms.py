@@ -71,7 +71,9 @@ def test_a_mistyped_key_suggests_nothing_that_only_another_type_has():
     assert line == "orchestrator.algo.length_penalty.coeff: unknown key."
 
 
-@pytest.mark.parametrize("kind", ["max_rl", "reward", "opd", "opsd", "sft", "rlcsd", "custom"])
+@pytest.mark.parametrize(
+    "kind", ["max_rl", "reward", "opd", "opsd", "sft", "rlcsd", "rae", "hierarchical_grpo", "custom"]
+)
 def test_a_length_penalty_on_an_algorithm_that_has_none_says_which_have_one(kind: str):
     given = {"type": kind, "length_penalty": "linear"}
     refused("orchestrator.algo", f"{kind} has no length_penalty: it is a key of grpo and echo alone", given)
@@ -87,7 +89,7 @@ def test_a_key_of_another_algorithm_says_whose_it_is():
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("decay", "a.b:C has no decay; what your own class takes goes in algo.kwargs.decay."),
+        ("pace", "a.b:C has no pace; what your own class takes goes in algo.kwargs.pace."),
         (
             "lam",
             "a.b:C has no lam: it is a key of rlcsd alone; what your own class takes goes in algo.kwargs.lam.",
@@ -183,7 +185,9 @@ def test_opd_needs_a_teacher_that_is_not_the_policy():
     refused("orchestrator.algo", "the KL would be zero", {"type": "opd", "teacher": "policy"})
 
 
-@pytest.mark.parametrize("kind", ["grpo", "max_rl", "reward", "echo", "opd", "opsd", "rlcsd", "custom"])
+@pytest.mark.parametrize(
+    "kind", ["grpo", "max_rl", "reward", "echo", "opd", "opsd", "rlcsd", "rae", "hierarchical_grpo", "custom"]
+)
 def test_what_needs_the_policys_logprobs_does_not_sample_from_a_frozen_model(kind: str):
     more: Any = {"opd": {"teacher": TEACHER}, "custom": {"import_path": "a:b"}}.get(kind, {})
     given = {"type": kind, "sampling": {"source": TEACHER}, **more}
@@ -270,7 +274,10 @@ def test_a_pool_that_nothing_uses_is_refused():
 
 @pytest.mark.parametrize(
     ("kind", "warned"),
-    [("grpo", True), ("max_rl", True), ("echo", True), ("rlcsd", True), ("reward", False), ("opsd", False)],
+    [
+        *(("grpo", True), ("max_rl", True), ("echo", True), ("rlcsd", True), ("hierarchical_grpo", True)),
+        *(("reward", False), ("opsd", False), ("rae", False)),
+    ],
 )
 def test_a_group_of_one_gets_a_notice_where_credit_is_relative(kind: str, warned: bool):
     tree = minimal(
@@ -283,3 +290,8 @@ def test_a_group_of_one_gets_a_notice_where_credit_is_relative(kind: str, warned
         assert "raise group_size" in notice
     else:
         assert notices == []
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_a_baseline_that_grows_or_never_moves_is_refused(decay: float):
+    refused("orchestrator.algo.decay", "should be", {"type": "rae", "decay": decay})

@@ -110,6 +110,8 @@ ALGORITHMS: list[Any] = [
     {"type": "sft", "sampling": {"source": TEACHER}},
     "rlcsd",
     {"type": "rlcsd", "advantage": {"lam": 0.1, "hint_filter": "a:b"}, "normalization": "rollout_mean"},
+    {"type": "rae", "decay": 0.9},
+    {"type": "hierarchical_grpo", "episode_agents": ["solver"]},
     {"type": "custom", "import_path": "a.b:c", "kwargs": {"k": [1, {"x": 2.5}]}},
     {"type": "a.b:C", "kwargs": {"k": 1}, "sampling": {"source": TEACHER}},
 ]

@@ -16,6 +16,26 @@ class Letters(Environment):
         return [Rollout(rewards={"printable": share}, messages=[reply.message], turns=[reply.turn])]
 
 
+class Duel(Letters):
+    """Two sides of one policy: whoever writes more letters wins what the other loses."""
+
+    async def run(self, task, context):
+        replies = [await context.chat([{"role": "user", "content": f"{side} {task.data['word']}"}]) for side in "ab"]
+        shares = [
+            sum(32 <= token < 127 for token in reply.turn.completion_ids) / len(reply.turn.completion_ids)
+            for reply in replies
+        ]
+        return [
+            Rollout(
+                agent=f"player_{seat}",
+                rewards={"lead": shares[seat] - shares[1 - seat]},
+                messages=[reply.message],
+                turns=[reply.turn],
+            )
+            for seat, reply in enumerate(replies)
+        ]
+
+
 class Broken(Letters):
     """An environment with a bug in it."""
 

@@ -1,9 +1,8 @@
-"""Algorithms in real runs: several at once, a teacher behind a server of its own, and what it costs when that dies."""
+"""Algorithms in real runs: a teacher that is not there, and every example. Several at once are in test_mixture.py."""
 
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from headrace.observe.metrics import read_metrics
 from headrace.transport.run_dir import RunDir
-from tests.end_to_end.runs import REPOSITORY, finish, headrace, start, wait_until, write_run_file
+from tests.end_to_end.runs import REPOSITORY, headrace, start, wait_until, write_run_file
 
 LETTERS = "tests.end_to_end.environments:Letters"
 ENVIRONMENTS = """
@@ -65,28 +64,6 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.timeout(400)
-def test_three_algorithms_train_in_one_run_and_a_dead_teacher_costs_its_own_rollouts_alone(
-    tmp_path: Path, tiny_model: Path
-):
-    run = RunDir(tmp_path / "run")
-    with served(tiny_model) as (teacher, url):
-        overlay = tmp_path / "algorithms.toml"
-        overlay.write_text(ENVIRONMENTS.format(letters=LETTERS, url=url))
-        launcher = start("rl", write_run_file(tmp_path, tiny_model), overlay, "--max_steps", 12)
-        wait_until(lambda: count(run, "algo/scored/prefills") >= 2 or launcher.poll() is not None, "two scored batches")
-        teacher.send_signal(signal.SIGKILL)
-        code, output = finish(launcher, timeout=300)
-    assert code == 0, output
-    assert trained_components(run) == {"rewarded": {"rl"}, "scored": {"ref_kl"}, "imitated": {"ce"}}
-    last = list(read_metrics(run.metrics))
-    dropped = {key for record in last for key in record if key.startswith("progress/dropped/")}
-    assert "progress/dropped/no_reference" in dropped
-    log = (run.root / "logs" / "orchestrator.log").read_text()
-    assert f"no_reference: teacher at {url} did not score a sequence" in log
-    assert headrace("audit", run.root)[0] == 0
-
-
 def count(run: RunDir, metric: str) -> int:
     return sum(record.get(metric, 0) > 0 for record in read_metrics(run.metrics)) if run.metrics.is_file() else 0
 
@@ -127,6 +104,11 @@ EXAMPLES: dict[str, tuple[list[str], dict[str, set[str]], str]] = {
     "sft": ([WORDS, "algorithms/sft-distillation.toml"], {"reverse-text": {"ce"}}, ""),
     "mixed": ([WORDS, "algorithms/mixed.toml"], {"short": {"rl"}, "long": {"ref_kl"}}, "algo/long/prefills"),
     "custom": (["custom-algorithm/rl.toml"], {"reverse-text": {"rl"}}, "algo/reverse-text/solved"),
+    "mixture": (
+        ["mixture/rl.toml"],
+        {name: {"rl"} for name in ("words", "long", "single", "short")},
+        "curriculum/words/normal",
+    ),
 }
 """Of each its files, the losses of its environments, and what it counts."""
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from headrace.algorithms.rae import Rae
 from headrace.launch.saved_config import read_run
-from headrace.orchestrator.audit import replayed_state, violations
+from headrace.orchestrator.audit import violations
 from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.replay import replayed_state
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Task
 from headrace.transport.run_dir import RunDir
-from tests.end_to_end.algorithms import RunningBaseline
 from tests.end_to_end.chaos import LAUNCHER, MOMENTS, Chaos, Evidence
 from tests.end_to_end.environments import Letters
 from tests.end_to_end.runs import finish, start, write_run_file
@@ -27,9 +28,9 @@ from tests.end_to_end.runs import finish, start, write_run_file
 PROCESSES = ["inference", "trainer", "orchestrator"]
 SECOND_ENVIRONMENT = """
 [[orchestrator.train.env]]
-id = "tests.end_to_end.environments:Letters"
+id = "tests.end_to_end.environments:Duel"
 name = "stateful"
-algo = { type = "tests.end_to_end.algorithms:RunningBaseline", kwargs = { decay = 0.9 } }
+algo = { type = "rae", decay = 0.9 }
 """
 
 
@@ -99,9 +100,9 @@ def the_prompts_are_those_of_an_uninterrupted_run(journal: Journal) -> None:
 
 
 def the_algorithm_is_where_a_replay_puts_it(journal: Journal) -> None:
-    replayed = asyncio.run(replayed_state(journal, "stateful", RunningBaseline(decay=0.9)))
+    replayed = asyncio.run(replayed_state(journal, "stateful", Rae(decay=0.9)))
     assert msgspec.json.decode(journal.algorithm_states()["stateful"].json) == replayed
-    assert replayed
+    assert replayed.keys() == {"player_0", "player_1"}
 
 
 def the_model_is_that_of_an_uninterrupted_trainer(run: RunDir, batches: dict[int, Batch]) -> None:

@@ -171,6 +171,7 @@ def test_sigterm_ends_everything_in_order_and_says_how_to_go_on(moment: str, tmp
         assert draws_trained_once(run)
 
 
+@pytest.mark.full  # test_mixture has one among the fast ones
 def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path):
     file = write_run_file(tmp_path, tiny_model)
     broken = "tests.end_to_end.environments:Broken"

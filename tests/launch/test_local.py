@@ -12,8 +12,16 @@ import pytest
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
+from headrace.config.run import RunConfig
 from headrace.launch.errors import LaunchError
-from headrace.launch.local import check_ports, placement_of, processes, start_timeout
+from headrace.launch.local import (
+    check_ports,
+    on_this_machine,
+    placement_of,
+    processes,
+    processes_of,
+    start_timeout,
+)
 from headrace.machine import VISIBLE
 from headrace.transport.run_dir import RunDir
 
@@ -48,6 +56,28 @@ def test_ports_beyond_the_last_one_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VISIBLE, "")
     with pytest.raises(ConfigError, match=r"inference.port = 65535: 2 servers"):
         check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=65535))
+
+
+def test_where_the_engines_are_elsewhere_no_server_is_started_and_all_of_them_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(VISIBLE, "0,1")
+    tree = {
+        "output_dir": str(tmp_path),
+        "max_steps": 1,
+        "seq_len": 64,
+        "model": {"name": "tiny"},
+        "orchestrator": {
+            "client": {"base_url": ["http://one:8000", "http://two:8000"]},
+            "train": {"env": [{"id": "reverse-text"}]},
+        },
+    }
+    config = RunConfig.model_validate(tree)
+    trainer, orchestrator = processes_of(config, RunDir(tmp_path), resume=False)
+    assert (trainer.name, orchestrator.name) == ("trainer", "orchestrator")
+    assert trainer.env[VISIBLE] == "0,1"
+    assert orchestrator.argv[-2:] == ["--servers", "2"]
+    assert on_this_machine(config) == ["no server is started here: the engines are at http://one:8000, http://two:8000"]
 
 
 def test_only_vllm_spreads_a_server_over_gpus(monkeypatch: pytest.MonkeyPatch):

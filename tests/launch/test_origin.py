@@ -38,6 +38,7 @@ def test_a_model_without_origin_is_refused_with_the_keys_to_set() -> None:
         resolve(ModelConfig())
 
 
+@pytest.mark.full
 def test_an_sft_model_and_the_tiny_model_under_it_are_made_once(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,11 @@ def test_held_out_reward_is_the_mean_over_environments_and_keeps_what_is_measure
     assert history.held_out() == [(0, pytest.approx(0.3)), (10, pytest.approx(0.5)), (20, pytest.approx(0.7))]
 
 
+def test_the_score_of_one_agent_is_not_the_score_of_an_environment() -> None:
+    history = History([evaluated(0, poker=0.5, **{"poker/first": 1.0, "poker/second": 0.0})])
+    assert history.held_out() == [(0, 0.5)]
+
+
 def test_steps_and_evaluations_are_movement_and_gauges_are_not() -> None:
     history = History([step(1, 0.5), trained(1, 0.1), evaluated(1, a=0.2)])
     history.add({"step": 1, "time": 3.0, "process": "orchestrator", "dispatcher/inflight_train": 8})

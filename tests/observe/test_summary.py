@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.observe.environments import EnvironmentReport
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.summary import duration, summarize, write_summary
+from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.rollout.types import Rollout, RolloutError
 from headrace.transport.run_dir import RunDir
 
 
@@ -73,6 +77,60 @@ def test_for_people_it_prints_a_table_and_writes_page_and_plot(run: RunDir, caps
     assert "(reward.svg)" in page
     assert "7 zero_advantage" in page
     assert run.plot.read_text().startswith("<svg")
+
+
+CONFIG = """
+[orchestrator.algo]
+type = "grpo"
+[[orchestrator.train.env]]
+name = "words"
+[[orchestrator.train.env]]
+name = "maze"
+algo = { type = "max_rl" }
+"""
+
+
+@pytest.fixture
+def mixture(run: RunDir) -> RunDir:
+    """`words` is trained on and gets better, of `maze` every episode fails, `heldout` is only evaluated."""
+    run.config.write_text(CONFIG)
+    log = MetricsLog(run.metrics, "orchestrator")
+    for step in range(8, 15):
+        progress = {"progress/rollouts": 16 * step, "reward/all/mean": 0.5}
+        log.log(step, {**progress, "rollouts/words": 8, "reward/words/mean": step / 100})
+    log.log(0, {"eval/words/avg@1": 0.25, "eval/heldout/avg@1": 0.5})
+    log.log(14, {"eval/words/avg@1": 0.75, "eval/heldout/avg@1": 0.5})
+    journal = Journal(run.journal)
+    drawn = [Draw(0, "words", "a", 0), Draw(1, "maze", "b", 0), Draw(2, "words", "c", 1)]
+    outcomes = [Outcome(0, "gated", 8, 80, {"gated": 8}), Outcome(1, "environment", 4, 0, {"environment": 4})]
+    journal.commit(Entries(drawn, outcomes, Totals()))
+    journal.close()
+    broken, once = (RolloutError("environment", text) for text in ("KeyError: 'question'", "ZeroDivisionError"))
+    lost = [(Rollout(env="maze", error=error), "environment") for error in (broken, once, broken)]
+    lost.append((Rollout(env="words", error=RolloutError("on_policy")), "on_policy"))  # cancelled: nothing to tell
+    write_rollouts(run.rollouts, 14, [], lost, keep_last=10)
+    return run
+
+
+def test_every_environment_has_its_own_numbers_and_the_commonest_error(mixture: RunDir) -> None:
+    words, maze, heldout = summarize(mixture).environments
+    assert words == EnvironmentReport(
+        "words", "grpo", 2, 56, {"gated": 8}, None, pytest.approx(0.1), pytest.approx(0.12), 0.25, 0.75
+    )  # seven steps of eight rollouts; the means of .08 to .12 and of .10 to .14
+    assert maze == EnvironmentReport("maze", "max_rl", 1, 0, {"environment": 4}, "environment: KeyError: 'question'")
+    assert heldout == EnvironmentReport("heldout", eval_start=0.5, eval_end=0.5)
+
+
+def test_an_environment_that_always_fails_is_named_with_its_reason_once(
+    mixture: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["summary", str(mixture.root)]) == 0
+    sentence = "maze: nothing was trained on, its episodes failed, most often with environment: KeyError: 'question'"
+    out = capsys.readouterr().out
+    assert out.count(sentence) == 1
+    row = next(line for line in out.splitlines() if line.strip().startswith("words"))
+    assert row.split() == ["words", "grpo", "2", "56", "0.100", "→", "0.120", "0.250", "→", "0.750", "8", "gated"]
+    assert "| maze | max_rl | 1 | 0 | - | - | 4 environment |" in mixture.summary.read_text()
 
 
 def test_an_sft_run_is_summarized_by_its_loss(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Episodes take random times and fail in random ways, credit and batches take time, the disk writes one thing after the
 other, the trainer trains, crashes and comes back from an older checkpoint, the orchestrator is killed or stopped and
 started again. `Simulation(seed).run()` plays one run to its end and checks, after every event, what must always hold.
+At level 0 an episode comes to the same whenever it is played, as it does with an engine that is given seeds.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from headrace.algorithms.grpo import Grpo
 from headrace.environments.base import Environment
 from headrace.inference.schema import Health
 from headrace.orchestrator.concurrency import Concurrency
+from headrace.orchestrator.curriculum import DifficultyPool
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
+from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.pipeline import Pipeline, Settings
+from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
+from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import (
     Action,
     Arrival,
@@ -88,13 +92,14 @@ class Taught(Algorithm):
 
     action_loss_type = "ce"
 
-    def __init__(self, rng: random.Random, failure_rate: float) -> None:
-        self.rng = rng
+    def __init__(self, seed: int, failure_rate: float) -> None:
+        self.seed = seed
         self.failure_rate = failure_rate
 
     async def score_batch(self, batch):
-        for survivor in batch:
-            if self.rng.random() < self.failure_rate:
+        for place, survivor in enumerate(batch):
+            chance = random.Random(f"{self.seed}-{survivor.rollout.draw_id}-{place}")
+            if chance.random() < self.failure_rate:
                 survivor.drop("no_reference", "as the seed wanted")
 
 
@@ -105,23 +110,33 @@ class ScoredTogether(Environment):
 
 
 class Simulation:
-    """`kills`: how often the orchestrator is killed on the way. `pace`: seconds that a unit of work takes."""
+    """`kills`: how often the orchestrator is killed on the way. `pace`: seconds that a unit of work takes.
 
-    def __init__(self, seed: int, kills: int = 0, max_steps: int | None = None, pace: float = 1.0) -> None:
+    Of the training environments one has a stateless algorithm, one a stateful one, one a curriculum with a gate; with
+    some seeds that one always fails. `on_policy`: at level 0, whatever the seed says.
+    """
+
+    def __init__(
+        self, seed: int, kills: int = 0, max_steps: int | None = None, pace: float = 1.0, *, on_policy: bool = False
+    ) -> None:
+        self.seed = seed
         self.rng = rng = random.Random(seed)
         self.now = 1000.0
         self.pace = pace
         self.settings = self._settings()
+        if on_policy:
+            self.settings.max_async_level = 0
         self.eval_envs = self._eval_envs()
         if max_steps is not None:
             self.settings.max_steps = max_steps
-        self.weights = {"plain": 2.0, "stateful": 1.0}
+        self.weights = {"plain": 2.0, "stateful": 1.0, "pooled": 1.0}
         self.tasks = {env: [Task(env, {"n": n}) for n in range(rng.choice([3, 20]))] for env in self.weights}
         self.journal = Journal(Path(":memory:"))
         self.failure_rate = rng.choice([0.0, 0.05, 0.3])
         self.equal_rewards = rng.choice([0.0, 0.5, 0.9])
         self.two_agents = rng.choice([0.0, 0.0, 0.5])
         self.early_filter = rng.random() < 0.3
+        self.broken = rng.random() < 0.15
         self.trainer = _Trainer(self, crash_rate=rng.choice([0.0, 0.1, 0.3]))
         self.engine = Version(0, 0)
         self.evaluated: dict[str, int] = {}
@@ -146,7 +161,7 @@ class Simulation:
             batch_size=None if by_tokens else size * rng.randint(1, 5),
             token_batch_size=rng.randint(5, 120) if by_tokens else None,
             seq_len=12,
-            group_sizes={"plain": size, "stateful": rng.choice([1, size])},
+            group_sizes={"plain": size, "stateful": rng.choice([1, size]), "pooled": size},
             max_inflight=rng.randint(size, 4 * size + 6),
             max_async_level=level,
             max_off_policy_steps=level + rng.choice([0, 1, 8]),
@@ -196,6 +211,13 @@ class Simulation:
             process = self.process
         await process.finish()
 
+    def train_tasks(self) -> list[TrainTasks]:
+        """As each process loads them."""
+        weights = {"unseen": 1.0, "hard": 0.2, "normal": 1.0, "easy": 0.2}
+        pools = DifficultyPool(self.tasks["pooled"], 0.25, 0.75, weights)
+        samplers = {"pooled": pools}
+        return [TrainTasks(env, self.tasks[env], self.weights[env], samplers.get(env)) for env in self.weights]
+
     def _start_process(self) -> _Process:
         self.processes += 1
         self.process = _Process(self)
@@ -221,9 +243,12 @@ class Simulation:
         assert self.trainer.trained == settings.max_steps
         in_batches = Counter(draw for draws in self.shipped.values() for draw in draws)
         assert set(in_batches.values()) <= {1}
-        fresh = TrainSource([TrainTasks(env, self.tasks[env], self.weights[env]) for env in self.weights], 0)
+        fresh = TrainSource(self.train_tasks(), 0)
         for draw, state, step, reason in journal.draws():
-            assert draw == fresh.draw()[0], "an uninterrupted run would have drawn another prompt"
+            again = fresh.draw()[0]
+            if draw.env == "pooled":  # which task it is depends on what came before
+                again = msgspec.structs.replace(again, task_key=draw.task_key)
+            assert draw == again or self.broken, "an uninterrupted run would have drawn another prompt"
             assert state in ("shipped", "dropped")
             assert (state == "shipped") == (draw.id in in_batches)
             if state == "shipped":
@@ -237,8 +262,18 @@ class Simulation:
             if env == "stateful":
                 for agent, reward in rewards:
                     replayed.learn(agent, reward)
+        self._check_curriculum()
         stored = journal.algorithm_states().get("stateful")
         assert (msgspec.json.decode(stored.json) if stored else {}) == replayed.state()
+
+    def _check_curriculum(self) -> None:
+        """Its state is a fold over the journal."""
+        folded, live = TrainSource(self.train_tasks(), 0), self.process.source
+        for lesson in self.journal.lessons():
+            folded.hear(lesson)
+        for source in (folded, live):
+            source.learn()
+        assert folded.metrics() == live.metrics()
 
 
 class _Trainer:
@@ -276,6 +311,10 @@ class _Process:
         self.rng = world.rng
         self.alive = True
         journal, settings = world.journal, world.settings
+        self.on_policy = settings.max_async_level == 0
+        if self.on_policy:
+            journal.reopen()
+        self.recorded = {draw.id: draw.task_key for draw, *_ in journal.draws()}
         stateful = RunningBaseline()
         if states := journal.algorithm_states():
             stateful.load_state(msgspec.json.decode(states["stateful"].json))
@@ -285,22 +324,24 @@ class _Process:
         no_signal = [Filter("zero_advantage", has_no_advantage, enforce=True)]
         self.processing = TrainProcessing(
             {
-                "plain": Taught(world.rng, world.failure_rate) if "plain" in settings.frozen else Grpo(),
+                "plain": Taught(world.seed, world.failure_rate) if "plain" in settings.frozen else Grpo(),
                 "stateful": stateful,
+                "pooled": Grpo(),
             },
             environments,
             no_signal if world.early_filter else [],
             no_signal,
             settings.seq_len,
+            gates={"pooled": AdvantageRange(-0.1, 0.1)},
         )
         evals: dict[str, Environment] = {
             env.name: ScoredTogether() if env.together else Environment() for env in world.eval_envs
         }
         self.eval_processing = EvalProcessing(evals)
-        trains = [TrainTasks(env, world.tasks[env], world.weights[env]) for env in world.weights]
+        self.source = TrainSource(world.train_tasks(), 0, journal.drawn_per_env(), journal.open_draws())
         self.pipeline = Pipeline(
             settings,
-            TrainSource(trains, 0, journal.drawn_per_env(), journal.open_draws()),
+            self.source,
             EvalSource(world.eval_envs, world.evaluated),
             Ledger(journal.totals(), journal.clock(), journal.next_credit(), world.now),
             world.engine,
@@ -308,7 +349,9 @@ class _Process:
             world.now,
             journal.start(),
             None if world.reports is None else self._follow_reports(world.reports),
+            journal.lessons(),
         )
+        self.handed_in: deque[ProcessGroup] = deque()
         self.running: dict[int, Episode] = {}
         self.arrived: set[int] = set()
         self.started_at: dict[int, Version] = {}
@@ -376,7 +419,11 @@ class _Process:
                     self.cancelled.setdefault(action.episode.id, action.reason)
                     self.world.after(0.05, lambda episode=action.episode: self._arrive(episode))
                 case ProcessGroup():
-                    self.world.after(0.2, lambda action=action: self._process_group(action))
+                    if self.on_policy and action.kind is Kind.TRAIN:  # credited as they were handed in
+                        self.handed_in.append(action)
+                        self.world.after(0.2, lambda: self._process_group(self.handed_in.popleft()))
+                    else:
+                        self.world.after(0.2, lambda action=action: self._process_group(action))
                 case ProcessBatch():
                     self.world.after(1.0, lambda batch=action.batch: self._process_batch(batch))
                 case Ship():
@@ -397,6 +444,8 @@ class _Process:
         if episode.index == 0:
             self.groups_begun += 1
             if episode.kind is Kind.TRAIN:
+                group = episode.group
+                assert self.recorded.get(group.draw_id, group.task.key) == group.task.key
                 assert episode.group.id not in self.world.groups
                 self.world.groups.add(episode.group.id)
             self._check_rate()
@@ -410,19 +459,22 @@ class _Process:
         assert episode.id not in self.arrived
         self.arrived.add(episode.id)
         levels = self.processing if episode.kind is Kind.TRAIN else self.eval_processing
-        rollouts = [self._rollout(episode)]
-        if episode.kind is Kind.TRAIN and rollouts[0].error is None and self.rng.random() < self.world.two_agents:
-            rollouts.append(self._rollout(episode))
-            rollouts[1].agent, rollouts[1].trainable = "other", self.rng.random() < 0.7
+        rng = random.Random(f"{self.world.seed}-{episode.name}") if self.on_policy else self.rng
+        rollouts = [self._rollout(episode, rng)]
+        if episode.kind is Kind.TRAIN and rollouts[0].error is None and rng.random() < self.world.two_agents:
+            rollouts.append(self._rollout(episode, rng))
+            rollouts[1].agent, rollouts[1].trainable = "other", rng.random() < 0.7
         for rollout in rollouts:
             await levels.process_rollout(rollout, episode.group.task)
         await self.handle(Arrival(episode, rollouts))
 
-    def _rollout(self, episode: Episode) -> Rollout:
-        group, rng = episode.group, self.rng
-        rollout = Rollout(env=episode.env, task_key=group.task.key, group_id=group.id, draw_id=group.draw_id)
+    def _rollout(self, episode: Episode, rng: random.Random) -> Rollout:
+        group = episode.group
+        stamps = {"task_key": group.task.key, "group_id": group.id, "draw_id": group.draw_id, "episode": episode.index}
+        rollout = Rollout(env=episode.env, **stamps)
         reason = self.cancelled.get(episode.id)
-        if reason is None and rng.random() < self.world.failure_rate:
+        fails = rng.random() < self.world.failure_rate or (self.world.broken and episode.env == "pooled")
+        if reason is None and fails:
             reason = rng.choice(["timeout", "environment", "engine", "empty", "invalid_reward"])
         if reason is not None:
             rollout.error = RolloutError(reason, "as the seed wanted")

@@ -64,6 +64,17 @@ def test_a_step_has_its_groups_in_the_order_of_their_draws_filtered_members_incl
     assert groups(tmp_path, 1) == ({1: [[3, 3], [5, 5], [7, 7]]}, {})
 
 
+def test_members_are_in_the_order_of_their_episodes_whether_they_were_dropped_or_not(tmp_path: Path):
+    made = [
+        Rollout(env="env", group_id="3-0", draw_id=3, credited=4, reward=0.0, episode=episode, agent=agent)
+        for episode in (0, 1)
+        for agent in "ab"
+    ]
+    write_rollouts(tmp_path, 1, [made[1], made[2]], [(made[0], "gibberish"), (made[3], "gibberish")], keep_last=9)
+    (group,) = CreditedGroups(RolloutFiles(tmp_path), [1]).of_step(1)
+    assert [(saved.rollout.episode, saved.rollout.agent) for saved in group] == [(0, "b"), (0, "a"), (1, "a"), (1, "b")]
+
+
 def test_a_group_in_two_files_counts_once_it_is_whole(tmp_path: Path):
     save(tmp_path, 1, (3, "gibberish"), credited=3)
     save(tmp_path, 2, (3, ""), (3, ""), credited=3)

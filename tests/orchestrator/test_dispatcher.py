@@ -84,7 +84,7 @@ async def outcome(do: str, timeout: float | None = None, cancel: str | None = No
     line = NoModel()
     runner = EpisodeRunner(Scripted(), line, timeout)
     dispatcher = Dispatcher({("train", "env"): runner}, arrivals.put_nowait, grace=0.05)
-    episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": do}), 1, 0, draw_id=7), 0)
+    episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": do}), 4, 0, draw_id=7), index=3)
     dispatcher.start(episode)
     if started:
         await asyncio.sleep(0.01)
@@ -95,7 +95,7 @@ async def outcome(do: str, timeout: float | None = None, cancel: str | None = No
     assert arrivals.empty()
     assert line.open_sessions == [] or do == "ignore cancellation"
     (rollout,) = arrival.rollouts
-    assert (rollout.env, rollout.group_id, rollout.draw_id) == ("env", "g", 7)
+    assert (rollout.env, rollout.group_id, rollout.draw_id, rollout.episode) == ("env", "g", 7, 3)
     return rollout
 
 
@@ -248,8 +248,9 @@ async def test_failures_of_one_kind_are_logged_once_and_counted_each(caplog: pyt
     script = ["raise", "raise", "score nan", "score nan", "lose the engine", "lose the engine", "return nothing"]
     for number, do in enumerate(script):
         dispatcher.start(Episode(number, Kind.TRAIN, Group("g", Task("env", {"do": do}), 7, 0), number))
-    await asyncio.sleep(0.01)
-    assert len(arrivals) == 7
+    async with asyncio.timeout(10):
+        while len(arrivals) < 7:
+            await asyncio.sleep(0.001)
     reasons = [record.getMessage().split("failed (")[1].split(":")[0] for record in caplog.records]
     assert sorted(reasons) == ["empty", "engine", "environment", "invalid_reward"]
     assert "KeyError: 'answer'" in caplog.text

@@ -132,6 +132,41 @@ def test_rewards_come_back_in_the_order_of_credit(tmp_path: Path):
     assert list(journal.credits()) == [("env", [("a", 1.0)]), ("env", [("a", 0.0)])]
 
 
+def test_lessons_are_in_the_order_of_credit_and_tell_failures_from_what_was_given_up(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite")
+    late, early = (Outcome(i, "", 1, 1, {}, credit, [("a", float(i)), ("b", 0.5)]) for i, credit in ((0, 1), (1, 0)))
+    partly = Outcome(4, "timeout", 2, 0, {"timeout": 1, "group_failed": 1})
+    outcomes = [late, early, dropped(2, "timeout", rollouts=3), dropped(3, "on_policy"), partly]
+    journal.commit(entries(draws(0, 1, 2, 3, 4, 5), *outcomes), shipped=1)
+    told = [(lesson.draw, lesson.task_key, lesson.rewards, lesson.failed) for lesson in journal.lessons()]
+    assert told == [
+        (1, "key1", [1.0, 0.5], 0),
+        (0, "key0", [0.0, 0.5], 0),
+        (2, "key2", [], 3),
+        (3, "key3", [], 0),
+        (4, "key4", [], 0),
+    ]
+
+
+def test_a_step_that_was_begun_can_be_opened_again_and_the_clock_goes_on(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.commit(entries(draws(0), shipped(0), state="1", clock=Clock(1.0)), shipped=1)
+    journal.commit(entries(draws(1, 2), dropped(1, "gated"), state="2", clock=Clock(5.0, 7)))
+    journal.reopen()
+    assert journal.open_draws() == draws(1, 2)
+    assert journal.algorithm_states() == {"env": learned("1")}
+    assert journal.totals() == Totals(4, 40, {})
+    assert journal.clock() == Clock(5.0, 7)
+
+
+def test_drops_are_told_apart_by_environment(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite")
+    drawn = [Draw(0, "a", "x", 0), Draw(1, "b", "y", 0), Draw(2, "a", "z", 1)]
+    outcomes = [dropped(0, "timeout", 2), dropped(1, "timeout", 3), dropped(2, "gated", 4)]
+    journal.commit(entries(drawn, *outcomes))
+    assert journal.drops_per_env() == {"a": {"timeout": 2, "gated": 4}, "b": {"timeout": 3}}
+
+
 def test_a_commit_that_would_leave_out_a_draw_is_refused(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0, 1)))

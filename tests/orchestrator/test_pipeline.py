@@ -22,7 +22,7 @@ def chunks(first: int, last: int, fast: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("first", chunks(0, 6000, fast=1000))
+@pytest.mark.parametrize("first", chunks(0, 6000, fast=500))
 async def test_random_schedules_lose_nothing_leak_nothing_and_end(first: int):
     for seed in range(first, first + CHUNK):
         simulation = Simulation(seed)
@@ -36,6 +36,22 @@ async def test_random_schedules_with_kills_and_restarts_account_for_every_draw_o
         simulation = Simulation(seed, kills=3)
         await simulation.run()
         simulation.check_end()
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(seed, marks=pytest.mark.full if seed > 20_000 else ()) for seed in range(20_000, 21_000, 40)]
+)
+async def test_at_level_0_a_run_that_was_killed_draws_credits_and_trains_what_an_uninterrupted_one_does(first: int):
+    for seed in range(first, first + 40):
+        whole, killed = Simulation(seed, on_policy=True), Simulation(seed, kills=3, on_policy=True)
+        for simulation in (whole, killed):
+            await simulation.run()
+            simulation.check_end()
+        assert killed.journal.draws() == whole.journal.draws()
+        assert list(killed.journal.lessons()) == list(whole.journal.lessons())
+        assert killed.shipped == whole.shipped
+        assert killed.journal.algorithm_states() == whole.journal.algorithm_states()
+        assert killed.journal.totals() == whole.journal.totals()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -16,6 +16,7 @@ from headrace.algorithms.grpo import Grpo
 from headrace.algorithms.length_penalty import Linear
 from headrace.environments.base import Environment, EpisodeError
 from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.journal import AlgorithmState
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
@@ -398,12 +399,12 @@ async def test_an_all_correct_group_trains_under_a_length_penalty_and_is_filtere
 async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():
     processing = EvalProcessing({"heldout": Environment()})
 
-    def episode(reward: float, versions: list[int]) -> Rollout:
+    def episode(number: int, reward: float, versions: list[int]) -> Rollout:
         turn = Turn([1], [2] * len(versions), [0.0] * len(versions), versions, 1.0)
-        return Rollout(reward=reward, rewards={"r": reward}, turns=[turn])
+        return Rollout(episode=number, reward=reward, rewards={"r": reward}, turns=[turn])
 
-    first = [episode(1.0, [0, 0]), episode(0.5, [0, 1])]
-    second = [episode(0.0, [1]), Rollout(error=RolloutError("timeout"))]
+    first = [episode(0, 1.0, [0, 0]), episode(1, 0.5, [0, 1])]
+    second = [episode(0, 0.0, [1]), Rollout(episode=1, error=RolloutError("timeout"))]
     batch = EvalBatch("heldout", 0, 2)
     for number, members in enumerate((first, second)):
         batch.groups.append(await processing.process_group(Group(f"g{number}", Task("heldout", {}), 2, 0), members))
@@ -413,3 +414,100 @@ async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():
     assert batch.metrics["eval/heldout/pass@2"] == 0.5
     assert batch.metrics["eval/heldout/errors"] == 0.25
     assert (batch.metrics["eval/heldout/version/min"], batch.metrics["eval/heldout/version/max"]) == (0, 1)
+
+
+async def test_an_episode_with_several_agents_comes_to_the_mean_over_those_that_are_trained():
+    def seat(episode: int, agent: str, reward: float, *, trainable: bool = True) -> Rollout:
+        turn = Turn([1], [2], [0.0], [0], 1.0)
+        return Rollout(episode=episode, agent=agent, reward=reward, trainable=trainable, turns=[turn])
+
+    batch = EvalBatch("poker", 0, 3)
+    members = [
+        *(seat(0, "first", 1.0), seat(0, "second", 0.0), seat(0, "house", 9.0, trainable=False)),
+        *(seat(1, "first", 1.0), seat(1, "second", 1.0)),
+        Rollout(episode=2, error=RolloutError("timeout")),
+    ]
+    task = Task("poker", {})
+    batch.groups.append(await EvalProcessing({"poker": Environment()}).process_group(Group("g", task, 3, 0), members))
+    await EvalProcessing({}).process_batch(batch)
+    # Three episodes: (1 + 0) / 2, (1 + 1) / 2 and one that failed; the first agent has won twice of two, the second once.
+    assert batch.metrics["eval/poker/avg@3"] == 0.5
+    assert batch.metrics["eval/poker/pass@3"] == 1.0
+    assert batch.metrics["eval/poker/errors"] == pytest.approx(1 / 3)
+    agents = {name: value for name, value in batch.metrics.items() if name.endswith("/avg@3")}
+    assert agents == {
+        "eval/poker/avg@3": 0.5,
+        "eval/poker/first/avg@3": 1.0,
+        "eval/poker/second/avg@3": 0.5,
+    }
+
+
+async def test_training_rewards_are_told_apart_by_agent_where_there_are_several():
+    members = [rollout(reward) for reward in (1.0, 0.0, 0.5)]
+    members[0].agent, members[1].agent, members[2].agent = "first", "second", "second"
+    processing = make()
+    batch = TrainBatch([await process(processing, *members)])
+    await processing.process_batch(batch)
+    metrics = step_metrics(1, batch)
+    assert (metrics["reward/env/first"], metrics["reward/env/second"]) == (1.0, 0.25)
+    members = [rollout(1.0), rollout(0.0)]
+    alone = TrainBatch([await process(processing, *members)])
+    await processing.process_batch(alone)
+    assert not any(name.startswith("reward/env/policy") for name in step_metrics(1, alone))
+
+
+async def test_a_group_that_the_gate_rejects_is_credited_counted_and_takes_no_slot():
+    processing = TrainProcessing(
+        {"env": Grpo()}, {"env": Environment()}, [ZERO_ADVANTAGE], [], 64, gates={"env": AdvantageRange(-0.5, 0.5)}
+    )
+    rejected = await process(processing, rollout(1), rollout(0), rollout(9, error="timeout"))
+    assert rejected.rollouts == []
+    assert [reason for _, reason in rejected.dropped] == ["timeout", "gated", "gated"]
+    assert rejected.credited == [("policy", 1.0), ("policy", 0.0)]
+    assert rejected.filter_hits == {"curriculum/env/gated": 1}
+    kept = await process(processing, rollout(2), rollout(0))
+    assert len(kept.rollouts) == 2
+    failed = await process(processing, rollout(0, error="timeout"))
+    assert failed.filter_hits == {}
+
+
+class SlowerFirst(Environment):
+    """Scores the groups that were handed in first last."""
+
+    def __init__(self) -> None:
+        self.scored: list[float] = []
+
+    async def score_group(self, rollouts):
+        for _ in range(3 - len(rollouts)):
+            await asyncio.sleep(0.01)
+        for rollout in rollouts:
+            rollout.rewards = {"r": float(len(rollouts))}
+        self.scored.append(len(rollouts))
+
+
+class Recording(Algorithm):
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def score_group(self, group):
+        self.sizes.append(len(group))
+
+    def state(self):
+        return self.sizes
+
+
+@pytest.mark.parametrize(("in_order", "expected"), [(True, [1, 2, 3]), (False, [3, 2, 1])])
+async def test_groups_are_credited_as_they_were_handed_in_where_that_is_asked_for(in_order: bool, expected: list[int]):
+    algorithm, environment = Recording(), SlowerFirst()
+    processing = TrainProcessing({"env": algorithm}, {"env": environment}, [], [], 64, in_order=in_order)
+    await asyncio.gather(*[process(processing, *[rollout(math.nan) for _ in range(size)]) for size in (1, 2, 3)])
+    assert environment.scored == [3, 2, 1]
+    assert algorithm.sizes == expected
+
+
+async def test_a_group_that_was_cancelled_does_not_hold_up_those_after_it():
+    processing = TrainProcessing({"env": Grpo()}, {"env": SlowerFirst()}, [], [], 64, in_order=True)
+    first = asyncio.create_task(process(processing, rollout(math.nan)))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(first.cancel)
+    assert len((await process(processing, *[rollout(math.nan) for _ in range(3)])).rollouts) == 3

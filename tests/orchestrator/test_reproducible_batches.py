@@ -11,7 +11,8 @@ from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.evaluation import EvalSource
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.pipeline import Pipeline, Settings
+from headrace.orchestrator.pipeline import Pipeline
+from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import (
     Action,
     Arrival,
@@ -68,6 +69,7 @@ class World:
         self.random = random.Random(timing)
         self.inflight: list[Episode] = []
         self.batches: list[list[int]] = []
+        self.credited: list[int] = []
 
     def play(self) -> list[list[int]]:
         """The draws of each batch."""
@@ -93,6 +95,7 @@ class World:
             case RunEpisode():
                 self.inflight.append(action.episode)
             case ProcessGroup():
+                self.credited.append(action.group.draw_id)
                 lost = self.setup == "every fifth group lost" and action.group.draw_id % 5 == 3
                 kept = [] if lost else action.rollouts
                 dropped = [(rollout, "zero_advantage") for rollout in action.rollouts] if lost else []
@@ -134,3 +137,11 @@ def test_at_level_0_a_limit_that_follows_the_engines_does_not_decide_what_is_tra
         world = World(setup, timing, reports=True)
         assert world.play() == first
         assert len(world.limits) > 1
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_at_level_0_groups_are_credited_in_the_order_in_which_they_were_drawn(setup: str):
+    for timing in range(8):
+        world = World(setup, timing)
+        world.play()
+        assert world.credited == list(range(len(world.credited)))

@@ -133,6 +133,7 @@ def test_a_rollout_keeps_what_its_environment_said_of_it(tmp_path: Path) -> None
         task_key="t",
         group_id="3-1",
         draw_id=3,
+        episode=5,
         agent="critic",
         trainable=False,
         reward=0.75,
@@ -166,6 +167,7 @@ def test_a_file_of_an_older_version_has_observations_where_nothing_was_sampled(t
     assert [sample.obs_spans for sample in found.rollout.samples] == [[(2, 1, 3, 2)], []]
     assert [t.completion_ids.tolist() for t in found.rollout.turns] == [[2, 3], [6], [8]]
     assert all(t.prompt_roles is None for t in found.rollout.turns)
+    assert found.rollout.episode == -1
 
 
 def forget(path: Path, *names: str) -> None:
@@ -174,7 +176,7 @@ def forget(path: Path, *names: str) -> None:
     lists = table["samples"].combine_chunks()
     fields = [field for field in lists.values.type if field.name not in names]
     structs = pa.StructArray.from_arrays([lists.values.field(field.name) for field in fields], fields=fields)
-    older = table.drop_columns(["samples", "finish_reasons"])
+    older = table.drop_columns(["samples", "finish_reasons", "episode"])
     pq.write_table(older.append_column("samples", pa.ListArray.from_arrays(lists.offsets, structs)), path)
 
 

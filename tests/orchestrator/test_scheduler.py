@@ -81,9 +81,9 @@ def test_a_group_is_complete_when_its_last_straggler_arrives_whichever_that_is()
     scheduler = make_scheduler(group_size=3)
     first, second, third = start_all(scheduler, wanted=3)
     said = [scheduler.arrive(e, [Rollout(agent=str(e.index))]) for e in (third, first, second)]
-    assert said[:2] == [None, None]
-    assert said[2] is not None
-    assert [rollout.agent for rollout in said[2].rollouts] == ["0", "1", "2"]  # by place, not by arrival
+    assert said[:2] == [[], []]
+    (complete,) = said[2]
+    assert [rollout.agent for rollout in complete.rollouts] == ["0", "1", "2"]  # by place, not by arrival
     assert scheduler.open_episodes == 0
 
 
@@ -93,9 +93,8 @@ def test_cancelling_a_group_returns_what_is_in_flight_and_stops_its_dispatch():
     inflight, finished = scheduler.cancel(lambda group: group.id == "g0", "off_policy")
     assert inflight == [first, second]
     assert finished == []
-    assert scheduler.arrive(first, []) is None
-    complete = scheduler.arrive(second, [])
-    assert complete is not None
+    assert scheduler.arrive(first, []) == []
+    (complete,) = scheduler.arrive(second, [])
     assert complete.cancelled == "off_policy"
     assert scheduler.next_episode(3).group.id == "g1"  # type: ignore[union-attr]
 
@@ -122,6 +121,16 @@ def test_a_straggler_leaves_the_permits_of_its_group_idle_only_where_nothing_may
     assert (following.group.id if following else None) == next_group
 
 
+def test_whole_groups_come_back_in_the_order_in_which_they_were_opened_and_evaluation_as_it_ends():
+    scheduler = make_scheduler(max_inflight=5, group_size=1, whole_groups=True)
+    first, second, third = start_all(scheduler, wanted=3)
+    scheduler.queue_eval(eval_groups(1))
+    (heldout,) = start_all(scheduler, wanted=0)
+    arrived = [[c.group.id for c in scheduler.arrive(e, [])] for e in (third, heldout, second, first)]
+    assert arrived == [[], ["e0"], [], ["g0", "g1", "g2"]]
+    assert scheduler.open_episodes == 0
+
+
 def test_a_group_that_belongs_together_waits_until_it_has_all_its_permits():
     scheduler = make_scheduler(max_inflight=5, group_size=3, together=True)
     first = start_all(scheduler, wanted=100)
@@ -140,7 +149,7 @@ def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed
     rng = random.Random(seed)
     group_size = rng.randint(1, 5)
     opened: set[str] = set()
-    scheduler = make_scheduler(rng.randint(group_size, 9), group_size, rng.random() < 0.3, opened)
+    scheduler = make_scheduler(rng.randint(group_size, 9), group_size, rng.random() < 0.3, opened, seed % 2 == 0)
     running: list[Episode] = []
     completed: list[str] = []
     eval_ids = itertools.count()
@@ -153,8 +162,7 @@ def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed
                     opened.add(episode.group.id)
             case "arrive" if running:
                 episode = running.pop(rng.randrange(len(running)))
-                if scheduler.arrive(episode, []):
-                    completed.append(episode.group.id)
+                completed += [complete.group.id for complete in scheduler.arrive(episode, [])]
             case "cancel" if rng.random() < 0.2:
                 unwanted = {group for group in opened if rng.random() < 0.3}
                 _, finished = scheduler.cancel(lambda group, unwanted=unwanted: group.id in unwanted, "off_policy")
@@ -169,8 +177,7 @@ def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed
             running.append(episode)
             opened.add(episode.group.id)
         episode = running.pop()
-        if scheduler.arrive(episode, []):
-            completed.append(episode.group.id)
+        completed += [complete.group.id for complete in scheduler.arrive(episode, [])]
     _, finished = scheduler.cancel(lambda group: True, "max_steps")
     completed += [complete.group.id for complete in finished]
     assert sorted(completed) == sorted(opened)

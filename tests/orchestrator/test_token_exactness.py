@@ -281,7 +281,7 @@ async def test_turns_that_came_back_from_a_worker_process_are_what_was_sampled()
     async with pool(identifier="calculator") as workers:
         gold = Gold(environment, task, model)
         (rollout,) = await workers.run(task, gold)
-        check_rollout(gold.engine, rollout)
+        check_rollouts(gold.engine, [rollout])
         assert len(rollout.samples) == 1
         for seed in range(20):
             await play_adversary(workers, task, model, Random(seed))
@@ -304,7 +304,7 @@ async def test_what_follows_a_call_counts_where_there_are_no_tools(name: str, ar
     assert rewards[1] < 1.0
 
 
-NEED_DATA = ("gsm8k", "math", "strict-math")
+NEED_DATA = ("agent", "gsm8k", "math", "strict-math")
 ENVIRONMENTS = [name for name in SHIPPED if name not in NEED_DATA]
 
 
@@ -337,27 +337,28 @@ class Gold:
 
 async def play_gold(environment: Environment, task: Task, model: Model) -> None:
     gold = Gold(environment, task, model)
-    (rollout,) = await environment.run(task, gold)
-    (wanted,), _ = await play(environment, task, lambda messages: environment.gold(task, messages))
-    assert rollout.rewards == wanted.rewards
-    check_rollout(gold.engine, rollout)
-    asked_again = any(message["role"] == "user" for message in rollout.messages[2:])
-    if model.name in KEEPS_HISTORY or (model.name in BRIDGING and not asked_again):
-        assert len(rollout.samples) == 1
+    rollouts = await environment.run(task, gold)
+    wanted, _ = await play(environment, task, lambda messages: environment.gold(task, messages))
+    assert [rollout.rewards for rollout in rollouts] == [rollout.rewards for rollout in wanted]
+    check_rollouts(gold.engine, rollouts)
+    for rollout in rollouts:
+        asked_again = any(message["role"] == "user" for message in rollout.messages[2:])
+        if model.name in KEEPS_HISTORY or (model.name in BRIDGING and not asked_again):
+            assert len(rollout.samples) == 1
 
 
 async def play_adversary(environment: Environment, task: Task, model: Model, rng: Random) -> None:
     engine = RecordingEngine(Adversary(model, rng))
     line = Sampler(engine.client, model.renderer, model.tokenizer, seq_len=20_000).open("session", "episode")
-    for rollout in await environment.run(task, line):
-        check_rollout(engine, rollout)
+    check_rollouts(engine, await environment.run(task, line))
 
 
-def check_rollout(engine: RecordingEngine, rollout: Rollout) -> None:
-    rollout.samples = merge_turns(rollout.turns)
-    assert len(rollout.turns) == len(engine.exchanges)
-    check_turns(engine, rollout.turns)
-    check_samples(rollout.turns, rollout.samples)
+def check_rollouts(engine: RecordingEngine, rollouts: Sequence[Rollout]) -> None:
+    assert sum(len(rollout.turns) for rollout in rollouts) == len(engine.exchanges)
+    check_turns(engine, [turn for rollout in rollouts for turn in rollout.turns])
+    for rollout in rollouts:
+        rollout.samples = merge_turns(rollout.turns)
+        check_samples(rollout.turns, rollout.samples)
 
 
 async def play_all(environment: Environment, models: Sequence[str], episodes: int) -> None:

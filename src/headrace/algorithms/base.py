@@ -58,6 +58,16 @@ class RolloutView:
         return self.rollout.group_id
 
     @property
+    def agent(self) -> str:
+        """Whose part in the episode it is."""
+        return self.rollout.agent
+
+    @property
+    def episode(self) -> int:
+        """The place of its episode in the group: several agents may have played in it."""
+        return self.rollout.episode
+
+    @property
     def samples(self) -> list[Sample]:
         return self.rollout.samples
 
@@ -115,6 +125,9 @@ class Algorithm:
     """What it calls the other model that it needs, if any: `teacher`, say."""
     promises: ClassVar[tuple[str, ...]] = ()
     """What `headrace check-algorithm` shall hold it to, beyond what holds for all: shift, zero_sum, signs, order."""
+
+    replayable: ClassVar[bool] = False
+    """Whether its state follows from agents and rewards alone: the journal has those, and it can be computed again."""
 
     host: Host
     """There from `setup` on."""

@@ -11,10 +11,12 @@ from headrace.algorithms.custom import Custom
 from headrace.algorithms.echo import Echo
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
+from headrace.algorithms.hierarchical_grpo import HierarchicalGrpo
 from headrace.algorithms.length_penalty import Efficiency, LengthPenalty, Linear, Overlong
 from headrace.algorithms.max_rl import MaxRl
 from headrace.algorithms.opd import Opd
 from headrace.algorithms.opsd import Opsd
+from headrace.algorithms.rae import Rae
 from headrace.algorithms.reward import Reward
 from headrace.algorithms.rlcsd import Rlcsd
 from headrace.algorithms.sft import Sft
@@ -24,11 +26,13 @@ from headrace.config.algorithms import (
     CustomAlgoConfig,
     EchoConfig,
     GrpoConfig,
+    HierarchicalGrpoConfig,
     ImportConfig,
     ImportedAlgoConfig,
     MaxRlConfig,
     OpdConfig,
     OpsdConfig,
+    RaeConfig,
     RewardAlgoConfig,
     RlcsdConfig,
     SftAlgoConfig,
@@ -75,6 +79,10 @@ def make_algorithm(config: AlgoConfig, *, seq_len: int, connect: Connect) -> Alg
             return Sft()
         case RlcsdConfig():
             return _rlcsd(config, connect)
+        case RaeConfig():
+            return Rae(config.decay)
+        case HierarchicalGrpoConfig():
+            return HierarchicalGrpo(config.episode_agents)
         case CustomAlgoConfig():
             return Custom(_function(config, "algorithm"))
         case ImportedAlgoConfig():

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.orchestrator.journal import Journal
+    from headrace.transport.run_dir import RunDir
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +25,23 @@ def run(arguments: argparse.Namespace) -> int:
     if not run.journal.is_file():
         raise BadInput(f"{run.journal}: there is no journal; is {run.root} the directory of an RL run?")
     journal = Journal(run.journal, read_only=True)
-    problems = violations(run, journal)
+    problems = violations(run, journal) + _state_problems(run, journal)
     print(report(journal.states(), problems))
     return 1 if problems else 0
+
+
+def _state_problems(run: RunDir, journal: Journal) -> list[str]:
+    """Of algorithms whose state the journal can give again."""
+    import asyncio
+
+    from headrace.algorithms.rae import Rae
+    from headrace.config.algorithms import RaeConfig
+    from headrace.launch.saved_config import read_rl_run
+    from headrace.orchestrator.replay import state_problems
+
+    if not run.config.is_file():
+        return []
+    config = read_rl_run(run.root).orchestrator
+    chosen = {env.name: config.algo_of(env) for env in config.train.env}
+    algorithms = {name: Rae(algo.decay) for name, algo in chosen.items() if isinstance(algo, RaeConfig)}
+    return asyncio.run(state_problems(journal, algorithms))

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import read_rl_run, run_directory
+    from headrace.orchestrator.journal import Journal
     from headrace.orchestrator.rescoring import rescore_run
     from headrace.orchestrator.rollout_files import RolloutFiles
 
@@ -53,8 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_what_cannot_be_rescored(name, before[name], algo, penalties.get(name))
     root, files = saved.root, RolloutFiles(saved.rollouts)
     steps = _chosen(files, arguments.steps)
+    journal = Journal(saved.journal, read_only=True) if saved.journal.is_file() else None
     with _progress() as progress:
-        outcome = asyncio.run(rescore_run(asked.config.orchestrator, files, steps, env, progress, penalties))
+        outcome = asyncio.run(rescore_run(asked.config.orchestrator, files, steps, env, progress, penalties, journal))
     if not outcome.comparison.rollouts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in outcome.left_out.items()) or "there were none"
         raise BadInput(f"no rollout of these steps was credited with its group: {reasons}")

@@ -29,7 +29,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.config.base import ConfigError, dump, load
     from headrace.config.run import RunConfig
     from headrace.launch.errors import naming_run
-    from headrace.launch.local import check_ports, launch, on_this_machine
+    from headrace.launch.local import check_ports, has_servers, launch, on_this_machine
     from headrace.launch.origin import resolve
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import decide
@@ -52,7 +52,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     if config.output_dir is None:
         raise ConfigError("output_dir: say where the run shall keep its files")
     plan = decide(config.output_dir, arguments.resume, arguments.clean)
-    if isinstance(config, RunConfig) or config.evaluates:
+    if has_servers(config):
         check_ports(config.launch, config.inference)
     model = resolve(config.model)
     Tokenizer(model)  # refused here rather than by three processes
@@ -71,13 +71,15 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
 
 
 def _check_own_code(config: OrchestratorConfig) -> None:
-    """Algorithms and filters of the user's are there and take their kwargs, before an older run is deleted for this."""
+    """Code of the user's is there and takes its kwargs, before an older run is deleted for this."""
     from headrace.algorithms.registry import check_imports
     from headrace.algorithms.user_function import load_function
     from headrace.config.orchestrator import CustomFilterConfig
+    from headrace.orchestrator import curricula
 
     for env in config.train.env:
         check_imports(config.algo_of(env))
+        curricula.check_imports(config.curriculum_of(env))
     for entry in (*config.pre_batch_filters, *config.post_batch_filters):
         if isinstance(entry, CustomFilterConfig):
             load_function(entry.import_path, entry.kwargs, "filter")

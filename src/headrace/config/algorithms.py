@@ -236,6 +236,24 @@ class RlcsdConfig(_AlgoConfig):
         return _template(given, "{response}")
 
 
+class RaeConfig(_AlgoConfig):
+    """Reward minus a running average of what this agent has earned so far."""
+
+    type: Literal["rae"] = "rae"
+    decay: float = Field(0.95, ge=0, lt=1)
+    """How much of an agent's baseline is left after each of its rollouts."""
+
+
+class HierarchicalGrpoConfig(_AlgoConfig):
+    """Reward minus the mean of the peers: rollouts of the same agent, in the group or in the episode."""
+
+    COMPARES = True
+
+    type: Literal["hierarchical_grpo"] = "hierarchical_grpo"
+    episode_agents: list[str] = Field(default_factory=list)
+    """Agents that are compared within their own episode; the others are with their like in the whole group."""
+
+
 class CustomAlgoConfig(_AlgoConfig):
     """A function of the group that gives each rollout's advantage, or one per token."""
 
@@ -267,6 +285,8 @@ _OURS: dict[str, type[_AlgoConfig]] = {
         OpsdConfig,
         SftAlgoConfig,
         RlcsdConfig,
+        RaeConfig,
+        HierarchicalGrpoConfig,
         CustomAlgoConfig,
     )
 }
@@ -337,6 +357,8 @@ AlgoConfig = Annotated[
     | Annotated[OpsdConfig, Tag("opsd")]
     | Annotated[SftAlgoConfig, Tag("sft")]
     | Annotated[RlcsdConfig, Tag("rlcsd")]
+    | Annotated[RaeConfig, Tag("rae")]
+    | Annotated[HierarchicalGrpoConfig, Tag("hierarchical_grpo")]
     | Annotated[CustomAlgoConfig, Tag("custom")]
     | Annotated[ImportedAlgoConfig, Tag("imported")],
     Discriminator(_kind_of_algorithm),

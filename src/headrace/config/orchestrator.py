@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from headrace.config.algorithms import AlgoConfig, EchoConfig, GrpoConfig, algo_table
+from headrace.config.algorithms import AlgoConfig, EchoConfig, GrpoConfig, algo_table, has_rl_credit
 from headrace.config.base import Config
+from headrace.config.curriculum import AdvantageRangeConfig, CurriculumConfig
 from headrace.config.length_penalty import LinearPenaltyConfig
 from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
 from headrace.config.shorthand import renamed
@@ -90,6 +91,8 @@ class TrainEnvConfig(EnvConfig):
     group_size: int | None = Field(None, ge=1)
     algo: AlgoConfig | None = None
     """Unset: that of `[orchestrator]`; otherwise this one alone, with nothing of it."""
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    """A sampler or gate that is unset here is that of `[orchestrator.train.curriculum]`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,6 +129,7 @@ DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.o
 
 class TrainConfig(Config):
     sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     env: list[TrainEnvConfig] = Field(default_factory=list)
 
 
@@ -242,6 +246,10 @@ class OrchestratorConfig(Config):
         """An environment's own algorithm, else the one that all inherit."""
         return self.algo if env.algo is None else env.algo
 
+    def curriculum_of(self, env: TrainEnvConfig) -> CurriculumConfig:
+        """An environment's own sampler and gate, else those that all inherit."""
+        return env.curriculum.over(self.train.curriculum)
+
     def train_temperature(self, env: TrainEnvConfig) -> float:
         """What an environment's turns are sampled at."""
         temperature = env.sampling.over(self.train.sampling).temperature
@@ -309,6 +317,16 @@ class OrchestratorConfig(Config):
                 raise ValueError(
                     f'{key} is echo, which {algo.RENDERER_FOR}, and renderer.name = "default", the model\'s own chat '
                     'template, does not say: set the name of its family, for example "qwen3", or "auto"'
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _gates_have_advantages_to_look_at(self) -> OrchestratorConfig:
+        for number, env in enumerate(self.train.env):
+            if isinstance(env.curriculum.gate, AdvantageRangeConfig) and not has_rl_credit(self.algo_of(env)):
+                raise ValueError(
+                    f"train.env.{number}.curriculum.gate looks at advantages, and {self.algo_of(env).type} gives none: "
+                    'leave it out, or set type = "none"'
                 )
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from headrace.errors import BadInput
@@ -16,13 +16,13 @@ class BadArgument(BadInput):
     """An argument that is missing, unknown, or has a value that will not do."""
 
 
-def bound(function: Callable[..., Made], args: dict[str, Any]) -> Callable[[], Made]:
-    """The function with these arguments, to be called later. That it takes them is checked now."""
+def bound(function: Callable[..., Made], args: dict[str, Any], first: Sequence[Any] = ()) -> Callable[[], Made]:
+    """The function with these arguments, those without a name first, to be called later; checked now."""
     try:
-        inspect.signature(function).bind(**args)
+        inspect.signature(function).bind(*first, **args)
     except TypeError as error:
         raise BadArgument(str(error)) from error
-    return functools.partial(function, **args)
+    return functools.partial(function, *first, **args)
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:

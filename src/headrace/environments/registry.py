@@ -1,4 +1,5 @@
-"""Environments by id: a name that ships with Headrace, or `package.module:Class` for a user's own."""
+"""Environments by id: a name that ships with Headrace, `library:name` for one that another library has, or
+`package.module:Class` for a user's own."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from headrace.environments.base import Environment
 from headrace.errors import BadInput
 
 SHIPPED = {
+    "agent": "headrace.environments.agents.program:AgentProgram",
     "alphabet-sort": "headrace.environments.shipped.alphabet_sort:AlphabetSort",
     "arithmetic": "headrace.environments.shipped.arithmetic:Arithmetic",
     "calculator": "headrace.environments.shipped.calculator:Calculator",
@@ -19,30 +21,48 @@ SHIPPED = {
     "file-search": "headrace.environments.shipped.file_search:FileSearch",
     "guess-number": "headrace.environments.shipped.guess_number:GuessNumber",
     "gsm8k": "headrace.environments.shipped.word_problems:Gsm8k",
+    "kuhn-poker": "headrace.environments.shipped.kuhn_poker:KuhnPoker",
     "math": "headrace.environments.shipped.word_problems:Math",
+    "proposer-solver": "headrace.environments.shipped.proposer_solver:ProposerSolver",
     "reverse-text": "headrace.environments.shipped.reverse_text:ReverseText",
     "strict-math": "headrace.environments.shipped.word_problems:StrictMath",
     "wordle": "headrace.environments.shipped.wordle:Wordle",
 }
+ADAPTERS = {
+    "gymnasium": "headrace.environments.adapters.gymnasium:GymnasiumText",
+    "reasoning-gym": "headrace.environments.adapters.reasoning_gym:ReasoningGym",
+    "textarena": "headrace.environments.adapters.textarena:TextArena",
+    "verifiers": "headrace.environments.adapters.verifiers:VerifiersTaskset",
+}
+"""By library, who makes an environment of a name that it has: the name is the first argument, `args` are the others."""
 
 
 class EnvironmentNotFound(BadInput):
     """No environment has this id, or it does not take its args. The message says what there is."""
 
 
+def location_of(identifier: str) -> tuple[str, list[str]]:
+    """The import path behind an id, and the name that is its first argument, if it is in another library."""
+    library, separator, name = identifier.partition(":")
+    if separator and library in ADAPTERS:
+        return ADAPTERS[library], [name]
+    return SHIPPED.get(identifier, identifier), []
+
+
 def load_environment(identifier: str, args: dict[str, Any]) -> Environment:
     """Construct an environment from its id and the `args` of its config. What its own code raises is left as it is."""
-    location = SHIPPED.get(identifier, identifier)
+    location, named = location_of(identifier)
     if ":" not in location:
         close = difflib.get_close_matches(identifier, SHIPPED, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise EnvironmentNotFound(
-            f"no environment {identifier!r}.{hint} Known: {', '.join(sorted(SHIPPED))}; "
-            "your own is named by import path, package.module:Class"
+            f"no environment {identifier!r}.{hint} Known: {', '.join(sorted(SHIPPED))}; those of other libraries are "
+            f"named {', '.join(f'{library}:NAME' for library in sorted(ADAPTERS))}; your own by import path, "
+            "package.module:Class"
         )
     kind = imports.load(location, "environment")
     try:
-        environment = bound(kind, args)()
+        environment = bound(kind, args, named)()
     except BadArgument as error:
         raise EnvironmentNotFound(f"environment {identifier!r} does not take these args: {error}") from error
     if not isinstance(environment, Environment):

@@ -46,7 +46,7 @@ def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[st
     if code:
         print(f"stopped at step {supervisor.history.step}; continue with: {again}")
     else:
-        print(text(run, summary_of(supervisor.history)))
+        print(text(run, summary_of(run, supervisor.history)))
     return code
 
 
@@ -56,11 +56,7 @@ def make_supervisor(
     """The supervisor of this kind of run, with a view of it."""
     assert config.max_steps is not None  # both kinds refuse a run without an end
     limits = config.launch
-    if isinstance(config, RunConfig) or config.evaluates:
-        specs = processes(limits, config.inference, run, resume, trainer_waits=isinstance(config, RunConfig))
-    else:
-        ranks, gpus = place_trainer(visible_gpus(), limits.trainer_processes)
-        specs = [trainer_process(run, ranks, gpus, limits.threads, resume)]
+    specs = processes_of(config, run, resume)
     view = make_view(title, config.max_steps)
     for sentence in on_this_machine(config):
         view.say(sentence)
@@ -75,9 +71,29 @@ def make_supervisor(
     )
 
 
+def processes_of(config: RunConfig | SftConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
+    """In the order they start."""
+    limits = config.launch
+    if has_servers(config):
+        return processes(limits, config.inference, run, resume, trainer_waits=isinstance(config, RunConfig))
+    ranks, gpus = place_trainer(visible_gpus(), limits.trainer_processes)
+    trainer = trainer_process(run, ranks, gpus, limits.threads, resume)
+    if isinstance(config, SftConfig):
+        return [trainer]
+    return [trainer, orchestrator_process(run, config.orchestrator.client.base_url, None)]
+
+
+def has_servers(config: RunConfig | SftConfig) -> bool:
+    """Whether it samples from engines of its own, rather than from none, or from some that run elsewhere."""
+    return not config.orchestrator.client.base_url if isinstance(config, RunConfig) else config.evaluates
+
+
 def on_this_machine(config: RunConfig | SftConfig) -> list[str]:
     """What of the run depends on the GPUs that are here."""
-    if not visible_gpus() or not (isinstance(config, RunConfig) or config.evaluates):
+    if isinstance(config, RunConfig) and not has_servers(config):
+        where = ", ".join(config.orchestrator.client.base_url)
+        return [f"no server is started here: the engines are at {where}"]
+    if not visible_gpus() or not has_servers(config):
         return []
     placement = placement_of(config.launch, config.inference)
     sharing = placement.sharing(config.launch.sharing, trainer_waits=isinstance(config, RunConfig))
@@ -110,11 +126,7 @@ def processes(
             for number, gpus in enumerate(servers)
         ),
         trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume, sharing),
-        ProcessSpec(
-            "orchestrator",
-            _headrace("orchestrator", str(run.root), *_option("--servers", servers), *_told(sharing)),
-            threads(1),
-        ),
+        orchestrator_process(run, servers, sharing),
     ]
 
 
@@ -161,6 +173,12 @@ def trainer_process(
     again = [*first, "--resume"]
     environment = {**threads(cores or max(1, half_the_cores() // ranks)), **seeing(gpus)}
     return ProcessSpec("trainer", again if resume else first, environment, restart_argv=again)
+
+
+def orchestrator_process(run: RunDir, servers: Sized, sharing: Sharing | None) -> ProcessSpec:
+    """It begins once that many servers are up."""
+    argv = _headrace("orchestrator", str(run.root), *_option("--servers", servers), *_told(sharing))
+    return ProcessSpec("orchestrator", argv, threads(1))
 
 
 def _option(name: str, several: Sized) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,8 @@ class History:
             self._put(self.steps, step, record)
         if "loss" in record:
             self._put(self.trained, step, record)
-        for key, value in record.items():
-            if key.startswith("eval/") and "/avg@" in key:
-                self.evals.setdefault(key[len("eval/") : key.rindex("/avg@")], {})[step] = float(value)
+        for name, value in _evaluations(record):
+            self.evals.setdefault(name, {})[step] = value
         self.moves += any(key in ("progress/rollouts", "loss") or key.startswith("eval/") for key in record)
 
     def _put(self, series: dict[int, Record], step: int, record: Record) -> None:
@@ -92,8 +91,8 @@ class History:
         """Seconds from the first record to the last."""
         return 0.0 if self._first_time is None else float(self.latest["time"]) - self._first_time
 
-    def train_reward(self) -> Curve:
-        return _curve(self.steps, "reward/all/mean")
+    def train_reward(self, env: str = "all") -> Curve:
+        return _curve(self.steps, f"reward/{env}/mean")
 
     def loss(self) -> Curve:
         return _curve(self.trained, "loss")
@@ -108,6 +107,15 @@ class History:
             if len(known) == len(environments):
                 points.append((version, sum(known.values()) / len(known)))
         return points
+
+
+def _evaluations(record: Record) -> Iterator[tuple[str, float]]:
+    """Environment and avg@k; not those of single agents, which stand beside the one of their environment."""
+    for key, value in record.items():
+        if key.startswith("eval/") and "/avg@" in key:
+            name, _, k = key.removeprefix("eval/").rpartition("/avg@")
+            if f"eval/{name.rpartition('/')[0]}/avg@{k}" not in record:
+                yield name, float(value)
 
 
 def _curve(series: dict[int, Record], key: str) -> Curve:

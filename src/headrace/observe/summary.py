@@ -8,13 +8,11 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
+from headrace.observe.environments import ENDS, EnvironmentReport, failures, report, table
 from headrace.observe.history import Curve, History, Tail
 from headrace.observe.plot import reward_chart
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
-
-ENDS = 5
-"""Train steps averaged at either end where nothing was held out."""
 
 
 class Summary(msgspec.Struct):
@@ -31,6 +29,7 @@ class Summary(msgspec.Struct):
     tokens_sampled: int
     tokens_trained: int
     dropped: dict[str, int]
+    environments: list[EnvironmentReport] = msgspec.field(default_factory=list)
 
 
 class NoRun(BadInput):
@@ -45,10 +44,10 @@ def read_history(run: RunDir) -> History:
 
 
 def summarize(run: RunDir) -> Summary:
-    return summary_of(read_history(run))
+    return summary_of(run, read_history(run))
 
 
-def summary_of(history: History) -> Summary:
+def summary_of(run: RunDir, history: History) -> Summary:
     latest, loss = history.latest, history.loss()
     start, end, source = _rewards(history)
     prefix = "progress/dropped/"
@@ -63,6 +62,7 @@ def summary_of(history: History) -> Summary:
         tokens_sampled=int(latest.get("progress/tokens_sampled", 0)),
         tokens_trained=int(latest.get("progress/tokens_trained", 0)),
         dropped={key.removeprefix(prefix): int(n) for key, n in latest.items() if key.startswith(prefix) and n},
+        environments=report(run, history),
     )
 
 
@@ -81,7 +81,7 @@ def _mean(points: Curve) -> float:
 def write_summary(run: RunDir, history: History | None = None) -> Summary:
     """Write `summary.md`, and `reward.svg` if there was any reward, into the run directory."""
     history = read_history(run) if history is None else history
-    summary = summary_of(history)
+    summary = summary_of(run, history)
     if summary.reward_end is not None:
         chart = reward_chart(f"{title(run)}: reward", history.train_reward(), history.held_out())
         write_atomically(run.plot, chart.encode())
@@ -134,7 +134,12 @@ def text(run: RunDir, summary: Summary) -> str:
     """The summary as a small table for the terminal, with where the plot and the model are."""
     shown = [*rows(summary), *((label, str(path)) for label, path in places(run) if label in ("model", "plot"))]
     width = max(len(label) for label, _ in shown)
-    return "\n".join([title(run), *(f"  {label:<{width}}  {value}" for label, value in shown)])
+    lines = [title(run), *(f"  {label:<{width}}  {value}" for label, value in shown)]
+    if len(summary.environments) > 1:
+        cells = table(summary.environments)
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)]
+    return "\n".join(lines + [f"  {sentence}" for sentence in failures(summary.environments)])
 
 
 def page(run: RunDir, summary: Summary) -> str:
@@ -147,6 +152,7 @@ def page(run: RunDir, summary: Summary) -> str:
         "|---|---|",
         *(f"| {label} | {value} |" for label, value in rows(summary)),
         "",
+        *_environments(summary),
         *([f"![Reward over optimizer steps]({run.plot.name})", ""] if run.plot.exists() else []),
         "## Where things are",
         "",
@@ -156,6 +162,23 @@ def page(run: RunDir, summary: Summary) -> str:
         lines += ["", "## Configuration", "", *(f"- `{key}` = `{value}`" for key, value in settings)]
     lines += ["", f"The same numbers as JSON: `headrace summary {run.root} --json`", ""]
     return "\n".join(lines)
+
+
+def _environments(summary: Summary) -> list[str]:
+    """The part of `summary.md` about them, if there are several or one of them failed."""
+    entries = summary.environments
+    if len(entries) < 2 and not failures(entries):
+        return []
+    titles, *cells = table(entries)
+    lines = [titles, ["---"] * len(titles), *cells]
+    return [
+        "## By environment",
+        "",
+        *(f"| {' | '.join(row)} |" for row in lines),
+        "",
+        *(f"- {' '.join(sentence.split())}" for sentence in failures(entries)),
+        *([""] if failures(entries) else []),
+    ]
 
 
 def _settings(run: RunDir) -> list[tuple[str, Any]]:

@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.orchestrator.journal import Journal
-from headrace.rollout.types import Rollout, Sample, Task
 from headrace.transport.run_dir import RunDir
 
 
@@ -66,23 +62,6 @@ def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
     for draw, state, step, _ in journal.draws():
         if state == "trained" and (step or 0) > covered:
             yield f"draw {draw.id} counts as trained in step {step}, which no checkpoint covers"
-
-
-async def replayed_state(journal: Journal, env: str, algorithm: Algorithm) -> object:
-    """The state that a fresh algorithm is in after every credit that the journal has for its environment.
-
-    For algorithms that learn from agents and rewards; what else a rollout had is not in the journal.
-    """
-    for credited, rewards in journal.credits():
-        if credited == env:
-            task = Task(env, {})
-            await algorithm.score_group([RolloutView(_as_credited(agent, reward), task) for agent, reward in rewards])
-    return algorithm.state()
-
-
-def _as_credited(agent: str, reward: float) -> Rollout:
-    one = np.ones(1)
-    return Rollout(agent=agent, reward=reward, samples=[Sample(one, one, one, one, 0)])
 
 
 def report(states: dict[str, int], problems: Sequence[str]) -> str:

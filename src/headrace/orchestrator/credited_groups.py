@@ -62,7 +62,7 @@ class CreditedGroups:
                 self.left_out[reason] += known.members
 
     def of_step(self, step: int) -> list[list[SavedRollout]]:
-        """The groups that were complete with this step, as they were drawn; what was dropped is last in its group.
+        """The groups that were complete with this step, as they were drawn; what was dropped is last in its episode.
 
         Steps must be asked for in order.
         """
@@ -75,7 +75,7 @@ class CreditedGroups:
             group = self._waiting.setdefault(rollout.group_id, [])
             group.append(saved)
             if len(group) == known.members:
-                complete.append(self._waiting.pop(rollout.group_id))
+                complete.append(sorted(self._waiting.pop(rollout.group_id), key=lambda saved: saved.rollout.episode))
         return sorted(complete, key=lambda group: group[0].rollout.draw_id)
 
     def _look_through(self, step: int) -> None:

@@ -244,6 +244,7 @@ def _stamp(rollout: Rollout, episode: Episode) -> None:
     rollout.task_key = episode.group.task.key
     rollout.group_id = episode.group.id
     rollout.draw_id = episode.group.draw_id
+    rollout.episode = episode.index
     rollout.credited = 0
 
 

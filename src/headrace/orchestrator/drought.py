@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Set
 
 from headrace.algorithms.distillation import NO_REFERENCE
-from headrace.orchestrator.processing import GROUP_FAILED
+from headrace.orchestrator.gate import GATED
+from headrace.orchestrator.journal import GROUP_FAILED
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 
 log = logging.getLogger(__name__)
@@ -18,12 +20,17 @@ NO_ADVANTAGE = "zero_advantage"
 
 
 class Drought:
-    """`max_failures` failed episodes in a row end a run, and so do `max_empty_batches` empty batches, if it is set."""
+    """`max_failures` failed episodes in a row end a run, and so do `max_empty_batches` empty batches, if it is set.
 
-    def __init__(self, max_failures: int, max_empty_batches: int | None) -> None:
+    As long as one of the `environments` has not failed, it may only be slower than those that have.
+    """
+
+    def __init__(self, max_failures: int, max_empty_batches: int | None, environments: Set[str]) -> None:
         self._max_failures = max_failures
         self._max_empty_batches = max_empty_batches
-        self._failures = 0
+        self._environments = environments
+        self._failures: Counter[str] = Counter()
+        """By environment, since any episode last ended well."""
         self._lost: Counter[str] = Counter()
         """Why rollouts were lost since a group last had something to train on."""
         self._rewards: list[float] = []
@@ -33,12 +40,15 @@ class Drought:
     def on_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> str | None:
         """Groups that leave nothing count as an empty batch as soon as they would have filled one."""
         errors = [rollout for rollout, reason in scored.dropped if rollout.error is not None and reason != GROUP_FAILED]
-        self._failures = 0 if len(errors) < scored.arrived else self._failures + len(errors)
-        if self._failures >= self._max_failures:
+        if len(errors) < scored.arrived:
+            self._failures.clear()
+        else:
+            self._failures[scored.group.task.env] += len(errors)
+        if self._failures.total() >= self._max_failures and self._environments <= self._failures.keys():
             last = errors[-1]
             assert last.error is not None
             return (
-                f"{self._failures} episodes in a row failed and none succeeded; the last, in environment "
+                f"{self._failures.total()} episodes in a row failed and none succeeded; the last, in environment "
                 f"{last.env!r}: {last.error.reason}: {last.error.detail}"
             )
         if scored.rollouts:
@@ -77,6 +87,8 @@ def likely_cause(reason: str, rewards: list[float]) -> str:
     """What most likely emptied a batch."""
     if reason == "not_trainable":
         return "no rollout was trainable: does the environment set `trainable`?"
+    if reason == GATED:
+        return "the gate of the curriculum rejected them: is its range too wide, or are rewards equal within groups?"
     if reason == NO_REFERENCE:
         return "the model that they are scored with gave no scores: is it up? The warning before this says more"
     if reason != NO_ADVANTAGE:

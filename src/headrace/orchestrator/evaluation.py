@@ -10,7 +10,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup
-from headrace.rollout.types import Group, Task
+from headrace.rollout.types import Group, Rollout, Task
 
 
 class EvalEnv(msgspec.Struct):
@@ -109,17 +109,22 @@ class EvalSink:
 def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
     """avg@k over all episodes, pass@k over tasks (any episode with reward 1). A failed episode counts as 0 in both.
 
-    So an evaluation that times out on what is hard does not look better for it; `errors` says how many failed.
+    So an evaluation that times out on what is hard does not look better for it; `errors` says how many failed. What an
+    episode with several agents comes to is the mean over those that are trained; each of these has an avg@k of its own,
+    over what it finished: an agent may play more than once in an episode, or not at all.
     """
     finished = [rollout for group in batch.groups for rollout in group.rollouts]
-    arrived = sum(group.arrived for group in batch.groups)
-    solved = [any(rollout.reward >= 1.0 for rollout in group.rollouts) for group in batch.groups]
+    scores = [[_mean(rewards) for rewards in _episodes(group)] for group in batch.groups]
+    episodes = sum(map(len, scores))
     k = batch.group_size
     values = {
-        f"avg@{k}": sum(rollout.reward for rollout in finished) / arrived,
-        f"pass@{k}": sum(solved) / len(solved),
-        "errors": (arrived - len(finished)) / arrived,
+        f"avg@{k}": sum(map(sum, scores)) / episodes,
+        f"pass@{k}": sum(any(score >= 1.0 for score in group) for group in scores) / len(scores),
+        "errors": _failed(batch) / episodes,
     }
+    agents = sorted({rollout.agent for rollout in finished if rollout.trainable})
+    for agent in agents if len(agents) > 1 else ():
+        values[f"{agent}/avg@{k}"] = _mean([r.reward for r in finished if r.agent == agent and r.trainable])
     if finished:
         oldest = [version for rollout in finished if (version := rollout.oldest_version) is not None]
         newest = [version for rollout in finished if (version := rollout.newest_version) is not None]
@@ -133,3 +138,23 @@ def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
             known = [rollout.metrics[name] for rollout in finished if name in rollout.metrics]
             values[f"metrics/{name}"] = sum(known) / len(known)
     return {f"eval/{batch.env}/{name}": value for name, value in values.items()}
+
+
+def _episodes(group: ScoredGroup) -> list[list[float]]:
+    """By episode, the rewards that count: of the agents that are trained, if any is; 0 for what failed."""
+    by_episode: dict[int, list[Rollout]] = {}
+    for rollout in [*group.rollouts, *(rollout for rollout, _ in group.dropped)]:
+        by_episode.setdefault(rollout.episode, []).append(rollout)
+    return [
+        [0.0 if r.error is not None else r.reward for r in [r for r in rollouts if r.trainable] or rollouts]
+        for rollouts in by_episode.values()
+    ]
+
+
+def _failed(batch: EvalBatch) -> int:
+    """Episodes in which anything did."""
+    return sum(len({rollout.episode for rollout, _ in group.dropped}) for group in batch.groups)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

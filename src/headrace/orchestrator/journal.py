@@ -4,8 +4,9 @@ SQLite, written by the orchestrator alone. A draw that was neither shipped nor d
 sampled again under the same id: compute may be lost, prompts are not. Draws that were never recorded need no record:
 the source is deterministic and draws them again.
 
-Everything else is a fold over the draws: totals are sums of what became of each, and an algorithm's state is the one
-right after the last group, in the order of credit, whose fate is recorded. So both can be replayed and checked.
+Everything else is a fold over the draws: totals are sums of what became of each, a curriculum has observed the rewards
+in the order of credit, and an algorithm's state is the one right after the last group, in that order, whose fate is
+recorded. So all of them can be replayed and checked.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ log = logging.getLogger(__name__)
 JOURNAL_SCHEMA = 3
 OLDEST_SCHEMA = 2
 """It says nothing about whose an algorithm's state is, and is brought up to date when a run goes on."""
+
+GROUP_FAILED = "group_failed"
+"""The reason of a rollout that was good, in a group that could not be scored for want of another."""
+NO_FAILURE = frozenset({"off_policy", "on_policy", "max_steps", "task_gone", "not_trainable", "cancelled"})
+"""Reasons for which a draw ends without credit through no fault of its environment."""
 
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
 
@@ -80,6 +86,20 @@ class Outcome(msgspec.Struct):
     credit: int | None = None
     rewards: list[tuple[str, float]] = msgspec.field(default_factory=list)
     """Agent and reward of each rollout, in the order in which the algorithm saw them."""
+
+
+class Lesson(msgspec.Struct):
+    """What a draw that has ended says about those to come."""
+
+    draw: int
+    env: str
+    task_key: str
+    rewards: list[float]
+    """Of what was credited; none: nothing was."""
+    failed: int = 0
+    """Its episodes, if nothing was credited because all of them failed."""
+    story: str = ""
+    """Why they failed, for people; the journal does not tell."""
 
 
 class Totals(msgspec.Struct):
@@ -187,6 +207,13 @@ class Journal:
         """A complete checkpoint covers every batch through `step`."""
         self._db.execute("UPDATE draws SET state='trained' WHERE state='shipped' AND step <= ?", (step,))
 
+    def reopen(self) -> None:
+        """Back to the moment when the last batch had shipped, but for the clock: the step begins anew."""
+        clock, last = self.clock(), self.last_step()
+        with _transaction(self._db):
+            _rewind(self._db, last)
+            self._db.execute("INSERT OR REPLACE INTO clock VALUES (?, ?, ?)", (last, clock.seconds, clock.eval_tokens))
+
     def rewind(self, step: int) -> None:
         """Back to the moment when batch `step` had shipped: what came later is open again, under the same ids."""
         with _transaction(self._db):
@@ -257,7 +284,25 @@ class Journal:
         """Environment and rewards of every credited draw, in the order of credit."""
         rows = self._db.execute("SELECT env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit")
         for env, rewards in rows:
-            yield env, msgspec.json.decode(rewards, type=list[tuple[str, float]])
+            yield env, _decode_rewards(rewards)
+
+    def credited_draws(self) -> list[int]:
+        """Their ids, in the order of credit."""
+        return [row[0] for row in self._db.execute("SELECT id FROM draws WHERE credit IS NOT NULL ORDER BY credit")]
+
+    def lessons(self) -> Iterator[Lesson]:
+        """Of every draw that has ended: those that were credited, in that order, then the others as they were drawn."""
+        rows = self._db.execute(
+            "SELECT id, env, task_key, rollouts, reason, rewards, "
+            "id IN (SELECT draw FROM drops WHERE reason = ?) FROM draws WHERE step IS NOT NULL "
+            "ORDER BY credit IS NULL, credit, id",
+            (GROUP_FAILED,),
+        )
+        for draw, env, key, rollouts, reason, rewards, partly in rows:
+            if rewards is not None:
+                yield Lesson(draw, env, key, [reward for _, reward in _decode_rewards(rewards)])
+            else:
+                yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts)
 
     def next_credit(self) -> int:
         """The place in the order of credit that comes next."""
@@ -270,10 +315,20 @@ class Journal:
 
     def open_draws(self) -> list[Draw]:
         """Drawn but neither shipped nor dropped, oldest first."""
-        return [draw for draw, state, _, _ in self.draws() if state == "drawn"]
+        rows = self._db.execute("SELECT id, env, task_key, position FROM draws WHERE state = 'drawn' ORDER BY id")
+        return [Draw(*row) for row in rows]
 
     def drawn_per_env(self) -> dict[str, int]:
         return dict(self._db.execute("SELECT env, COUNT(*) FROM draws GROUP BY env").fetchall())
+
+    def drops_per_env(self) -> dict[str, dict[str, int]]:
+        """Dropped rollouts of each environment, by reason."""
+        found: dict[str, dict[str, int]] = {}
+        for env, reason, count in self._db.execute(
+            "SELECT env, drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw GROUP BY 1, 2"
+        ):
+            found.setdefault(env, {})[reason] = count
+        return found
 
     def states(self) -> dict[str, int]:
         """How many draws are in each state, dropped ones by reason (`dropped:REASON`)."""
@@ -282,6 +337,9 @@ class Journal:
             FROM draws GROUP BY 1
         """
         return dict(self._db.execute(query).fetchall())
+
+
+_decode_rewards = msgspec.json.Decoder(list[tuple[str, float]]).decode
 
 
 def fork(source: Path, target: Path, step: int) -> None:

@@ -77,6 +77,8 @@ async def _run(
             journal = stack.enter_context(closing(Journal(run.journal)))
             if config.train.env:
                 _reconcile(run, journal)
+                if config.max_async_level == 0:
+                    journal.reopen()  # a step that is made anew from its beginning is the one that it would have been
             timeout, retry_for = config.client.patience(in_turns=in_turns)
             client = EngineClient(
                 config.client.base_url or run.endpoints,

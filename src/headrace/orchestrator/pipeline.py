@@ -7,18 +7,18 @@ so that a test can run a week of traffic in a second and replay any failure from
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Callable, Iterable
 
 from headrace.errors import Failure
 from headrace.orchestrator.concurrency import Concurrency
+from headrace.orchestrator.demand import Demand
 from headrace.orchestrator.drought import Drought
 from headrace.orchestrator.evaluation import EvalSink, EvalSource
+from headrace.orchestrator.journal import Lesson
 from headrace.orchestrator.ledger import Ledger
 from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
+from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import (
     Action,
     Arrival,
@@ -45,7 +45,7 @@ from headrace.orchestrator.signals import (
     Tick,
     TrainBatch,
 )
-from headrace.orchestrator.source import TrainSource
+from headrace.orchestrator.source import TrainSource, lesson_of
 from headrace.orchestrator.train_sink import TrainSink
 from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
@@ -58,35 +58,12 @@ class RunFailed(Failure):
     """The run cannot go on. The message names the cause."""
 
 
-class Settings(msgspec.Struct):
-    """The numbers that rule the pipeline, as plain values."""
-
-    max_steps: int
-    batch_size: int | None
-    token_batch_size: int | None
-    seq_len: int
-    group_sizes: dict[str, int]
-    max_inflight: int
-    max_async_level: int = 1
-    max_off_policy_steps: int = 8
-    max_empty_batches: int | None = None
-    tasks_per_minute: float | None = None
-    scored_together: frozenset[str] = frozenset()
-    """Environments that score groups: their groups start at once."""
-    frozen: frozenset[str] = frozenset()
-    """Environments that a frozen model plays: their rollouts never age."""
-
-    @property
-    def oldest_allowed(self) -> int:
-        """Staleness that a rollout may have; at level 0 only the current policy will do."""
-        return self.max_off_policy_steps if self.max_async_level else 0
-
-
 class Pipeline:
     """`step` is the batch being collected; `version` is what the engines sample from.
 
     `start` is a number that no other process of the run has: the draws that it opens again are groups of its own. With
-    a `concurrency` the engines' reports move the limit on episodes in flight; without, it stays as it is set.
+    a `concurrency` the engines' reports move the limit on episodes in flight; without, it stays as it is set. `past` is
+    what earlier processes of the run have learned from their draws.
     """
 
     def __init__(
@@ -100,6 +77,7 @@ class Pipeline:
         now: float,
         start: int = 1,
         concurrency: Concurrency | None = None,
+        past: Iterable[Lesson] = (),
     ) -> None:
         self.settings = settings
         self.version = version
@@ -124,20 +102,23 @@ class Pipeline:
         self._groups_in_processing = 0
         self._episodes_in_processing = 0
         """Of training groups, which may fill a batch."""
-        self._rollouts_per_episode = _Ratio()
+        self._demand = Demand(in_waves=settings.max_async_level == 0)
         self._published = version
         self._loading = False
         self._final_eval_queued = False
-        self._drought = Drought(max(32, 2 * (settings.batch_size or 0)), settings.max_empty_batches)
+        self._drought = Drought(
+            max(32, 2 * (settings.batch_size or 0)), settings.max_empty_batches, frozenset(settings.group_sizes)
+        )
         self._evals_reported = 0
         self._start = start
-        self._wave = 0
-        """Level 0: training episodes that are still to be started before any of them counts."""
         self._next_task_at = now
         self._rate_limited = False
         self._commit_at: float | None = None
         self._waits: defaultdict[str, float] = defaultdict(float)
         ledger.drop_gone(source.gone)
+        for lesson in past:
+            self._note(lesson)
+        source.learn()
 
     # -- in and out -----------------------------------------------------------------------------------------------
 
@@ -272,27 +253,25 @@ class Pipeline:
         """Open training episodes that are welcome: enough for every batch that could ship at the current version.
 
         Above level 0 those that have arrived in groups that are not complete are left out of the count: permits would
-        idle until the last straggler of each group is in, and what is sampled meanwhile is for the next batch. At
-        level 0 they are started in waves, the next when all of one are in: who is slow then decides nothing.
+        idle until the last straggler of each group is in, and what is sampled meanwhile is for the next batch.
         """
-        if self.settings.max_async_level:
-            return self._lacking()
+        if not self._demand.in_waves:
+            return self._demand.episodes(self._lacking(), self._episodes_in_processing)
         if self._is_settled:
-            self._wave = self._lacking()
-        return self.scheduler.open_episodes + max(0, self._wave)
+            self._source.learn()  # not before: a wave's draws know all that came before it, and nothing of each other
+            self._demand.begin_wave(self._lacking())
+        return self.scheduler.open_episodes + self._demand.rest_of_wave
 
     @property
     def _is_settled(self) -> bool:
-        """Whether everything that was started for training is in and credited."""
-        return not self.scheduler.open_episodes and not self._episodes_in_processing
+        """Whether everything that was or is still to be started of a wave is in and credited."""
+        return not (self.scheduler.open_episodes or self._episodes_in_processing or self._demand.rest_of_wave)
 
     def _lacking(self) -> int:
+        """Rollouts that are missing for every batch that could ship at the current version."""
         last = min(self.version.step + 1 + self.settings.max_async_level, self.settings.max_steps)
         batches = last - self.step + 1 - (self._in_hand is not None)
-        if batches <= 0:
-            return 0
-        rollouts = batches * self.sink.rollouts_per_batch - self.sink.rollouts
-        return max(0, math.ceil(rollouts / self._rollouts_per_episode.value) - self._episodes_in_processing)
+        return max(0, batches * self.sink.rollouts_per_batch - self.sink.rollouts) if batches > 0 else 0
 
     def _may_begin(self) -> bool:
         """Whether the rate allows another task to begin, be it of training or of evaluation."""
@@ -303,7 +282,7 @@ class Pipeline:
         draw, task = self._source.draw()
         self.ledger.draw(draw)
         size = self.settings.group_sizes[task.env]
-        self._wave -= size
+        self._demand.opened(size)
         return Group(
             f"{draw.id}-{self._start}",
             task,
@@ -319,12 +298,14 @@ class Pipeline:
         episode = arrival.episode
         complete = self.scheduler.arrive(episode, arrival.rollouts)
         self.ledger.arrived(arrival.rollouts, training=episode.kind is Kind.TRAIN)
-        if complete is not None:
-            self._on_complete(complete)
+        for group in complete:
+            self._on_complete(group)
 
     def _on_complete(self, complete: CompleteGroup) -> None:
         if complete.cancelled:
-            self.ledger.enter(_given_up(complete))
+            scored = complete.given_up()
+            self.ledger.enter(scored)
+            self._hear(scored)
             return
         self._groups_in_processing += 1
         if complete.kind is Kind.TRAIN:
@@ -340,16 +321,27 @@ class Pipeline:
             return
         self._episodes_in_processing -= scored.group.size
         self.ledger.enter(scored)
+        self._hear(scored)
         _fail_if(self._drought.on_group(scored, self.step, self.sink.rollouts_per_batch))
         if not scored.rollouts:
             return
-        self._rollouts_per_episode.add(len(scored.rollouts), scored.group.size)
         if self.step > self.settings.max_steps:  # its credit came too late
             self.ledger.drop_groups([scored], "max_steps")
         elif self._is_too_old(scored.group, scored.oldest_version):
             self.ledger.drop_groups([scored], self._reason_for_age())
         else:
             self.sink.add(scored)
+
+    def _hear(self, scored: ScoredGroup) -> None:
+        """What became of a training group, for the draws to come."""
+        self._note(lesson_of(scored))
+        if not self._demand.in_waves:
+            self._source.learn()
+
+    def _note(self, lesson: Lesson) -> None:
+        self._source.hear(lesson)
+        if lesson.rewards and lesson.env in self.settings.group_sizes:
+            self._demand.credited(len(lesson.rewards), self.settings.group_sizes[lesson.env])
 
     def _on_loaded(self, version: Version) -> None:
         if version.incarnation > self.version.incarnation:
@@ -383,11 +375,10 @@ class Pipeline:
     def _take_batch_if_ready(self) -> None:
         if self._shipping or self._in_hand is not None or self.step > self.settings.max_steps:
             return
-        in_waves = self.settings.max_async_level == 0
-        if not self._may_ship() or (in_waves and not self._is_settled):
+        if not self._may_ship() or (self._demand.in_waves and not self._is_settled):
             return
         # What is credited first is committed first, so it ships first; at level 0 the rest is dropped right after.
-        self._in_hand = self.sink.take_batch(drawn_first=in_waves)
+        self._in_hand = self.sink.take_batch(drawn_first=self._demand.in_waves)
         if self._in_hand is not None:
             self._actions.append(ProcessBatch(self._in_hand))
 
@@ -422,6 +413,7 @@ class Pipeline:
         self._commit_at = None
         entries = self.ledger.take(self._now)
         metrics = self.ledger.take_step_metrics(self._now) | waits | self.ledger.progress(self._now)
+        metrics |= self._source.metrics()
         dropped = self.ledger.take_dropped()
         return Ship(step, self.version.incarnation, batch, entries, dropped, metrics)
 
@@ -481,32 +473,6 @@ class Pipeline:
         if self._in_hand is not None:
             return ""  # its processing is timed by itself
         return "wait_for_batch"
-
-
-class _Ratio:
-    """Trainable rollouts per episode so far: several agents may play in one."""
-
-    def __init__(self) -> None:
-        self._rollouts = self._episodes = 0
-
-    def add(self, rollouts: int, episodes: int) -> None:
-        self._rollouts += rollouts
-        self._episodes += episodes
-
-    @property
-    def value(self) -> float:
-        """At least 1: episodes that failed are replaced, not foreseen."""
-        return max(1.0, self._rollouts / self._episodes) if self._episodes else 1.0
-
-
-def _given_up(complete: CompleteGroup) -> ScoredGroup:
-    """A cancelled group: whatever arrived of it is dropped, without credit."""
-    reason = complete.cancelled
-    dropped = [(rollout, reason if rollout.error is None else rollout.error.reason) for rollout in complete.rollouts]
-    tokens = sum(rollout.completion_tokens for rollout in complete.rollouts)
-    return ScoredGroup(
-        complete.kind, complete.group, [], dropped, reason, arrived=len(complete.rollouts), sampled_tokens=tokens
-    )
 
 
 def _fail_if(cause: str | None) -> None:

@@ -3,7 +3,7 @@
     level      training                                              evaluation
     rollout    merge turns into samples, rollout-local credit        (nothing to prepare)
     group      scores by the environment, drop errors, credit,       scores by the environment
-               pre-batch filters
+               the curriculum's gate, pre-batch filters
     batch      post-batch filters, score_batch, routing              the epoch's numbers
 
 All of it runs beside the intake, in bounded tasks: a slow judge, algorithm or teacher delays its own environment's
@@ -26,7 +26,8 @@ from headrace.environments.base import Environment, EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.errors import Failure
 from headrace.orchestrator.evaluation import epoch_metrics
-from headrace.orchestrator.journal import AlgorithmState
+from headrace.orchestrator.gate import GATED, Gate
+from headrace.orchestrator.journal import GROUP_FAILED, AlgorithmState
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.rollout.fitness import check
 from headrace.rollout.merge import merge_turns
@@ -34,9 +35,6 @@ from headrace.rollout.routing import route_actions, why_untrainable
 from headrace.rollout.types import Group, Rollout, RolloutError, Task
 
 log = logging.getLogger(__name__)
-
-GROUP_FAILED = "group_failed"
-"""The reason of a rollout that was good, in a group that could not be scored for want of another."""
 
 
 class AlgorithmFailed(Failure):
@@ -121,7 +119,10 @@ def _fail(rollouts: Iterable[Rollout], error: RolloutError) -> None:
 
 
 class TrainProcessing:
-    """`algorithms` and `environments` by environment name."""
+    """`algorithms`, `environments` and `gates` by environment name.
+
+    With `in_order` groups are credited in the order in which they were handed in, whatever their scores took.
+    """
 
     def __init__(
         self,
@@ -131,13 +132,20 @@ class TrainProcessing:
         post_filters: Sequence[Filter],
         seq_len: int,
         timeouts: Mapping[str, float | None] = MappingProxyType({}),
+        gates: Mapping[str, Gate] = MappingProxyType({}),
+        *,
+        in_order: bool = False,
     ) -> None:
         self._algorithms = algorithms
         self._group_scores = GroupScores(environments, timeouts)
         self._pre_filters = pre_filters
         self._post_filters = post_filters
         self._seq_len = seq_len
-        self._in_order = {env: asyncio.Lock() for env in algorithms}
+        self._gates = gates
+        self._one_by_one = {env: asyncio.Lock() for env in algorithms}
+        self._in_order = in_order
+        self._last = {env: _happened() for env in algorithms}
+        """By environment, when the group that was handed in last is done with."""
 
     async def process_rollout(self, rollout: Rollout, task: Task) -> None:
         """On arrival: merge its turns into samples, give rollout-local credit."""
@@ -150,21 +158,47 @@ class TrainProcessing:
             await self._algorithms[rollout.env].score_rollout(RolloutView(rollout, task))
 
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
-        """The group is complete: drop errors, credit the survivors among themselves, apply pre-batch filters."""
-        await self._group_scores.apply(group, rollouts)
-        scored = _without_errors(Kind.TRAIN, group, rollouts)
+        """The group is complete: drop errors, credit the survivors among themselves, apply gate and filters."""
+        before, done = self._join(group.task.env)
+        try:
+            await self._group_scores.apply(group, rollouts)
+            await before.wait()
+            return await self._process_survivors(_without_errors(Kind.TRAIN, group, rollouts))
+        finally:
+            done.set()
+
+    def _join(self, env: str) -> tuple[asyncio.Event, asyncio.Event]:
+        """What a group's credit must wait for, and what waits for its."""
+        before, done = self._last[env], asyncio.Event()
+        if self._in_order:
+            self._last[env] = done
+        return before, done
+
+    async def _process_survivors(self, scored: ScoredGroup) -> ScoredGroup:
+        task = scored.group.task
         alive = [rollout for rollout in scored.rollouts if rollout.trainable]
         try:
             if alive:
-                await self._credit(group.task, alive, scored)
-            scored.rollouts, filtered = _apply(self._pre_filters, alive, "pre_filters", scored.filter_hits)
+                await self._credit(task, alive, scored)
+            scored.rollouts, dropped = self._apply_gate(task, alive, scored.filter_hits)
+            scored.dropped += dropped
+            scored.rollouts, dropped = _apply(self._pre_filters, scored.rollouts, "pre_filters", scored.filter_hits)
+            scored.dropped += dropped
         except Exception as error:
             raise AlgorithmFailed(
-                f"the algorithm or a filter of environment {group.task.env!r} failed on a group of task "
-                f"{group.task.key}: {type(error).__name__}: {error}"
+                f"the algorithm, the gate or a filter of environment {task.env!r} failed on a group of task "
+                f"{task.key}: {type(error).__name__}: {error}"
             ) from error
-        scored.dropped += filtered
         return scored
+
+    def _apply_gate(
+        self, task: Task, alive: list[Rollout], hits: dict[str, int]
+    ) -> tuple[list[Rollout], list[tuple[Rollout, str]]]:
+        gate = self._gates.get(task.env)
+        if gate is None or not alive or gate.keeps([RolloutView(rollout, task) for rollout in alive]):
+            return alive, []
+        hits[f"curriculum/{task.env}/gated"] = 1
+        return [], [(rollout, GATED) for rollout in alive]
 
     async def _credit(self, task: Task, alive: list[Rollout], scored: ScoredGroup) -> None:
         algorithm = self._algorithms[task.env]
@@ -175,7 +209,7 @@ class TrainProcessing:
         if not algorithm.keeps_state():
             await algorithm.score_group(views)
             return
-        async with self._in_order[task.env]:  # the state after this group must not hold half of another
+        async with self._one_by_one[task.env]:  # the state after this group must not hold half of another
             await algorithm.score_group(views)
             scored.state = AlgorithmState(name_of(type(algorithm)), msgspec.json.encode(algorithm.state()))
 
@@ -240,6 +274,12 @@ class EvalProcessing:
 
     async def process_batch(self, batch: EvalBatch) -> None:
         batch.metrics = epoch_metrics(batch)
+
+
+def _happened() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 def _tell_drops(env: str, survivors: Sequence[Survivor]) -> None:

@@ -2,8 +2,9 @@
 
 Each environment has an algorithm of its own, as in a run. Tasks come from the environment as the run file has it, and
 only for an algorithm that may look at them; tokenizer and renderer are read when they are asked for. The policy of that
-time is gone, so an algorithm that asks it is refused. One with a state begins without any, and sees the groups of a
-step in the order in which they were drawn.
+time is gone, so an algorithm that asks it is refused. One whose state follows from agents and rewards finds, for each
+group, the state that the journal's credits before it come to; one with another state begins without any, and sees the
+groups of a step in the order in which they were drawn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm, Host
 from headrace.algorithms.penalized import Penalized
+from headrace.algorithms.recalled import Recalled
 from headrace.algorithms.registry import make_algorithm, make_penalty
 from headrace.algorithms.rescore import Member, Rescored, rescore
 from headrace.config.algorithms import (
@@ -39,6 +41,8 @@ from headrace.errors import BadInput
 from headrace.observe.credit_comparison import Collector, Comparison
 from headrace.orchestrator.credited_groups import CreditedGroups
 from headrace.orchestrator.crediting import frozen_model
+from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.replay import states_before
 from headrace.orchestrator.rollout_files import RolloutFiles, SavedRollout
 from headrace.rollout.observations import observed_roles
 from headrace.rollout.types import Task
@@ -84,14 +88,16 @@ async def rescore_run(
     env: str | None,
     progress: Progress,
     penalties: Mapping[str, LengthPenaltyConfig] = MappingProxyType({}),
+    journal: Journal | None = None,
 ) -> Outcome:
     """Credit what was saved in these steps as `config` says, and compare it with the credit that it has.
 
-    `penalties` come on top, for the algorithms of these environments, which take none of their own.
+    `penalties` come on top, for the algorithms of these environments, which take none of their own. The `journal` is
+    where states come from, if there is one.
     """
     async with AsyncExitStack() as stack:
         entries = [entry for entry in config.train.env if env in (None, entry.name)]
-        desks = {entry.name: await _desk(config, entry, penalties.get(entry.name), stack) for entry in entries}
+        desks = {e.name: await _desk(config, e, penalties.get(e.name), journal, stack) for e in entries}
         groups = CreditedGroups(files, steps, env, partial(progress, "looking for groups"))
         collector, not_trained = Collector(), Counter[str]()
         for number, step in enumerate(steps):
@@ -154,7 +160,11 @@ async def _rescore_step(
 
 
 async def _desk(
-    config: OrchestratorConfig, entry: TrainEnvConfig, penalty: LengthPenaltyConfig | None, stack: AsyncExitStack
+    config: OrchestratorConfig,
+    entry: TrainEnvConfig,
+    penalty: LengthPenaltyConfig | None,
+    journal: Journal | None,
+    stack: AsyncExitStack,
 ) -> _Desk:
     """The algorithm, set up; closed with the stack."""
     assert config.seq_len is not None
@@ -163,6 +173,10 @@ async def _desk(
     algorithm.host = cast(Host, _Host(config, entry))
     await algorithm.setup()
     stack.push_async_callback(algorithm.close)
+    if algorithm.replayable and journal is not None:
+        states = await states_before(journal, entry.name, algorithm)
+        algorithm.tally.take()  # the replay is not to be counted
+        algorithm = Recalled(algorithm, states)
     if penalty is not None:
         algorithm = Penalized(algorithm, make_penalty(penalty, config.seq_len))
     tasks = _tasks(entry, algo) if _may_look_at_tasks(algo) else None

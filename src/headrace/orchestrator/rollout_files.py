@@ -84,6 +84,7 @@ def _rollout(row: dict[str, Any], samples: list[Sample], roles: list[np.ndarray 
         task_key=row["task_key"],
         group_id=row["group_id"],
         draw_id=row["draw_id"],
+        episode=row.get("episode", -1),
         credited=row.get("credited", 0),
         agent=row["agent"],
         trainable=row["trainable"],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headrace.orchestrator.signals import Episode, Kind
+from headrace.orchestrator.signals import Episode, Kind, ScoredGroup
 from headrace.rollout.types import Group, Rollout
 
 
@@ -44,13 +44,23 @@ class CompleteGroup(msgspec.Struct):
     rollouts: list[Rollout]
     cancelled: str = ""
 
+    def given_up(self) -> ScoredGroup:
+        """A cancelled one: whatever arrived of it is dropped, without credit."""
+        reason = self.cancelled
+        dropped = [(rollout, reason if rollout.error is None else rollout.error.reason) for rollout in self.rollouts]
+        tokens = sum(rollout.completion_tokens for rollout in self.rollouts)
+        return ScoredGroup(
+            self.kind, self.group, [], dropped, reason, arrived=len(self.rollouts), sampled_tokens=tokens
+        )
+
 
 class Scheduler:
     """`open_group` draws the next training prompt and makes a group of it.
 
     Groups are opened as long as fewer training episodes are open than are wanted. With `whole_groups` an episode that
-    has arrived counts until its group is complete, so that nothing is started in vain; without, it does not, so that
-    permits stay busy while groups wait for their stragglers. `max_inflight` may change at any time.
+    has arrived counts until its group is complete, so that nothing is started in vain, and training groups come back in
+    the order in which they were opened; without, it does not, so that permits stay busy while groups wait for their
+    stragglers. `max_inflight` may change at any time.
     """
 
     def __init__(self, max_inflight: int, open_group: Callable[[], Group], whole_groups: bool = False) -> None:
@@ -58,6 +68,8 @@ class Scheduler:
         self._whole_groups = whole_groups
         self._open_group = open_group
         self._groups: dict[str, _OpenGroup] = {}
+        self._line: deque[_OpenGroup] = deque()
+        """With `whole_groups`, those of training as they were opened."""
         self._starting: _OpenGroup | None = None
         """The training group of which not every episode has been started."""
         self._eval_queue: deque[_OpenGroup] = deque()
@@ -102,6 +114,8 @@ class Scheduler:
                 return None
             group = self._open_group()
             self._starting = self._groups[group.id] = _OpenGroup(group, Kind.TRAIN)
+            if self._whole_groups:
+                self._line.append(self._starting)
             self.open_episodes += group.size
             self._missing += group.size
         open_group = self._starting
@@ -127,8 +141,8 @@ class Scheduler:
         group = open_group.group
         return not group.together or open_group.dispatched > 0 or self.available_permits >= group.size
 
-    def arrive(self, episode: Episode, rollouts: Iterable[Rollout]) -> CompleteGroup | None:
-        """Take back the permit. The group if this was its last episode: groups finish by counting."""
+    def arrive(self, episode: Episode, rollouts: Iterable[Rollout]) -> list[CompleteGroup]:
+        """Take back the permit. The groups that are complete now: they finish by counting."""
         del self._inflight[episode.id]
         self.inflight[episode.kind] -= 1
         open_group = self._groups[episode.group.id]
@@ -136,7 +150,17 @@ class Scheduler:
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self._missing -= 1
         open_group.rollouts[episode.index] = list(rollouts)
-        return self._close(open_group) if open_group.complete else None
+        if not open_group.complete:
+            return []
+        in_line = self._whole_groups and open_group.kind is Kind.TRAIN and not open_group.cancelled
+        return self._first_in_line() if in_line else [self._close(open_group)]
+
+    def _first_in_line(self) -> list[CompleteGroup]:
+        """Those that wait for none opened before them."""
+        closed = []
+        while self._line and self._line[0].complete:
+            closed.append(self._close(self._line.popleft()))
+        return closed
 
     def cancel(self, unwanted: Callable[[Group], bool], reason: str) -> tuple[list[Episode], list[CompleteGroup]]:
         """Give up the training groups that match.
@@ -155,7 +179,8 @@ class Scheduler:
             self._missing -= open_group.group.size - open_group.arrived
             if self._starting is open_group:
                 self._starting = None
-        finished = [self._close(open_group) for open_group in matching if open_group.complete]
+        self._line = deque(open_group for open_group in self._line if not open_group.cancelled)
+        finished = [self._close(open_group) for open_group in matching if open_group.complete] + self._first_in_line()
         ids = {open_group.group.id for open_group in matching}
         inflight = [episode for episode in self._inflight.values() if episode.group.id in ids]
         return inflight, finished

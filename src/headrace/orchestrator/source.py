@@ -1,20 +1,27 @@
 """Where training prompts come from: an endless weighted draw over the environments, the same for the same seed.
 
-Draw i picks an environment from (seed, i); an environment's p-th draw is the p-th task of a permutation made anew for
-each pass over its tasks. So the state is a count per environment, and a resumed run draws what an uninterrupted one
-would have drawn.
+Draw i picks an environment from (seed, i), among those that do not rest; which of its tasks is its sampler's choice.
+Without a curriculum that is a permutation made anew for each pass. All that the source knows is a fold over what became
+of earlier draws (`Lesson`), so that a resumed run goes on as it would have. Draws that were made are never made anew:
+those that are open come first, with their ids and their tasks.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from headrace.orchestrator.journal import Draw
+from headrace.orchestrator.circuit import Circuit
+from headrace.orchestrator.curriculum import Shuffled, Tasks, TaskSampler
+from headrace.orchestrator.journal import GROUP_FAILED, Draw, Lesson
+from headrace.orchestrator.signals import ScoredGroup
 from headrace.rollout.types import Task
+
+log = logging.getLogger(__name__)
 
 
 class TrainTasks(msgspec.Struct):
@@ -23,6 +30,8 @@ class TrainTasks(msgspec.Struct):
     env: str
     tasks: Sequence[Task]
     weight: float
+    sampler: TaskSampler | None = None
+    """None: every task once before any comes again."""
 
 
 class TrainSource:
@@ -35,41 +44,81 @@ class TrainSource:
         drawn: dict[str, int] | None = None,
         open_draws: Iterable[Draw] = (),
     ) -> None:
-        self._environments = {entry.env: entry for entry in environments}
-        for entry in self._environments.values():
+        self._seed = seed
+        self._weights: dict[str, float] = {}
+        self._tasks: dict[str, Tasks] = {}
+        for entry in environments:
             if not entry.tasks:
                 raise ValueError(f"environment {entry.env!r} has no tasks to train on")
-        self._seed = seed
-        self._drawn = {name: (drawn or {}).get(name, 0) for name in self._environments}
+            sampler = entry.sampler or Shuffled(entry.tasks, f"{seed}-{entry.env}")
+            self._weights[entry.env] = entry.weight
+            self._tasks[entry.env] = Tasks(entry.env, entry.tasks, sampler, f"{seed}-{entry.env}")
+        self._drawn = {name: (drawn or {}).get(name, 0) for name in self._tasks}
         self._next_id = sum((drawn or {}).values())
-        self._orders: dict[tuple[str, int], list[int]] = {}
-        self._again: deque[Draw] = deque()
+        self._circuit = Circuit()
+        self._lessons: list[Lesson] = []
+        self._again: deque[tuple[Draw, Task]] = deque()
         self.gone: list[Draw] = []
-        """Open draws whose environment or task is no longer what it was: they can only be dropped."""
+        """Open draws whose environment or task is no longer there: they can only be dropped."""
         for draw in open_draws:
-            there = draw.env in self._environments and self._task(draw.env, draw.position).key == draw.task_key
-            (self._again if there else self.gone).append(draw)
+            tasks = self._tasks.get(draw.env)
+            task = None if tasks is None else tasks.find(draw.task_key)
+            if task is None:
+                self.gone.append(draw)
+            else:
+                self._again.append((draw, task))
 
     def draw(self) -> tuple[Draw, Task]:
-        if self._again:
-            draw = self._again.popleft()
-            return draw, self._task(draw.env, draw.position)
-        names = list(self._environments)
-        weights = [self._environments[name].weight for name in names]
+        draw, task = self._again.popleft() if self._again else self._new()
+        self._circuit.drawn(draw.env, draw.id)
+        return draw, task
+
+    def hear(self, lesson: Lesson) -> None:
+        """What became of a draw; it changes nothing until `learn`."""
+        self._lessons.append(lesson)
+
+    def learn(self) -> None:
+        """From here on draws depend on everything that was heard, in that order."""
+        for lesson in self._lessons:
+            if lesson.env in self._tasks:
+                self._learn(lesson)
+        self._lessons.clear()
+
+    def metrics(self) -> dict[str, float]:
+        return {name: value for tasks in self._tasks.values() for name, value in tasks.metrics().items()}
+
+    def _new(self) -> tuple[Draw, Task]:
+        awake = [name for name in self._tasks if not self._circuit.rests(name, self._next_id)]
+        names = awake or list(self._tasks)
+        weights = [self._weights[name] for name in names]
         env = random.Random(f"{self._seed}-{self._next_id}").choices(names, weights)[0]
-        task = self._task(env, self._drawn[env])
+        task = self._tasks[env].draw(self._drawn[env])
         draw = Draw(self._next_id, env, task.key, self._drawn[env])
         self._drawn[env] += 1
         self._next_id += 1
         return draw, task
 
-    def _task(self, env: str, position: int) -> Task:
-        tasks = self._environments[env].tasks
-        epoch, place = divmod(position, len(tasks))
-        order = self._orders.get((env, epoch))
-        if order is None:
-            order = list(range(len(tasks)))
-            random.Random(f"{self._seed}-{env}-{epoch}").shuffle(order)
-            self._orders = {key: kept for key, kept in self._orders.items() if key[0] != env or key[1] >= epoch - 1}
-            self._orders[env, epoch] = order
-        return tasks[order[place]]
+    def _learn(self, lesson: Lesson) -> None:
+        env, circuit = lesson.env, self._circuit
+        if lesson.rewards:
+            self._tasks[env].observe(lesson.task_key, lesson.rewards)
+            if circuit.worked(env, lesson.draw):
+                log.warning("environment %r works again: it is drawn as often as before", env)
+        elif not lesson.failed:
+            circuit.given_up(env, lesson.draw)
+        elif (rest := circuit.failed(env, lesson.draw, lesson.failed)) and lesson.story and len(self._tasks) > 1:
+            log.warning(
+                "environment %r only fails (%s): the next %d draws are of the others, then one tries it again",
+                env, lesson.story, rest,
+            )  # fmt: skip
+
+
+def lesson_of(scored: ScoredGroup) -> Lesson:
+    """What a finished training group says about the draws to come."""
+    task = scored.group.task
+    lesson = Lesson(scored.group.draw_id, task.env, task.key, [reward for _, reward in scored.credited])
+    errors = [rollout.error for rollout, _ in scored.dropped if rollout.error is not None]
+    if not scored.reason and len(errors) == scored.arrived and all(error.reason != GROUP_FAILED for error in errors):
+        lesson.failed = scored.arrived
+        lesson.story = f"{errors[-1].reason}: {errors[-1].detail}"
+    return lesson

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from headrace.observe.metrics import spread
@@ -19,6 +20,7 @@ def step_metrics(step: int, batch: TrainBatch) -> dict[str, float]:
         by_env.setdefault(rollout.env, []).append(rollout)
     for env, chosen in by_env.items():
         values |= _of_environment(env, chosen)
+    values |= {f"rollouts/{env}": count for env, count in Counter(rollout.env for rollout in batch.kept).items()}
     values |= _of_groups(batch) | batch.tallies
     values["effective_batch_size"] = len(batch.kept) / len(rollouts)
     values["time/scoring"] = batch.seconds
@@ -39,6 +41,10 @@ def _of_environment(env: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
         **spread(f"num_turns/{env}", [len(r.turns) for r in rollouts]),
         **spread(f"samples_per_rollout/{env}", [len(r.samples) for r in rollouts]),
     }
+    agents = {rollout.agent for rollout in rollouts}
+    for agent in agents if len(agents) > 1 and env != "all" else ():
+        rewards = [rollout.reward for rollout in rollouts if rollout.agent == agent]
+        values[f"reward/{env}/{agent}"] = sum(rewards) / len(rewards)
     for name in {name for rollout in rollouts for name in rollout.metrics}:
         known = [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]
         values[f"metrics/{env}/{name}"] = sum(known) / len(known)

@@ -24,6 +24,7 @@ from headrace.inference.schema import Health
 from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.concurrency import Concurrency, initial_limit
+from headrace.orchestrator.curricula import make_gate, make_sampler
 from headrace.orchestrator.dispatcher import EpisodeRunner, Line
 from headrace.orchestrator.drift import PATIENCE, PATIENCE_IN_TURNS, Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
@@ -32,9 +33,10 @@ from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.orchestrator import Orchestrator
-from headrace.orchestrator.pipeline import Pipeline, Settings
+from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.sampler import Sampler
+from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
@@ -67,6 +69,8 @@ def wire(
         _filters(config.post_batch_filters, model.tokenizer.vocab_size),
         _seq_len(config),
         {env.name: env.timeout for env in config.train.env},
+        {env.name: gate for env in config.train.env if (gate := make_gate(config.curriculum_of(env))) is not None},
+        in_order=config.max_async_level == 0,
     )
     eval_processing = EvalProcessing(
         _by_name(environments, Kind.EVAL), {env.name: env.timeout for env in config.eval.env}
@@ -83,6 +87,7 @@ def wire(
         now,
         journal.start(),
         concurrency,
+        journal.lessons(),
     )
     drift = Drift(
         model.client,
@@ -202,7 +207,8 @@ def _train_source(config: OrchestratorConfig, environments: Environments, journa
     tasks = []
     for env in config.train.env:
         own = environments[Kind.TRAIN, env.name][2]
-        tasks.append(TrainTasks(env.name, own, (env.ratio or 1.0) if by_ratio else float(len(own))))
+        weight = (env.ratio or 1.0) if by_ratio else float(len(own))
+        tasks.append(TrainTasks(env.name, own, weight, make_sampler(config.curriculum_of(env), own)))
     return TrainSource(tasks, config.seed, journal.drawn_per_env(), journal.open_draws())
 
 

@@ -179,6 +179,8 @@ class Rollout(msgspec.Struct):
     task_key: str = ""
     group_id: str = ""
     draw_id: int = -1
+    episode: int = -1
+    """The place of its episode in the group; those of several agents share it. -1: nobody knows."""
     credited: int = 0
     """How many of its group were credited together, it among them; 0: it never was."""
     agent: str = "policy"

@@ -68,10 +68,11 @@ def make_cases(stage: Stage, data: dict[str, Any], seed: int = 0) -> list[Case]:
     author = Author(stage, seed)
     rng = random.Random(seed)
 
-    def case(name: str, rollouts: list[Rollout], *, plain: bool = False) -> Case:
+    def case(name: str, rollouts: list[Rollout], *, plain: bool = False, agents: int = 1) -> Case:
         task = Task("env", {**ANSWER, **data}, f"task-{name}")
-        for rollout in rollouts:
+        for place, rollout in enumerate(rollouts):
             rollout.env, rollout.task_key, rollout.group_id = task.env, task.key, f"group-{name}"
+            rollout.episode = place // agents
         return Case(name, task, rollouts, plain)
 
     def answers(name: str, rewards: Sequence[float], *, plain: bool = False) -> Case:
@@ -85,7 +86,15 @@ def make_cases(stage: Stage, data: dict[str, Any], seed: int = 0) -> list[Case]:
         answers("one wrong", [1, 1, 0, 1], plain=True),
         case("tools and users", [author.talk(reward) for reward in (1, 0.5, 0, 0.2)], plain=True),
         case("several samples", [author.rewritten(reward) for reward in (1, 0, 0.5)], plain=True),
-        case("two agents", [author.answer(reward, agent=a) for reward in (1, 0, 0.5) for a in "ab"], plain=True),
+        case(
+            "two agents", [author.answer(reward, agent=a) for reward in (1, 0, 0.5) for a in "ab"], plain=True, agents=2
+        ),
+        case(
+            "one against many",
+            [author.answer(rng.random(), agent=a) for _ in range(3) for a in "abbb"],
+            plain=True,
+            agents=4,
+        ),
         answers("one member", [1]),
         answers("six rewards of 0.3", [0.3] * 6),
         answers("all right", [1] * 4),
@@ -152,7 +161,15 @@ class Author:
         return f"The answer is {''.join(letters)}."
 
 
-def bare_rollout(reward: float, length: int = 2, *, turns: int = 1, tool_tokens: int = 0) -> Rollout:
+def bare_rollout(
+    reward: float,
+    length: int = 2,
+    *,
+    turns: int = 1,
+    tool_tokens: int = 0,
+    agent: str = "policy",
+    episode: int = 0,
+) -> Rollout:
     """For worked numbers: after a prompt of one token, `length` sampled ones in all, and tools between the turns."""
     context, roles, made = [0], [0], []
     for turn in range(turns):
@@ -162,7 +179,7 @@ def bare_rollout(reward: float, length: int = 2, *, turns: int = 1, tool_tokens:
         completion, logprobs, versions = np.ones(sampled), -np.ones(sampled), np.full(sampled, VERSION)
         made.append(Turn(np.array(context), completion, logprobs, versions, 1.0, prompt_roles=np.array(roles)))
         context, roles = context + [1] * sampled, roles + [ROLES.index("assistant")] * sampled
-    return _finished(reward, made, [_said("some words")])
+    return msgspec.structs.replace(_finished(reward, made, [_said("some words")], agent), episode=episode)
 
 
 def _finished(reward: float, turns: list[Turn], messages: list[Message], agent: str = "policy") -> Rollout:

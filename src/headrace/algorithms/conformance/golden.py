@@ -108,6 +108,9 @@ def _contrasting(stage: Stage) -> StandIn:
     return StandIn(opinion)
 
 
+_PLAYERS = _group([1, -1, -1, 1], agent=["a", "b"] * 2, episode=[0, 0, 1, 1])
+_PROPOSED = _group([1, 1, 0, 0, 1, 1], agent=["proposer", "solver", "solver"] * 2, episode=[0, 0, 0, 1, 1, 1])
+
 GOLDEN: dict[str, tuple[Golden, ...]] = {
     "grpo": _GROUP_CREDIT,
     "max_rl": (
@@ -140,6 +143,24 @@ GOLDEN: dict[str, tuple[Golden, ...]] = {
         Golden(_group([1, 1, 0, 0]), [1, 1, -1, -1], {"correct_threshold": 2.0}),
         # e = .048751, -.0002, .879885, so the second token alone is not modulated, and counts threefold
         Golden(_siblings, [[0, -1.2, 0]], model=_contrasting),
+    ),
+    "rae": (
+        # b is 0, then .05, then .0475
+        Golden(_group([1, 0, 1]), [1, -0.05, 0.9525]),
+        # b is 0, then .5, then .25
+        Golden(_group([1, 0, 1]), [1, -0.5, 0.75], {"decay": 0.5}),
+        # each agent has its own: .05 and -.05 after the first episode
+        Golden(_PLAYERS, [1, -1, -1.05, 1.05]),
+    ),
+    "hierarchical_grpo": (
+        Golden(_group([1, 0, 0, 0]), [0.75, -0.25, -0.25, -0.25]),
+        Golden(_group([0.3] * 6), [0.0] * 6),
+        # proposers 1, 0; solvers 1, 0, 1, 1
+        Golden(_PROPOSED, [0.5, 0.25, -0.75, -0.5, 0.25, 0.25]),
+        # solvers 1, 0 in one episode; 1, 1 in the other
+        Golden(_PROPOSED, [0.5, 0.5, -0.5, -0.5, 0, 0], {"episode_agents": ["solver"]}),
+        # one proposer in each episode, and nobody to compare it with
+        Golden(_PROPOSED, [0, 0.25, -0.75, 0, 0.25, 0.25], {"episode_agents": ["proposer"]}),
     ),
 }
 

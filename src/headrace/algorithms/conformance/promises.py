@@ -18,10 +18,12 @@ from headrace.config.algorithms import (
     CustomAlgoConfig,
     EchoConfig,
     GrpoConfig,
+    HierarchicalGrpoConfig,
     ImportedAlgoConfig,
     MaxRlConfig,
     OpdConfig,
     OpsdConfig,
+    RaeConfig,
     RewardAlgoConfig,
     RlcsdConfig,
     SftAlgoConfig,
@@ -58,6 +60,11 @@ def promises_of(config: AlgoConfig, algorithm: Algorithm) -> Promises:
             return Promises(frozenset({ORDER}), dict.fromkeys((SHIFT, ZERO_SUM, SIGNS), "it gives no credit"))
         case RlcsdConfig():
             return Promises(frozenset(PROMISES))
+        case RaeConfig():
+            before = "credit is measured from what was earned before"
+            return Promises(reasons={SHIFT: before, ZERO_SUM: before, SIGNS: _FINAL}, reward_alone=False)
+        case HierarchicalGrpoConfig():
+            return Promises(frozenset({SHIFT, ZERO_SUM, ORDER}), {SIGNS: _FINAL})
         case CustomAlgoConfig() | ImportedAlgoConfig():
             return _of_own(algorithm)
 

@@ -16,7 +16,7 @@ from headrace.environments.probe.completions import COMPLETIONS, Completion
 from headrace.environments.probe.place import held_place, waits_in_loop
 from headrace.environments.probe.report import Episode, Opening, Problem, Report
 from headrace.environments.probe.stage import HOLD, TOO_LONG
-from headrace.environments.registry import SHIPPED
+from headrace.environments.registry import location_of
 from headrace.environments.sandbox import CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput, Failure
 from headrace.rollout.types import Task
@@ -246,7 +246,7 @@ def same_reward(first: Episode, second: Episode) -> bool:
 
 def _folder_of(identifier: str) -> str:
     """Where an environment's code is that has not been loaded."""
-    module = SHIPPED.get(identifier, identifier).partition(":")[0]
+    module = location_of(identifier)[0].partition(":")[0]
     found = importlib.util.find_spec(module.partition(".")[0])
     return str(Path(found.origin).parent) if found is not None and found.origin else ""
 

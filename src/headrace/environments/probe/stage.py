@@ -27,7 +27,7 @@ from headrace.environments.channel import printable
 from headrace.environments.probe.completions import BY_NAME, Completion, NoGold, Scene
 from headrace.environments.probe.place import place_of
 from headrace.environments.probe.report import Episode, Exchange, Opening, Problem, rewards_of
-from headrace.environments.registry import SHIPPED, load_environment
+from headrace.environments.registry import load_environment, location_of
 from headrace.environments.script import as_reply
 from headrace.errors import Failure
 from headrace.rollout.types import Message, Rollout, Task
@@ -49,7 +49,7 @@ class Stage:
 
     def __init__(self, identifier: str, args: dict[str, Any]) -> None:
         started = time.perf_counter()
-        location = SHIPPED.get(identifier, identifier)
+        location = location_of(identifier)[0]
         if ":" in location:
             imports.load(location, "environment")
         imported = time.perf_counter()

@@ -1,0 +1,48 @@
+"""Hierarchical GRPO: a rollout's credit is its reward minus the mean reward of its peers, itself among them.
+
+    A_i = r_i - mean(r of its peers)
+
+Peers are the rollouts of the same agent in the group. For the agents in `episode_agents` they are those of the same
+episode: solvers that were given the same problem, say, where every episode of the group had another one.
+
+Whoever has no peer but itself has a credit of 0, which is counted: it is played in vain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.rollout.credit import center
+
+log = logging.getLogger(__name__)
+
+
+class HierarchicalGrpo(Algorithm):
+    def __init__(self, episode_agents: Collection[str] = ()) -> None:
+        self._episode_agents = frozenset(episode_agents)
+        self._unseen = set(episode_agents)
+
+    async def score_group(self, group: Sequence[RolloutView]) -> None:
+        self._look_for_names(group)
+        peers: dict[tuple[str, int | None], list[RolloutView]] = {}
+        for rollout in group:
+            episode = rollout.episode if rollout.agent in self._episode_agents else None
+            peers.setdefault((rollout.agent, episode), []).append(rollout)
+        for members in peers.values():
+            self.tally.count("without_peers", len(members) == 1)
+            advantages = center(np.array([rollout.reward for rollout in members]))
+            for rollout, advantage in zip(members, advantages, strict=True):
+                rollout.assign_advantages(float(advantage))
+
+    def _look_for_names(self, group: Sequence[RolloutView]) -> None:
+        """Told once, with the first group: a name that nobody has would be no setting at all."""
+        there = {rollout.agent for rollout in group}
+        for name in sorted(self._unseen - there):
+            log.warning(
+                "hierarchical_grpo: episode_agents has %r, and the first group is of %s", name, ", ".join(sorted(there))
+            )
+        self._unseen = set()

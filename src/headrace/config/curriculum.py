@@ -1,0 +1,131 @@
+"""`[orchestrator.train.curriculum]`: which tasks are drawn, and which groups are worth training on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from headrace.config.base import Config
+from headrace.config.shorthand import spelled_out
+
+
+class ShuffledConfig(Config):
+    """Every task once before any comes again."""
+
+    type: Literal["shuffled"] = "shuffled"
+
+
+class PoolWeightsConfig(Config):
+    """How likely each task of a pool is, relative to the others."""
+
+    unseen: float = Field(1.0, ge=0)
+    hard: float = Field(0.2, ge=0)
+    normal: float = Field(1.0, ge=0)
+    easy: float = Field(0.2, ge=0)
+
+
+class DifficultyPoolConfig(Config):
+    """With replacement, by the mean reward of each task's latest group."""
+
+    type: Literal["difficulty_pool"] = "difficulty_pool"
+    hard_max: float = 0.25
+    """Mean reward up to which a task is hard."""
+    normal_max: float = 0.75
+    """Mean reward up to which it is normal; above that it is easy."""
+    weights: PoolWeightsConfig = Field(default_factory=PoolWeightsConfig)
+
+    @model_validator(mode="after")
+    def _pools_are_apart(self) -> Self:
+        if self.hard_max >= self.normal_max:
+            raise ValueError(
+                f"hard_max {self.hard_max:g} is not below normal_max {self.normal_max:g}: no task would be normal"
+            )
+        if not any(self.weights.model_dump().values()):
+            raise ValueError("every weight is 0: give at least one pool a weight")
+        return self
+
+
+class ImportedSamplerConfig(Config):
+    """A sampler of your own: a subclass of `headrace.orchestrator.curriculum.TaskSampler`."""
+
+    type: str
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What it is constructed with, beside the tasks."""
+
+
+class NoGateConfig(Config):
+    """Every group passes."""
+
+    type: Literal["none"] = "none"
+
+
+class AdvantageRangeConfig(Config):
+    """Rejects a group in which every trainable advantage lies between the two, both included."""
+
+    type: Literal["advantage_range"] = "advantage_range"
+    reject_min: float = 0.0
+    reject_max: float = 0.0
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.reject_min > self.reject_max:
+            raise ValueError(
+                f"reject_min {self.reject_min:g} is above reject_max {self.reject_max:g}: nothing would be rejected"
+            )
+        return self
+
+
+class ImportedGateConfig(Config):
+    """A gate of your own: a subclass of `headrace.orchestrator.gate.Gate`."""
+
+    type: str
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What it is constructed with."""
+
+
+def _kind(value: Any) -> str:
+    chosen = str(value.get("type", "") if isinstance(value, dict) else getattr(value, "type", ""))
+    return "imported" if ":" in chosen else chosen
+
+
+def _type_alone(value: Any) -> Any:
+    return spelled_out(value, "type")
+
+
+SamplerConfig = Annotated[
+    Annotated[ShuffledConfig, Tag("shuffled")]
+    | Annotated[DifficultyPoolConfig, Tag("difficulty_pool")]
+    | Annotated[ImportedSamplerConfig, Tag("imported")],
+    Discriminator(
+        _kind,
+        custom_error_type="no_such_sampler",
+        custom_error_message="known types are shuffled and difficulty_pool; your own is package.module:Class",
+    ),
+    BeforeValidator(_type_alone),
+]
+
+GateConfig = Annotated[
+    Annotated[NoGateConfig, Tag("none")]
+    | Annotated[AdvantageRangeConfig, Tag("advantage_range")]
+    | Annotated[ImportedGateConfig, Tag("imported")],
+    Discriminator(
+        _kind,
+        custom_error_type="no_such_gate",
+        custom_error_message="known types are advantage_range and none; your own is package.module:Class",
+    ),
+    BeforeValidator(_type_alone),
+]
+
+
+class CurriculumConfig(Config):
+    """A type alone will do for either."""
+
+    sampler: SamplerConfig | None = None
+    gate: GateConfig | None = None
+
+    def over(self, default: CurriculumConfig) -> CurriculumConfig:
+        """What is set here, and the default's where nothing is."""
+        return CurriculumConfig(sampler=self.sampler or default.sampler, gate=self.gate or default.gate)

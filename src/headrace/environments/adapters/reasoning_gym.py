@@ -1,0 +1,126 @@
+"""Families of reasoning-gym: `id = "reasoning-gym:knights_knaves"`, with the family's own settings among the `args`.
+
+The library itself is in no process that runs episodes. Tasks are made by a process of their own, and answers are scored
+in sandboxes: some scorers evaluate an answer as Python or as algebra, which may never return, or do anything at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.environments.adapters.reasoning_gym_tasks import Request, tasks_of_family
+from headrace.environments.arguments import BadArgument, check_flag, check_mistakes, check_whole
+from headrace.environments.base import Context, Environment
+from headrace.environments.chat import Chat
+from headrace.environments.rewards.base import warn_of_count
+from headrace.environments.sandbox import PATIENCE, CallFailed, CallTimeout, Sandbox
+from headrace.environments.script import perturbed
+from headrace.environments.shipped.drawing import check_split
+from headrace.environments.shipped.tags import tag, tagged
+from headrace.rollout.types import Message, Rollout, Task
+
+SCORE = "headrace.environments.adapters.reasoning_gym_family:score"
+LIMIT = 5.0
+"""Seconds of the processor for one score; the first in a process has the library to load, which takes two of them."""
+LONGEST = 100_000
+"""Characters of an answer that is looked at: the longest gold ones, moves of Hanoi's tower, have a third of that."""
+INSTRUCTIONS = (
+    "Think step by step. Then write the final answer, and nothing else, between <answer> and </answer>, in the format "
+    "that the question asks for."
+)
+
+
+class ReasoningGym(Environment):
+    """Tasks of one `family`; `settings` are the family's own, for its difficulty.
+
+    The answer stands between <answer> tags, exactly once; `instructions` are what the question is followed by. With
+    `terse` the question stands alone and the whole reply is the answer. No question is in both splits.
+
+    The reward is the family's own score, from 0 to 1. An answer that its scorer cannot take, or not in time, earns 0
+    and is counted in the metric `scorer_error`.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        split: str = "train",
+        num_tasks: int = 500,
+        seed: int = 0,
+        terse: bool = False,
+        instructions: str = INSTRUCTIONS,
+        system: str | None = None,
+        demonstrate_mistakes: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        check_split(split)
+        check_whole("num_tasks", num_tasks, 1)
+        check_whole("seed", seed, 0)
+        check_flag("terse", terse)
+        check_mistakes(demonstrate_mistakes)
+        if terse and instructions != INSTRUCTIONS:
+            raise BadArgument("terse asks without instructions: leave one of the two away")
+        try:
+            self._settings: dict[str, Any] = msgspec.to_builtins(settings)
+        except TypeError as error:
+            raise BadArgument(f"settings must be plain values: {error}") from error
+        self._request = Request(family, self._settings, split, num_tasks, seed)
+        self._terse = terse
+        self._instructions = instructions
+        self._system = system
+        self.demonstrate_mistakes = demonstrate_mistakes
+        self.scorer_errors = 0
+        self._tasks: list[dict[str, Any]] | None = None
+        self._sandbox = Sandbox()
+
+    def tasks(self) -> list[dict[str, Any]]:
+        if self._tasks is None:
+            self._tasks = tasks_of_family(self._request)
+        return self._tasks
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        chat = Chat(context, self.question(task.data), system=self._system)
+        await chat.reply()
+        answer = chat.text if self._terse else tagged(chat.text, "answer")
+        score = await self._score(answer.strip(), task.data) if answer and len(answer) <= LONGEST else 0.0
+        metrics = {
+            "solved": float(score == 1.0),
+            "answered": float(bool(answer)),
+            "scorer_error": float(score is None),
+        }
+        return [chat.rollout({"score": score or 0.0}, metrics)]
+
+    def question(self, data: dict[str, Any]) -> str:
+        """What the model is asked."""
+        asked = str(data["question"])
+        return asked if self._terse or not self._instructions else f"{asked}\n\n{self._instructions}"
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> str:
+        return self._replied(str(task.data["answer"]))
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
+        return self._replied(str(perturbed(str(task.data["answer"]), rng)))
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+    def _replied(self, answer: str) -> str:
+        return answer if self._terse else tag("answer", answer)
+
+    async def _score(self, answer: str, data: dict[str, Any]) -> float | None:
+        """The family's score; None if its scorer fails on this answer."""
+        family = self._request.family
+        try:
+            score: float = await self._sandbox.call(
+                SCORE, family, self._settings, answer, data, timeout=LIMIT, patience=PATIENCE
+            )
+            return score
+        except (CallFailed, CallTimeout) as error:
+            if isinstance(error, CallFailed) and error.kind in ("start", "closed"):  # no fault of the answer
+                raise
+            self.scorer_errors += 1
+            warn_of_count(f"reasoning-gym:{family}", f"answers that its scorer failed on ({error})", self.scorer_errors)
+            return None

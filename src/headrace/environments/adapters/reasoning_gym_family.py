@@ -1,0 +1,162 @@
+"""One family of reasoning-gym: its settings, its entries as JSON, its scorer. For processes that have the library.
+
+An entry travels whole, so that whoever scores an answer need not make the entry again. What JSON has no form for is
+written down as what it was, because scorers tell a tuple from a list.
+
+Left out: mixtures ("composite"), which a run has as several environments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Collection
+from datetime import date, time
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.environments.adapters.extra import library
+from headrace.errors import BadInput
+
+EXTRA = "reasoning-gym"
+OURS = {"seed": "seed", "size": "num_tasks"}
+"""Settings that every family has, and the arguments that stand for them."""
+TUPLE, DICT, SET, WHOLE = "(tuple)", "(dict)", "(set)", "(int)"
+"""Keys of an object that stands for a value which JSON does not have."""
+LARGEST = 2**63 - 1
+SLACK = 1e-6
+"""By how much a score may miss the range from 0 to 1: some are sums of fractions."""
+
+
+class Family:
+    """A family by name, with some of its settings given: `made(seed, size)` is its dataset."""
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        known = library("reasoning_gym", EXTRA).factory.DATASETS
+        if name == "composite":
+            raise BadInput("'composite' is a mixture: give each of its families an environment of its own instead")
+        if name not in known:
+            raise BadInput(f"reasoning-gym has no family {name!r}.{_nearest(name, known, 'There are')}")
+        self.name = name
+        self._dataset, self._config = known[name]
+        defaults = {field.name: _default(field) for field in dataclasses.fields(self._config)}
+        free = sorted(defaults.keys() - OURS.keys())
+        for setting in settings:
+            if setting in OURS:
+                raise BadInput(f"{name!r} is not given {setting!r}: set {OURS[setting]!r} instead")
+            if setting not in free:
+                near = _nearest(setting, free, "Its settings are")
+                raise BadInput(f"reasoning-gym's family {name!r} has no setting {setting!r}.{near}")
+        self._settings = settings
+        self._defaults = defaults
+
+    def made(self, seed: int, size: int) -> Any:
+        """A dataset of so many entries; entry `i` of some families depends on nothing but `seed + i`."""
+        try:
+            given = {name: _shaped(value, self._defaults[name]) for name, value in self._settings.items()}
+            config = self._config(**given, seed=seed, size=size)
+            if hasattr(config, "validate"):
+                config.validate()
+            return self._dataset(config)
+        except Exception as error:
+            words = str(error) or type(error).__name__
+            raise BadInput(f"reasoning-gym's family {self.name!r} refuses {self._settings}: {words}") from error
+
+
+@cache
+def _scorer(family: str, settings: bytes) -> Any:
+    return Family(family, msgspec.json.decode(settings)).made(seed=0, size=1)
+
+
+def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, Any]) -> float:
+    """What the family's own scorer makes of an answer: from 0 to 1, or an exception."""
+    scorer = _scorer(family, msgspec.json.encode(settings, order="deterministic"))
+    entry = {**task, "metadata": restored(task["metadata"])}
+    with contextlib.redirect_stdout(None):  # some of them print
+        value = scorer.score_answer(answer, entry)
+    number = float(value)
+    if not -SLACK <= number <= 1 + SLACK:
+        raise ValueError(f"the scorer gave {value!r}, which is not from 0 to 1")
+    return min(1.0, max(0.0, number))
+
+
+def as_task(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of a dataset as JSON."""
+    answer = entry["answer"]
+    return {
+        "question": str(entry["question"]),
+        "answer": None if answer is None else str(answer),
+        "metadata": portable(entry["metadata"]),
+    }
+
+
+def portable(value: Any) -> Any:
+    """The value in JSON, from which `restored` makes it again; what was numpy's is plain then, and a set frozen."""
+    match value:
+        case None | bool():
+            return value
+        case np.generic() | np.ndarray():
+            return portable(value.tolist())
+        case str():
+            return str.__str__(value)
+        case int():
+            return int(value) if abs(value) <= LARGEST else {WHOLE: str(int(value))}
+        case float():
+            return float(value)
+        case list():
+            return [portable(entry) for entry in value]
+        case tuple():
+            return {TUPLE: [portable(entry) for entry in value]}
+        case set() | frozenset():
+            return {SET: sorted((portable(entry) for entry in value), key=msgspec.json.encode)}
+        case dict() if all(type(key) is str and key not in _RESTORE for key in value):
+            return {key: portable(entry) for key, entry in value.items()}
+        case dict():
+            return {DICT: [[portable(key), portable(entry)] for key, entry in value.items()]}
+    raise TypeError(f"its metadata has a {type(value).__name__}, which cannot be passed on")
+
+
+def restored(value: Any) -> Any:
+    """What `portable` was given."""
+    match value:
+        case list():
+            return [restored(entry) for entry in value]
+        case dict():
+            if len(value) == 1 and (kind := next(iter(value))) in _RESTORE:
+                return _RESTORE[kind](restored(value[kind]))
+            return {key: restored(entry) for key, entry in value.items()}
+    return value
+
+
+_RESTORE = {TUPLE: tuple, DICT: dict, SET: frozenset, WHOLE: int}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _shaped(value: Any, like: Any) -> Any:
+    """A setting of a run file in the type of the family's default: what is a list there may be a tuple here."""
+    if isinstance(value, list) and isinstance(like, list | tuple):
+        return type(like)(_shaped(entry, like[0] if like else None) for entry in value)
+    if isinstance(value, dict) and dataclasses.is_dataclass(like) and not isinstance(like, type):
+        return type(like)(**{name: _shaped(entry, getattr(like, name, None)) for name, entry in value.items()})
+    if isinstance(like, Enum):
+        return type(like)(value)
+    if isinstance(value, str) and isinstance(like, date | time):
+        return type(like).fromisoformat(value)
+    return value
+
+
+def _nearest(name: str, known: Collection[str], those: str) -> str:
+    """Which one may have been meant, and which there are."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{hint} {those}: {', '.join(sorted(known)) or 'none'}"

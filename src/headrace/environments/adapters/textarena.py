@@ -1,0 +1,255 @@
+"""Games of textarena: `id = "textarena:TicTacToe-v0"`.
+
+Games for one player, and games for two: the policy plays both seats, each its own rollout, or one of them against an
+opponent that is not trained. A seat's conversation has what the game shows it since its last move, so that a whole game
+stays one sample; the observation wrappers of textarena, which repeat the history in every prompt, are passed by. Left
+out: games for three and more, and everything online.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from headrace import imports
+from headrace.environments.adapters.extra import library
+from headrace.environments.arguments import BadArgument, check_choice, check_whole
+from headrace.environments.base import Context, Environment, EpisodeError
+from headrace.environments.chat import Chat
+from headrace.environments.fault import fault_of
+from headrace.environments.shipped.drawing import SPLITS
+from headrace.errors import BadInput
+from headrace.rollout.types import Rollout, Task
+
+log = logging.getLogger(__name__)
+
+HELD_OUT = 1 << 20
+"""Seeds of evaluation begin here, and those of training end."""
+RANDOM = "random"
+FORFEIT = -1.0
+"""What it is worth to have no move: as much as textarena gives for a move that is against the rules."""
+MOVE = re.compile(r"\[[\w+-][^\[\]\n]{0,39}\]")
+LONGEST_PROBLEM = 300
+NOTHING_NEW = "It is your turn."
+
+Opponent = Callable[[str, random.Random], str]
+
+
+class TextArena(Environment):
+    """The tasks are `num_tasks` seeds; `make` are the arguments of the game. `max_turns` bounds the moves of a seat.
+
+    `opponent` plays the other seat of a game for two, the policy having the seat that the seed says: "random", which
+    takes any of the moves in brackets that it was shown last, or the import path of a function of (text, rng) that
+    gives a move. Unset: the policy plays both, as `player_0` and `player_1`, each with its own reward.
+
+    A seat without a move (the reply was cut off, no room is left, `max_turns` are over, the game breaks down over what
+    was said) loses the game.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str = "train",
+        num_tasks: int = 1000,
+        max_turns: int = 100,
+        opponent: str | None = None,
+        make: dict[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_choice("split", split, SPLITS)
+        check_whole("num_tasks", num_tasks, 1, HELD_OUT)
+        check_whole("max_turns", max_turns, 1)
+        check_whole("seed", seed, 0)
+        self._name = name
+        self._args = dict(make or {})
+        self._textarena = library("textarena", "textarena")
+        self._seats = _seats(self._textarena, name, self._args)
+        if opponent is not None and self._seats == 1:
+            raise BadArgument(f"opponent: {name} is a game for one")
+        self._opponent = _opponent(opponent)
+        self._max_turns = max_turns
+        first = seed + (HELD_OUT if split == "eval" else 0)
+        self._seeds = range(first, first + num_tasks)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return [{"seed": seed} for seed in self._seeds]
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        seed: int = task.data["seed"]
+        game = Game(self._textarena, self._name, self._args, self._seats, seed)
+        trained = [seed % 2] if self._opponent is not None else list(range(self._seats))
+        names = ["policy"] if len(trained) == 1 else [f"player_{seat}" for seat in trained]
+        chats = {
+            seat: Chat(context, max_turns=self._max_turns, agent=name)
+            for seat, name in zip(trained, names, strict=True)
+        }
+        rng = random.Random(f"opponent-{seed}")
+        over = False
+        while not over:
+            seat, text = game.shown()
+            move = await self._move(chats.get(seat), text, rng)
+            over = move is None or game.play(move)
+            if move is None:
+                game.forfeit(seat)
+        outcomes = game.outcomes()
+        return [
+            chat.rollout({"reward": outcomes[seat]}, {"turns": len(chat.turns), **game.metrics(seat)})
+            for seat, chat in chats.items()
+            if chat.turns
+        ]
+
+    async def _move(self, chat: Chat | None, text: str, rng: random.Random) -> str | None:
+        """Of the policy, or of the opponent; None where there is none."""
+        if chat is None:
+            assert self._opponent is not None, "who is not the policy is the opponent"
+            return self._opponent(text, rng)
+        chat.say(text)
+        reply = await chat.reply()
+        return None if reply is None or reply.truncated else reply.text
+
+
+class Game:
+    """One game, with chances of its own: textarena draws all of them from the process's only source."""
+
+    def __init__(self, textarena: ModuleType, name: str, args: dict[str, Any], seats: int, seed: int) -> None:
+        self._seats = seats
+        self._dice = _Dice(seed)
+        self._forfeited: int | None = None
+        self._crashed = False
+        with self._dice.used():
+            self._game = textarena.make(name, **args)
+            self._game.reset(num_players=seats, seed=seed % 2**32)
+        self._inside = self._game
+        while isinstance(self._inside, textarena.Wrapper):
+            self._inside = self._inside.env
+        self._single = textarena.SinglePlayerState
+        self._own_move = textarena.ObservationType.PLAYER_ACTION
+
+    @property
+    def is_for_one(self) -> bool:
+        return isinstance(self._inside.state, self._single)
+
+    def shown(self) -> tuple[int, str]:
+        """Whose turn it is, and what that seat has not seen yet, but for its own moves."""
+        with self._dice.used():
+            seat, observations = self._inside.get_observation()
+        roles = self._inside.state.role_mapping
+        told = []
+        for sender, *rest in observations:
+            if sender == seat and self._own_move in rest:
+                continue
+            text = next((part for part in rest if isinstance(part, str)), "")  # some games mix up the order
+            said = isinstance(sender, int) and sender >= 0
+            told.append(f"[{roles.get(sender, f'Player {sender}')}] {text}" if said else text)
+        if seat not in range(self._seats):
+            raise EpisodeError("environment", f"it is the turn of {seat!r}, who is not in the game", place="no seat")
+        return seat, "\n".join(told).strip("\n") or NOTHING_NEW
+
+    def play(self, move: str) -> bool:
+        """Whether the game is over with it. One that a game breaks down over is as good as none."""
+        seat = self._inside.state.current_player_id
+        try:
+            with self._dice.used():
+                over, _ = self._game.step(action=move)
+        except Exception as error:
+            log.info(
+                "%s broke down over the move %r: %s", type(self._inside).__name__, move[:200], fault_of(error).text
+            )
+            self._crashed = True
+            self.forfeit(seat)
+            return True
+        return bool(over)
+
+    def forfeit(self, seat: int) -> None:
+        self._forfeited = seat
+
+    def outcomes(self) -> dict[int, float]:
+        """What the game is worth to each seat. Some games give words for an invalid move where a number belongs."""
+        if self._forfeited is not None:
+            return {seat: FORFEIT if seat == self._forfeited else -FORFEIT for seat in range(self._seats)}
+        rewards, _ = self._game.close()
+        if rewards is None:
+            raise EpisodeError("environment", "the game ended without an outcome", place="no outcome")
+        given = {seat: rewards.get(seat, 0.0) for seat in range(self._seats)}
+        return {seat: FORFEIT if isinstance(reward, str) else float(reward) for seat, reward in given.items()}
+
+    def metrics(self, seat: int) -> dict[str, float]:
+        known = self._inside.state.game_info.get(seat, {})
+        return {
+            "invalid_move": float(bool(known.get("invalid_move"))),
+            "forfeited": float(self._forfeited == seat),
+            "game_crashed": float(self._crashed),
+        }
+
+
+class _Dice:
+    """A source of chance for one game, which takes the place of the process's own while the game computes."""
+
+    def __init__(self, seed: int) -> None:
+        self._plain = random.Random(seed).getstate()
+        self._numpy = np.random.RandomState(seed % 2**32).get_state()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        plain, of_numpy = random.getstate(), np.random.get_state()
+        random.setstate(self._plain)
+        np.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            self._plain, self._numpy = random.getstate(), np.random.get_state()
+            random.setstate(plain)
+            np.random.set_state(of_numpy)
+
+
+def random_move(text: str, rng: random.Random) -> str:
+    """One of the moves in brackets in the last paragraph that has any."""
+    for paragraph in reversed(text.split("\n\n")):
+        if moves := MOVE.findall(paragraph):
+            return str(rng.choice(moves))
+    raise EpisodeError(
+        "no_random_move",
+        f'this game shows no moves in brackets: opponent must be a function of your own, not "{RANDOM}"',
+        place="random_move",
+    )
+
+
+def _opponent(name: str | None) -> Opponent | None:
+    if name is None or name == RANDOM:
+        return None if name is None else random_move
+    function: Opponent = imports.load(name, "opponent")
+    return function
+
+
+def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
+    """How many play it; tried with a game, which also tells whether it can be played here at all."""
+    known = textarena.envs.registration.ENV_REGISTRY
+    if name not in known:
+        raise BadArgument(f"textarena has no game {name!r}; textarena.pprint_registry_detailed() lists them")
+    problem: Exception | None = None
+    for seats in (1, 2):
+        try:
+            game = Game(textarena, name, args, seats, seed=0)
+            game.shown()
+        except Exception as error:  # also how textarena says that the number is wrong
+            problem = error
+        else:
+            if game.is_for_one == (seats == 1):
+                return seats
+    raise BadInput(
+        f"textarena's {name} cannot be played here, by one or by two: {_line(problem)}. (Some games fetch word lists, "
+        "ask other models, are for more than two, or need a newer Python)"
+    ) from problem
+
+
+def _line(problem: Exception | None) -> str:
+    """The first words of what may be a page."""
+    told = "it takes other numbers of players" if problem is None else fault_of(problem).text
+    return " ".join(told.replace("*", " ").split())[:LONGEST_PROBLEM].rstrip(".")

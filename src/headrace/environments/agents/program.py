@@ -1,0 +1,131 @@
+"""`id = "agent"`: an agent that a run file names, a function or a program, on tasks from a file or a function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace import imports
+from headrace.environments.agents.environment import AgentEnvironment, Endpoint, Score
+from headrace.environments.agents.process import Processes
+from headrace.environments.agents.thread import in_thread
+from headrace.environments.arguments import BadArgument, bound, check_flag, check_mistakes, check_number
+from headrace.environments.data.rows import FILES, read_rows
+from headrace.rollout.types import Message, Task
+
+LARGEST_REWARD = 1e9
+
+
+class AgentProgram(AgentEnvironment):
+    """The agent is one of two:
+
+    - `agent`, the import path of a function, called as `function(data, base_url=..., api_key=..., model=...)` with a
+      task's data; what it returns is the result. One that is not `async` runs in a thread.
+    - `command`, a program, started for each episode with the task's data as JSON on its standard input, and
+      OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; what it writes is the result.
+
+    `tasks` is a file, or the import path of a function that gives them when called with `task_args`. `reward` is the
+    import path of a function of (result, data, messages) that gives a number, or numbers by name. `gold` and `mistake`
+    are import paths of functions of (data, messages) and (data, messages, rng) that give a reply: for demonstrations
+    and `headrace probe`.
+    """
+
+    def __init__(
+        self,
+        tasks: str,
+        reward: str,
+        agent: str | None = None,
+        command: Sequence[str] | None = None,
+        task_args: dict[str, Any] | None = None,
+        gold: str | None = None,
+        mistake: str | None = None,
+        model: str = "policy",
+        crash_reward: float | None = None,
+        describe_tools: bool = True,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        if crash_reward is not None:
+            check_number("crash_reward", crash_reward, -LARGEST_REWARD, LARGEST_REWARD)
+        check_mistakes(demonstrate_mistakes)
+        check_flag("describe_tools", describe_tools)
+        super().__init__(model, crash_reward, describe_tools)
+        self.demonstrate_mistakes = demonstrate_mistakes
+        self._agent = _agent(agent, command)
+        self._command = list(command or ())
+        self._rows = _rows(tasks, task_args or {})
+        self._reward = _function(reward, "reward")
+        self._gold = _function(gold, "gold") if gold is not None else None
+        self._mistake = _function(mistake, "mistake") if mistake is not None else None
+        self._processes = Processes()
+
+    def tasks(self) -> Iterable[dict[str, Any]]:
+        return self._rows()
+
+    async def act(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
+        if self._agent is None:
+            return await self._processes.run(self._command, json.dumps(data).encode(), _variables(endpoint))
+        call = functools.partial(self._agent, data, **endpoint._asdict())
+        result = call() if inspect.iscoroutinefunction(self._agent) else await in_thread(call)
+        return await result if inspect.isawaitable(result) else result
+
+    async def score(self, result: Any, data: dict[str, Any], messages: list[Message]) -> Score:
+        given = self._reward(result, data, messages)
+        score: Score = await given if inspect.isawaitable(given) else given
+        return score
+
+    async def close(self) -> None:
+        await super().close()
+        await self._processes.close()
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
+        return self._gold(task.data, messages) if self._gold is not None else super().gold(task, messages)
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
+        if self._mistake is None:
+            return super().mistake(task, messages, rng)
+        reply: Message | str = self._mistake(task.data, messages, rng)
+        return reply
+
+
+def _agent(agent: str | None, command: Sequence[str] | None) -> Callable[..., Any] | None:
+    if (agent is None) == (command is None):
+        raise BadArgument("give one of agent, the import path of a function, and command, a program and its arguments")
+    if agent is not None:
+        return _function(agent, "agent")
+    if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+        raise BadArgument(f'command must be a list of words, as in ["python", "my_agent.py"], not {command!r}')
+    if shutil.which(command[0]) is None:
+        raise BadArgument(f"command: there is no program {command[0]!r}")
+    return None
+
+
+def _function(path: str, what: str) -> Callable[..., Any]:
+    found = imports.load(path, what)
+    if not callable(found):
+        raise BadArgument(f"{what} {path!r} is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _rows(tasks: str, args: dict[str, Any]) -> Callable[[], Iterable[dict[str, Any]]]:
+    if Path(tasks).suffix in FILES or Path(tasks).is_file():
+        if args:
+            raise BadArgument("task_args are for a function that gives the tasks, and tasks names a file")
+        return functools.partial(read_rows, tasks)
+    return bound(_function(tasks, "tasks"), args)
+
+
+def _variables(endpoint: Endpoint) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+    }

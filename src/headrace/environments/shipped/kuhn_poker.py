@@ -1,0 +1,186 @@
+"""Kuhn's poker as a game for two: one deal, and one policy in both seats, or in one of them against a fixed player.
+
+A rollout is what one seat saw and did; its reward are the chips that it won, so that those of a deal sum to zero. A
+reply that names no legal action ends the game: it loses the most that can be lost, two chips, which go to the other. A
+seat that never came to act then has no rollout.
+
+Every deal may come in training and in evaluation: there are only six.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.environments import arguments
+from headrace.environments.base import Context, Environment
+from headrace.environments.chat import Chat
+from headrace.environments.shipped import kuhn
+from headrace.environments.shipped.drawing import check_split
+from headrace.environments.shipped.kuhn import BET, DEALS, PASS
+from headrace.environments.shipped.tags import tag, tagged
+from headrace.rollout.types import Message, Rollout, Task
+
+SELF = "self"
+OPPONENTS: dict[str, dict[str, float]] = {
+    "random": dict.fromkeys(kuhn.INFORMATION_SETS, 0.5),
+    "nash": kuhn.equilibrium(),
+}
+FORFEIT = 2
+"""Chips that an illegal action costs: no legal one costs more."""
+NAMES = {"J": "jack", "Q": "queen", "K": "king"}
+RULES = (
+    "You play poker with three cards: jack, queen and king. The king is the highest, the jack the lowest. You and your "
+    "opponent have put one chip each into the pot and got one card each. If nobody folds, the higher card wins the pot."
+)
+
+
+class KuhnPoker(Environment):
+    """`opponent`: `self`, or a player that is not trained: `random` bets half of the time, `nash` plays perfectly.
+
+    Against such a one each deal is played `rounds` times from either seat; what chance decides for the opponent is part
+    of the task. `terse` shows "Q", "Qp" or "Qb", and a reply is "p" or "b": next to nothing to read, for the smallest
+    models. Demonstrations with half of them mistakes are legal play at random.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        opponent: str = SELF,
+        rounds: int = 16,
+        terse: bool = False,
+        seed: int = 0,
+        demonstrate_mistakes: float = 0.0,
+    ) -> None:
+        check_split(split)
+        arguments.check_choice("opponent", opponent, (SELF, *OPPONENTS))
+        arguments.check_whole("rounds", rounds, 1)
+        arguments.check_flag("terse", terse)
+        arguments.check_mistakes(demonstrate_mistakes)
+        self.split = split
+        self.opponent = OPPONENTS.get(opponent)
+        self.rounds = rounds
+        self.terse = terse
+        self.seed = seed
+        self.demonstrate_mistakes = demonstrate_mistakes
+        self._seen = {_heard(self.situation(name)): name for name in kuhn.INFORMATION_SETS}
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """The six deals; against an opponent, from each seat, with its luck at its first and its second decision."""
+        if self.opponent is None:
+            return [{"deal": deal} for deal in DEALS]
+        rng = random.Random(f"{self.seed}-{self.split}")
+        tasks = [
+            {"deal": deal, "seat": seat, "round": number, "luck": [rng.random(), rng.random()]}
+            for number in range(self.rounds)
+            for deal in DEALS
+            for seat in (0, 1)
+        ]
+        rng.shuffle(tasks)  # so that any few of them are of all kinds
+        return tasks
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        deal: str = task.data["deal"]
+        seats = (0, 1) if self.opponent is None else (task.data["seat"],)
+        chats: dict[int, Chat] = {}
+        history, offender = "", None
+        while not kuhn.is_over(history) and offender is None:
+            seat = kuhn.seat_to_act(history)
+            if seat in seats:
+                action = await self._ask(chats, deal[seat], history, context)
+            else:
+                action = self._reply_of_opponent(task, deal[seat] + history)
+            if action is None:
+                offender = seat
+            else:
+                history += action
+        won = kuhn.winnings(deal, history) if offender is None else FORFEIT * (-1 if offender == 0 else 1)
+        return [
+            chat.rollout({"chips": float(-won if seat else won)}, {"illegal": float(seat == offender)})
+            for seat, chat in chats.items()
+        ]
+
+    async def _ask(self, chats: dict[int, Chat], card: str, history: str, context: Context) -> str | None:
+        """What the policy does; None: nothing that is legal."""
+        seat = kuhn.seat_to_act(history)
+        if seat in chats:
+            chats[seat].say(self._told(history))
+        else:
+            chats[seat] = Chat(context, self._question(card, history), agent=f"player_{seat}")
+        reply = await chats[seat].reply()
+        return None if reply is None or reply.truncated else self._read(reply.text, history)
+
+    def _reply_of_opponent(self, task: Task, information_set: str) -> str:
+        assert self.opponent is not None
+        luck = task.data["luck"][len(information_set) // 3]  # only a second decision has a history of two
+        return BET if luck < self.opponent[information_set] else PASS
+
+    def situation(self, information_set: str) -> list[Message]:
+        """The conversation in which the policy decides there."""
+        card, history = information_set[0], information_set[1:]
+        asked = [_said_by_user(self._question(card, history[: kuhn.seat_to_act(history)]))]
+        if len(history) < 2:
+            return asked
+        said = {"role": "assistant", "content": self.write(history[0], "")}
+        return [*asked, said, _said_by_user(self._told(history))]
+
+    def write(self, action: str, history: str) -> str:
+        """A reply that names this action."""
+        name = self._names(history)[action]
+        return name if self.terse else tag("action", name)
+
+    def gold(self, task: Task, messages: Sequence[Message]) -> str:
+        """What perfect play does more often; against a fixed player, what wins most of the task, as hindsight knows."""
+        name = self._seen[_heard(messages)]
+        return self.write(self._best(task, name), name[1:])
+
+    def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
+        """The other legal action."""
+        name = self._seen[_heard(messages)]
+        return self.write(PASS if self._best(task, name) == BET else BET, name[1:])
+
+    def _best(self, task: Task, information_set: str) -> str:
+        if self.opponent is None:
+            return BET if kuhn.equilibrium()[information_set] >= 0.5 else PASS
+        return max((PASS, BET), key=lambda action: self._most(task, information_set[1:] + action))
+
+    def _most(self, task: Task, history: str) -> int:
+        """What can be won from here against a player whose luck is known."""
+        deal, own = task.data["deal"], task.data["seat"]
+        if kuhn.is_over(history):
+            return kuhn.winnings(deal, history) * (-1 if own else 1)
+        seat = kuhn.seat_to_act(history)
+        actions = (PASS, BET) if seat == own else (self._reply_of_opponent(task, deal[seat] + history),)
+        return max(self._most(task, history + action) for action in actions)
+
+    def _question(self, card: str, history: str) -> str:
+        if self.terse:
+            return card + history
+        return f"{RULES} You hold the {NAMES[card]}. {self._told(history)}"
+
+    def _told(self, history: str) -> str:
+        """What the other one has done, and what may be done about it."""
+        if self.terse:
+            return history[-1:]
+        done = f"Your opponent {'bets' if history[-1] == BET else 'checks'}." if history else "You begin."
+        return f"{done} Write {self.write(PASS, history)}, or {self.write(BET, history)} for one more chip."
+
+    def _read(self, text: str, history: str) -> str | None:
+        """The action that a reply names, and no other."""
+        named = text.strip() if self.terse else (tagged(text, "action") or "").strip().lower()
+        return next((action for action, name in self._names(history).items() if name == named), None)
+
+    def _names(self, history: str) -> dict[str, str]:
+        """What passing and betting are called."""
+        if self.terse:
+            return {PASS: PASS, BET: BET}
+        return {PASS: "fold", BET: "call"} if history.endswith(BET) else {PASS: "check", BET: "bet"}
+
+
+def _said_by_user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _heard(messages: Sequence[Message]) -> tuple[str, ...]:
+    return tuple(message["content"] for message in messages if message["role"] == "user")

@@ -1,0 +1,145 @@
+"""What each environment of a run came to: its draws, what was trained on and what was lost, its rewards and scores.
+
+Counts come from the journal, rewards and scores from the metrics, and why episodes failed from the newest files of
+rollouts, which keep the messages. Whatever of these a run does not have is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.observe.history import Curve, History
+from headrace.transport.run_dir import RunDir
+
+ENDS = 5
+"""Train steps averaged at either end."""
+NEWEST_FILES = 20
+"""Files of rollouts that are looked through for errors."""
+
+
+class EnvironmentReport(msgspec.Struct):
+    """One entry of `environments` in `headrace summary --json`. None: there is no such thing."""
+
+    name: str
+    algorithm: str | None = None
+    """None: it is only evaluated."""
+    draws: int = 0
+    rollouts_trained: int = 0
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    """Rollouts, by reason."""
+    error: str | None = None
+    """The message that its failed episodes of the newest steps had most often."""
+    reward_start: float | None = None
+    reward_end: float | None = None
+    eval_start: float | None = None
+    """avg@k of the first evaluation and, below, of the last."""
+    eval_end: float | None = None
+
+
+def report(run: RunDir, history: History) -> list[EnvironmentReport]:
+    """Those that were trained on first, as the run file has them."""
+    algorithms = _algorithms(run)
+    drawn, dropped = _counts(run)
+    errors = _errors(run)
+    names = dict.fromkeys([*algorithms, *drawn, *sorted(history.evals)])
+    return [
+        _with_rewards(
+            EnvironmentReport(
+                name,
+                algorithms.get(name),
+                drawn.get(name, 0),
+                int(sum(float(record.get(f"rollouts/{name}", 0)) for record in history.steps.values())),
+                dropped.get(name, {}),
+                errors.get(name),
+            ),
+            history,
+        )
+        for name in names
+    ]
+
+
+def _with_rewards(entry: EnvironmentReport, history: History) -> EnvironmentReport:
+    if curve := history.train_reward(entry.name):
+        entry.reward_start, entry.reward_end = _mean(curve[:ENDS]), _mean(curve[-ENDS:])
+    if scores := sorted(history.evals.get(entry.name, {}).items()):
+        entry.eval_start, entry.eval_end = scores[0][1], scores[-1][1]
+    return entry
+
+
+def _mean(points: Curve) -> float:
+    return sum(value for _, value in points) / len(points)
+
+
+def _algorithms(run: RunDir) -> dict[str, str]:
+    """By training environment, from the saved configuration."""
+    from headrace.config.base import read_toml
+
+    if not run.config.is_file():
+        return {}
+    section: dict[str, Any] = read_toml(run.config).get("orchestrator", {})
+    default = section.get("algo", {}).get("type", "grpo")
+    environments = section.get("train", {}).get("env", [])
+    return {env["name"]: env.get("algo", {}).get("type", default) for env in environments}
+
+
+def _counts(run: RunDir) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Draws, and dropped rollouts by reason, of each training environment."""
+    from contextlib import closing
+
+    from headrace.orchestrator.journal import Journal
+
+    if not run.journal.is_file():
+        return {}, {}
+    with closing(Journal(run.journal, read_only=True)) as journal:
+        return journal.drawn_per_env(), journal.drops_per_env()
+
+
+def _errors(run: RunDir) -> dict[str, str]:
+    """By environment, the commonest message of the failures in the newest files."""
+    import pyarrow.parquet as pq
+
+    found: dict[str, Counter[str]] = {}
+    for file in sorted(run.rollouts.glob("step-*.parquet"))[-NEWEST_FILES:]:
+        table = pq.read_table(file, columns=["env", "error_reason", "error"])
+        for row in table.to_pylist():
+            if row["error"]:  # what was cancelled has no story to tell
+                found.setdefault(row["env"], Counter())[f"{row['error_reason']}: {row['error']}"] += 1
+    return {env: min(counts, key=lambda text: (-counts[text], text)) for env, counts in found.items()}
+
+
+def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
+    """For people: a row of titles, then one per environment."""
+    titles = ["environment", "algorithm", "draws", "trained", "reward", "held-out", "dropped"]
+    return [titles, *([cell or "-" for cell in _row(entry)] for entry in entries)]
+
+
+def _row(entry: EnvironmentReport) -> list[str]:
+    trains = entry.algorithm is not None or entry.draws > 0
+    return [
+        entry.name,
+        entry.algorithm or "",
+        f"{entry.draws:,}" if trains else "",
+        f"{entry.rollouts_trained:,}" if trains else "",
+        _change(entry.reward_start, entry.reward_end),
+        _change(entry.eval_start, entry.eval_end),
+        ", ".join(f"{count:,} {reason}" for reason, count in sorted(entry.dropped.items())),
+    ]
+
+
+def _change(start: float | None, end: float | None) -> str:
+    return "" if start is None or end is None else f"{start:.3f} → {end:.3f}"
+
+
+def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
+    """A sentence for every environment of which episodes failed, the worst first."""
+    failed = sorted((entry for entry in entries if entry.error), key=lambda entry: entry.rollouts_trained > 0)
+    return [
+        f"{entry.name}: {_EXTENT[entry.rollouts_trained > 0]} failed, most often with {entry.error}" for entry in failed
+    ]
+
+
+_EXTENT = {True: "some episodes", False: "nothing was trained on, its episodes"}

@@ -1,0 +1,65 @@
+"""From a `curriculum` section to the sampler and the gate that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace import imports
+from headrace.algorithms.user_function import check_kwargs
+from headrace.config.curriculum import (
+    AdvantageRangeConfig,
+    CurriculumConfig,
+    DifficultyPoolConfig,
+    ImportedGateConfig,
+    ImportedSamplerConfig,
+)
+from headrace.errors import BadInput
+from headrace.orchestrator.curriculum import DifficultyPool, TaskSampler
+from headrace.orchestrator.gate import AdvantageRange, Gate
+from headrace.rollout.types import Task
+
+
+def make_sampler(config: CurriculumConfig, tasks: Sequence[Task]) -> TaskSampler | None:
+    """None: the source's own, every task once before any comes again."""
+    match config.sampler:
+        case DifficultyPoolConfig(hard_max=hard_max, normal_max=normal_max, weights=weights):
+            return DifficultyPool(tasks, hard_max, normal_max, weights.model_dump())
+        case ImportedSamplerConfig() as own:
+            return _imported_sampler(own)(tasks, **own.kwargs)
+        case _:
+            return None
+
+
+def make_gate(config: CurriculumConfig) -> Gate | None:
+    """None: every group passes."""
+    match config.gate:
+        case AdvantageRangeConfig(reject_min=least, reject_max=most):
+            return AdvantageRange(least, most)
+        case ImportedGateConfig() as own:
+            return _imported_gate(own)(**own.kwargs)
+        case _:
+            return None
+
+
+def check_imports(config: CurriculumConfig) -> None:
+    """Refuse code of the user's that is not there, or does not take its kwargs; nothing of it is called."""
+    if isinstance(config.sampler, ImportedSamplerConfig):
+        _imported_sampler(config.sampler)
+    if isinstance(config.gate, ImportedGateConfig):
+        _imported_gate(config.gate)
+
+
+def _imported_sampler(config: ImportedSamplerConfig) -> type[TaskSampler]:
+    kind = imports.load(config.type, "sampler")
+    if not (isinstance(kind, type) and issubclass(kind, TaskSampler)):
+        raise BadInput(f"sampler {config.type!r} is not a subclass of headrace.orchestrator.curriculum.TaskSampler")
+    check_kwargs(kind, ([],), config.kwargs, f"sampler {config.type!r}")
+    return kind
+
+
+def _imported_gate(config: ImportedGateConfig) -> type[Gate]:
+    kind = imports.load(config.type, "gate")
+    if not (isinstance(kind, type) and issubclass(kind, Gate)):
+        raise BadInput(f"gate {config.type!r} is not a subclass of headrace.orchestrator.gate.Gate")
+    check_kwargs(kind, (), config.kwargs, f"gate {config.type!r}")
+    return kind

@@ -1,0 +1,77 @@
+"""A mixture in one real run: four environments, three algorithms, a curriculum, a teacher that dies, and an environment
+that always fails. Each costs what is its own, and the run says which was which.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from headrace.observe.metrics import read_metrics
+from headrace.transport.run_dir import RunDir
+from tests.end_to_end.runs import finish, headrace, start, wait_until, write_run_file
+from tests.end_to_end.test_algorithms import ENVIRONMENTS, LETTERS, count, served, trained_components
+
+BROKEN = """
+[[orchestrator.train.env]]
+id = "tests.end_to_end.environments:Broken"
+name = "broken"
+ratio = 1.0
+"""
+CURRICULUM = """
+[orchestrator.train.curriculum]
+sampler = { type = "difficulty_pool", hard_max = 0.4 }
+gate = "advantage_range"
+"""
+FAILURE = "KeyError: 'no such column: question'"
+
+
+@pytest.mark.timeout(400)
+def test_in_a_mixture_a_dead_teacher_and_a_broken_environment_cost_their_own_rollouts_alone(
+    tmp_path: Path, tiny_model: Path
+):
+    run = RunDir(tmp_path / "run")
+    with served(tiny_model) as (teacher, url):
+        overlay = tmp_path / "mixture.toml"
+        overlay.write_text(ENVIRONMENTS.format(letters=LETTERS, url=url) + BROKEN + CURRICULUM)
+        launcher = start("rl", write_run_file(tmp_path, tiny_model), overlay, "--max_steps", 8)
+        wait_until(lambda: count(run, "algo/scored/prefills") >= 2 or launcher.poll() is not None, "two scored batches")
+        teacher.send_signal(signal.SIGKILL)
+        code, output = finish(launcher, timeout=300)
+    assert code == 0, output
+    assert trained_components(run) == {"rewarded": {"rl"}, "scored": {"ref_kl"}, "imitated": {"ce"}}
+    _check_told_once(run, url)
+    _check_report(run, output)
+    assert headrace("audit", run.root)[0] == 0
+
+
+def _check_told_once(run: RunDir, url: str) -> None:
+    log = (run.root / "logs" / "orchestrator.log").read_text()
+    assert f"no_reference: teacher at {url} did not score a sequence" in log
+    assert log.count("an episode of broken failed") == 1
+    assert f"environment 'broken' only fails (environment: {FAILURE}" in log
+    records = list(read_metrics(run.metrics))
+    assert any("progress/dropped/no_reference" in record for record in records)
+    pools = [record["curriculum/rewarded/unseen"] for record in records if "curriculum/rewarded/unseen" in record]
+    assert len(pools) == 8
+    assert pools[0] > pools[-1]
+
+
+def _check_report(run: RunDir, output: str) -> None:
+    summary = json.loads(headrace("summary", run.root, "--json")[1])
+    report = {entry["name"]: entry for entry in summary["environments"]}
+    algorithms = {name: entry["algorithm"] for name, entry in report.items()}
+    assert algorithms == {"rewarded": "grpo", "scored": "opd", "imitated": "sft", "broken": "grpo", "letters": None}
+    for name in ("rewarded", "scored", "imitated"):
+        assert report[name]["rollouts_trained"] > 0
+        assert report[name]["reward_end"] > 0
+        assert "environment" not in report[name]["dropped"]
+    assert report["broken"]["rollouts_trained"] == 0
+    assert report["broken"]["dropped"].keys() <= {"environment", "off_policy", "max_steps"}
+    assert report["broken"]["draws"] < min(report[name]["draws"] for name in ("rewarded", "scored"))
+    sentence = f"broken: nothing was trained on, its episodes failed, most often with environment: {FAILURE}"
+    assert output.count(sentence) == 1
+    assert sentence in run.summary.read_text()

@@ -1,0 +1,200 @@
+"""What OpenAI's own client gets from the proxy."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from headrace.environments.agents.episode import Episode
+from headrace.environments.agents.proxy import Proxy
+from headrace.environments.base import Reply
+from headrace.environments.script import Script, as_reply, call_tool
+from headrace.rollout.types import Message, Turn
+from tests.environments.agents.agents import ADD, shared
+from tests.environments.pools import Failing
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+TOOLS: Any = [ADD]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def proxy() -> AsyncIterator[Proxy]:
+    proxy = Proxy("policy")
+    await proxy.start()
+    yield proxy
+    await proxy.close()
+
+
+def client_of(proxy: Proxy, episode: Episode) -> AsyncOpenAI:
+    return shared.with_options(base_url=proxy.url(episode), api_key=episode.token)
+
+
+def in_tokens(text: str, finish_reason: str = "stop") -> Reply:
+    turn = Turn([1, 2, 3], [ord(letter) for letter in text], [-1.0] * len(text), [0] * len(text), 1.0, finish_reason)
+    return Reply({"role": "assistant", "content": text, "reasoning_content": "hm"}, turn)
+
+
+async def test_a_reply_has_its_text_thoughts_usage_and_reason(proxy: Proxy):
+    with proxy.episode(Script(lambda messages: in_tokens("fine"))) as episode:
+        reply = await client_of(proxy, episode).chat.completions.create(model="gpt-9", messages=HELLO)
+    (choice,) = reply.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "fine", "stop")
+    assert choice.message.tool_calls is None
+    assert choice.message.reasoning_content == "hm"  # type: ignore[attr-defined]
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (3, 4, 7)
+    assert reply.model == "gpt-9"
+
+
+async def test_calls_come_with_their_arguments_as_json_text(proxy: Proxy):
+    with proxy.episode(Script(lambda messages: call_tool("add", a=1, q="é"))) as episode:
+        reply = await client_of(proxy, episode).chat.completions.create(model="policy", messages=HELLO, tools=TOOLS)
+    (choice,) = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "q": "é"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls", "reason"),
+    [
+        (in_tokens("fine"), "fine", [], "stop"),
+        (in_tokens("fi", "length"), "fi", [], "length"),
+        (as_reply(call_tool("add", a=1)), "", [("add", '{"a": 1}')], "tool_calls"),
+    ],
+)
+async def test_a_stream_adds_up_to_the_reply(proxy: Proxy, answer: Reply, content: str, calls: list, reason: str):
+    with proxy.episode(Script(lambda messages: answer)) as episode:
+        chat = client_of(proxy, episode).chat.completions
+        chunks = [
+            chunk
+            async for chunk in await chat.create(
+                model="policy", messages=HELLO, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+    *parts, last = chunks
+    deltas = [part.choices[0].delta for part in parts]
+    assert "".join(delta.content or "" for delta in deltas) == content
+    found = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.function.name, call.function.arguments) for call in found if call.function] == calls
+    assert parts[-1].choices[0].finish_reason == reason
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(answer.turn.completion_ids)
+
+
+async def test_several_choices_are_sampled_apart(proxy: Proxy):
+    words = iter(["one", "two", "three"])
+    with proxy.episode(Script(lambda messages: in_tokens(next(words)))) as episode:
+        reply = await client_of(proxy, episode).chat.completions.create(model="policy", messages=HELLO, n=3)
+        assert [choice.message.content for choice in reply.choices] == ["one", "two", "three"]
+        assert len(episode.turns) == 3
+        assert len(episode.transcript.conversations) == 3
+
+
+async def test_a_stop_string_ends_what_the_agent_sees_and_not_what_was_sampled(proxy: Proxy):
+    with proxy.episode(Script(lambda messages: in_tokens("Action: look\nObservation: gold"))) as episode:
+        chat = client_of(proxy, episode).chat.completions
+        reply = await chat.create(model="policy", messages=HELLO, stop=["\nObservation:", "no"])
+        assert reply.choices[0].message.content == "Action: look"
+        assert reply.choices[0].finish_reason == "stop"
+        assert len(episode.turns[0].completion_ids) == len("Action: look\nObservation: gold")
+
+
+class Recording(Script):
+    """A script that knows how many tokens it was allowed."""
+
+    def __init__(self, answer: Callable[[Sequence[Message]], str]) -> None:
+        super().__init__(answer)
+        self.max_tokens: list[int | None] = []
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Reply:
+        self.max_tokens.append(max_tokens)
+        return await super().chat(messages, tools, max_tokens)
+
+
+async def test_limits_and_tools_reach_the_model_as_they_were_asked_for(proxy: Proxy):
+    script = Recording(lambda messages: "x")
+    with proxy.episode(script) as episode:
+        chat = client_of(proxy, episode).chat.completions
+        await chat.create(model="policy", messages=HELLO, max_tokens=5)
+        await chat.create(model="policy", messages=HELLO, max_completion_tokens=7, tools=TOOLS)
+        await chat.create(model="policy", messages=HELLO, tools=TOOLS, tool_choice="none")
+        await chat.create(model="policy", messages=HELLO, tools=TOOLS, tool_choice="required")
+    assert script.max_tokens == [5, 7, None, None]
+    assert [tools for _, tools in script.calls] == [[], TOOLS, [], TOOLS]
+
+
+async def test_models_are_listed_and_found_by_any_name(proxy: Proxy):
+    with proxy.episode(Script(lambda messages: "x")) as episode:
+        models = client_of(proxy, episode).models
+        assert [model.id async for model in models.list()] == ["policy"]
+        assert (await models.retrieve("gpt-9")).id == "gpt-9"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"messages": []}, "messages is empty"),
+        ({"n": 0}, "n must be between"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"logprobs": True}, "logprobs is not supported"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\] is no function"),
+        ({"extra_body": {"messages": "hello"}}, "Expected `array`"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_with_its_name(proxy: Proxy, asked: dict[str, Any], words: str):
+    with proxy.episode(Script(lambda messages: "x")) as episode:
+        chat = client_of(proxy, episode).chat.completions
+        with pytest.raises(openai.BadRequestError, match=words):
+            await chat.create(**{"model": "policy", "messages": HELLO, **asked})
+        assert episode.turns == []
+
+
+async def test_other_interfaces_are_refused_with_a_word_of_what_to_do(proxy: Proxy):
+    with proxy.episode(Script(lambda messages: "x")) as episode:
+        client = client_of(proxy, episode)
+        with pytest.raises(openai.NotFoundError, match="must be told to chat"):
+            await client.completions.create(model="policy", prompt="x")
+        with pytest.raises(openai.NotFoundError, match="/v1/responses is not spoken"):
+            await client.responses.create(model="policy", input="x")
+
+
+async def test_an_episode_that_is_over_or_another_answers_nobody(proxy: Proxy):
+    with proxy.episode(Script(lambda messages: "x")) as episode:
+        url = proxy.url(episode)
+    with proxy.episode(Script(lambda messages: "x")) as other:
+        for address in (url, proxy.url(other).replace(other.token, "guessed")):
+            client = shared.with_options(base_url=address)
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(model="policy", messages=HELLO)
+            assert (caught.value.status_code, caught.value.code) == (410, "episode_over")
+
+
+async def test_a_failure_of_the_model_is_told_once_and_not_tried_again(proxy: Proxy):
+    context = Failing()
+    with proxy.episode(context) as episode:
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client_of(proxy, episode).chat.completions.create(model="policy", messages=HELLO)
+            assert caught.value.status_code == 410
+        assert episode.failure is context.error
+
+
+async def test_a_body_that_is_no_json_is_refused_in_openais_form(proxy: Proxy):
+    with proxy.episode(Script(lambda messages: "x")) as episode:
+        async with httpx.AsyncClient() as http:
+            reply = await http.post(f"{proxy.url(episode)}/chat/completions", content=b"{")
+        assert reply.status_code == 400
+        assert "not valid JSON" in reply.json()["error"]["message"]

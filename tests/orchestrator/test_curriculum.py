@@ -1,0 +1,324 @@
+"""Samplers, gates and the rests of what only fails; the numbers are worked by hand."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.algorithms.base import RolloutView
+from headrace.config.curriculum import CurriculumConfig
+from headrace.errors import BadInput
+from headrace.orchestrator.circuit import FIRST_REST, LONGEST_REST, PATIENCE, Circuit
+from headrace.orchestrator.curricula import check_imports, make_gate, make_sampler
+from headrace.orchestrator.curriculum import CurriculumFailed, DifficultyPool, TaskSampler
+from headrace.orchestrator.gate import AdvantageRange, Gate
+from headrace.orchestrator.journal import Lesson
+from headrace.orchestrator.source import TrainSource, TrainTasks
+from headrace.rollout.types import Rollout, Sample, Task
+
+WEIGHTS = {"unseen": 1.0, "hard": 0.2, "normal": 1.0, "easy": 0.2}
+
+
+def tasks(count: int, env: str = "env") -> list[Task]:
+    return [Task(env, {"n": n}) for n in range(count)]
+
+
+def pool(count: int, **weights: float) -> DifficultyPool:
+    return DifficultyPool(tasks(count), 0.25, 0.75, {**WEIGHTS, **weights})
+
+
+def shares(sampler: DifficultyPool) -> dict[str, float]:
+    return {name: share for name, share in sampler.metrics().items() if share}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 0.5], "hard"),  # mean .25, both bounds belong to the pool below
+        ([0.0, 0.0, 1.0], "normal"),
+        ([0.5, 1.0], "normal"),  # mean .75
+        ([1.0, 1.0, 0.5], "easy"),
+        ([3.0], "easy"),
+    ],
+)
+def test_a_task_is_in_the_pool_of_the_mean_reward_of_its_group(rewards: list[float], expected: str):
+    sampler = pool(1)
+    assert shares(sampler) == {"unseen": 1.0}
+    sampler.observe(sampler.tasks[0], rewards)
+    assert shares(sampler) == {expected: 1.0}
+
+
+def test_only_the_latest_group_of_a_task_counts():
+    sampler = pool(4)
+    for reward in (0.0, 1.0, 0.5):
+        sampler.observe(sampler.tasks[2], [reward])
+    assert shares(sampler) == {"unseen": 0.75, "normal": 0.25}
+
+
+def test_tasks_are_drawn_by_the_weights_of_their_pools():
+    sampler = pool(4)
+    for number, reward in enumerate((0.0, 0.5, 1.0)):
+        sampler.observe(sampler.tasks[number], [reward])
+    counts = Counter(sampler.draw(n, random.Random(n)).data["n"] for n in range(4800))
+    expected = {0: 400, 1: 2000, 2: 400, 3: 2000}  # of 2.4 in all: .2, 1, .2, 1; standard deviations 19 and 34
+    assert all(abs(counts[n] - count) < 150 for n, count in expected.items())
+
+
+def test_a_pool_of_weight_0_is_left_alone_unless_there_is_nothing_else():
+    sampler = pool(2, unseen=0.0)
+    sampler.observe(sampler.tasks[0], [0.5])
+    assert {sampler.draw(n, random.Random(n)).data["n"] for n in range(50)} == {0}
+    sampler = pool(2, unseen=0.0)
+    assert {sampler.draw(n, random.Random(n)).data["n"] for n in range(50)} == {0, 1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pools_stay_apart_and_complete_however_tasks_move(seed: int):
+    rng = random.Random(seed)
+    sampler, latest = pool(7), dict.fromkeys(range(7), "unseen")
+    for _ in range(100):
+        number, reward = rng.randrange(7), rng.choice([0.0, 0.5, 1.0])
+        sampler.observe(sampler.tasks[number], [reward])
+        latest[number] = {0.0: "hard", 0.5: "normal", 1.0: "easy"}[reward]
+        assert shares(sampler) == {name: count / 7 for name, count in Counter(latest.values()).items()}
+
+
+def test_a_task_that_is_listed_twice_is_one_task_with_twice_the_weight():
+    sampler = DifficultyPool([Task("env", {"n": 0})] * 2, 0.25, 0.75, WEIGHTS)
+    sampler.observe(sampler.tasks[0], [1.0])
+    assert shares(sampler) == {"easy": 1.0}
+
+
+# -- the source -------------------------------------------------------------------------------------------------------
+
+
+def pooled_source(drawn: int = 0) -> TrainSource:
+    given = tasks(9)
+    return TrainSource([TrainTasks("env", given, 1.0, DifficultyPool(given, 0.25, 0.75, WEIGHTS))], 3, {"env": drawn})
+
+
+def test_a_source_that_hears_the_past_again_draws_what_it_would_have_drawn():
+    rng = random.Random(0)
+    uninterrupted, lessons, expected = pooled_source(), [], []
+    for _ in range(60):
+        draw, task = uninterrupted.draw()
+        lessons.append(Lesson(draw.id, "env", task.key, [rng.choice([0.0, 0.5, 1.0])]))
+        expected.append(task)
+        uninterrupted.hear(lessons[-1])
+        uninterrupted.learn()
+    resumed = pooled_source(drawn=40)
+    for lesson in lessons[:40]:
+        resumed.hear(lesson)
+    resumed.learn()
+    again = []
+    for lesson in lessons[40:]:
+        again.append(resumed.draw()[1])
+        resumed.hear(lesson)
+        resumed.learn()
+    assert again == expected[40:]
+    assert resumed.metrics() == uninterrupted.metrics()
+
+
+def test_what_is_heard_changes_no_draw_before_it_is_learned():
+    patient, eager = pooled_source(), pooled_source()
+    for n, task in enumerate(tasks(9)):
+        patient.hear(Lesson(n, "env", task.key, [1.0]))
+    assert [patient.draw() for _ in range(5)] == [eager.draw() for _ in range(5)]
+    assert patient.metrics()["curriculum/env/unseen"] == 1.0
+    patient.learn()
+    assert patient.metrics()["curriculum/env/easy"] == 1.0
+
+
+def test_lessons_about_tasks_and_environments_that_are_gone_are_left_out():
+    source = pooled_source()
+    for lesson in (Lesson(0, "env", "gone", [1.0]), Lesson(1, "other", "gone", [], failed=99)):
+        source.hear(lesson)
+    source.learn()
+    assert source.metrics()["curriculum/env/unseen"] == 1.0
+
+
+def two(ratio: float = 1.0) -> TrainSource:
+    return TrainSource([TrainTasks("good", tasks(3, "good"), 1.0), TrainTasks("bad", tasks(3, "bad"), ratio)], 0)
+
+
+def test_an_environment_that_only_fails_is_left_alone_then_tried_once_then_left_alone_for_longer(
+    caplog: pytest.LogCaptureFixture,
+):
+    source, drawn = two(), []
+    for _ in range(200):
+        draw, task = source.draw()
+        drawn.append(draw.env)
+        failed = 4 if draw.env == "bad" else 0
+        source.hear(Lesson(draw.id, draw.env, task.key, [] if failed else [1.0], failed, story="environment: a bug"))
+        source.learn()
+    tries = [n for n, env in enumerate(drawn) if env == "bad"]
+    pauses = np.diff(tries)
+    assert all(pause < 10 for pause in pauses[:3])  # four groups of four episodes
+    assert [pause > rest for pause, rest in zip(pauses[3:6], (16, 32, 64), strict=True)] == [True] * 3
+    assert caplog.records[0].getMessage() == (
+        "environment 'bad' only fails (environment: a bug): the next 16 draws are of the others, then one tries it "
+        "again"
+    )
+
+
+def test_an_environment_that_works_again_is_drawn_as_before(caplog: pytest.LogCaptureFixture):
+    source = two()
+    for n in range(4):
+        source.hear(Lesson(n, "bad", "x", [], 4, story="environment: a bug"))
+    source.hear(Lesson(9, "bad", "x", [0.0]))
+    source.learn()
+    assert Counter(source.draw()[0].env for _ in range(200))["bad"] > 60
+    assert "works again" in caplog.records[-1].getMessage()
+
+
+def test_where_every_environment_rests_none_does():
+    source = two()
+    for env in ("good", "bad"):
+        source.hear(Lesson(0, env, "x", [], 99))
+    source.learn()
+    assert set(Counter(source.draw()[0].env for _ in range(30))) == {"good", "bad"}
+
+
+def test_rests_double_up_to_a_longest_and_are_the_same_after_a_replay():
+    circuit, rests, draw = Circuit(), [], 0
+    for _ in range(12):
+        rest = circuit.failed("env", draw, PATIENCE)
+        rests.append(rest)
+        draw += rest + 1
+        assert circuit.rests("env", draw - 1)
+        assert not circuit.rests("env", draw)
+    assert rests[:3] == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST]
+    assert rests[-1] == LONGEST_REST
+
+
+def test_while_one_draw_tries_an_environment_no_other_does_and_a_trial_that_was_given_up_is_none():
+    circuit = Circuit()
+    circuit.failed("env", 0, PATIENCE)
+    circuit.drawn("env", 17)
+    assert circuit.rests("env", 18)
+    circuit.given_up("env", 17)
+    assert not circuit.rests("env", 18)
+    circuit.drawn("env", 18)
+    assert circuit.worked("env", 18)
+    assert not circuit.rests("env", 19)
+    assert circuit.failed("env", 16, 99) == 0  # it was drawn before the one that worked
+
+
+# -- gates ------------------------------------------------------------------------------------------------------------
+
+
+def group(*advantages: float | None, masked: float = 0.0) -> list[RolloutView]:
+    """Rollouts of one trained token each, beside one that is not trained on."""
+    views = []
+    for value in advantages:
+        sample = Sample([1, 2, 3], [False, False, True], [0, 0, -1.0], [-1, -1, 0], 1)
+        if value is not None:
+            sample.set_stream("advantages", [0.0, masked, value])
+        views.append(RolloutView(Rollout(samples=[sample]), Task("env", {})))
+    return views
+
+
+@pytest.mark.parametrize(
+    ("advantages", "keeps"),
+    [((0.0, 0.0), False), ((0.0, 0.2), False), ((-0.1, 0.2), False), ((0.0, 0.21), True), ((-0.11,), True)],
+)
+def test_a_group_is_rejected_when_every_advantage_lies_in_the_range_its_ends_included(
+    advantages: tuple[float, ...], keeps: bool
+):
+    assert AdvantageRange(-0.1, 0.2).keeps(group(*advantages)) is keeps
+
+
+def test_tokens_that_are_not_trained_on_do_not_save_a_group():
+    assert not AdvantageRange(0.0, 0.0).keeps(group(0.0, masked=5.0))
+
+
+def test_without_advantages_every_group_passes():
+    assert AdvantageRange(0.0, 0.0).keeps(group(None, None))
+
+
+# -- your own ---------------------------------------------------------------------------------------------------------
+
+
+class Longest(TaskSampler):
+    def __init__(self, given, step: int = 1) -> None:
+        super().__init__(given)
+        self.step = step
+
+    def draw(self, position, rng):
+        return self.tasks[-1 - position * self.step % len(self.tasks)]
+
+
+class Stranger(TaskSampler):
+    def draw(self, position, rng):
+        return Task("env", {"n": -1})
+
+
+class Raising(Longest):
+    def observe(self, task, rewards):
+        raise ZeroDivisionError("as it happens")
+
+
+class Never(Gate):
+    def keeps(self, group):
+        return False
+
+
+HERE = "tests.orchestrator.test_curriculum"
+
+
+def curriculum(**keys: Any) -> CurriculumConfig:
+    return CurriculumConfig.model_validate(keys)
+
+
+def test_users_samplers_and_gates_are_found_by_import_path_with_their_kwargs():
+    config = curriculum(sampler={"type": f"{HERE}:Longest", "kwargs": {"step": 2}}, gate=f"{HERE}:Never")
+    check_imports(config)
+    sampler, gate = make_sampler(config, tasks(5)), make_gate(config)
+    source = TrainSource([TrainTasks("env", tasks(5), 1.0, sampler)], 0)
+    assert [source.draw()[1].data["n"] for _ in range(3)] == [4, 2, 0]
+    assert isinstance(gate, Never)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sampler": f"{HERE}:Nobody"}, "cannot be imported"),
+        ({"sampler": f"{HERE}:Never"}, "not a subclass of headrace.orchestrator.curriculum.TaskSampler"),
+        ({"sampler": {"type": f"{HERE}:Longest", "kwargs": {"pace": 2}}}, "does not take these kwargs"),
+        ({"gate": f"{HERE}:Longest"}, "not a subclass of headrace.orchestrator.gate.Gate"),
+    ],
+)
+def test_code_that_cannot_be_used_is_refused_before_anything_starts(keys: dict[str, Any], message: str):
+    with pytest.raises(BadInput, match=message):
+        check_imports(curriculum(**keys))
+
+
+def test_a_sampler_that_fails_ends_the_run_in_one_sentence_that_names_it():
+    strange = TrainSource([TrainTasks("maze", tasks(2), 1.0, Stranger(tasks(2)))], 0)
+    with pytest.raises(CurriculumFailed, match=r"'maze': Stranger.draw gave .* none of the environment's tasks"):
+        strange.draw()
+    raising = TrainSource([TrainTasks("maze", tasks(2), 1.0, Raising(tasks(2)))], 0)
+    raising.hear(Lesson(0, "maze", tasks(2)[0].key, [1.0]))
+    with pytest.raises(CurriculumFailed, match=r"'maze': Raising.observe failed: ZeroDivisionError: as it"):
+        raising.learn()
+
+
+def test_sections_that_make_no_sense_are_refused():
+    for keys, message in (
+        ({"sampler": {"type": "difficulty_pool", "hard_max": 0.8}}, "no task would be normal"),
+        ({"sampler": {"type": "difficulty_pool", "weights": dict.fromkeys(WEIGHTS, 0)}}, "every weight is 0"),
+        ({"gate": {"type": "advantage_range", "reject_min": 1}}, "nothing would be rejected"),
+        ({"sampler": "difficulty"}, "known types are shuffled and difficulty_pool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            curriculum(**keys)
+
+
+def test_an_environments_own_sampler_and_gate_go_before_those_that_all_inherit():
+    default = curriculum(sampler="difficulty_pool", gate="advantage_range")
+    own = curriculum(gate="none").over(default)
+    assert isinstance(make_sampler(own, tasks(2)), DifficultyPool)
+    assert make_gate(own) is None
+    assert make_sampler(curriculum(sampler="shuffled").over(default), tasks(2)) is None
