@@ -430,7 +430,7 @@ async def test_an_episode_with_several_agents_comes_to_the_mean_over_those_that_
     task = Task("poker", {})
     batch.groups.append(await EvalProcessing({"poker": Environment()}).process_group(Group("g", task, 3, 0), members))
     await EvalProcessing({}).process_batch(batch)
-    # Three episodes: (1 + 0) / 2, (1 + 1) / 2 and one that failed; the first agent has won twice of two, the second once.
+    # Three episodes: (1 + 0) / 2, (1 + 1) / 2 and one that failed; the first agent won both of its own, the second one.
     assert batch.metrics["eval/poker/avg@3"] == 0.5
     assert batch.metrics["eval/poker/pass@3"] == 1.0
     assert batch.metrics["eval/poker/errors"] == pytest.approx(1 / 3)
