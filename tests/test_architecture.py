@@ -17,6 +17,8 @@ LIGHT_PACKAGES = (
     "orchestrator",
     "algorithms",
     "environments",
+    "hackable",
+    "evaluate",
     "transport",
     "text",
     "observe",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.config.base import Config, ConfigError, Tree, dump, put, read_file, read_toml, validate
+from headrace.config.leaves import leaves
 from headrace.config.run import SHARED, RunConfig
 from headrace.config.sft import SftConfig
 from headrace.transport.files import write_atomically
@@ -82,7 +83,7 @@ def changes(config: Config, run: RunDir) -> list[str]:
     """The keys in which `config` differs from the one saved in the run directory, as `key: old -> new`."""
     if not run.config.is_file():
         return []
-    old, new = _flatten(read_toml(run.config)), _flatten(tomllib.loads(dump(config)))
+    old, new = leaves(read_toml(run.config)), leaves(tomllib.loads(dump(config)))
     changed = [key for key in (*old, *new) if old.get(key) != new.get(key)]
     # A shared key and its copies in the sections are one change.
     copies = {
@@ -97,20 +98,6 @@ def changes(config: Config, run: RunDir) -> list[str]:
         for key in dict.fromkeys(changed)
         if key not in copies
     ]
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict):
-        items = ((str(key), value) for key, value in tree.items())
-    elif isinstance(tree, list) and any(isinstance(value, dict) for value in tree):
-        items = ((str(index), value) for index, value in enumerate(tree))
-    else:
-        return {prefix: tree}
-    return {
-        path: leaf
-        for key, value in items
-        for path, leaf in _flatten(value, f"{prefix}.{key}" if prefix else key).items()
-    }
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,36 @@
+"""`headrace compare`: runs beside each other: what differs, what they came to, and how sure the difference is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="run directories; the first is what others are held against"
+    )
+    parser.add_argument("--metric", metavar="NAME", help="any of metrics.jsonl [reward/all/mean, else loss]")
+    parser.add_argument(
+        "--evaluation", metavar="DIR", type=Path, help="what `headrace eval` wrote about these runs: its examples count"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="write a page with curves, and the JSON, there")
+    parser.epilog = "Runs that differ only in their seed are one variant. See docs/comparing.md."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from headrace.observe.run_comparison import compare_runs
+    from headrace.observe.run_comparison_view import text, write_page
+
+    compared = compare_runs(arguments.runs, arguments.metric, arguments.evaluation)
+    files = write_page(compared, arguments.output) if arguments.output is not None else []
+    if arguments.json:
+        print(msgspec.json.encode(compared.comparison).decode())
+        return 0
+    print(text(compared.comparison))
+    if files:
+        print(f"\nwrote {', '.join(map(str, files))}")
+    return 0

@@ -1,0 +1,122 @@
+"""`headrace config`: what a run file resolves to, and what any key of it means."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.config.run import RunConfig
+    from headrace.config.sft import SftConfig
+
+WIDTH = 100
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="run files, merged left to right; or a run")
+    parser.add_argument("--explain", metavar="KEY", help="type, default and purpose of a key, and its value in FILE")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.cli.training import run_from_files
+    from headrace.config.base import load
+    from headrace.config.run import RunConfig
+    from headrace.config.sft import SftConfig
+    from headrace.errors import BadInput
+
+    files = [path / "config.toml" if path.is_dir() else path for path in arguments.files]
+    kind = kind_of(files)
+    if arguments.explain is None:
+        if not files:
+            raise BadInput("which run file? headrace config FILE, or headrace config --explain KEY")
+        asked = argparse.Namespace(files=files, overrides=[], dry_run=True, resume=None, clean=False)
+        return run_from_files(kind, "rl" if kind is RunConfig else "sft", asked)
+    tree: dict[str, Any] | None = None
+    if files:
+        tree = load(kind, files)[0].model_dump(mode="json", exclude_none=True)
+    elif not is_key(RunConfig, arguments.explain) and is_key(SftConfig, arguments.explain):
+        kind = SftConfig
+    print(explanation(kind, arguments.explain, tree))
+    return 0
+
+
+def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[SftConfig]:
+    """The sort of run: supervised training has examples, and neither an orchestrator nor an objective."""
+    from headrace.config.base import read_file
+    from headrace.config.run import RunConfig
+    from headrace.config.sft import SftConfig
+
+    known = {key for file in files for key in read_file(file)}
+    return SftConfig if "data" in known and not known & {"orchestrator", "objective", "rewards"} else RunConfig
+
+
+def is_key(kind: type[RunConfig] | type[SftConfig], key: str) -> bool:
+    from headrace.config.explain import find
+
+    return bool(find(kind, key))
+
+
+def explanation(kind: type[RunConfig] | type[SftConfig], key: str, tree: dict[str, Any] | None = None) -> str:
+    """All there is to say about a key, and its value in `tree`."""
+    from headrace.config.explain import children, explain, kinds_of
+
+    lines = [key]
+    inside = children(kind, key)
+    for entry in explain(kind, key):
+        lines.append(textwrap.fill(entry.sentence, WIDTH, initial_indent="  ", subsequent_indent="  "))
+        facts = [("of type", ", ".join(entry.kinds)), ("type", entry.type), ("default", entry.default)]
+        lines += [_fact(label, fact) for label, fact in facts if fact]
+    if tree is not None:
+        lines += _values(tree, key, is_section=bool(inside))
+    lines += _listed("types", list(kinds_of(kind, key).items()))
+    return "\n".join([*lines, *_listed("keys", [_child(kind, name, tree) for name in inside])])
+
+
+def _child(kind: type[RunConfig] | type[SftConfig], key: str, tree: dict[str, Any] | None) -> tuple[str, str]:
+    from headrace.config.explain import explain, summary_of, values_at
+
+    entries = explain(kind, key)
+    defaults = {entry.default for entry in entries}
+    told = next(iter(defaults)) if len(defaults) == 1 else "by type"
+    if tree is not None:
+        told = ", ".join(dict.fromkeys(_shown(value) for _, value in values_at(tree, key)))
+    short = told if len(told) <= 40 else "..."
+    return key.rpartition(".")[2], f"{summary_of(kind, key)} [{short}]"
+
+
+def _values(tree: dict[str, Any], key: str, *, is_section: bool) -> list[str]:
+    from headrace.config.explain import values_at
+
+    found = values_at(tree, key)
+    if is_section:
+        return [_fact("value", "see its keys" if any(value is not None for _, value in found) else "unset")]
+    if [path for path, _ in found] == [key]:
+        return [_fact("value", _shown(found[0][1]))]
+    return [_fact("value", f"{_shown(value)} in {path}") for path, value in found] or [_fact("value", "unset")]
+
+
+def _shown(value: Any) -> str:
+    from headrace.config.explain import value_words
+
+    return value_words(value)
+
+
+def _fact(label: str, fact: str) -> str:
+    return textwrap.fill(fact, WIDTH, initial_indent=f"  {label:<8} ", subsequent_indent=" " * 11)
+
+
+def _listed(title: str, entries: Sequence[tuple[str, str]]) -> list[str]:
+    if not entries:
+        return []
+    width = max(len(name) for name, _ in entries)
+    indent = " " * (width + 6)
+    return [
+        f"  {title}:",
+        *(
+            textwrap.fill(told, WIDTH + 20, initial_indent=f"    {name:<{width}}  ", subsequent_indent=indent)
+            for name, told in entries
+        ),
+    ]

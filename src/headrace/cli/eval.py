@@ -1,0 +1,181 @@
+"""`headrace eval`: how good finished models are on an environment: accuracy, pass@k, format, lengths."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.cli.arguments import importable
+
+if TYPE_CHECKING:
+    from headrace.evaluate.evaluation import Evaluation
+
+PIPE_WIDTH = 160
+"""Columns where there is no terminal to fit into."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models",
+        metavar="CHECKPOINT",
+        nargs="+",
+        help="a model directory; a run, or a folder of runs; a checkpoint; a server, http://HOST:PORT[,http://...]",
+    )
+    parser.add_argument("--env", metavar="ID", required=True, help="an environment's id, as in a run file")
+    pairs = {"metavar": "KEY=VALUE", "nargs": "+", "default": [], "type": _pair}
+    parser.add_argument("--env-args", **pairs, help="its args: split=test level=3")  # type: ignore[arg-type]
+    parser.add_argument(
+        "--checkpoints", choices=("final", "permanent"), default="final", help="which models of a run [final]"
+    )
+    parser.add_argument("--output", metavar="DIR", type=Path, help="where to write [outputs/eval/ENV]")
+    parser.add_argument("--num-examples", metavar="N", type=_positive, help="only the first N examples [all]")
+    parser.add_argument("--samples", metavar="K", type=_positive, default=1, help="episodes per example [1]")
+    parser.add_argument("--concurrency", metavar="N", type=_positive, default=256, help="episodes at once [256]")
+    parser.add_argument("--zero-shot", metavar="FILE", type=Path, help="write the record of one model's examples, too")
+    sampling = parser.add_argument_group("how replies are sampled")
+    sampling.add_argument("--temperature", metavar="T", type=float, default=0.0, help="[0: the likeliest token]")
+    sampling.add_argument("--top-p", metavar="P", type=float, help="among the likeliest tokens of this total [1]")
+    sampling.add_argument("--top-k", metavar="N", type=int, help="among so many of the likeliest tokens [all]")
+    sampling.add_argument("--max-tokens", metavar="N", type=_positive, help="of one reply [what there is room for]")
+    sampling.add_argument("--seq-len", metavar="N", type=_positive, help="of a conversation [what the server takes]")
+    sampling.add_argument("--seed", metavar="N", type=int, help="for replies that can be had again [none]")
+    sampling.add_argument("--renderer", **pairs, help="as in a run file [the run's own]")  # type: ignore[arg-type]
+    reading = parser.add_argument_group("how they are read")
+    reading.add_argument("--correct", metavar="NAME", help="the reward or metric that is 1 where an answer is right")
+    reading.add_argument(
+        "--think-tags", metavar="TAG", nargs=2, default=("<think>", "</think>"), help="[<think> </think>]"
+    )
+    running = parser.add_argument_group("what runs")
+    running.add_argument("--timeout", metavar="S", type=float, help="seconds of one episode [any]")
+    running.add_argument("--workers", metavar="N", type=int, default=0, help="processes for the environment [0]")
+    running.add_argument(
+        "--serve-args", metavar="KEY=VALUE", nargs="+", default=[], type=_option, help="of [inference]: engine=vllm"
+    )
+    running.add_argument("--tokenizer", metavar="DIR", help="a model directory, for a server that names none")
+    running.add_argument(
+        "--api-key-var", metavar="VAR", default="HEADRACE_API_KEY", help="the variable with its key [HEADRACE_API_KEY]"
+    )
+    parser.epilog = "What was done is kept: the same command goes on where it was stopped. See docs/evaluation.md."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import sys
+
+    import msgspec
+    from rich.console import Console
+
+    from headrace.errors import BadInput
+    from headrace.evaluate.evaluation import evaluate
+    from headrace.evaluate.models import find_models
+    from headrace.evaluate.report import as_table, write_report
+    from headrace.evaluate.results import zero_shot_of
+    from headrace.launch.own_code import find_code_of
+    from headrace.observe.logs import setup_logging
+    from headrace.transport.files import write_atomically
+    from headrace.transport.run_dir import RunDir
+
+    setup_logging()
+    evaluation = read_evaluation(arguments)
+    candidates = find_models(arguments.models, permanent=arguments.checkpoints == "permanent")
+    for run in {candidate.run for candidate in candidates if candidate.run is not None}:
+        find_code_of(RunDir(run))  # the environment may be one of the run's own
+    if arguments.zero_shot is not None and len(candidates) != 1:
+        raise BadInput(f"--zero-shot is the record of one model, and these are {len(candidates)}")
+    outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
+    results = [outcome.result for outcome in outcomes]
+    title = f"{arguments.env}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
+    about = {"environment": evaluation.env, "args": evaluation.args, **_told(evaluation)}
+    files = write_report(evaluation.output, title, about, results)
+    if arguments.zero_shot is not None and outcomes[0].scored:
+        lines = b"".join(msgspec.json.encode(line) + b"\n" for line in zero_shot_of(outcomes[0].scored))
+        write_atomically(arguments.zero_shot, lines)
+        files.append(arguments.zero_shot)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    if any(not result.failure for result in results):
+        console.print(as_table(title, results))
+    print(f"wrote {', '.join(map(str, files))}")
+    failed = [result for result in results if result.failure]
+    for result in failed:
+        print(f"headrace: {result.name} was not evaluated: {result.failure}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
+    from headrace.config.base import validate
+    from headrace.config.model import RendererConfig, SamplingConfig
+    from headrace.errors import BadInput
+    from headrace.evaluate.evaluation import Evaluation
+    from headrace.evaluate.exam import Conditions
+
+    if arguments.samples > 1 and arguments.temperature == 0:
+        raise BadInput("--samples: those of temperature 0 are all alike; set --temperature, or leave --samples out")
+    named = {key: getattr(arguments, key) for key in ("temperature", "top_p", "top_k", "max_tokens")}
+    given = {key: value for key, value in named.items() if value is not None}
+    sampling, _ = validate(SamplingConfig, given, "command line")
+    renderer = dict(arguments.renderer)
+    validate(RendererConfig, renderer, "--renderer")
+    conditions = Conditions(
+        arguments.samples,
+        sampling.model_dump(exclude_none=True),
+        arguments.seq_len,
+        arguments.seed,
+        tuple(arguments.think_tags),
+        arguments.correct,
+        arguments.concurrency,
+        arguments.timeout,
+        arguments.tokenizer,
+    )
+    return Evaluation(
+        arguments.output or Path("outputs/eval") / arguments.env.replace("/", "-").replace(":", "-"),
+        importable(arguments.env, "environment"),
+        dict(arguments.env_args),
+        arguments.workers,
+        arguments.num_examples,
+        conditions,
+        renderer,
+        arguments.serve_args,
+        arguments.api_key_var,
+    )
+
+
+def _told(evaluation: Evaluation) -> dict[str, Any]:
+    given = evaluation.conditions
+    return {"sampling": given.sampling, "seq_len": given.seq_len, "seed": given.seed, "renderer": evaluation.renderer}
+
+
+@contextmanager
+def _progress(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(escape(name)), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total, completed=done)
+        yield lambda: bar.advance(task)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    from headrace.config.base import parse_value
+
+    key, separator, value = text.partition("=")
+    if not (separator and key):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE (and CHECKPOINT comes before all options)")
+    return key, parse_value(value)
+
+
+def _option(text: str) -> str:
+    """As `headrace serve` takes it."""
+    _pair(text)
+    return f"--{text}"
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)

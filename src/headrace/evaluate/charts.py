@@ -1,0 +1,119 @@
+"""The two pictures of an evaluation: accuracy by model, and accuracy against length with its frontier.
+
+Every name has a row or a place of its own, so that no two lie on each other, however many models there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headrace.evaluate.estimates import Estimate
+from headrace.observe.comparison import COLORS, SPACING
+from headrace.observe.plot import GRID, TEXT, WIDTH, Box, Frame, document, stroke, text, ticks
+
+CHARACTER = 7.2
+"""Pixels that a character takes, on average and at most about."""
+LONGEST = 40
+"""Characters of a name that are shown."""
+ROW = 24
+MARGIN = 20
+TOP, UNDER = 44, 50
+TALL = 320
+"""Height of the chart of lengths, unless more models need more."""
+
+
+def accuracy_chart(title: str, models: Sequence[tuple[str, Estimate]]) -> str:
+    """A row per model: its accuracy, and the interval around it."""
+    left = MARGIN + CHARACTER * max((len(_shown(name)) for name, _ in models), default=0) + 12
+    height = TOP + ROW * len(models) + UNDER
+    frame = Frame(0.0, 1.0, 0.0, 1.0, Box(left, TOP, WIDTH - 70, height - UNDER))
+    body = _columns(frame, ticks(0.0, 1.0, 5), "accuracy, with its 95% interval")
+    for number, (name, accuracy) in enumerate(models):
+        y = TOP + ROW * (number + 0.5)
+        color = COLORS[number % len(COLORS)]
+        body += [
+            text(left - 12, y + 4.5, _shown(name), "end"),
+            f'<path d="M{frame.x(accuracy.low)},{y:.1f}H{frame.x(accuracy.high)}" {stroke(color, 2)}/>',
+            f'<circle cx="{frame.x(accuracy.value)}" cy="{y:.1f}" r="4.5" fill="{color}"/>',
+            text(WIDTH - 60, y + 4.5, f"{accuracy.value:.3f}", color=color),
+        ]
+    return document(title, WIDTH, height, MARGIN, body)
+
+
+def length_chart(title: str, what: str, models: Sequence[tuple[str, Estimate, Estimate]]) -> str:
+    """`models` are names, lengths and accuracies; `what` is the length's name.
+
+    Names are beside the chart, each with a line to its point. The frontier joins the models that none beats in both.
+    """
+    right = WIDTH - MARGIN - 24 - CHARACTER * max((len(_shown(name)) for name, _, _ in models), default=0)
+    top = TOP + ROW
+    height = top + max(TALL, SPACING * (len(models) + 1)) + UNDER
+    x_ticks = _range([length for _, length, _ in models], least=1.0)
+    y_ticks = _range([accuracy for _, _, accuracy in models], least=0.1)
+    frame = Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1], Box(60, top, right, height - UNDER))
+    body = [*_columns(frame, x_ticks, what), *_rows(frame, y_ticks, "accuracy")]
+    edge = frontier([(length.value, accuracy.value) for _, length, accuracy in models])
+    body.append(f'<path d="{frame.path(edge)}" {stroke(TEXT, 1.5)} stroke-dasharray="5 4"/>' if edge else "")
+    order = sorted(range(len(models)), key=lambda number: (-models[number][2].value, models[number][1].value))
+    places = spread([float(frame.y(models[number][2].value)) for number in order], top, height - UNDER)
+    for number, place in zip(order, places, strict=True):
+        name, length, accuracy = models[number]
+        x, y, color = frame.x(length.value), frame.y(accuracy.value), COLORS[number % len(COLORS)]
+        body += [
+            f'<path d="M{x},{y}L{right + 16:.1f},{place:.1f}" {stroke(color, 0.75)} stroke-opacity="0.6"/>',
+            f'<path d="M{frame.x(length.low)},{y}H{frame.x(length.high)}" {stroke(color, 1.5)}/>',
+            f'<path d="M{x},{frame.y(accuracy.low)}V{frame.y(accuracy.high)}" {stroke(color, 1.5)}/>',
+            f'<circle cx="{x}" cy="{y}" r="4.5" fill="{color}"/>',
+            text(right + 20, place + 4.5, _shown(name), color=color),
+        ]
+    return document(title, WIDTH, height, MARGIN, body)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (length, accuracy) those than which no shorter or equally short one is as accurate, by length."""
+    best, edge = -math.inf, []
+    for length, accuracy in sorted(points, key=lambda point: (point[0], -point[1])):
+        if accuracy > best:
+            edge.append((length, accuracy))
+            best = accuracy
+    return edge
+
+
+def spread(wanted: Sequence[float], top: float, bottom: float) -> list[float]:
+    """Places for labels from top to bottom, near where they are wanted, `SPACING` apart; they must fit."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + SPACING if places else top))
+    limit = bottom
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], limit)
+        limit = places[number] - SPACING
+    return places
+
+
+def _range(estimates: Sequence[Estimate], least: float) -> list[float]:
+    """Ticks around all intervals, not from 0: models of one kind are close to each other."""
+    low, high = min(each.low for each in estimates), max(each.high for each in estimates)
+    return ticks(low, max(high, low + least), 5)
+
+
+def _columns(frame: Frame, values: Sequence[float], label: str) -> list[str]:
+    """Vertical lines with their values below, and what they are values of."""
+    box = frame.box
+    parts = [f'<path d="M{frame.x(value)},{box.top}V{box.bottom}" stroke="{GRID}"/>' for value in values]
+    parts += [text(float(frame.x(value)), box.bottom + 18, f"{value:.4g}", "middle") for value in values]
+    return [*parts, text((box.left + box.right) / 2, box.bottom + 40, label, "middle")]
+
+
+def _rows(frame: Frame, values: Sequence[float], label: str) -> list[str]:
+    """Horizontal lines with their values on the left, and above them what they are values of."""
+    box = frame.box
+    parts = [f'<path d="M{box.left},{frame.y(value)}H{box.right:.1f}" stroke="{GRID}"/>' for value in values]
+    parts += [text(box.left - 8, float(frame.y(value)) + 4.5, f"{value:.4g}", "end") for value in values]
+    return [*parts, text(MARGIN, box.top - 14, label)]
+
+
+def _shown(name: str) -> str:
+    """A long name by its end, which tells models of one folder apart."""
+    return name if len(name) <= LONGEST else f"…{name[-LONGEST + 1 :]}"

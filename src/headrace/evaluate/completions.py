@@ -1,0 +1,158 @@
+"""What an episode came to, and the file in which every model's episodes are kept, a line each, as they end.
+
+A file that a kill left with half a line is cut back to its last whole one. An episode that failed is run again when the
+evaluation is; of two lines about one episode the later one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.errors import BadInput
+from headrace.rollout.types import Message, Rollout
+
+CORRECT = ("correct", "gsm8k_correctness_reward")
+FORMAT = ("format", "format_tag_reward")
+"""Names under which environments tell, among their metrics or rewards, whether an answer is right and in format."""
+
+
+class Scored(msgspec.Struct):
+    """One episode as it is counted. One that failed has an `error`, and is neither right nor rewarded."""
+
+    key: str
+    sample: int
+    correct: bool = False
+    reward: float = 0.0
+    rewards: dict[str, float | None] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
+    in_format: bool | None = None
+    """None where the environment does not tell."""
+    tokens: int = 0
+    thinking_tokens: int | None = None
+    thinking_words: int | None = None
+    """None where there is no block of thoughts."""
+    truncated: bool = False
+    error: str = ""
+
+
+class Completion(Scored):
+    """The same with what was said, by agent."""
+
+    detail: str = ""
+    conversations: dict[str, list[Message]] = msgspec.field(default_factory=dict)
+
+
+class Thinking(NamedTuple):
+    """How thoughts are found in what was written, and measured."""
+
+    opening: str
+    closing: str
+    raw: Callable[[list[int], list[int]], str]
+    """The text of a turn, thoughts included, from the tokens of its prompt and its completion."""
+    count: Callable[[str], int]
+    """Tokens of a text."""
+
+
+def completion_of(
+    key: str, sample: int, rollouts: Sequence[Rollout], thinking: Thinking, correct: str | None
+) -> Completion:
+    """An episode's rollouts as one line: those of the agents that are trained count, or all where none is.
+
+    It is right if what is named `correct` (unset: one of `CORRECT`, else the whole reward) is at least 1.
+    """
+    conversations = {rollout.agent: rollout.messages for rollout in rollouts}
+    counted = [rollout for rollout in rollouts if rollout.trainable] or list(rollouts)
+    failed = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
+    if failed is not None:
+        return Completion(key, sample, error=failed.reason, detail=failed.detail, conversations=conversations)
+    rewards = _means([rollout.rewards for rollout in counted])
+    metrics = _means([rollout.metrics for rollout in counted])
+    reward = sum(rollout.reward for rollout in counted) / len(counted)
+    told = {**rewards, **metrics}
+    if correct is not None and correct not in told:
+        names = ", ".join(sorted(told)) or "none"
+        raise BadInput(f"--correct {correct}: the environment reports no such reward or metric (it reports: {names})")
+    right = _first(told, CORRECT if correct is None else (correct,))
+    formatted = _first(told, FORMAT)
+    thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking)) is not None]
+    return Completion(
+        key,
+        sample,
+        correct=(reward if right is None else right) >= 1.0,
+        reward=reward,
+        rewards=dict(rewards),
+        metrics=dict(metrics),
+        in_format=None if formatted is None else formatted > 0,
+        tokens=sum(rollout.completion_tokens for rollout in counted),
+        thinking_tokens=sum(map(thinking.count, thoughts)) if thoughts else None,
+        thinking_words=sum(len(text.split()) for text in thoughts) if thoughts else None,
+        truncated=any(rollout.truncated for rollout in counted),
+        conversations=conversations,
+    )
+
+
+def thoughts_of(rollout: Rollout, thinking: Thinking) -> str | None:
+    """All that was thought: between the tags, to the end where they are not closed, or what the renderer told apart."""
+    found = []
+    for turn in rollout.turns:
+        written = thinking.raw(turn.prompt_ids.tolist(), turn.completion_ids.tolist())
+        _, opened, rest = written.partition(thinking.opening)
+        if opened:
+            found.append(rest.partition(thinking.closing)[0].strip())
+    told = [str(message["reasoning_content"]) for message in rollout.messages if message.get("reasoning_content")]
+    return "\n".join(found or told) if found or told else None
+
+
+def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    known = {name: [table[name] for table in tables if name in table] for name in names}
+    return {name: sum(values) / len(values) for name, values in known.items()}
+
+
+def _first(told: dict[str, float], names: Sequence[str]) -> float | None:
+    return next((told[name] for name in names if name in told), None)
+
+
+class CompletionsFile:
+    """A model's `completions.jsonl`. Opening it reads what is there."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.scored = _read(path) if path.is_file() else {}
+        """By task key and number of the sample."""
+        self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
+
+    def append(self, completion: Completion) -> None:
+        self._file.write(msgspec.json.encode(completion) + b"\n")
+        self._file.flush()
+        self.scored[completion.key, completion.sample] = completion
+
+    def close(self) -> None:
+        self._file.close()
+
+    def lacks(self, key: str, sample: int) -> bool:
+        known = self.scored.get((key, sample))
+        return known is None or bool(known.error)
+
+
+def _read(path: Path) -> dict[tuple[str, int], Scored]:
+    """Its episodes. Half a line at its end is cut off."""
+    scored = {}
+    decoder = msgspec.json.Decoder(Scored)
+    with open(path, "rb+") as file:
+        whole = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                episode = decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise BadInput(f"{path}, line {number}, is no episode: {error}; move the file away") from error
+            scored[episode.key, episode.sample] = episode
+            whole += len(line)
+        file.truncate(whole)
+    return scored

@@ -1,0 +1,53 @@
+"""Numbers of an evaluation with their uncertainty: pass@k and bootstrap intervals. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+RESAMPLES = 1000
+AT_ONCE = 1_000_000
+"""Numbers that are drawn at once, for the sake of memory."""
+LEVEL = 0.95
+"""The share of resamples that an interval holds."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over examples, and the interval that it would be in had others been drawn."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that at least one of k samples is right, without bias, from as many samples, some of them right.
+
+    Of all ways to choose k of them, the share that holds a right one: 1 - C(n - c, k) / C(n, k).
+    """
+    if not (1 <= k <= samples and 0 <= correct <= samples):
+        raise ValueError(f"pass@{k} of {samples} samples, {correct} of them right, does not exist")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def ks_of(samples: int) -> list[int]:
+    """The k for which pass@k is told: powers of two from 2 on, and the number of samples itself."""
+    powers = [2**power for power in range(1, samples.bit_length())]
+    return sorted({*(k for k in powers if k <= samples), samples})
+
+
+def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """The mean of one value per example, and its percentile interval over examples drawn with replacement.
+
+    The same seed draws the same examples, so that models which were asked the same are compared on the same draws.
+    """
+    array = np.asarray(values, np.float64)
+    rng = np.random.default_rng(seed)
+    rows = max(1, AT_ONCE // len(array))
+    sizes = [min(rows, RESAMPLES - done) for done in range(0, RESAMPLES, rows)]
+    means = np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(axis=1) for size in sizes])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(float(array.mean()), float(low), float(high))

@@ -1,0 +1,138 @@
+"""All models of an evaluation, one after the other: an environment is loaded once, servers come and go.
+
+Each model has a folder with its episodes and with what they were made under. Another evaluation does not mix with
+them: it is refused. A model that cannot be evaluated says why in its result, and the next one follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.environments.base import Environment, tasks_of
+from headrace.environments.registry import load_environment
+from headrace.environments.workers import WorkerPool
+from headrace.errors import BadInput, Failure
+from headrace.evaluate.completions import CompletionsFile, Scored
+from headrace.evaluate.exam import Conditions, examine, missing
+from headrace.evaluate.models import Candidate
+from headrace.evaluate.results import Result, result_of
+from headrace.evaluate.serving import serving
+from headrace.inference.client.errors import EngineCallError
+from headrace.launch.saved_config import read_run
+from headrace.rollout.types import Task
+from headrace.transport.files import MARKER, write_atomically
+
+Progress = Callable[[str, int, int], AbstractContextManager[Callable[[], None]]]
+"""Shows how far a model has come, from so many episodes to all of them; called back as each one ends."""
+
+
+class Evaluation(NamedTuple):
+    output: Path
+    env: str
+    args: dict[str, Any]
+    workers: int
+    """Processes for an environment that computes; 0: none."""
+    num_examples: int | None
+    conditions: Conditions
+    renderer: dict[str, Any]
+    """Options over those of the run that a model is of."""
+    serve_options: Sequence[str]
+    key_var: str
+
+    def settings(self, candidate: Candidate) -> dict[str, Any]:
+        """What its episodes depend on. More examples or samples are only more of the same."""
+        given = self.conditions
+        return {
+            "model": str(Path(candidate.source).resolve()) if Path(candidate.source).exists() else candidate.source,
+            "weights": _age(candidate),
+            "environment": self.env,
+            "args": self.args,
+            "sampling": given.sampling,
+            "seq_len": given.seq_len,
+            "seed": given.seed,
+            "tags": list(given.tags),
+            "correct": given.correct,
+            "renderer": self.renderer,
+        }
+
+
+class Outcome(NamedTuple):
+    result: Result
+    scored: list[Scored]
+
+
+async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress) -> list[Outcome]:
+    """In the order of the candidates."""
+    for candidate in candidates:  # before the first of them takes an hour
+        check_settings(evaluation.output / candidate.name, evaluation.settings(candidate))
+    async with AsyncExitStack() as stack:
+        environment = load_environment(evaluation.env, evaluation.args)
+        tasks = list({task.key: task for task in tasks_of(environment, evaluation.env)}.values())
+        tasks = tasks[: evaluation.num_examples]
+        if evaluation.workers:
+            environment = WorkerPool(environment, evaluation.env, evaluation.args, size=evaluation.workers)
+        stack.push_async_callback(environment.close)
+        await environment.start()
+        return [await _evaluate(evaluation, candidate, environment, tasks, progress) for candidate in candidates]
+
+
+async def _evaluate(
+    evaluation: Evaluation, candidate: Candidate, environment: Environment, tasks: Sequence[Task], progress: Progress
+) -> Outcome:
+    folder = evaluation.output / candidate.name
+    settings, given = evaluation.settings(candidate), evaluation.conditions
+    write_atomically(folder / "settings.json", msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
+    with closing(CompletionsFile(folder / "completions.jsonl")) as done:
+        left = missing(tasks, given.samples, done, together=environment.scores_groups)
+        total = len(tasks) * given.samples
+        try:
+            with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
+                if left:
+                    renderer = _renderer_of(candidate) | evaluation.renderer
+                    options = candidate, evaluation.serve_options, evaluation.key_var, folder / "serve.log"
+                    async with serving(*options) as served:
+                        await examine(environment, tasks, served, renderer, given, done, ended)
+        except (Failure, EngineCallError) as error:
+            return Outcome(Result(candidate.name, candidate.source, failure=str(error)), [])
+        scored = [done.scored[task.key, sample] for task in tasks for sample in range(given.samples)]
+    result = result_of(candidate.name, candidate.source, scored, given.samples)
+    if all(episode.error for episode in scored):
+        reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
+        return Outcome(Result(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), [])
+    return Outcome(result, scored)
+
+
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse to mix episodes with those that were made otherwise."""
+    path = folder / "settings.json"
+    if not path.is_file() or not (folder / "completions.jsonl").is_file():
+        return
+    was = msgspec.json.decode(path.read_bytes())
+    now = msgspec.json.decode(msgspec.json.encode(settings))
+    changed = [f"{key} was {was.get(key)!r}, now {now[key]!r}" for key in now if was.get(key) != now[key]]
+    if changed:
+        raise BadInput(
+            f"{folder} has episodes of another evaluation ({'; '.join(changed)}): choose another --output, or delete it"
+        )
+
+
+def _age(candidate: Candidate) -> int | None:
+    """When the newest of its weights were written: a model that was trained further is another one."""
+    if candidate.kind == "endpoint":
+        return None
+    files = Path(candidate.source).glob(MARKER if candidate.kind == "checkpoint" else "*.safetensors")
+    return max((file.stat().st_mtime_ns for file in files), default=None)
+
+
+def _renderer_of(candidate: Candidate) -> dict[str, Any]:
+    """How the run that it is of made prompts; nothing for a model of no run."""
+    if candidate.run is None or not (candidate.run / "config.toml").is_file():
+        return {}
+    config = read_run(candidate.run)
+    renderer = config.orchestrator.renderer if hasattr(config, "orchestrator") else config.renderer
+    return renderer.model_dump(exclude={"pool_size"}, exclude_none=True)

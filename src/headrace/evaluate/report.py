@@ -1,0 +1,80 @@
+"""What an evaluation leaves: `results.json`, `results.csv`, two pictures, and a table for the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from headrace.evaluate.charts import accuracy_chart, length_chart
+from headrace.evaluate.results import Result
+from headrace.transport.files import write_atomically
+
+SCHEMA = 1
+COLUMNS = ("reward", "format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
+"""Measures that the table on the terminal has beside avg@k and pass@k, where any model has them."""
+
+
+def write_report(output: Path, title: str, about: dict[str, Any], results: Sequence[Result]) -> list[Path]:
+    """`about` says what was asked and how. Returns the files."""
+    whole = {"schema": SCHEMA, **about, "models": [msgspec.to_builtins(result) for result in results]}
+    files = {
+        "results.json": msgspec.json.format(msgspec.json.encode(whole)).decode() + "\n",
+        "results.csv": as_csv(results),
+    }
+    known = [result for result in results if not result.failure]
+    if known:
+        files["accuracy.svg"] = accuracy_chart(title, [(result.name, result.accuracy) for result in known])
+        thinking = all("thinking_tokens" in result.estimates for result in known)
+        measure, what = ("thinking_tokens", "thinking") if thinking else ("tokens", "the reply")
+        points = [(result.name, result.estimates[measure], result.accuracy) for result in known]
+        files["accuracy-length.svg"] = length_chart(title, f"tokens of {what}, mean", points)
+    for name, content in files.items():
+        write_atomically(output / name, content.encode())
+    return [output / name for name in files]
+
+
+def as_csv(results: Sequence[Result]) -> str:
+    """A row per model; each measure with the ends of its interval, failures by reason."""
+    measures = list(dict.fromkeys(measure for result in results for measure in result.estimates))
+    reasons = sorted({reason for result in results for reason in result.errors})
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    ends = [column for measure in measures for column in (measure, f"{measure}_low", f"{measure}_high")]
+    errors = [f"error/{reason}" for reason in reasons]
+    writer.writerow(["model", "source", "examples", "samples", *ends, *errors, "failure"])
+    for result in results:
+        row: list[object] = [result.name, result.source, result.examples, result.samples]
+        for measure in measures:
+            found = result.estimates.get(measure)
+            row += ["", "", ""] if found is None else [found.value, found.low, found.high]
+        row += [result.errors.get(reason, 0) for reason in reasons]
+        writer.writerow([*row, result.failure])
+    return file.getvalue()
+
+
+def as_table(title: str, results: Sequence[Result]) -> Table:
+    """For a terminal: a row per model, with the interval of its accuracy."""
+    known = [result for result in results if not result.failure]
+    rates = list(dict.fromkeys(name for result in known for name in result.estimates if "@" in name))
+    columns = [*rates, *(name for name in COLUMNS if any(name in result.estimates for result in known))]
+    table = Table("model", title=Text(title))
+    for name in columns:
+        table.add_column(name, justify="right")
+    for result in known:
+        table.add_row(Text(result.name), *(_cell(result, name) for name in columns))
+    return table
+
+
+def _cell(result: Result, name: str) -> str:
+    found = result.estimates.get(name)
+    if found is None:
+        return ""
+    interval = f" [{found.low:.3f}, {found.high:.3f}]".replace("[", r"\[") if name.startswith("avg@") else ""
+    return f"{found.value:.1f}" if name == "tokens" or "thinking" in name else f"{found.value:.3f}{interval}"

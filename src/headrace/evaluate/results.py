@@ -1,0 +1,92 @@
+"""From episodes to a model's numbers: means over examples with intervals, and failures by reason. Pure functions.
+
+Each number is the mean over examples of the mean over an example's samples. A failed episode is wrong and earns
+nothing, so that a model is not better for failing; in lengths, format and components it is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from headrace.evaluate.completions import Scored
+from headrace.evaluate.estimates import Estimate, estimate, ks_of, pass_at_k
+
+
+class Result(msgspec.Struct):
+    """What one model came to; `failure` says why there are no numbers, where there are none."""
+
+    name: str
+    source: str
+    examples: int = 0
+    samples: int = 0
+    """Of each example."""
+    estimates: dict[str, Estimate] = msgspec.field(default_factory=dict)
+    errors: dict[str, int] = msgspec.field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def accuracy(self) -> Estimate:
+        return self.estimates[f"avg@{self.samples}"]
+
+
+def result_of(name: str, source: str, scored: Sequence[Scored], samples: int) -> Result:
+    """`scored` has as many samples of each example as there are."""
+    by_key: dict[str, list[Scored]] = {}
+    for episode in scored:
+        by_key.setdefault(episode.key, []).append(episode)
+    groups = list(by_key.values())
+    right = [sum(episode.correct for episode in group) for group in groups]
+    values = {f"avg@{samples}": [correct / samples for correct in right]}
+    values |= {f"pass@{k}": [pass_at_k(samples, correct, k) for correct in right] for k in ks_of(samples)}
+    values["reward"] = _means(groups, lambda episode: episode.reward)
+    whole = [[episode for episode in group if not episode.error] for group in groups]
+    readings: dict[str, Callable[[Scored], float | None]] = {
+        "format": lambda episode: episode.in_format,
+        "tokens": lambda episode: episode.tokens,
+        "thinking_tokens": lambda episode: episode.thinking_tokens,
+        "thinking_words": lambda episode: episode.thinking_words,
+        "thinks": lambda episode: episode.thinking_tokens is not None,
+        "truncated": lambda episode: episode.truncated,
+    }
+    values |= {measure: _means(whole, read) for measure, read in readings.items()}
+    values["failed"] = _means(groups, lambda episode: bool(episode.error))
+    for part in sorted({part for group in whole for episode in group for part in episode.rewards}):
+        values[f"reward/{part}"] = _means(whole, lambda episode, part=part: episode.rewards.get(part))  # type: ignore[misc]
+    for part in sorted({part for group in whole for episode in group for part in episode.metrics}):
+        values[f"metric/{part}"] = _means(whole, lambda episode, part=part: episode.metrics.get(part))  # type: ignore[misc]
+    estimates = {measure: estimate(known) for measure, known in values.items() if known}
+    errors = Counter(episode.error for episode in scored if episode.error)
+    return Result(name, source, len(groups), samples, estimates, dict(sorted(errors.items())))
+
+
+def _means(groups: Iterable[Sequence[Scored]], read: Callable[[Scored], float | None]) -> list[float]:
+    """By example, the mean over its samples that have a value; examples of which none has are left out."""
+    known = [[float(value) for episode in group if (value := read(episode)) is not None] for group in groups]
+    return [sum(several) / len(several) for several in known if several]
+
+
+class ZeroShot(msgspec.Struct):
+    """A line of the record with which `token_utilisation_reward` compares: how the base model fared on an example."""
+
+    key: str
+    correct: bool
+    thinking_tokens: int
+
+
+def zero_shot_of(scored: Sequence[Scored]) -> list[ZeroShot]:
+    """One line per example: right if most of its samples are, with their mean length. What only failed has none."""
+    by_key: dict[str, list[Scored]] = {}
+    for episode in scored:
+        if not episode.error:
+            by_key.setdefault(episode.key, []).append(episode)
+    return [
+        ZeroShot(
+            key,
+            2 * sum(episode.correct for episode in group) > len(group),
+            round(sum(episode.thinking_tokens or 0 for episode in group) / len(group)),
+        )
+        for key, group in by_key.items()
+    ]

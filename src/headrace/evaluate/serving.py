@@ -1,0 +1,102 @@
+"""The servers that answer for a model: those that run already, or one that is started for it and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.chat.target import KEY_VAR, LOOPBACK, STOPPING, ServerEnded, address_in, base_url, key_in
+from headrace.errors import BadInput, Failure
+from headrace.evaluate.models import Candidate
+from headrace.launch.lifeline import Lifeline
+from headrace.launch.process import Process, ProcessSpec
+
+POLL = 0.1
+
+
+class Served(NamedTuple):
+    """Where a model answers, with which key, and the directory with its tokenizer; None: whatever the server names."""
+
+    urls: list[str]
+    key: str | None
+    directory: str | None
+
+
+class ExportFailed(Failure):
+    """A checkpoint could not be written as a model. The message has what `headrace export` said."""
+
+
+@asynccontextmanager
+async def serving(candidate: Candidate, options: Sequence[str], key_var: str, log: Path) -> AsyncIterator[Served]:
+    """`options` are those of `headrace serve`, whose log stays; `key_var` holds the key of an endpoint."""
+    if candidate.kind == "endpoint":
+        urls = [base_url(url).removesuffix("/v1") for url in candidate.source.split(",")]
+        yield Served(urls, key_in(key_var), None)
+    elif candidate.kind == "model":
+        _check_final(candidate)
+        async with _started(candidate.source, options, log) as served:
+            yield served
+    else:
+        with tempfile.TemporaryDirectory(prefix="model-", dir=log.parent) as directory:
+            await _export(candidate.source, directory)
+            async with _started(directory, options, log) as served:
+                yield served
+
+
+def _check_final(candidate: Candidate) -> None:
+    if candidate.run is not None and not Path(candidate.source).is_dir():
+        raise BadInput(f"{candidate.run} has no final model yet: finish it, or take --checkpoints permanent")
+
+
+async def _export(checkpoint: str, directory: str) -> None:
+    """In a process of its own: it takes torch, and as much memory as the model."""
+    argv = [sys.executable, "-m", "headrace", "export", checkpoint, directory]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*argv, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise ExportFailed(f"{checkpoint} cannot be exported: {said.decode(errors='replace').strip()[-2000:]}")
+
+
+@asynccontextmanager
+async def _started(model: str, options: Sequence[str], log: Path) -> AsyncIterator[Served]:
+    """On this machine, on a port of its own choice, behind a key that nobody else has."""
+    key = secrets.token_urlsafe()
+    lifeline = Lifeline()
+    process = _start(model, options, key, log, lifeline)
+    try:
+        yield Served([await _address(process)], key, model)
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait, STOPPING)
+        process.kill()  # and what it had started
+        lifeline.close()
+
+
+def _start(model: str, options: Sequence[str], key: str, log: Path, lifeline: Lifeline) -> Process:
+    address = ["--host", LOOPBACK, "--port", "0", "--api_key_var", KEY_VAR]
+    argv = [sys.executable, "-m", "headrace", "serve", model, "--alone", *options, *address]
+    log.unlink(missing_ok=True)  # an earlier server's address is in it
+    return Process(ProcessSpec("the server", argv, {KEY_VAR: key}, service=True), log, lifeline)
+
+
+async def _address(process: Process) -> str:
+    """Where the server listens, once it says so; a model may take any time to load."""
+    while True:
+        running = process.running
+        if (address := address_in(process.log.read_text(errors="replace"))) is not None:
+            return address.removesuffix("/v1")
+        if not running:
+            lines = "\n".join(f"    {line}" for line in process.last_lines())
+            raise ServerEnded(f"its server {process.how_it_ended()}; the end of its log:\n{lines}")
+        await asyncio.sleep(POLL)

@@ -1,0 +1,39 @@
+"""For changing one file and seeing a curve: data providers, rewards and objectives as small plugins. No torch."""
+
+from headrace.hackable import adapted_rewards, data, objectives, rewards
+from headrace.hackable.objective import Objective, Progress
+from headrace.hackable.registry import (
+    DataProvider,
+    Reward,
+    build_data_provider,
+    build_objective,
+    build_reward,
+    build_rewards,
+    register_data_provider,
+    register_objective,
+    register_reward,
+)
+from headrace.hackable.samples import TrainingSample, asked
+from headrace.hackable.scoring import Scored, Scorer
+
+__all__ = [
+    "DataProvider",
+    "Objective",
+    "Progress",
+    "Reward",
+    "Scored",
+    "Scorer",
+    "TrainingSample",
+    "adapted_rewards",
+    "asked",
+    "build_data_provider",
+    "build_objective",
+    "build_reward",
+    "build_rewards",
+    "data",
+    "objectives",
+    "register_data_provider",
+    "register_objective",
+    "register_reward",
+    "rewards",
+]

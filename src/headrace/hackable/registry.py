@@ -1,0 +1,194 @@
+"""Plugins by name: data providers, rewards and objectives, those that ship and a user's own.
+
+A plugin is a class, which is constructed with the `kwargs` of the config, or a function, to which they are bound.
+`package.module:Name` stands for one that is not registered, wherever a name does. Left out: finding plugins by
+searching folders or entry points; whoever names one by its path needs neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast, overload
+
+from headrace import imports
+from headrace.environments.arguments import BadArgument
+from headrace.errors import BadInput
+from headrace.hackable.objective import Objective
+from headrace.hackable.samples import TrainingSample
+
+Plugin = TypeVar("Plugin", bound=Callable[..., Any])
+
+
+class Reward(Protocol):
+    """One number for each completion of a flat batch of whole groups, or an awaitable of them.
+
+    One that says that it is `bounded` has time limits of its own. One that holds something has an `async close()`;
+    what it counts is in `counts`, by name.
+    """
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[str],
+        infos: Sequence[Mapping[str, Any]],
+        /,
+    ) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+
+
+class Registry:
+    """`what` its plugins are is for messages; `arguments` is how many a function gets before its kwargs."""
+
+    def __init__(self, what: str, arguments: int) -> None:
+        self.what = what
+        self.arguments = arguments
+        self._plugins: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._plugins)
+
+    def register(self, plugin: Plugin, name: str | None = None) -> Plugin:
+        named = plugin.__name__ if name is None else name
+        if not named or ":" in named:
+            raise BadInput(f"{self.what} {named!r}: a name has no colon, which is for import paths")
+        known = self._plugins.get(named)
+        if known is not None and _place(known) != _place(plugin):  # a module may be loaded again
+            raise BadInput(f"{self.what} {named!r} is {_place(known)} already: {_place(plugin)} needs another name")
+        self._plugins[named] = plugin
+        return plugin
+
+    def bound(self, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        """The plugin with its kwargs, which are checked; nothing of it is called yet."""
+        plugin = self.find(name)
+        _check_kwargs(plugin, 0 if isinstance(plugin, type) else self.arguments, kwargs, f"{self.what} {name!r}")
+        return functools.partial(plugin, **kwargs)
+
+    def find(self, name: str) -> Callable[..., Any]:
+        if name in self._plugins:
+            return self._plugins[name]
+        if ":" not in name:
+            nearest = sorted(self._plugins, key=lambda known: (-_likeness(name, known), known))
+            raise BadInput(
+                f"no {self.what} {name!r}. There is {', '.join(nearest)}; your own by import path, package.module:Name"
+            )
+        plugin = imports.load(name, self.what)
+        if not callable(plugin):
+            raise BadInput(f"{self.what} {name!r} is a {type(plugin).__name__}, not a class or a function")
+        return cast(Callable[..., Any], plugin)
+
+
+DATA_PROVIDERS = Registry("data provider", 0)
+REWARDS = Registry("reward", 4)
+OBJECTIVES = Registry("objective", 0)
+
+
+class _Register(Protocol):
+    """`@register`, or `@register("a name of its own")`."""
+
+    @overload
+    def __call__(self, given: str) -> Callable[[Plugin], Plugin]: ...
+
+    @overload
+    def __call__(self, given: Plugin) -> Plugin: ...
+
+
+def _decorator(registry: Registry) -> _Register:
+    def register(given: Any) -> Any:
+        if isinstance(given, str):
+            return functools.partial(registry.register, name=given)
+        return registry.register(given)
+
+    return register
+
+
+register_data_provider = _decorator(DATA_PROVIDERS)
+register_reward = _decorator(REWARDS)
+register_objective = _decorator(OBJECTIVES)
+
+
+class DataProvider:
+    """Samples that can be gone through again and again, always the same ones."""
+
+    def __init__(self, name: str, make: Callable[[], Iterable[TrainingSample]]) -> None:
+        self.name = name
+        self._make = make
+
+    def __iter__(self) -> Iterator[TrainingSample]:
+        made: Any = self._make()
+        if not isinstance(made, Iterable):
+            raise BadInput(f"data provider {self.name!r} gives a {type(made).__name__}, not samples one after another")
+        for number, sample in enumerate(made):
+            if not isinstance(sample, TrainingSample):
+                raise BadInput(
+                    f"data provider {self.name!r}: sample {number} is a {type(sample).__name__}, not a TrainingSample"
+                )
+            yield sample
+
+
+def build_data_provider(name: str, kwargs: Mapping[str, Any] | None = None, seed: int = 0) -> DataProvider:
+    """`seed` is handed to a provider that takes one, unless its kwargs have another."""
+    given = dict(kwargs or {})
+    if "seed" in inspect.signature(DATA_PROVIDERS.find(name)).parameters:
+        given.setdefault("seed", seed)
+    return DataProvider(name, DATA_PROVIDERS.bound(name, given))
+
+
+def build_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
+    bound = REWARDS.bound(name, kwargs or {})
+    reward = _constructed(bound, f"reward {name!r}") if isinstance(REWARDS.find(name), type) else bound
+    if not callable(reward):
+        raise BadInput(
+            f"reward {name!r} cannot be called: give its class __call__(self, prompts, completions, answers, infos)"
+        )
+    return cast(Reward, reward)
+
+
+def build_objective(name: str, kwargs: Mapping[str, Any] | None = None) -> Objective:
+    objective = _constructed(OBJECTIVES.bound(name, kwargs or {}), f"objective {name!r}")
+    if not isinstance(objective, Objective):
+        raise BadInput(f"objective {name!r} is not a subclass of headrace.hackable.Objective")
+    return objective
+
+
+def build_rewards(names: Iterable[str], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Reward]:
+    """The rewards of an objective, each with its own kwargs. Those of a known reward that is not asked for are idle."""
+    asked, given = list(names), kwargs or {}
+    for name in given:
+        if name not in asked:
+            REWARDS.find(name)
+    return {name: build_reward(name, given.get(name)) for name in asked}
+
+
+def _constructed(make: Callable[[], Any], what: str) -> Any:
+    try:
+        return make()
+    except BadArgument as error:
+        raise BadInput(f"{what} does not take these kwargs: {error}") from error
+
+
+def _check_kwargs(plugin: Callable[..., Any], arguments: int, kwargs: Mapping[str, Any], what: str) -> None:
+    """Refuse kwargs that it does not have, and the absence of those that it needs, by name."""
+    signature = inspect.signature(plugin)
+    parameters = list(signature.parameters.values())
+    known = [p.name for p in parameters[arguments:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [] if takes_any else [name for name in kwargs if name not in known]
+    if unknown:
+        nearest = sorted(known, key=lambda name: (-_likeness(unknown[0], name), name))
+        raise BadInput(f"{what} has no kwarg {unknown[0]!r}. It takes {', '.join(nearest) or 'none'}")
+    try:
+        signature.bind(*(None,) * arguments, **kwargs)
+    except TypeError as error:
+        raise BadInput(f"{what} cannot be called with the kwargs {sorted(kwargs)}: {error}") from error
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _place(plugin: Callable[..., Any]) -> str:
+    return f"{plugin.__module__}:{plugin.__qualname__}"

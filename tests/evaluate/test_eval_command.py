@@ -1,0 +1,97 @@
+"""`headrace eval` as a command: what it refuses, and real models behind real servers from end to end."""
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main, parse
+from headrace.hackable.zero_shot import read_zero_shot
+
+DOCS = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+RUN = """
+output_dir = "run"
+max_steps = 4
+seq_len = 64
+
+[model]
+name = "tiny"
+
+[data]
+env = "reverse-text"
+batch_size = 4
+
+[ckpt]
+interval = 2
+permanent_interval = 4
+"""
+
+
+def test_every_command_of_the_page_is_understood():
+    commands = [line for line in DOCS.replace("\\\n", "").splitlines() if line.startswith("headrace eval")]
+    assert len(commands) >= 4
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        assert parse(words[1:]).command == "eval"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--samples", "4"], "--samples: those of temperature 0 are all alike"),
+        (["other", "--zero-shot", "z.jsonl"], "--zero-shot is the record of one model, and these are 2"),
+        (["--renderer", "nmae=qwen3"], "nmae"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    options: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for model in ("model", "other"):
+        Path(model).mkdir()
+        Path(model, "config.json").write_text("{}")
+    assert main(["eval", "model", *options, "--env", "reverse-text"]) == 2
+    assert says in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+def test_a_pair_without_a_value_is_explained(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse(["eval", "model", "--env", "gsm8k", "--env-args", "split=test", "other"])
+    assert "'other' is not KEY=VALUE (and CHECKPOINT comes before all options)" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)  # eight processes that import torch, one after the other
+def test_a_model_one_that_does_not_load_and_permanent_checkpoints(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").symlink_to(tiny_model)
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text('{"model_type": "qwen3"}')
+    asked = ["--env", "reverse-text", "--num-examples", "3", "--max-tokens", "8", "--output"]
+    assert main(["eval", "tiny", "broken", *asked, "out"]) == 1
+    assert "broken was not evaluated: its server ended with exit status" in capfd.readouterr().err
+    good, bad = json.loads(Path("out/results.json").read_text())["models"]
+    assert (good["name"], good["examples"], good["failure"]) == ("tiny", 3, "")
+    assert bad["failure"]
+    assert {path.name for path in Path("out").iterdir()} == {
+        *("results.json", "results.csv", "accuracy.svg", "accuracy-length.svg", "tiny", "broken")
+    }
+    Path("run.toml").write_text(RUN)
+    assert main(["sft", "run.toml"]) == 0
+    permanent = ["eval", "run", "--checkpoints", "permanent", *asked, "steps", "--zero-shot", "record.jsonl"]
+    assert main(permanent) == 0
+    rows = list(csv.DictReader(Path("steps/results.csv").read_text().splitlines()))
+    assert [row["model"] for row in rows] == ["step-4"]
+    assert not list(Path("steps").rglob("*.safetensors"))  # what was exported is gone
+    completions = Path("steps/step-4/completions.jsonl")
+    lines = completions.read_bytes().splitlines(keepends=True)
+    completions.write_bytes(lines[0] + lines[1][:25])
+    assert main(permanent) == 0
+    assert sorted(completions.read_bytes().splitlines(keepends=True)) == sorted(lines)  # greedy: the same again
+    assert len(read_zero_shot("record.jsonl")) == 3

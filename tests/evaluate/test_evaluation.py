@@ -1,0 +1,132 @@
+"""Models evaluated from end to end: episodes against an engine on a real socket, files, and what a kill leaves."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.environments.base import Context, Environment
+from headrace.environments.chat import Chat
+from headrace.errors import BadInput
+from headrace.evaluate.evaluation import Evaluation, evaluate
+from headrace.evaluate.exam import Conditions
+from headrace.evaluate.models import Candidate
+from headrace.rollout.types import Rollout, Task
+from headrace.transport.endpoint import read_endpoints
+from headrace.transport.run_dir import RunDir
+from tests.orchestrator.stand_ins import StandInEngine
+
+SHOWN: list[tuple[str, int, int]] = []
+
+
+@contextmanager
+def silent(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
+    SHOWN.append((name, done, total))
+    yield lambda: None
+
+
+def asked(output: Path, model: Path, **changes: Any) -> Evaluation:
+    given: dict[str, Any] = {
+        "env": "reverse-text",
+        "args": {},
+        "samples": 2,
+        "sampling": {"temperature": 1.0},
+    } | changes
+    conditions = Conditions(
+        given["samples"], given["sampling"], None, None, ("<think>", "</think>"), None, 8, None, str(model)
+    )
+    return Evaluation(output, given["env"], given["args"], 0, 6, conditions, {}, [], "HEADRACE_API_KEY")
+
+
+def at(run: RunDir) -> Candidate:
+    (endpoint,) = read_endpoints(run.endpoints).values()
+    return Candidate("served", "endpoint", endpoint.url)
+
+
+async def test_what_a_kill_left_is_not_run_again_and_half_a_line_is(tiny_model: Path, tmp_path: Path):
+    run, output = RunDir(tmp_path / "run"), tmp_path / "out"
+    async with StandInEngine(tiny_model, run) as engine:
+        (whole,) = await evaluate(asked(output, tiny_model), [at(run)], silent)
+        assert engine.answered == 12
+        assert (whole.result.examples, len(whole.scored), whole.result.errors) == (6, 12, {})
+        path = output / "served" / "completions.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:8]) + lines[8][:40])  # killed while it wrote
+        (again,) = await evaluate(asked(output, tiny_model), [at(run)], silent)
+        assert engine.answered == 12 + 4
+        assert SHOWN[-1] == ("served", 8, 12)
+        assert path.read_bytes().splitlines(keepends=True)[:8] == lines[:8]
+        assert {(episode.key, episode.sample) for episode in again.scored} == {
+            (episode.key, episode.sample) for episode in whole.scored
+        }
+        await evaluate(asked(output, tiny_model), [at(run)], silent)
+        assert engine.answered == 16  # all was there
+        (more,) = await evaluate(asked(output, tiny_model, samples=3), [at(run)], silent)
+        assert (engine.answered, more.result.samples) == (22, 3)
+
+
+async def test_an_episode_is_right_where_the_engine_was(tiny_model: Path, tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    async with StandInEngine(tiny_model, run):
+        (outcome,) = await evaluate(asked(tmp_path / "out", tiny_model), [at(run)], silent)
+    right = sum(episode.correct for episode in outcome.scored)
+    assert 0 < right < 12  # the stand-in reverses three of ten
+    assert outcome.result.accuracy.value == pytest.approx(right / 12)
+    assert all(episode.correct == (episode.reward == 1.0) for episode in outcome.scored)
+    assert outcome.result.estimates["tokens"].value > 1
+
+
+async def test_episodes_of_other_settings_are_not_mixed_with_these(tiny_model: Path, tmp_path: Path):
+    run, output = RunDir(tmp_path / "run"), tmp_path / "out"
+    async with StandInEngine(tiny_model, run) as engine:
+        await evaluate(asked(output, tiny_model), [at(run)], silent)
+        warmer = asked(output, tiny_model, sampling={"temperature": 0.7})
+        with pytest.raises(BadInput, match=r"sampling was .*1\.0.*, now .*0\.7.*choose another --output"):
+            await evaluate(warmer, [at(run)], silent)
+        assert engine.answered == 12
+
+
+async def test_a_model_that_cannot_be_evaluated_is_named_and_the_others_go_on(tiny_model: Path, tmp_path: Path):
+    run, unfinished = RunDir(tmp_path / "run"), tmp_path / "unfinished"
+    async with StandInEngine(tiny_model, run) as engine:
+        first = Candidate("unfinished", "model", str(unfinished / "model"), unfinished)
+        bad, good = await evaluate(asked(tmp_path / "out", tiny_model), [first, at(run)], silent)
+        assert bad.result.failure == f"{unfinished} has no final model yet: finish it, or take --checkpoints permanent"
+        assert good.result.examples == 6
+        engine.broken = True
+        (broken,) = await evaluate(asked(tmp_path / "other", tiny_model), [at(run)], silent)
+        assert broken.result.failure == "every episode failed: 12 engine"
+        engine.broken = False
+        (whole,) = await evaluate(asked(tmp_path / "other", tiny_model), [at(run)], silent)  # they are tried again
+        assert not whole.result.failure and not whole.result.errors
+
+
+class Duel(Environment):
+    """The longest answer of a group is right; one that ends before its group cannot know."""
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return [{"word": word} for word in ("river", "mill")]
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        chat = Chat(context, task.data["word"])
+        await chat.reply()
+        return [chat.rollout({})]
+
+    async def score_group(self, rollouts: list[Rollout]) -> None:
+        assert len(rollouts) == 2
+        for number, rollout in enumerate(rollouts):
+            rollout.rewards = {"correct": float(number == 0)}
+
+
+async def test_a_group_that_is_scored_together_is_run_again_together(tiny_model: Path, tmp_path: Path):
+    run, output = RunDir(tmp_path / "run"), tmp_path / "out"
+    async with StandInEngine(tiny_model, run) as engine:
+        duel = asked(output, tiny_model, env=f"{Duel.__module__}:Duel")
+        (outcome,) = await evaluate(duel, [at(run)], silent)
+        assert outcome.result.accuracy.value == 0.5
+        path = output / "served" / "completions.jsonl"
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+        await evaluate(duel, [at(run)], silent)
+        assert engine.answered == 4 + 2

@@ -1,0 +1,75 @@
+"""Which models a command line means."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import BadInput
+from headrace.evaluate.models import find_models, short_names
+from headrace.transport.files import MARKER
+
+
+def make(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A sweep of two runs, the first of them with permanent checkpoints, and a model beside it."""
+    for run in ("sweep/lambda-2", "sweep/lambda-10"):
+        make(tmp_path / run / "config.toml")
+        make(tmp_path / run / "model" / "config.json")
+        for step in (2, 10):
+            make(tmp_path / run / "checkpoints" / "permanent" / f"step-{step:08}" / MARKER)
+    (tmp_path / "sweep/lambda-2/checkpoints/permanent/step-00000012").mkdir()  # not complete
+    make(tmp_path / "sweep" / "report.html")
+    make(tmp_path / "base" / "config.json")
+    return tmp_path
+
+
+def found(*targets: object, permanent: bool = False) -> list[tuple[str, str]]:
+    return [(c.kind, c.name) for c in find_models([str(target) for target in targets], permanent=permanent)]
+
+
+def test_of_a_model_and_a_folder_of_runs_the_final_models_are_meant_by_number(root: Path):
+    assert found(root / "base", root / "sweep") == [("model", "base"), ("model", "lambda-2"), ("model", "lambda-10")]
+    (_, first, _) = find_models([str(root / "base"), str(root / "sweep")], permanent=False)
+    assert first.source == str(root / "sweep/lambda-2/model")
+    assert first.run == root / "sweep/lambda-2"
+
+
+def test_of_runs_the_permanent_checkpoints_can_be_meant_under_names_that_tell_them_apart(root: Path):
+    assert found(root / "sweep/lambda-2", permanent=True) == [("checkpoint", "step-2"), ("checkpoint", "step-10")]
+    assert [name for _, name in found(root / "sweep", permanent=True)] == [
+        "lambda-2/step-2",
+        "lambda-2/step-10",
+        "lambda-10/step-2",
+        "lambda-10/step-10",
+    ]
+
+
+def test_a_single_checkpoint_knows_its_run_and_what_is_named_twice_is_meant_once(root: Path):
+    path = root / "sweep/lambda-2/checkpoints/permanent/step-00000002"
+    (only,) = find_models([str(path), str(path)], permanent=False)
+    assert (only.kind, only.run) == ("checkpoint", root / "sweep/lambda-2")
+
+
+def test_servers_are_named_by_their_addresses(root: Path):
+    assert found("http://a:1", "http://b:1,http://b:2") == [("endpoint", "a-1"), ("endpoint", "b-1+b-2")]
+
+
+def test_what_is_no_model_is_refused_before_anything_runs(root: Path):
+    (root / "empty").mkdir()
+    with pytest.raises(BadInput, match="empty is no model"):
+        found(root / "empty")
+    with pytest.raises(BadInput, match="no such directory"):
+        found(root / "nowhere")
+    make(root / "new" / "config.toml")
+    with pytest.raises(BadInput, match="new has no permanent checkpoint"):
+        found(root / "new", permanent=True)
+
+
+def test_names_are_as_short_as_can_be():
+    assert short_names(["x/a/m", "x/b/m"]) == ["a/m", "b/m"]
+    assert short_names(["x/a/m", "y/a/n"]) == ["m", "n"]

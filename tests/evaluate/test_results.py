@@ -1,0 +1,57 @@
+"""From episodes to numbers, worked by hand."""
+
+import csv
+import io
+
+import pytest
+
+from headrace.evaluate.completions import Scored
+from headrace.evaluate.report import as_csv
+from headrace.evaluate.results import Result, ZeroShot, result_of, zero_shot_of
+
+EPISODES = [
+    Scored("a", 0, True, 1.2, {"correct": 1.0, "format": 0.2}, {"turns": 1.0}, True, 10, 6, 3),
+    Scored("a", 1, False, 0.2, {"correct": 0.0, "format": 0.2}, {"turns": None}, True, 20, 14, 5, truncated=True),
+    Scored("b", 0, False, 0.0, {"correct": 0.0, "format": 0.0}, {}, False, 30),
+    Scored("b", 1, error="timeout"),
+]
+
+
+def test_numbers_are_means_over_examples_and_what_failed_is_wrong_but_has_no_length():
+    result = result_of("m", "models/m", EPISODES, samples=2)
+    values = {name: estimate.value for name, estimate in result.estimates.items()}
+    assert values == pytest.approx(
+        {
+            "avg@2": 0.25,  # a: 1/2, b: 0
+            "pass@2": 0.5,  # a: one of two is right
+            "reward": 0.35,  # a: 0.7, b: 0, the failed one as 0
+            "format": 0.5,  # a: 1, b: 0 of the one that ended
+            "tokens": 22.5,  # a: 15, b: 30
+            "thinking_tokens": 10.0,  # a alone: (6 + 14) / 2
+            "thinking_words": 4.0,
+            "thinks": 0.5,
+            "truncated": 0.25,
+            "failed": 0.25,
+            "reward/correct": 0.25,
+            "reward/format": 0.1,
+            "metric/turns": 1.0,  # one that was not a number is left out
+        }
+    )
+    assert (result.examples, result.samples, result.errors) == (2, 2, {"timeout": 1})
+    assert result.accuracy.low == 0.0 and result.accuracy.high == 0.5
+
+
+def test_the_zero_shot_record_has_a_line_per_example_that_was_answered():
+    assert zero_shot_of(EPISODES) == [ZeroShot("a", False, 10), ZeroShot("b", False, 0)]  # half is not most
+    assert zero_shot_of([Scored("c", 0, True, thinking_tokens=5), Scored("d", 0, error="engine")]) == [
+        ZeroShot("c", True, 5)
+    ]
+
+
+def test_a_table_of_values_has_every_model_those_that_failed_included():
+    results = [result_of("m", "models/m", EPISODES, 2), Result("n", "models/n", failure="does not load, at all")]
+    rows = list(csv.DictReader(io.StringIO(as_csv(results))))
+    assert [(row["model"], row["avg@2"], row["avg@2_high"], row["error/timeout"], row["failure"]) for row in rows] == [
+        ("m", "0.25", "0.5", "1", ""),
+        ("n", "", "", "0", "does not load, at all"),
+    ]

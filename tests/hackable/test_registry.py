@@ -1,0 +1,111 @@
+"""Plugins by name and by import path, and what is said about those that cannot be had."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from headrace.errors import BadInput
+from headrace.hackable import (
+    TrainingSample,
+    build_data_provider,
+    build_objective,
+    build_reward,
+    build_rewards,
+)
+from headrace.hackable.registry import REWARDS, Registry
+from headrace.hackable.samples import TrainingSample as Sample
+from tests.hackable.plugins import Longest, polite, shouting
+
+HERE = "tests.hackable.plugins"
+BATCH: tuple[Any, ...] = (["p", "p"], ["YES", "yes please"], ["", ""], [{}, {}])
+
+
+def test_a_plugin_is_found_by_its_own_name_or_by_the_one_it_was_given():
+    registry = Registry("reward", 4)
+    assert registry.register(shouting) is shouting
+    registry.register(polite, "kind")
+    assert registry.names == ["kind", "shouting"]
+    assert (registry.find("shouting"), registry.find("kind")) == (shouting, polite)
+    assert registry.register(shouting) is shouting, "a module may be loaded twice"
+
+
+def test_two_plugins_cannot_have_one_name():
+    registry = Registry("reward", 4)
+    registry.register(shouting)
+    with pytest.raises(BadInput, match=rf"reward 'shouting' is {HERE}:shouting already: {HERE}:Longest needs another"):
+        registry.register(Longest, "shouting")
+    with pytest.raises(BadInput, match="a name has no colon"):
+        registry.register(Longest, "my:reward")
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones_nearest_first():
+    with pytest.raises(BadInput, match=r"^no reward 'format_reward'\. There is format_tag_reward, .*regex_reward"):
+        build_reward("format_reward")
+    with pytest.raises(BadInput, match=r"^no data provider 'gsm8'\. There is gsm8k, gsm8k_math_curriculum, .*local"):
+        build_data_provider("gsm8")
+    with pytest.raises(BadInput, match=r"^no objective 'grpo'\. There is token_grpo; your own by import path"):
+        build_objective("grpo")
+
+
+async def test_an_import_path_stands_for_a_reward_with_its_kwargs_bound():
+    assert build_reward(f"{HERE}:shouting", {"weight": 0.5})(*BATCH) == [0.5, 0.0]
+    assert build_reward(f"{HERE}:Longest", {"limit": 6})(*BATCH) == [0.5, 1.0]
+    assert await build_reward(f"{HERE}:polite", {"word": "YES"})(*BATCH) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "words"),
+    [
+        (f"{HERE}:shouting", {"wait": 1}, "has no kwarg 'wait'. It takes weight"),
+        (f"{HERE}:shouting", {"prompts": []}, "has no kwarg 'prompts'"),
+        (f"{HERE}:Longest", {}, "cannot be called with the kwargs .*: missing a required argument: 'limit'"),
+        (f"{HERE}:NotAReward", {}, "cannot be called: give its class __call__"),
+        (f"{HERE}:NUMBER", {}, "is a int, not a class or a function"),
+        (f"{HERE}:nothing", {}, "cannot be imported"),
+        ("no_such_module:reward", {}, "cannot be imported: No module named 'no_such_module'"),
+        ("regex_reward", {"pattern": "a", "patern": "b"}, "has no kwarg 'patern'. It takes pattern, part"),
+        ("regex_reward", {"pattern": "("}, "is not a regular expression"),
+        ("exact_match_reward", {"part": "half"}, "part must be 'all' or 'answer', not 'half'"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused_by_name(name: str, kwargs: dict[str, Any], words: str):
+    with pytest.raises(BadInput, match=words):
+        build_reward(name, kwargs)
+
+
+def test_the_rewards_of_an_objective_get_their_own_kwargs_and_idle_ones_must_exist():
+    kwargs = {f"{HERE}:Longest": {"limit": 3}, "length_penalty_reward": {"group_size": 4}}
+    rewards = build_rewards([f"{HERE}:Longest", f"{HERE}:shouting"], kwargs)
+    assert [reward(*BATCH) for reward in rewards.values()] == [[1.0, 1.0], [1.0, 0.0]]
+    with pytest.raises(BadInput, match=r"no reward 'length_penalti'\. There is length_penalty_reward"):
+        build_rewards([], {"length_penalti": {}})
+
+
+def test_an_import_path_stands_for_an_objective_which_must_be_one():
+    assert build_objective(f"{HERE}:Shout").reward_names() == [f"{HERE}:shouting"]
+    with pytest.raises(BadInput, match=r"is not a subclass of headrace\.hackable\.Objective"):
+        build_objective(f"{HERE}:NotAReward")
+
+
+def test_a_provider_gives_the_same_samples_again_and_takes_the_seed_unless_it_has_its_own():
+    provider = build_data_provider(f"{HERE}:numbers", {"count": 2}, seed=5)
+    assert list(provider) == list(provider) == [TrainingSample("Write 5.", "5"), TrainingSample("Write 6.", "6")]
+    own = build_data_provider(f"{HERE}:numbers", {"count": 1, "seed": 8}, seed=5)
+    assert [sample.answer for sample in own] == ["8"]
+
+
+def test_what_is_no_sample_is_refused_with_its_number():
+    with pytest.raises(BadInput, match=rf"data provider '{HERE}:Words': sample 0 is a str, not a TrainingSample"):
+        list(build_data_provider(f"{HERE}:Words", {"words": ["a"]}))
+    with pytest.raises(BadInput, match="gives a NotAReward, not samples one after another"):
+        list(build_data_provider(f"{HERE}:NotAReward"))
+
+
+def test_the_words_of_the_interface_are_what_users_write():
+    assert list(inspect.signature(Sample).parameters) == ["prompt", "answer", "info"]
+    shipped = {"format_tag_reward", "gsm8k_correctness_reward", "length_penalty_reward", "token_utilisation_reward"}
+    adapted = {"math_verify", "code_execution", "judge", "regex", "json_schema", "exact_match"}
+    assert shipped | {f"{name}_reward" for name in adapted} <= set(REWARDS.names)

@@ -1,0 +1,62 @@
+"""Run directories as a run leaves them, with the numbers that a test gives: a configuration and metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from headrace.config.base import dump, put, validate
+from headrace.config.run import RunConfig
+from headrace.evaluate.completions import Completion, CompletionsFile
+from headrace.observe.metrics import MetricsLog
+from headrace.transport.files import write_atomically
+from headrace.transport.run_dir import RunDir
+
+
+def write_run(
+    root: Path,
+    rewards: Sequence[float],
+    held_out: Mapping[int, float] | None = None,
+    *,
+    keys: Mapping[str, Any] | None = None,
+) -> Path:
+    """A run with one reward per step, and avg@1 by version; `keys` are of its configuration, dotted."""
+    tree: dict[str, Any] = {
+        "output_dir": str(root),
+        "max_steps": len(rewards) or 5,
+        "seq_len": 64,
+        "model": {"name": "a-model"},
+        "orchestrator": {"train": {"env": [{"id": "reverse-text"}]}},
+    }
+    for key, value in (keys or {}).items():
+        put(tree, key.split("."), value)
+    config, _ = validate(RunConfig, tree, "test")
+    run = RunDir(root)
+    write_atomically(run.config, dump(config).encode())
+    orchestrator, trainer = MetricsLog(run.metrics, "orchestrator"), MetricsLog(run.metrics, "trainer")
+    for step, reward in enumerate(rewards, 1):
+        progress = {
+            "rollouts": 8 * step,
+            "seconds": 2.0 * step,
+            "tokens_sampled": 100 * step,
+            "tokens_trained": 90 * step,
+        }
+        values = {"reward/all/mean": reward, **{f"progress/{name}": value for name, value in progress.items()}}
+        orchestrator.log(step, values)
+        trainer.log(step, {"loss": 1.0 / step})
+    for version, score in (held_out or {}).items():
+        orchestrator.log(version, {"eval/reverse-text/avg@1": score})
+    return root
+
+
+def write_episodes(evaluation: Path, name: str, run: Path, correct: Mapping[str, Sequence[bool]]) -> None:
+    """What `headrace eval` leaves about a run's model: by example, which of its samples are right."""
+    folder = evaluation / name
+    write_atomically(folder / "settings.json", json.dumps({"model": str((run / "model").resolve())}).encode())
+    with closing(CompletionsFile(folder / "completions.jsonl")) as file:
+        for key, samples in correct.items():
+            for sample, right in enumerate(samples):
+                file.append(Completion(key, sample, correct=right, reward=float(right)))
