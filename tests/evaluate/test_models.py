@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput
-from headrace.evaluate.models import find_models, short_names
+from headrace.evaluate.models import find_models
 from headrace.transport.files import MARKER
 
 
@@ -68,8 +68,3 @@ def test_what_is_no_model_is_refused_before_anything_runs(root: Path):
     make(root / "new" / "config.toml")
     with pytest.raises(BadInput, match="new has no permanent checkpoint"):
         found(root / "new", permanent=True)
-
-
-def test_names_are_as_short_as_can_be():
-    assert short_names(["x/a/m", "x/b/m"]) == ["a/m", "b/m"]
-    assert short_names(["x/a/m", "y/a/n"]) == ["m", "n"]

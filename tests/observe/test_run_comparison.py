@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import BadInput
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.run_comparison import Comparison, compare_runs, distinct_names
+from headrace.observe.run_comparison import Comparison, compare_runs
 from headrace.observe.run_comparison_settings import differences, group_by_variant, settings_of
 from headrace.observe.run_comparison_significance import bootstrap, welch
 from headrace.observe.run_comparison_view import sentences, text, write_page
@@ -168,11 +168,6 @@ def test_steps_that_a_resume_made_again_count_once(seeds: list[Path]):
     log.log(6, {"reward/all/mean": 0.7, "progress/rollouts": 1})
     assert compare_runs(seeds[:3:2]).comparison.runs[0].metric.last == 0.7
     assert compare_runs(seeds[:3:2]).comparison.at["reward/all/mean"] == 6
-
-
-def test_runs_of_the_same_name_are_told_apart_by_their_folders():
-    assert distinct_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
-    assert distinct_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
 
 
 def test_the_text_has_the_differences_the_runs_and_the_sentences(seeds: list[Path]):

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from headrace.errors import BadInput
 from headrace.launch.run_directory import is_run
+from headrace.names import short_names
 from headrace.text.hub import model_directory
 from headrace.transport.files import MARKER
 from headrace.transport.run_dir import RunDir
@@ -70,16 +71,6 @@ def _of_run(run: Path, permanent: bool) -> list[Candidate]:
 
 def _long_name(path: Path) -> str:
     return os.path.abspath(path).strip("/")  # a link's own name, not that of what it leads to
-
-
-def short_names(long: Sequence[str]) -> list[str]:
-    """The last parts of each path, as few as tell all of them apart."""
-    parts = [name.split("/") for name in long]
-    for depth in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(each[-depth:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(long)
 
 
 def _by_numbers(path: Path) -> list[tuple[int, str]]:

@@ -18,6 +18,7 @@ import msgspec
 
 from headrace.config.base import read_toml
 from headrace.errors import BadInput
+from headrace.names import short_names
 from headrace.observe.environments import ENDS
 from headrace.observe.history import Curve, History, Record, Tail
 from headrace.observe.run_comparison_difference import Difference, Side, difference
@@ -184,16 +185,6 @@ def smaller_is_better(metric: str) -> bool:
     return any(word in metric for word in SMALLER_IS_BETTER)
 
 
-def distinct_names(roots: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart."""
-    longest = max((len(root.parts) for root in roots), default=0)
-    for count in range(1, longest):
-        names = ["/".join(root.parts[-count:]) for root in roots]
-        if len(set(names)) == len(names):
-            return names
-    return [str(root) for root in roots]
-
-
 def shown(value: Any) -> str:
     """A value of a configuration, as a cell of a table."""
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -202,7 +193,7 @@ def shown(value: Any) -> str:
 def _read(paths: Sequence[Path], notes: list[str]) -> list[_Run]:
     roots = list(dict.fromkeys((path.parent if path.is_file() else path).resolve() for path in paths))
     found = []
-    for root, name in zip(roots, distinct_names(roots), strict=True):
+    for root, name in zip(roots, short_names([*map(str, roots)]), strict=True):
         run = RunDir(root)
         missing = [file.name for file in (run.config, run.metrics) if not file.is_file()]
         if not missing:
