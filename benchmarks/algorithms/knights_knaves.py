@@ -2,7 +2,7 @@
 
     python -m benchmarks.algorithms.knights_knaves --seeds 3 --jobs 1 --output outputs/knights-knaves
 
-A run that is there is not run again. Each seed has a start of its own, which its two runs share.
+A run that is there is not run again. All runs begin with one model, which the first makes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run_seed(output: Path, seed: int) -> None:
-    """One after the other: the first makes the start that the second finds."""
+    """One after the other."""
     for name, files in CASES.items():
         started = time.perf_counter()
         headrace("rl", *files, "--seed", seed, output=place(output, name, seed))
