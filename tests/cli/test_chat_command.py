@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.chat.target import address_in
 from headrace.cli.main import main
 from headrace.cli.serve import greeting
+from headrace.launch.private_server import address_in
 from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 from tests.cli.run_files import RUN_FILE

@@ -30,6 +30,7 @@ def test_an_example_at_least_doubles_its_held_out_reward(example: str, tmp_path:
     assert summary["reward_end"] >= 2 * summary["reward_start"]
 
 
+@pytest.mark.full  # test_agent has two turns among the fast ones
 @pytest.mark.timeout(400)
 def test_two_turns_are_one_sample_that_engine_and_trainer_score_alike(tmp_path: Path, tiny_model: Path):
     file = write_run_file(tmp_path, tiny_model)

@@ -184,6 +184,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path:
     assert not processes_of(tmp_path / "run")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_ends_the_run_with_one_clear_sentence(tmp_path: Path, tiny_model: Path):
     small = tmp_path / "small"

@@ -42,6 +42,7 @@ args = {{ run = "{run.root}", split = "eval" }}
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_versions_are_evaluated_while_training_goes_on_and_the_last_one_before_the_run_ends(
     tmp_path: Path, tiny_model: Path

@@ -30,7 +30,7 @@ async def test_random_schedules_lose_nothing_leak_nothing_and_end(first: int):
         simulation.check_end()
 
 
-@pytest.mark.parametrize("first", chunks(6000, 10_000, fast=1000))
+@pytest.mark.parametrize("first", chunks(6000, 10_000, fast=500))
 async def test_random_schedules_with_kills_and_restarts_account_for_every_draw_once(first: int):
     for seed in range(first, first + CHUNK):
         simulation = Simulation(seed, kills=3)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,29 +10,18 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from headrace.errors import BadInput, Failure
+from headrace.errors import BadInput
 from headrace.inference.client.chat_stream import ChatServer
 from headrace.inference.client.openai_client import OpenAIError
-from headrace.launch.lifeline import Lifeline
-from headrace.launch.process import Process, ProcessSpec
+from headrace.launch.private_server import PrivateServer
 from headrace.launch.run_directory import in_use, is_run
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 
-KEY_VAR = "HEADRACE_API_KEY"
-LOOPBACK = "127.0.0.1"
-GREETING = re.compile(rf"^serving on (http://{re.escape(LOOPBACK)}:\d+/v1);", re.MULTILINE)
-"""What `headrace serve` says once it is up."""
 POLL = 0.2
-STOPPING = 10.0
-"""Seconds that a server of ours gets to end in order."""
 
 Progress = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Shows what is being waited for, as it is told, for as long as it is open."""
-
-
-class ServerEnded(Failure):
-    """A server that was started for a chat ended by itself. The message has the end of its log."""
 
 
 def find(target: str, key_var: str) -> ChatServer | None:
@@ -77,44 +63,21 @@ def live(run: RunDir) -> ChatServer | None:
 
 @contextmanager
 def started(target: str, overrides: Sequence[str], progress: Progress) -> Iterator[ChatServer]:
-    """`headrace serve` for this chat alone: on this machine, behind a key that nobody else has."""
-    key = secrets.token_urlsafe()
-    address = ["--host", LOOPBACK, "--port", "0", "--api_key_var", KEY_VAR]
-    argv = [sys.executable, "-m", "headrace", "serve", target, "--alone", *overrides, *address]
-    lifeline = Lifeline()
-    with tempfile.TemporaryDirectory(prefix="headrace-chat-") as directory:
-        log = Path(directory) / "serve.log"
-        process = Process(ProcessSpec("the server", argv, {KEY_VAR: key}, service=True), log, lifeline)
-        try:
-            with progress() as tell:
-                url = _wait(process, lambda seconds: tell(f"loading {target} ({seconds:.0f} s)"))
-            with closing(ChatServer(url, key)) as server:
-                yield server
-        finally:
-            process.terminate()
-            process.wait(STOPPING)
-            process.kill()  # and what it had started
-            lifeline.close()
+    """A server for this chat alone. Ctrl-C ends the wait for it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="headrace-chat-") as directory,
+        closing(PrivateServer(target, overrides, Path(directory) / "serve.log")) as own,
+    ):
+        with progress() as tell:
+            url = _wait(own, lambda seconds: tell(f"loading {target} ({seconds:.0f} s)"))
+        with closing(ChatServer(url, own.key)) as server:
+            yield server
 
 
-def _wait(process: Process, tell: Callable[[float], None]) -> str:
-    """Until the server says that it is up; returns where. A model may take any time to load: Ctrl-C ends the wait."""
+def _wait(server: PrivateServer, tell: Callable[[float], None]) -> str:
+    """Until it is up; returns where."""
     began = time.monotonic()
-    while True:
+    while (address := server.address()) is None:
         tell(time.monotonic() - began)
-        running = process.running
-        if (address := address_in(process.log.read_text(errors="replace"))) is not None:
-            return address
-        if not running:
-            lines = "\n".join(f"    {line}" for line in process.last_lines())
-            raise ServerEnded(f"the server {process.how_it_ended()}; the end of its log:\n{lines}")
         time.sleep(POLL)
-
-
-def address_in(log: str) -> str | None:
-    """Where a server on this machine listens, by what it says once it is up.
-
-    A port that was chosen for it could be another's by then, who would be shown the key.
-    """
-    said = GREETING.search(log)
-    return None if said is None else said[1]
+    return address

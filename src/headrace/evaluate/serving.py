@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -11,11 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.chat.target import KEY_VAR, LOOPBACK, STOPPING, ServerEnded, address_in, base_url, key_in
+from headrace.chat.target import base_url, key_in
 from headrace.errors import BadInput, Failure
 from headrace.evaluate.models import Candidate
-from headrace.launch.lifeline import Lifeline
-from headrace.launch.process import Process, ProcessSpec
+from headrace.launch.private_server import PrivateServer
 
 POLL = 0.1
 
@@ -70,33 +68,10 @@ async def _export(checkpoint: str, directory: str) -> None:
 
 @asynccontextmanager
 async def _started(model: str, options: Sequence[str], log: Path) -> AsyncIterator[Served]:
-    """On this machine, on a port of its own choice, behind a key that nobody else has."""
-    key = secrets.token_urlsafe()
-    lifeline = Lifeline()
-    process = _start(model, options, key, log, lifeline)
+    server = PrivateServer(model, options, log)
     try:
-        yield Served([await _address(process)], key, model)
+        while (address := server.address()) is None:
+            await asyncio.sleep(POLL)
+        yield Served([address.removesuffix("/v1")], server.key, model)
     finally:
-        process.terminate()
-        await asyncio.to_thread(process.wait, STOPPING)
-        process.kill()  # and what it had started
-        lifeline.close()
-
-
-def _start(model: str, options: Sequence[str], key: str, log: Path, lifeline: Lifeline) -> Process:
-    address = ["--host", LOOPBACK, "--port", "0", "--api_key_var", KEY_VAR]
-    argv = [sys.executable, "-m", "headrace", "serve", model, "--alone", *options, *address]
-    log.unlink(missing_ok=True)  # an earlier server's address is in it
-    return Process(ProcessSpec("the server", argv, {KEY_VAR: key}, service=True), log, lifeline)
-
-
-async def _address(process: Process) -> str:
-    """Where the server listens, once it says so; a model may take any time to load."""
-    while True:
-        running = process.running
-        if (address := address_in(process.log.read_text(errors="replace"))) is not None:
-            return address.removesuffix("/v1")
-        if not running:
-            lines = "\n".join(f"    {line}" for line in process.last_lines())
-            raise ServerEnded(f"its server {process.how_it_ended()}; the end of its log:\n{lines}")
-        await asyncio.sleep(POLL)
+        await asyncio.to_thread(server.close)
