@@ -57,8 +57,7 @@ def train(
     takes_turns = sharing == "alternate"
     turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
-    # Where both compute at once, what is free is not known before the engine is up, and so is no plan for a step.
-    if learner.model.compiles and learner.model.device.type == "cuda" and sharing != "overlap":
+    if sharing != "overlap":  # else what is free is not known before the engine is up, and so is no plan for a step
         compile_now(learner, status, probes=bool(config.probe_tokens))
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
@@ -81,15 +80,7 @@ def train(
                 break
             watch.lap("time/forward_backward")
             if config.probe_tokens:  # before the new weights are out: who loads them finds it
-                write_probe(
-                    run.probes,
-                    learner.version,
-                    batch,
-                    learner.model,
-                    tokens=config.probe_tokens,
-                    seq_len=learner.seq_len,
-                    chunk=config.lm_head_chunk,
-                )
+                probe(config, run, learner, batch)
                 watch.lap("time/probe")
             if step < learner.max_steps:
                 publisher.publish(learner.version)
@@ -120,10 +111,25 @@ def train(
 
 def compile_now(learner: Learner, status: Status, *, probes: bool) -> None:
     """Compile what the first step would have to wait for. It takes little memory, and no turn: the engine starts."""
+    if not learner.model.compiles or learner.model.device.type != "cuda":
+        return
     status.set("compiling")
     start = time.monotonic()
     rehearse(learner, probes=probes)
     log.info("compiled in %.1f s", time.monotonic() - start)
+
+
+def probe(config: TrainerConfig, run: RunDir, learner: Learner, batch: Batch) -> None:
+    """Write down what the trainer makes of a few of the batch's sequences with its new weights."""
+    write_probe(
+        run.probes,
+        learner.version,
+        batch,
+        learner.model,
+        tokens=config.probe_tokens,
+        seq_len=learner.seq_len,
+        chunk=config.lm_head_chunk,
+    )
 
 
 def make_publisher(weights: WeightsConfig, run: RunDir, learner: Learner, *, shared: bool) -> Publisher:

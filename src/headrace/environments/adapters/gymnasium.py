@@ -15,15 +15,13 @@ from typing import Any
 
 from headrace import imports
 from headrace.environments.adapters.extra import library
-from headrace.environments.arguments import BadArgument, bound, check_choice, check_flag, check_whole
+from headrace.environments.adapters.seeds import seeds_of
+from headrace.environments.arguments import BadArgument, bound, check_flag, check_whole
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import SPLITS
 from headrace.environments.shipped.tags import tagged
 from headrace.rollout.types import Rollout, Task
 
-HELD_OUT = 1 << 20
-"""Seeds of evaluation begin here, and those of training end."""
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
 _PLAIN = "\x1b[0m"
 TAGGED = "Write your action between <{tag}> and </{tag}>."
@@ -64,13 +62,9 @@ class GymnasiumText(Environment):
         make: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        check_choice("split", split, SPLITS)
-        check_whole("num_tasks", num_tasks, 1, HELD_OUT)
+        self._seeds = seeds_of(split, num_tasks, seed)
         check_whole("max_turns", max_turns, 1)
-        check_whole("seed", seed, 0)
         check_flag("blocking", blocking)
-        first = seed + (HELD_OUT if split == "eval" else 0)
-        self._seeds = range(first, first + num_tasks)
         self._make = _maker(name, make or {})
         self._max_turns = max_turns
         self._prompt = prompt if prompt is not None else TAGGED.format(tag=tag) if tag else ""

@@ -20,18 +20,16 @@ import numpy as np
 
 from headrace import imports
 from headrace.environments.adapters.extra import library
-from headrace.environments.arguments import BadArgument, check_choice, check_whole
+from headrace.environments.adapters.seeds import seeds_of
+from headrace.environments.arguments import BadArgument, check_whole
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
 from headrace.environments.fault import fault_of
-from headrace.environments.shipped.drawing import SPLITS
 from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-HELD_OUT = 1 << 20
-"""Seeds of evaluation begin here, and those of training end."""
 RANDOM = "random"
 FORFEIT = -1.0
 """What it is worth to have no move: as much as textarena gives for a move that is against the rules."""
@@ -63,10 +61,8 @@ class TextArena(Environment):
         make: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        check_choice("split", split, SPLITS)
-        check_whole("num_tasks", num_tasks, 1, HELD_OUT)
+        self._seeds = seeds_of(split, num_tasks, seed)
         check_whole("max_turns", max_turns, 1)
-        check_whole("seed", seed, 0)
         self._name = name
         self._args = dict(make or {})
         self._textarena = library("textarena", "textarena")
@@ -75,8 +71,6 @@ class TextArena(Environment):
             raise BadArgument(f"opponent: {name} is a game for one")
         self._opponent = _opponent(opponent)
         self._max_turns = max_turns
-        first = seed + (HELD_OUT if split == "eval" else 0)
-        self._seeds = range(first, first + num_tasks)
 
     def tasks(self) -> list[dict[str, Any]]:
         return [{"seed": seed} for seed in self._seeds]
