@@ -20,6 +20,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,10 +156,11 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--limit", type=float, default=240.0, help="most seconds of a run, start included")
     parser.add_argument("--output", type=Path, default=Path("outputs/end-to-end"))
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no run may outlive this and keep the GPU
     runs: list[Run] = []
     for seed in given.seeds:
         for who in given.only:
