@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=240.0, help="most seconds of a run, start included")
     parser.add_argument("--output", type=Path, default=Path("outputs/end-to-end"))
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no run may outlive this and keep the GPU
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no run outlives it
     runs: list[Run] = []
     for seed in given.seeds:
         for who in given.only:
