@@ -24,7 +24,9 @@ LIGHT_PACKAGES = (
     "observe",
     "config",
     "launch",
+    "sweep",
     "chat",
+    "hub",
     "inference.client",
     "inference.server",
 )
@@ -97,6 +99,7 @@ def enters(module: str, room: str) -> bool:
         ("environments", ("trainer", "orchestrator", "launch", "cli")),
         ("transport", ("trainer", "orchestrator", "algorithms", "launch", "cli", "config")),
         ("inference", ("trainer", "orchestrator", "algorithms", "launch", "cli")),
+        ("sweep", ("trainer", "cli")),
         ("config", ("trainer", "orchestrator", "algorithms", "launch", "cli", "inference", "environments")),
     ],
 )

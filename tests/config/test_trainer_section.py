@@ -63,7 +63,7 @@ def test_icepop_must_keep_some_ratio():
     [
         ("loss", "no such loss. Known: default, ipo, ppo_clip, gspo, cispo, icepop, reinforce, custom"),
         ("optim", "no such optimizer. Known: adamw, muon, sgd"),
-        ("scheduler", "no such scheduler. Known: constant, linear, cosine, wsd"),
+        ("scheduler", "no such scheduler. Known: constant, linear, cosine, cosine_with_restarts, wsd"),
     ],
 )
 def test_an_unknown_type_names_the_known_ones(section: str, known: str):

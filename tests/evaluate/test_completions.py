@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput
-from headrace.evaluate.completions import Completion, CompletionsFile, Thinking, completion_of
+from headrace.evaluate.completions import Completion, CompletionsFile, Thinking, completion_of, counted_of
 from headrace.rollout.types import Rollout, RolloutError, Turn
 
-THINKING = Thinking("<think>", "</think>", lambda prompt, ids: bytes(ids).decode(), len)
+THINKING = Thinking(
+    "<think>", "</think>", lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len
+)
 """One token per letter."""
 
 
@@ -22,7 +24,8 @@ def rollout(text: str, **fields: object) -> Rollout:
 
 
 def line(*rollouts: Rollout, correct: str | None = None) -> Completion:
-    return completion_of("k", 0, rollouts, THINKING, correct)
+    tokens = sum(rollout.completion_tokens for rollout in counted_of(rollouts))
+    return completion_of("k", 0, rollouts, THINKING, correct, tokens)
 
 
 def test_an_answer_is_right_by_the_component_that_says_so_and_in_format_by_another():

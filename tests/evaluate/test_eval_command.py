@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.eval import read_evaluation
 from headrace.cli.main import main, parse
+from headrace.environments.base import tasks_of
+from headrace.environments.registry import load_environment
 from headrace.hackable.zero_shot import read_zero_shot
 
 DOCS = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
@@ -62,6 +65,39 @@ def test_a_pair_without_a_value_is_explained(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         parse(["eval", "model", "--env", "gsm8k", "--env-args", "split=test", "other"])
     assert "'other' is not KEY=VALUE (and CHECKPOINT comes before all options)" in capsys.readouterr().err
+
+
+def test_the_level_of_problems_is_an_argument_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    asked = parse(["eval", "model", "--env", "math", "--level", "4", "5", "--env-args", "source=math.jsonl"])
+    evaluation = read_evaluation(asked)
+    assert evaluation.args == {"source": "math.jsonl", "levels": [4, 5]}
+    problems = [
+        {"problem": f"{n}+1?", "solution": f"\\boxed{{{n + 1}}}", "level": n, "type": "Algebra"} for n in (3, 4, 5)
+    ]
+    Path("math.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    environment = load_environment(evaluation.env, evaluation.args)
+    assert [task.data["level"] for task in tasks_of(environment, "math")] == [4, 5]
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    assert main(["eval", "model", "--env", "math", "--level", "4", "--env-args", "levels=[5]"]) == 2
+    assert "--level and --env-args levels=... say the same" in capsys.readouterr().err
+    assert main(["eval", "model", "--env", "gsm8k", "--level", "4", "--env-args", "source=math.jsonl"]) == 2
+    assert "environment 'gsm8k' does not take these args" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("env", ["gsm8k", "math"])
+def test_word_problems_that_are_neither_here_nor_on_a_hub_say_what_to_do(
+    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    assert main(["eval", "model", "--env", env, "--env-args", "source=problems.jsonl"]) == 2
+    assert "problems.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 
 from headrace.hackable import Objective, TrainingSample
@@ -53,3 +55,21 @@ class Shout(Objective):
 
     def extra_reward(self, samples, completions) -> list[float]:
         return [0.25 * completion.endswith("!") for completion in completions]
+
+
+def fussy(prompts, completions, answers, infos) -> list[float]:
+    """Fails in the way that one of the completions names."""
+    if "raise" in completions:
+        raise KeyError("no such entry")
+    while "hang" in completions:
+        time.sleep(0.01)
+    scores = [math.nan if completion == "nan" else 1.0 for completion in completions]
+    return scores[1:] if "fewer" in completions else scores
+
+
+class Fussy(Objective):
+    def reward_names(self) -> list[str]:
+        return ["tests.hackable.plugins:fussy"]
+
+    def combine_rewards(self, scores, samples) -> list[float]:
+        return list(scores["tests.hackable.plugins:fussy"])

@@ -16,7 +16,7 @@ from headrace.hackable.scoring import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
 from tests.hackable.completions import thought
 
 DOCS = (Path(__file__).parents[2] / "docs" / "hacking.md").read_text()
-REWARD, DATA, OBJECTIVE, TRYING = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+REWARD, DATA, OBJECTIVE, TRYING, *_ = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 CHECK = """
 from headrace.hackable import Scorer, build_rewards
 first, *rest = build_data_provider("squares", {"largest": 3}, seed=7)

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones_nearest_first():
         build_reward("format_reward")
     with pytest.raises(BadInput, match=r"^no data provider 'gsm8'\. There is gsm8k, gsm8k_math_curriculum, .*local"):
         build_data_provider("gsm8")
-    with pytest.raises(BadInput, match=r"^no objective 'grpo'\. There is token_grpo; your own by import path"):
+    with pytest.raises(BadInput, match=r"^no objective 'grpo'\. There is token_grpo[,;].* your own by import path"):
         build_objective("grpo")
 
 

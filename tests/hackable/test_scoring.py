@@ -13,6 +13,7 @@ import pytest
 
 from headrace.environments.base import Environment
 from headrace.hackable import Objective, Progress, Scored, Scorer, TrainingSample, build_objective, build_rewards
+from headrace.hackable.limited import MOST_STUCK
 from headrace.hackable.scoring import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
 from headrace.rollout.types import Rollout
 from tests.hackable.completions import thought
@@ -176,11 +177,11 @@ async def test_a_reward_that_cannot_be_ended_is_not_called_for_ever():
         return [0.0] * 3
 
     failing = hurried(stuck, 0.02)
-    found = [await failing.score(GROUP, TEXTS) for _ in range(4)]
+    found = [await failing.score(GROUP, TEXTS) for _ in range(MOST_STUCK + 2)]
     release.set()
-    assert len(calls) == 2
+    assert len(calls) == MOST_STUCK
     error = found[-1][0].error
-    assert error is not None and "not called again, since 2 earlier calls have still not returned" in error.detail
+    assert error is not None and f"not called again, since {MOST_STUCK} earlier calls" in error.detail
 
 
 async def test_a_reward_with_limits_of_its_own_may_take_longer():

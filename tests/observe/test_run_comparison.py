@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -59,6 +60,16 @@ def test_members_of_a_list_of_tables_are_compared_one_by_one():
 def test_runs_that_differ_in_their_seeds_alone_are_one_variant():
     trees = [{"seed": seed, "trainer": {"seed": seed, "lr": lr}} for lr, seed in ((1, 0), (2, 0), (1, 5))]
     assert group_by_variant([settings_of(tree) for tree in trees]) == [[0, 2], [1]]
+
+
+def test_an_environments_seed_is_the_runs_where_it_was_filled_from_it_and_a_setting_where_it_is_not():
+    def tree(seed: int, of_data: int) -> dict[str, Any]:
+        return {"seed": seed, "orchestrator": {"train": {"env": [{"id": "hackable", "args": {"seed": of_data}}]}}}
+
+    runs = [settings_of(tree(*seeds)) for seeds in ((0, 0), (1, 1), (1, 7))]
+    assert group_by_variant(runs) == [[0, 1], [2]]
+    assert differences(runs[:2]) == {"seed": [0, 1]}
+    assert differences(runs[1:]) == {"orchestrator.train.env.0.args.seed": [1, 7]}
 
 
 def test_variants_with_several_seeds_are_tested_by_welch_over_what_they_came_to(seeds: list[Path]):

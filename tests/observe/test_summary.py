@@ -117,7 +117,10 @@ def test_every_environment_has_its_own_numbers_and_the_commonest_error(mixture: 
     assert words == EnvironmentReport(
         "words", "grpo", 2, 56, {"gated": 8}, None, pytest.approx(0.1), pytest.approx(0.12), 0.25, 0.75
     )  # seven steps of eight rollouts; the means of .08 to .12 and of .10 to .14
-    assert maze == EnvironmentReport("maze", "max_rl", 1, 0, {"environment": 4}, "environment: KeyError: 'question'")
+    told = "KeyError: 'question'"
+    assert maze == EnvironmentReport(
+        "maze", "max_rl", 1, 0, {"environment": 4}, f"environment: {told}", errors={"environment": told}
+    )
     assert heldout == EnvironmentReport("heldout", eval_start=0.5, eval_end=0.5)
 
 
@@ -131,6 +134,20 @@ def test_an_environment_that_always_fails_is_named_with_its_reason_once(
     row = next(line for line in out.splitlines() if line.strip().startswith("words"))
     assert row.split() == ["words", "grpo", "2", "56", "0.100", "→", "0.120", "0.250", "→", "0.750", "8", "gated"]
     assert "| maze | max_rl | 1 | 0 | - | - | 4 environment |" in mixture.summary.read_text()
+
+
+def test_every_reason_for_failures_is_told_with_its_message(
+    mixture: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reasons = [("reward_failed", "reward 'a': KeyError: 1")] * 2 + [("reward_timeout", "reward 'b': it took too long")]
+    lost = [(Rollout(env="words", error=RolloutError(*reason)), reason[0]) for reason in reasons]
+    write_rollouts(mixture.rollouts, 13, [], lost, keep_last=10)
+    assert main(["summary", str(mixture.root)]) == 0
+    told = [line.strip() for line in capsys.readouterr().out.splitlines() if " failed" in line and "words" in line]
+    assert told == [
+        "words: some episodes failed, most often with reward_failed: reward 'a': KeyError: 1",
+        "words: others failed with reward_timeout: reward 'b': it took too long",
+    ]
 
 
 def test_an_sft_run_is_summarized_by_its_loss(tmp_path: Path) -> None:

@@ -50,6 +50,15 @@ def test_a_task_is_in_the_pool_of_the_mean_reward_of_its_group(rewards: list[flo
     assert shares(sampler) == {expected: 1.0}
 
 
+def test_in_order_tasks_come_as_they_are_listed_and_then_again():
+    sampler = make_sampler(CurriculumConfig(sampler="in_order"), tasks(3))  # type: ignore[arg-type]
+    assert sampler is not None and not sampler.learns()
+    source = TrainSource([TrainTasks("env", tasks(3), 1.0, sampler)], seed=5)
+    assert [source.draw()[1].data["n"] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    resumed = TrainSource([TrainTasks("env", tasks(3), 1.0, sampler)], seed=5, drawn={"env": 7})
+    assert resumed.draw()[1].data["n"] == 1
+
+
 def test_only_the_latest_group_of_a_task_counts():
     sampler = pool(4)
     for reward in (0.0, 1.0, 0.5):
@@ -310,7 +319,7 @@ def test_sections_that_make_no_sense_are_refused():
         ({"sampler": {"type": "difficulty_pool", "hard_max": 0.8}}, "no task would be normal"),
         ({"sampler": {"type": "difficulty_pool", "weights": dict.fromkeys(WEIGHTS, 0)}}, "every weight is 0"),
         ({"gate": {"type": "advantage_range", "reject_min": 1}}, "nothing would be rejected"),
-        ({"sampler": "difficulty"}, "known types are shuffled and difficulty_pool"),
+        ({"sampler": "difficulty"}, "known types are shuffled, in_order and difficulty_pool"),
     ):
         with pytest.raises(ValueError, match=message):
             curriculum(**keys)

@@ -29,6 +29,15 @@ def test_cosine_is_halfway_at_half_time():
     assert factors("cosine")[6] == pytest.approx(0.0)
 
 
+def test_a_cosine_with_restarts_begins_anew_in_every_cycle():
+    # two warmup steps, then two cycles of four: (1 + cos(pi * k / 4)) / 2 is 1, .8536, .5, .1464
+    cycle = [1, 0.853553, 0.5, 0.146447]
+    settings = {"warmup_steps": 2, "cycles": 2}
+    assert factors("cosine_with_restarts", 10, **settings) == pytest.approx([0.5, 1, *cycle, *cycle, 0], abs=1e-6)
+    assert factors("cosine_with_restarts", 10, **settings, min_factor=0.2)[4] == pytest.approx(0.2 + 0.8 * 0.5)
+    assert factors("cosine_with_restarts", 7) == pytest.approx(factors("cosine", 7))  # a single cycle
+
+
 def test_wsd_is_stable_until_its_last_steps():
     assert factors("wsd", 8, warmup_steps=2, decay_steps=4) == pytest.approx([0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
     assert factors("wsd", 4, decay_steps=2, min_factor=0.2) == pytest.approx([1, 1, 1, 0.6, 0.2])

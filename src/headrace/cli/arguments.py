@@ -10,7 +10,7 @@ from pathlib import Path
 
 RUN_FILES = (".toml", ".yaml", ".yml")
 """How the names of run files end."""
-OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help", "--name", "--alone", "--sharing"})
+OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help", "--name", "--alone", "--sharing", "--report"})
 """Options of the commands themselves; every other `--word` is an override of the configuration."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.config.base import Config
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
 
@@ -23,11 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from headrace.cli.training import run_from_files
     from headrace.config.base import load
+    from headrace.config.hackable.sections import HackableConfig
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
     from headrace.errors import BadInput
+    from headrace.launch.own_code import find_code_beside
 
     files = [path / "config.toml" if path.is_dir() else path for path in arguments.files]
+    written = merged(files)
     kind = kind_of(files)
     if arguments.explain is None:
         if not files:
@@ -35,7 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
         asked = argparse.Namespace(files=files, overrides=[], dry_run=True, resume=None, clean=False)
         return run_from_files(kind, "rl" if kind is RunConfig else "sft", asked)
     tree: dict[str, Any] | None = None
+    if is_of_hackable(arguments.explain) and not is_key(RunConfig, arguments.explain):
+        find_code_beside(files)
+        print(explanation(HackableConfig, arguments.explain, written if files else None))
+        return 0
     if files:
+        find_code_beside(files)
         tree = load(kind, files)[0].model_dump(mode="json", exclude_none=True)
     elif not is_key(RunConfig, arguments.explain) and is_key(SftConfig, arguments.explain):
         kind = SftConfig
@@ -43,39 +52,63 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """What the files say, as they say it."""
+    from headrace.config.base import merge, read_file
+
+    tree: dict[str, Any] = {}
+    for file in files:
+        merge(tree, read_file(file))
+    return tree
+
+
 def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[SftConfig]:
-    """The sort of run: supervised training has examples, and neither an orchestrator nor an objective."""
-    from headrace.config.base import read_file
+    """The sort of run: supervised training has examples, and neither an orchestrator nor a data provider."""
+    from headrace.config.hackable.translation import is_hackable
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
 
-    known = {key for file in files for key in read_file(file)}
-    return SftConfig if "data" in known and not known & {"orchestrator", "objective", "rewards"} else RunConfig
+    tree = merged(files)
+    return SftConfig if "data" in tree and "orchestrator" not in tree and not is_hackable(tree) else RunConfig
 
 
-def is_key(kind: type[RunConfig] | type[SftConfig], key: str) -> bool:
+def is_key(kind: type[Config], key: str) -> bool:
     from headrace.config.explain import find
 
     return bool(find(kind, key))
 
 
-def explanation(kind: type[RunConfig] | type[SftConfig], key: str, tree: dict[str, Any] | None = None) -> str:
+def is_of_hackable(key: str) -> bool:
+    """Whether it is a key, right or wrong, of the file with data, rewards and an objective."""
+    from headrace.config.hackable.sections import HackableConfig
+    from headrace.config.hackable.translation import OWN_SECTIONS
+    from headrace.config.sft import SftConfig
+
+    own = key.partition(".")[0] in OWN_SECTIONS and not is_key(SftConfig, key)
+    in_table = key.startswith("trainer.optim.")  # a table there is that of a run file
+    return own or (is_key(HackableConfig, key) and not in_table)
+
+
+def explanation(kind: type[Config], key: str, tree: dict[str, Any] | None = None) -> str:
     """All there is to say about a key, and its value in `tree`."""
     from headrace.config.explain import children, explain, kinds_of
+    from headrace.config.hackable.explain import explain_kwarg, kwargs_under
 
     lines = [key]
     inside = children(kind, key)
-    for entry in explain(kind, key):
+    kwarg = explain_kwarg(kind, key, tree)
+    for entry in kwarg or explain(kind, key):
         lines.append(textwrap.fill(entry.sentence, WIDTH, initial_indent="  ", subsequent_indent="  "))
         facts = [("of type", ", ".join(entry.kinds)), ("type", entry.type), ("default", entry.default)]
         lines += [_fact(label, fact) for label, fact in facts if fact]
     if tree is not None:
         lines += _values(tree, key, is_section=bool(inside))
     lines += _listed("types", list(kinds_of(kind, key).items()))
+    lines += _listed("kwargs", [] if kwarg else kwargs_under(kind, key, tree))
     return "\n".join([*lines, *_listed("keys", [_child(kind, name, tree) for name in inside])])
 
 
-def _child(kind: type[RunConfig] | type[SftConfig], key: str, tree: dict[str, Any] | None) -> tuple[str, str]:
+def _child(kind: type[Config], key: str, tree: dict[str, Any] | None) -> tuple[str, str]:
     from headrace.config.explain import explain, summary_of, values_at
 
     entries = explain(kind, key)

@@ -26,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--env", metavar="ID", required=True, help="an environment's id, as in a run file")
     pairs = {"metavar": "KEY=VALUE", "nargs": "+", "default": [], "type": _pair}
-    parser.add_argument("--env-args", **pairs, help="its args: split=test level=3")  # type: ignore[arg-type]
+    parser.add_argument("--env-args", **pairs, help="its args: split=test limit=100")  # type: ignore[arg-type]
+    parser.add_argument("--level", metavar="N", nargs="+", type=_positive, help="of math: only problems of this level")
     parser.add_argument(
         "--checkpoints", choices=("final", "permanent"), default="final", help="which models of a run [final]"
     )
@@ -55,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--serve-args", metavar="KEY=VALUE", nargs="+", default=[], type=_option, help="of [inference]: engine=vllm"
     )
     running.add_argument("--tokenizer", metavar="DIR", help="a model directory, for a server that names none")
+    running.add_argument("--endpoint-model", metavar="NAME", help="what a server with several models calls it")
     running.add_argument(
         "--api-key-var", metavar="VAR", default="HEADRACE_API_KEY", help="the variable with its key [HEADRACE_API_KEY]"
     )
@@ -118,6 +120,11 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     sampling, _ = validate(SamplingConfig, given, "command line")
     renderer = dict(arguments.renderer)
     validate(RendererConfig, renderer, "--renderer")
+    env_args = dict(arguments.env_args)
+    if arguments.level is not None:
+        if "levels" in env_args:
+            raise BadInput("--level and --env-args levels=... say the same: give one of them")
+        env_args["levels"] = arguments.level
     conditions = Conditions(
         arguments.samples,
         sampling.model_dump(exclude_none=True),
@@ -128,11 +135,12 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         arguments.concurrency,
         arguments.timeout,
         arguments.tokenizer,
+        arguments.endpoint_model,
     )
     return Evaluation(
         arguments.output or Path("outputs/eval") / arguments.env.replace("/", "-").replace(":", "-"),
         importable(arguments.env, "environment"),
-        dict(arguments.env_args),
+        env_args,
         arguments.workers,
         arguments.num_examples,
         conditions,

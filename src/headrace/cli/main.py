@@ -20,11 +20,14 @@ from headrace.cli import (
     new,
     orchestrator,
     probe,
+    pull,
+    push,
     rescore,
     rl,
     serve,
     sft,
     summary,
+    sweep,
     tokens,
     trainer,
 )
@@ -44,10 +47,13 @@ COMMANDS: dict[str, ModuleType] = {
     "eval": eval,
     "summary": summary,
     "compare": compare,
+    "sweep": sweep,
     "config": config,
     "audit": audit,
     "rescore": rescore,
     "export": export,
+    "push": push,
+    "pull": pull,
     "tokens": tokens,
     "init-model": init_model,
 }
@@ -82,6 +88,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=first_line, description=first_line, allow_abbrev=False)
         module.configure(command)
     dotted = bool(argv) and argv[0] in ("probe", "check-algorithm", "rescore", "chat")
-    overridden = dotted or (argv and argv[0] in ("rl", "sft", "serve"))
+    overridden = dotted or (argv and argv[0] in ("rl", "sft", "serve", "sweep"))
     own, overrides = separate_overrides(argv, dotted=dotted) if overridden else (list(argv), [])
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))

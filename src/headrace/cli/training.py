@@ -6,6 +6,8 @@ import argparse
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -14,12 +16,25 @@ if TYPE_CHECKING:
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
 
+GRACE = 60.0
+"""Seconds to end in order once the sweep that started this run is gone: its processes end one after the other."""
+
 
 def run_from_files(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
-    """From the command line to the exit code; SIGTERM ends it in order at any moment."""
+    """From the command line to the exit code; SIGTERM ends it in order at any moment, and so does a sweep's end."""
+    from headrace.launch import lifeline
+
+    with leaving_on_sigterm():
+        lifeline.watch(GRACE)
+        return _run(kind, command, arguments)
+
+
+@contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM leaves through every clean-up."""
     previous = signal.signal(signal.SIGTERM, _end)
     try:
-        return _run(kind, command, arguments)
+        yield
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -34,12 +49,13 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import decide
     from headrace.launch.saved_config import changes, pin
+    from headrace.launch.variables import set_variables
     from headrace.text.tokenizer import Tokenizer
     from headrace.transport.run_dir import RunDir
 
+    folders = find_code_beside(arguments.files)
     config, notices = load(kind, arguments.files, arguments.overrides)
     _notify(*notices)
-    folders = find_code_beside(arguments.files)
     if isinstance(config, RunConfig):
         _check_own_code(config.orchestrator)
     if arguments.dry_run:
@@ -49,6 +65,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
             sentences = [f"not on this machine: {error}"]
         print("".join(f"# {sentence}\n" for sentence in sentences) + dump(config), end="")
         return 0
+    _notify(*set_variables(config.launch))
     if config.output_dir is None:
         raise ConfigError("output_dir: say where the run shall keep its files")
     plan = decide(config.output_dir, arguments.resume, arguments.clean)

@@ -27,11 +27,16 @@ class Config(BaseModel):
     """Base of every section: unknown keys are errors, values are checked when they are set."""
 
     PATHS_OF_FILE: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys that hold a path relative to the file they are written in."""
+    """Dotted keys that hold a path, or a list of them, relative to the file they are written in."""
     FILLED_FROM: ClassVar[dict[str, str]] = {}
     """Dotted keys that take another key's value where they have none of their own."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @classmethod
+    def translated(cls, tree: Tree, files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:
+        """What files and overrides came to, as a tree of this type, and notices; for files in another form."""
+        return tree, []
 
     def notices(self) -> list[str]:
         """What to tell the user about a configuration that is valid but hardly meant."""
@@ -48,7 +53,10 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
     for path, value in parse_overrides(overrides):
         put(tree, path, value)
     anchor_paths(tree, kind.PATHS_OF_FILE, Path.cwd())  # those that were typed
-    return validate(kind, tree, " + ".join(str(file) for file in files) or "command line")
+    where = " + ".join(str(file) for file in files) or "command line"
+    tree, notices = kind.translated(tree, files, where)
+    config, more = validate(kind, tree, where)
+    return config, notices + more
 
 
 def validate(kind: type[T], tree: Tree, where: str) -> tuple[T, list[str]]:
@@ -98,8 +106,11 @@ def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
         node: Any = tree
         for parent in parents:
             node = node.get(parent, {}) if isinstance(node, dict) else {}
-        if isinstance(node, dict) and isinstance(node.get(name), str):
-            node[name] = str((directory / node[name]).resolve())
+        given = node.get(name) if isinstance(node, dict) else None
+        if isinstance(given, str):
+            node[name] = str((directory / given).resolve())
+        elif isinstance(given, list):
+            node[name] = [str((directory / path).resolve()) if isinstance(path, str) else path for path in given]
 
 
 def merge(base: Tree, update: Tree) -> None:

@@ -16,6 +16,12 @@ class ShuffledConfig(Config):
     type: Literal["shuffled"] = "shuffled"
 
 
+class InOrderConfig(Config):
+    """As they come from the environment, from the first to the last, and again."""
+
+    type: Literal["in_order"] = "in_order"
+
+
 class PoolWeightsConfig(Config):
     """How likely each task of a pool is, relative to the others."""
 
@@ -97,12 +103,13 @@ def _type_alone(value: Any) -> Any:
 
 SamplerConfig = Annotated[
     Annotated[ShuffledConfig, Tag("shuffled")]
+    | Annotated[InOrderConfig, Tag("in_order")]
     | Annotated[DifficultyPoolConfig, Tag("difficulty_pool")]
     | Annotated[ImportedSamplerConfig, Tag("imported")],
     Discriminator(
         _kind,
         custom_error_type="no_such_sampler",
-        custom_error_message="known types are shuffled and difficulty_pool; your own is package.module:Class",
+        custom_error_message="known types are shuffled, in_order and difficulty_pool; your own is package.module:Class",
     ),
     BeforeValidator(_type_alone),
 ]

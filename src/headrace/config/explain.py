@@ -78,7 +78,7 @@ def explain(root: type[BaseModel], key: str) -> list[Explanation]:
 def _explain_free(field: _Field) -> Explanation:
     """A name of the user's own, in a table that takes any."""
     table = field.info.annotation
-    value = _words(get_args(table)[1]) if get_origin(table) is dict else "anything"
+    value = words_of(get_args(table)[1]) if get_origin(table) is dict else "anything"
     return Explanation((), value, "unset", f"A name of your own. {sentence(field)}")
 
 
@@ -209,25 +209,26 @@ def _one_line(text: str) -> str:
 
 def type_words(field: FieldInfo) -> str:
     """What a field takes, in words."""
-    return _within(_words(field.annotation), field.metadata)
+    return _within(words_of(field.annotation), field.metadata)
 
 
-def _words(annotation: Any) -> str:
+def words_of(annotation: Any) -> str:
+    """A type, in words."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if annotation in PLAIN:
         return PLAIN[annotation]
     if origin is Annotated:
-        return _within(_words(inside[0]), inside[1:])
+        return _within(words_of(inside[0]), inside[1:])
     if origin is Literal:
         return _or([value_words(value.value if isinstance(value, Enum) else value) for value in inside])
     if origin in (Union, types.UnionType):
         return _union(inside)
     if origin is tuple:
-        return f"list of {len(inside)} {_several(_words(inside[0]))}"
-    if origin is list:
-        return f"list of {_several(_words(inside[0]))}"
+        return f"list of {len(inside)} {_several(words_of(inside[0]))}"
+    if origin in (list, Sequence):
+        return f"list of {_several(words_of(inside[0]))}"
     if origin is dict:
-        return "table" if inside[1] is Any else f"table of {_several(_words(inside[1]))}"
+        return "table" if inside[1] is Any else f"table of {_several(words_of(inside[1]))}"
     return "table"
 
 
@@ -242,7 +243,9 @@ def _union(members: Sequence[Any]) -> str:
     kinds = list(dict.fromkeys(kind for section in sections for kind in _kind(section)))
     table = [f"table of type {_or(kinds)}"] if kinds else ["table"] if sections else []
     lists = any(get_origin(member) is list for member in members)
-    others = [_words(member) for member in members if (lists or not _sections(member)) and member is not types.NoneType]
+    others = [
+        words_of(member) for member in members if (lists or not _sections(member)) and member is not types.NoneType
+    ]
     words = _or([*others, *([] if lists else table)])
     return f"{words}{',' if ' or ' in words else ''} or unset" if types.NoneType in members else words
 

@@ -66,8 +66,8 @@ class InferenceConfig(Config):
     left; 65% of what the trainer leaves where the two take turns on one, 30% where they compute at once; on a CPU an
     eighth of what is free, since requests in progress have theirs twice. Requests that lose their place come again."""
     compile: bool = True
-    """Whether a GPU's layers are compiled: a third faster, but a start takes longer by ten seconds or so.
-    Embedded only."""
+    """Whether layers are compiled: a third faster, but on a GPU a start takes longer by ten seconds or so. On a CPU
+    that needs a C compiler, and layers like Llama's or Qwen's in float32. Embedded only."""
     prefix_cache: bool = True
     """Whether prompts that begin alike are computed once, as long as the weights are the same."""
     max_body_mb: float = Field(32.0, gt=0)

@@ -29,5 +29,9 @@ class LaunchConfig(Config):
     """Seconds until every process must be up; they count anew when one is started again. vLLM has its own on top."""
     stop_timeout: float = Field(10.0, gt=0)
     """Seconds that a process gets to end in order before it is killed."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for all processes of the run, and for what is looked up before they start."""
+    env_from: dict[str, str] = Field(default_factory=dict)
+    """More of them, by the variable here that has the value: `HF_TOKEN = "MY_TOKEN"`; values are not kept anywhere."""
     max_restarts: int = Field(3, ge=0)
     """How often in a row, without progress of the run, a process that was killed is started again."""

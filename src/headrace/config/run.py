@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from headrace.config.algorithms import hints_the_policy
-from headrace.config.base import Config
+from headrace.config.base import Config, Tree
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
@@ -37,6 +38,8 @@ class WandbConfig(Config):
     name: str | None = None
     entity: str | None = None
     mode: Literal["online", "offline"] = "online"
+    dir: Path | None = None
+    """Where W&B makes its folder `wandb`; unset: in the run's directory."""
     samples: int = Field(8, ge=0)
     """Rollouts shown in a table, from the worst reward to the best; 0: no table."""
     samples_interval: int = Field(10, ge=1)
@@ -65,6 +68,12 @@ class RunConfig(Config):
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    @classmethod
+    def translated(cls, tree: Tree, files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:
+        from headrace.config.hackable.translation import is_hackable, translate
+
+        return translate(tree, list(cls.model_fields), files, where) if is_hackable(tree) else (tree, [])
 
     @model_validator(mode="before")
     @classmethod

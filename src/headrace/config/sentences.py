@@ -43,6 +43,7 @@ SENTENCES: dict[str, str] = {
     "SgdConfig.momentum": "How much of the average of gradients a step keeps.",
     "SgdConfig.nesterov": "Look one step ahead along the momentum.",
     "BasicSchedulerConfig.warmup_steps": "Steps over which the learning rate rises from 0.",
+    "RestartsSchedulerConfig.warmup_steps": "Steps over which the learning rate rises from 0.",
     "WsdSchedulerConfig.warmup_steps": "Steps over which the learning rate rises from 0.",
     "WsdSchedulerConfig.decay_fraction": "The last part of the run over which it falls, where `decay_steps` is unset.",
     "CheckpointConfig.keep_last": "How many of the newest checkpoints stay on disk.",

@@ -89,6 +89,17 @@ class BasicSchedulerConfig(Config):
     """Where linear and cosine end, at `max_steps`."""
 
 
+class RestartsSchedulerConfig(Config):
+    """A cosine that begins anew several times: down from the full rate to the lowest in every cycle."""
+
+    type: Literal["cosine_with_restarts"] = "cosine_with_restarts"
+    warmup_steps: int = Field(0, ge=0)
+    min_factor: float = Field(0.0, ge=0, le=1)
+    """Where each cycle ends, the last one at `max_steps`."""
+    cycles: int = Field(1, ge=1)
+    """Cycles of equal length after the warmup; a single one is `cosine`."""
+
+
 class WsdSchedulerConfig(Config):
     """Warmup, stable, decay: the learning rate falls over the last steps alone."""
 
@@ -107,8 +118,9 @@ SchedulerConfig = Annotated[
     Annotated[BasicSchedulerConfig, Tag("constant")]
     | Annotated[BasicSchedulerConfig, Tag("linear")]
     | Annotated[BasicSchedulerConfig, Tag("cosine")]
+    | Annotated[RestartsSchedulerConfig, Tag("cosine_with_restarts")]
     | Annotated[WsdSchedulerConfig, Tag("wsd")],
-    _by_type("constant", "scheduler", "constant, linear, cosine, wsd"),
+    _by_type("constant", "scheduler", "constant, linear, cosine, cosine_with_restarts, wsd"),
 ]
 
 

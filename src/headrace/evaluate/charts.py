@@ -1,4 +1,4 @@
-"""The two pictures of an evaluation: accuracy by model, and accuracy against length with its frontier.
+"""The pictures of an evaluation: accuracy by model, accuracy against length with its frontier, and measures over steps.
 
 Every name has a row or a place of its own, so that no two lie on each other, however many models there are.
 """
@@ -6,10 +6,10 @@ Every name has a row or a place of its own, so that no two lie on each other, ho
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.evaluate.estimates import Estimate
-from headrace.observe.comparison import COLORS, SPACING
+from headrace.observe.comparison import COLORS, SPACING, spread
 from headrace.observe.plot import GRID, TEXT, WIDTH, Box, Frame, document, stroke, text, ticks
 
 CHARACTER = 7.2
@@ -23,12 +23,14 @@ TALL = 320
 """Height of the chart of lengths, unless more models need more."""
 
 
-def accuracy_chart(title: str, models: Sequence[tuple[str, Estimate]]) -> str:
-    """A row per model: its accuracy, and the interval around it."""
+def accuracy_chart(
+    title: str, models: Sequence[tuple[str, Estimate]], what: str = "accuracy, with its 95% interval"
+) -> str:
+    """A row per model: its accuracy, and the interval around it; `what` says which that is."""
     left = MARGIN + CHARACTER * max((len(_shown(name)) for name, _ in models), default=0) + 12
     height = TOP + ROW * len(models) + UNDER
     frame = Frame(0.0, 1.0, 0.0, 1.0, Box(left, TOP, WIDTH - 70, height - UNDER))
-    body = _columns(frame, ticks(0.0, 1.0, 5), "accuracy, with its 95% interval")
+    body = _columns(frame, ticks(0.0, 1.0, 5), what)
     for number, (name, accuracy) in enumerate(models):
         y = TOP + ROW * (number + 0.5)
         color = COLORS[number % len(COLORS)]
@@ -70,6 +72,41 @@ def length_chart(title: str, what: str, models: Sequence[tuple[str, Estimate, Es
     return document(title, WIDTH, height, MARGIN, body)
 
 
+def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, Estimate]]]) -> str:
+    """A line per run over its steps, in the band of its intervals. Names are beside the chart, near the last values."""
+    names = {name: f"{_shown(name)} {points[-1][1].value:.3g}" for name, points in curves.items()}
+    right = WIDTH - MARGIN - 24 - CHARACTER * max(map(len, names.values()))
+    top = TOP + ROW
+    height = top + max(TALL, SPACING * (len(curves) + 1)) + UNDER
+    steps = [step for points in curves.values() for step, _ in points]
+    x_ticks = ticks(min(steps), max(steps), 5, whole=True)
+    y_ticks = _range([estimate for points in curves.values() for _, estimate in points], least=0.1)
+    frame = Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1], Box(60, top, right, height - UNDER))
+    body = [*_columns(frame, x_ticks, "optimizer step"), *_rows(frame, y_ticks, what)]
+    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(curves)}
+    for name, points in curves.items():
+        body += _curve(frame, points, colors[name])
+    order = sorted(curves, key=lambda name: -curves[name][-1][1].value)
+    places = spread([float(frame.y(curves[name][-1][1].value)) for name in order], top, height - UNDER)
+    for name, place in zip(order, places, strict=True):
+        step, last = curves[name][-1]
+        line = f"M{frame.x(step)},{frame.y(last.value)}L{right + 16:.1f},{place:.1f}"
+        body.append(f'<path d="{line}" {stroke(colors[name], 0.75)} stroke-opacity="0.6"/>')
+        body.append(text(right + 20, place + 4.5, names[name], color=colors[name]))
+    return document(title, WIDTH, height, MARGIN, body)
+
+
+def _curve(frame: Frame, points: Sequence[tuple[int, Estimate]], color: str) -> list[str]:
+    """A band from the low to the high ends, the line of the values, and a dot at each."""
+    around = [*((step, each.high) for step, each in points), *((step, each.low) for step, each in reversed(points))]
+    values = [(step, each.value) for step, each in points]
+    return [
+        f'<path d="{frame.path(around)}Z" fill="{color}" fill-opacity="0.15"/>',
+        f'<path d="{frame.path(values)}" {stroke(color, 2.5)}/>',
+        *(f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="4" fill="{color}"/>' for x, y in values),
+    ]
+
+
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of (length, accuracy) those than which no shorter or equally short one is as accurate, by length."""
     best, edge = -math.inf, []
@@ -78,18 +115,6 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
             edge.append((length, accuracy))
             best = accuracy
     return edge
-
-
-def spread(wanted: Sequence[float], top: float, bottom: float) -> list[float]:
-    """Places for labels from top to bottom, near where they are wanted, `SPACING` apart; they must fit."""
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + SPACING if places else top))
-    limit = bottom
-    for number in reversed(range(len(places))):
-        places[number] = min(places[number], limit)
-        limit = places[number] - SPACING
-    return places
 
 
 def _range(estimates: Sequence[Estimate], least: float) -> list[float]:

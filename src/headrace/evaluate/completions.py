@@ -31,10 +31,11 @@ class Scored(msgspec.Struct):
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
     in_format: bool | None = None
     """None where the environment does not tell."""
-    tokens: int = 0
+    tokens: int | None = 0
+    """None where nobody knows: the server deals in words alone, and does not say."""
     thinking_tokens: int | None = None
     thinking_words: int | None = None
-    """None where there is no block of thoughts."""
+    """None where there is no block of thoughts; tokens also where nobody can count them."""
     truncated: bool = False
     error: str = ""
 
@@ -51,21 +52,27 @@ class Thinking(NamedTuple):
 
     opening: str
     closing: str
-    raw: Callable[[list[int], list[int]], str]
-    """The text of a turn, thoughts included, from the tokens of its prompt and its completion."""
-    count: Callable[[str], int]
-    """Tokens of a text."""
+    written: Callable[[Rollout], list[str]]
+    """The text of every turn, thoughts included."""
+    counted: Callable[[str], int] | None
+    """Tokens of a text; None where there is no tokenizer."""
 
 
 def completion_of(
-    key: str, sample: int, rollouts: Sequence[Rollout], thinking: Thinking, correct: str | None
+    key: str,
+    sample: int,
+    rollouts: Sequence[Rollout],
+    thinking: Thinking,
+    correct: str | None,
+    tokens: int | None,
 ) -> Completion:
     """An episode's rollouts as one line: those of the agents that are trained count, or all where none is.
 
-    It is right if what is named `correct` (unset: one of `CORRECT`, else the whole reward) is at least 1.
+    It is right if what is named `correct` (unset: one of `CORRECT`, else the whole reward) is at least 1. `tokens` is
+    how many its replies took.
     """
     conversations = {rollout.agent: rollout.messages for rollout in rollouts}
-    counted = [rollout for rollout in rollouts if rollout.trainable] or list(rollouts)
+    counted = counted_of(rollouts)
     failed = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
     if failed is not None:
         return Completion(key, sample, error=failed.reason, detail=failed.detail, conversations=conversations)
@@ -87,19 +94,22 @@ def completion_of(
         rewards=dict(rewards),
         metrics=dict(metrics),
         in_format=None if formatted is None else formatted > 0,
-        tokens=sum(rollout.completion_tokens for rollout in counted),
-        thinking_tokens=sum(map(thinking.count, thoughts)) if thoughts else None,
+        tokens=tokens,
+        thinking_tokens=sum(map(thinking.counted, thoughts)) if thoughts and thinking.counted is not None else None,
         thinking_words=sum(len(text.split()) for text in thoughts) if thoughts else None,
         truncated=any(rollout.truncated for rollout in counted),
         conversations=conversations,
     )
 
 
+def counted_of(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    return [rollout for rollout in rollouts if rollout.trainable] or list(rollouts)
+
+
 def thoughts_of(rollout: Rollout, thinking: Thinking) -> str | None:
     """All that was thought: between the tags, to the end where they are not closed, or what the renderer told apart."""
     found = []
-    for turn in rollout.turns:
-        written = thinking.raw(turn.prompt_ids.tolist(), turn.completion_ids.tolist())
+    for written in thinking.written(rollout):
         _, opened, rest = written.partition(thinking.opening)
         if opened:
             found.append(rest.partition(thinking.closing)[0].strip())

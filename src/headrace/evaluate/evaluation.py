@@ -58,6 +58,7 @@ class Evaluation(NamedTuple):
             "tags": list(given.tags),
             "correct": given.correct,
             "renderer": self.renderer,
+            **({} if given.endpoint_model is None else {"endpoint_model": given.endpoint_model}),
         }
 
 
@@ -104,6 +105,7 @@ async def _evaluate(
     if all(episode.error for episode in scored):
         reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
         return Outcome(Result(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), [])
+    result.run, result.step = str(candidate.run or ""), candidate.step
     return Outcome(result, scored)
 
 

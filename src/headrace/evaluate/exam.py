@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
-from headrace.evaluate.completions import CompletionsFile, Thinking, completion_of
+from headrace.evaluate.completions import CompletionsFile, Thinking, completion_of, counted_of
 from headrace.evaluate.serving import Served
+from headrace.evaluate.words import WordsLine, find_model
 from headrace.inference.client.engine_client import EngineClient
-from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
+from headrace.inference.client.errors import EngineFailed, EngineRejected
+from headrace.inference.client.served_model import ServedModel, sampling_keys
+from headrace.inference.schema import Health
+from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner, Line
 from headrace.orchestrator.processing import EvalProcessing
 from headrace.orchestrator.sampler import Sampler
 from headrace.orchestrator.signals import Arrival, Episode, Kind
@@ -21,6 +27,8 @@ from headrace.rollout.types import Group, Rollout, Task
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 RETRY_FOR = 20.0
 """Seconds for which a server that does not answer is asked again."""
@@ -46,12 +54,23 @@ class Conditions(NamedTuple):
     """Seconds of one episode."""
     tokenizer: str | None
     """The model directory for endpoints that do not name theirs."""
+    endpoint_model: str | None = None
+    """Which model of an endpoint that has several."""
 
 
 def missing(tasks: Sequence[Task], samples: int, done: CompletionsFile, *, together: bool) -> dict[str, list[int]]:
     """By task key, the samples that are still to be run; all of them where a group is scored `together`."""
     lacking = {task.key: [s for s in range(samples) if done.lacks(task.key, s)] for task in tasks}
     return {key: list(range(samples)) if together else found for key, found in lacking.items() if found}
+
+
+class Way(NamedTuple):
+    """How episodes reach a model, and how what it wrote is read and measured."""
+
+    line: Line
+    thinking: Thinking
+    tokens: Callable[[Episode, Sequence[Rollout]], int | None]
+    """What an episode's replies took; None where nobody knows."""
 
 
 async def examine(
@@ -64,25 +83,53 @@ async def examine(
     progress: Callable[[], None],
 ) -> None:
     """Run what is missing; every episode that ends is in the file before `progress` hears of it."""
-    client = EngineClient(served.urls, timeout=REPLY_TIMEOUT, retry_for=RETRY_FOR, api_key=served.key)
-    try:
-        sampler = await _sampler(client, served, renderer, conditions)
-        prompter = sampler.prompter
-        thinking = Thinking(*conditions.tags, prompter.raw, lambda text: len(prompter.tokenizer.encode(text)))
+    async with _way(served, renderer, conditions) as way:
 
-        def keep(key: str, sample: int, rollouts: Sequence[Rollout]) -> None:
-            done.append(completion_of(key, sample, rollouts, thinking, conditions.correct))
+        def keep(episode: Episode, rollouts: Sequence[Rollout]) -> None:
+            key, sample, tokens = episode.group.task.key, episode.index, way.tokens(episode, rollouts)
+            done.append(completion_of(key, sample, rollouts, way.thinking, conditions.correct, tokens))
             progress()
 
-        exam = Exam(environment, tasks[0].env, sampler, conditions.timeout, conditions.concurrency, keep)
+        exam = Exam(environment, tasks[0].env, way.line, conditions.timeout, conditions.concurrency, keep)
         left = missing(tasks, conditions.samples, done, together=environment.scores_groups)
         await exam.run([(task, left[task.key]) for task in tasks if task.key in left])
+
+
+@asynccontextmanager
+async def _way(served: Served, renderer: dict[str, Any], conditions: Conditions) -> AsyncIterator[Way]:
+    """In tokens where the servers can, as ours do; else in words."""
+    client = EngineClient(served.urls, timeout=REPLY_TIMEOUT, retry_for=RETRY_FOR, api_key=served.key)
+    try:
+        engines = await _engines(client, served)
+        if engines is not None:
+            yield _in_tokens(_sampler(client, engines, served, renderer, conditions), conditions)
+            return
     finally:
         await client.close()
+    model = await _words_model(served, renderer, conditions)
+    try:
+        yield _in_words(model, conditions)
+    finally:
+        await model.close()
 
 
-async def _sampler(client: EngineClient, served: Served, renderer: dict[str, Any], conditions: Conditions) -> Sampler:
-    engines = await client.wait_ready(RETRY_FOR)
+async def _engines(client: EngineClient, served: Served) -> list[Health] | None:
+    """None where somebody answers who is none of ours."""
+    try:
+        return await client.wait_ready(RETRY_FOR)
+    except (EngineRejected, EngineFailed):
+        if not served.chat_urls:
+            raise
+        return None
+
+
+def _sampler(
+    client: EngineClient,
+    engines: Sequence[Health],
+    served: Served,
+    renderer: dict[str, Any],
+    conditions: Conditions,
+) -> Sampler:
     longest = min(engine.max_model_len for engine in engines)
     if conditions.seq_len is not None and conditions.seq_len > longest:
         raise BadInput(f"--seq-len is {conditions.seq_len}, but the server takes at most {longest} tokens")
@@ -94,6 +141,54 @@ async def _sampler(client: EngineClient, served: Served, renderer: dict[str, Any
         raise BadInput(f"its chat format cannot be written: {error}") from error
     seq_len = conditions.seq_len or longest
     return Sampler(client, made, tokenizer, seq_len, **conditions.sampling, seed=conditions.seed)
+
+
+def _in_tokens(sampler: Sampler, conditions: Conditions) -> Way:
+    prompter = sampler.prompter
+
+    def written(rollout: Rollout) -> list[str]:
+        return [prompter.raw(turn.prompt_ids.tolist(), turn.completion_ids.tolist()) for turn in rollout.turns]
+
+    def tokens(episode: Episode, rollouts: Sequence[Rollout]) -> int:
+        return sum(rollout.completion_tokens for rollout in counted_of(rollouts))
+
+    thinking = Thinking(*conditions.tags, written, lambda text: len(prompter.tokenizer.encode(text)))
+    return Way(sampler, thinking, tokens)
+
+
+async def _words_model(served: Served, renderer: dict[str, Any], conditions: Conditions) -> ServedModel:
+    """The model of servers that deal in words alone, once it has answered."""
+    where = ", ".join(served.chat_urls)
+    if conditions.seq_len is not None or renderer:
+        option = "--renderer" if renderer else "--seq-len"
+        raise BadInput(f"{option} is about tokens, and {where} deals in words alone: leave it out")
+    name = await find_model(served.chat_urls, served.key_var, conditions.endpoint_model, RETRY_FOR)
+    model = ServedModel(name, served.chat_urls, api_key_var=served.key_var, timeout=REPLY_TIMEOUT, retry_for=RETRY_FOR)
+    sampling = {key: value for key, value in conditions.sampling.items() if key != "max_tokens"}
+    await model.check_chat(sampling_keys(**sampling), 0)
+    log.info("%s deals in words alone: lengths in tokens are those that it tells", where)
+    return model
+
+
+def _in_words(model: ServedModel, conditions: Conditions) -> Way:
+    line = WordsLine(model, conditions.sampling, conditions.seed)
+    tokenizer = None if conditions.tokenizer is None else Tokenizer(model_directory(conditions.tokenizer))
+    count = None if tokenizer is None else lambda text: len(tokenizer.encode(text))
+
+    def written(rollout: Rollout) -> list[str]:
+        """A prompt may have replies of others in it: the model's own are the last ones."""
+        replies = [message for message in rollout.messages if message.get("role") == "assistant"]
+        own = replies[len(replies) - len(rollout.turns) :]
+        return [str(message.get("content") or "") for message in own]
+
+    def tokens(episode: Episode, rollouts: Sequence[Rollout]) -> int | None:
+        told = line.tokens.pop(episode.name, None)
+        if told is not None and len(counted_of(rollouts)) == len(rollouts):  # else it is of others, too
+            return told
+        texts = [text for rollout in counted_of(rollouts) for text in written(rollout)]
+        return None if count is None else sum(map(count, texts))
+
+    return Way(line, Thinking(*conditions.tags, written, count), tokens)
 
 
 def _directory(given: str | None, told: str) -> Path:
@@ -110,15 +205,16 @@ class Exam:
         self,
         environment: Environment,
         env: str,
-        line: Sampler,
+        line: Line,
         timeout: float | None,
         concurrency: int,
-        keep: Callable[[str, int, Sequence[Rollout]], None],
+        keep: Callable[[Episode, Sequence[Rollout]], None],
     ) -> None:
-        runner = EpisodeRunner(environment, line, timeout)
+        in_words = isinstance(line, WordsLine)
+        runner = EpisodeRunner(environment, line, timeout, in_words=in_words)
         self._together = environment.scores_groups
         self._dispatcher = Dispatcher({(Kind.EVAL, env): runner}, self._arrive)
-        self._processing = EvalProcessing({env: environment}, {env: timeout})
+        self._processing = EvalProcessing({env: environment}, {env: timeout}, in_words=in_words)
         self._permits = asyncio.Semaphore(concurrency)
         self._keep = keep
         self._ids = itertools.count()
@@ -138,20 +234,20 @@ class Exam:
             await self._dispatcher.close()
 
     async def _run_group(self, group: Group, samples: Sequence[int]) -> None:
+        episodes = [Episode(next(self._ids), Kind.EVAL, group, sample) for sample in samples]
         if not self._together:
-            await asyncio.gather(*(self._run_and_keep(group, sample) for sample in samples))
+            await asyncio.gather(*map(self._run_and_keep, episodes))
             return
-        arrived = await asyncio.gather(*(self._run_episode(group, sample) for sample in samples))
+        arrived = await asyncio.gather(*map(self._run_episode, episodes))
         await self._processing.process_group(group, [rollout for rollouts in arrived for rollout in rollouts])
-        for sample, rollouts in zip(samples, arrived, strict=True):
-            self._keep(group.task.key, sample, rollouts)
+        for episode, rollouts in zip(episodes, arrived, strict=True):
+            self._keep(episode, rollouts)
 
-    async def _run_and_keep(self, group: Group, sample: int) -> None:
-        self._keep(group.task.key, sample, await self._run_episode(group, sample))
+    async def _run_and_keep(self, episode: Episode) -> None:
+        self._keep(episode, await self._run_episode(episode))
 
-    async def _run_episode(self, group: Group, sample: int) -> list[Rollout]:
+    async def _run_episode(self, episode: Episode) -> list[Rollout]:
         async with self._permits:
-            episode = Episode(next(self._ids), Kind.EVAL, group, sample)
             self._running[episode.id] = asyncio.get_running_loop().create_future()
             self._dispatcher.start(episode)
             return await self._running[episode.id]

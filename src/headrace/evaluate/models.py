@@ -27,6 +27,12 @@ class Candidate(NamedTuple):
     run: Path | None = None
     """The run that it is of."""
 
+    @property
+    def step(self) -> int | None:
+        """Of a checkpoint of a run."""
+        number = Path(self.source).name.removeprefix("step-")
+        return int(number) if self.kind == "checkpoint" and number.isdecimal() else None
+
 
 def find_models(targets: Sequence[str], *, permanent: bool) -> list[Candidate]:
     """In the order given; those of a folder by their names, with numbers in them by size."""

@@ -1,4 +1,4 @@
-"""What an evaluation leaves: `results.json`, `results.csv`, two pictures, and a table for the terminal."""
+"""What an evaluation leaves: `results.json`, `results.csv`, pictures, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.evaluate.charts import accuracy_chart, length_chart
+from headrace.evaluate.curves import curves_of
 from headrace.evaluate.results import Result
 from headrace.transport.files import write_atomically
 
 SCHEMA = 1
 COLUMNS = ("reward", "format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
 """Measures that the table on the terminal has beside avg@k and pass@k, where any model has them."""
+
+LENGTHS = {
+    "thinking_tokens": "tokens of thinking",
+    "tokens": "tokens of the reply",
+    "thinking_words": "words of thinking",
+}
+"""What accuracy is shown against: the first that all models have."""
 
 
 def write_report(output: Path, title: str, about: dict[str, Any], results: Sequence[Result]) -> list[Path]:
@@ -31,10 +39,11 @@ def write_report(output: Path, title: str, about: dict[str, Any], results: Seque
     known = [result for result in results if not result.failure]
     if known:
         files["accuracy.svg"] = accuracy_chart(title, [(result.name, result.accuracy) for result in known])
-        thinking = all("thinking_tokens" in result.estimates for result in known)
-        measure, what = ("thinking_tokens", "thinking") if thinking else ("tokens", "the reply")
-        points = [(result.name, result.estimates[measure], result.accuracy) for result in known]
-        files["accuracy-length.svg"] = length_chart(title, f"tokens of {what}, mean", points)
+        measure = next((name for name in LENGTHS if all(name in result.estimates for result in known)), None)
+        files |= {f"curve-{name}.svg": chart for name, chart in curves_of(title, known).items()}
+        if measure is not None:
+            points = [(result.name, result.estimates[measure], result.accuracy) for result in known]
+            files["accuracy-length.svg"] = length_chart(title, f"{LENGTHS[measure]}, mean", points)
     for name, content in files.items():
         write_atomically(output / name, content.encode())
     return [output / name for name in files]

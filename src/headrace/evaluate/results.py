@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from headrace.errors import BadInput
 from headrace.evaluate.completions import Scored
 from headrace.evaluate.estimates import Estimate, estimate, ks_of, pass_at_k
 
@@ -26,6 +27,10 @@ class Result(msgspec.Struct):
     estimates: dict[str, Estimate] = msgspec.field(default_factory=dict)
     errors: dict[str, int] = msgspec.field(default_factory=dict)
     failure: str = ""
+    run: str = ""
+    """The run that it is of, where it is of one."""
+    step: int | None = None
+    """After which of the run's optimizer steps, for a checkpoint."""
 
     @property
     def accuracy(self) -> Estimate:
@@ -48,7 +53,7 @@ def result_of(name: str, source: str, scored: Sequence[Scored], samples: int) ->
         "tokens": lambda episode: episode.tokens,
         "thinking_tokens": lambda episode: episode.thinking_tokens,
         "thinking_words": lambda episode: episode.thinking_words,
-        "thinks": lambda episode: episode.thinking_tokens is not None,
+        "thinks": lambda episode: episode.thinking_words is not None,
         "truncated": lambda episode: episode.truncated,
     }
     values |= {measure: _means(whole, read) for measure, read in readings.items()}
@@ -78,6 +83,10 @@ class ZeroShot(msgspec.Struct):
 
 def zero_shot_of(scored: Sequence[Scored]) -> list[ZeroShot]:
     """One line per example: right if most of its samples are, with their mean length. What only failed has none."""
+    if any(episode.thinking_tokens is None and episode.thinking_words is not None for episode in scored):
+        raise BadInput(
+            "--zero-shot: the server deals in words, and thoughts are recorded in tokens: give --tokenizer DIR"
+        )
     by_key: dict[str, list[Scored]] = {}
     for episode in scored:
         if not episode.error:

@@ -24,6 +24,10 @@ class Served(NamedTuple):
     urls: list[str]
     key: str | None
     directory: str | None
+    chat_urls: Sequence[str] = ()
+    """The same addresses as OpenAI's interface has them; none where the servers are surely ours."""
+    key_var: str = ""
+    """The variable that has the key."""
 
 
 class ExportFailed(Failure):
@@ -34,8 +38,8 @@ class ExportFailed(Failure):
 async def serving(candidate: Candidate, options: Sequence[str], key_var: str, log: Path) -> AsyncIterator[Served]:
     """`options` are those of `headrace serve`, whose log stays; `key_var` holds the key of an endpoint."""
     if candidate.kind == "endpoint":
-        urls = [base_url(url).removesuffix("/v1") for url in candidate.source.split(",")]
-        yield Served(urls, key_in(key_var), None)
+        chat_urls = [base_url(url) for url in candidate.source.split(",")]
+        yield Served([url.removesuffix("/v1") for url in chat_urls], key_in(key_var), None, chat_urls, key_var)
     elif candidate.kind == "model":
         _check_final(candidate)
         async with _started(candidate.source, options, log) as served:

@@ -20,7 +20,7 @@ from headrace.environments.data.math import math as math_rows
 from headrace.environments.data.rows import Row, located_rows
 from headrace.environments.data.tables import DataError
 from headrace.environments.shipped.arithmetic import sums
-from headrace.hackable.registry import register_data_provider
+from headrace.hackable.registry import in_order, register_data_provider
 from headrace.hackable.samples import TrainingSample, asked
 
 Tags = Sequence[str] | None
@@ -62,6 +62,7 @@ def math(
 
 
 @register_data_provider
+@in_order
 def gsm8k_math_curriculum(
     gsm8k_source: str = GSM8K,
     math_source: str = MATH,

@@ -2,7 +2,7 @@
 
 One that is not runs in a thread, so that it holds up nobody, one call at a time, so that it need not be written for
 threads. When its time is over it is interrupted at its next line of Python. A call that is stuck elsewhere, in a
-library or asleep, cannot be ended: it is left behind, and after a few such calls the function is not called any more
+library or asleep, cannot be ended: it is left behind, and after many such calls the function is not called any more
 until one of them returns. Left out: processes, which could be killed; environments have workers for that.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-MOST_STUCK = 2
+MOST_STUCK = 16
 """Calls that are left behind before no more are made."""
 
 

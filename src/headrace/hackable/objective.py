@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from headrace.hackable.samples import TrainingSample
 
@@ -22,6 +22,9 @@ class Objective:
     after a resume.
     """
 
+    algorithm: ClassVar[str | dict[str, Any]] = "grpo"
+    """What credits the rollouts of its groups, as `orchestrator.train.env.algo` takes it."""
+
     def reward_names(self) -> list[str]:
         """The rewards that it combines, by registered name or import path."""
         raise NotImplementedError
@@ -33,6 +36,10 @@ class Objective:
     def extra_reward(self, samples: Sequence[TrainingSample], completions: Sequence[str]) -> list[float] | None:
         """A signal besides the rewards, added to what they were combined to."""
         return None
+
+    def roles(self) -> dict[str, str]:
+        """Which of the rewards says whether a completion is right (`correct`) and in format (`format`)."""
+        return {"correct": "gsm8k_correctness_reward", "format": "format_tag_reward"}
 
     def at(self, progress: Progress) -> Self:
         """The objective as it is by then."""

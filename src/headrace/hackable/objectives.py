@@ -111,6 +111,9 @@ class TokenGrpo(Objective):
         enabled = [LENGTH] * self._with_length + [UTILISATION] * self._with_utilisation
         return [self._correctness, FORMAT, *enabled, *self._additional]
 
+    def roles(self) -> dict[str, str]:
+        return {"correct": self._correctness, "format": FORMAT}
+
     def combine_rewards(self, scores: Mapping[str, Sequence[float]], samples: Sequence[TrainingSample]) -> list[float]:
         nothing = [0.0] * len(samples)
         columns = [scores.get(name, nothing) for name in (self._correctness, *ROLES, *self._additional)]

@@ -20,6 +20,7 @@ from headrace.hackable.objective import Objective
 from headrace.hackable.samples import TrainingSample
 
 Plugin = TypeVar("Plugin", bound=Callable[..., Any])
+IN_ORDER = "in_order"
 
 
 class Reward(Protocol):
@@ -108,6 +109,17 @@ def _decorator(registry: Registry) -> _Register:
 register_data_provider = _decorator(DATA_PROVIDERS)
 register_reward = _decorator(REWARDS)
 register_objective = _decorator(OBJECTIVES)
+
+
+def in_order(provider: Plugin) -> Plugin:
+    """Declare that the order of its samples matters: a run draws them as they come, instead of shuffling them."""
+    setattr(provider, IN_ORDER, True)
+    return provider
+
+
+def is_in_order(name: str) -> bool:
+    """Whether the provider of this name declares its order."""
+    return bool(getattr(DATA_PROVIDERS.find(name), IN_ORDER, False))
 
 
 class DataProvider:

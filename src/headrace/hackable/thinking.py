@@ -30,8 +30,8 @@ def words_in(text: str) -> int:
 
 
 def length_in(tokenizer_name: str | None, cache_dir: str | Path | None = None) -> Length:
-    """Counts tokens of a model's tokenizer, special ones left out; words without one."""
-    if tokenizer_name is None:
+    """Counts tokens of a model's tokenizer, special ones left out; words without one, or with an empty name."""
+    if not tokenizer_name:
         return words_in
     tokenizer = _tokenizer(tokenizer_directory(tokenizer_name, cache_dir))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))

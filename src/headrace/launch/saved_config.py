@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.config.base import Config, ConfigError, Tree, dump, put, read_file, read_toml, validate
+from headrace.config.hackable.translation import is_hackable
 from headrace.config.leaves import leaves
 from headrace.config.run import SHARED, RunConfig
 from headrace.config.sft import SftConfig
@@ -26,9 +27,19 @@ def pin(config: T, output_dir: Path, model: str) -> T:
         put(tree, [*path.split("."), "name"], model)
     for path in ("output_dir", *shared.get("output_dir", ())):
         put(tree, path.split("."), str(output_dir.absolute()))
+    if isinstance(config, RunConfig):
+        _pin_tokenizer(tree, model)
     if isinstance(config, SftConfig):
         _pin_sources(config, tree)
     return validate(type(config), tree, "resolved configuration")[0]
+
+
+def _pin_tokenizer(tree: Tree, model: str) -> None:
+    """Environments that count tokens by themselves do it with the run's model, unless they name another."""
+    for slot in ("train", "eval"):
+        for env in _section(tree, f"orchestrator.{slot}")["env"]:
+            if env["id"] == "hackable":
+                env["args"].setdefault("tokenizer_name", model)
 
 
 def _pin_sources(config: SftConfig, tree: Tree) -> None:
@@ -54,7 +65,8 @@ def save(config: Config, run: RunDir) -> None:
 def read_run(path: Path) -> RunConfig | SftConfig:
     """The configuration of a run, given its directory or the file itself. A directory may have been moved."""
     tree = read_file(RunDir(path).config if path.is_dir() else path)
-    kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree else RunConfig
+    kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree and not is_hackable(tree) else RunConfig
+    tree, _ = kind.translated(tree, [path], str(path))
     config, _ = validate(kind, tree, str(path))
     if path.is_dir() and config.model.name is not None:
         config = pin(config, path, config.model.name)

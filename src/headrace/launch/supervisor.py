@@ -61,7 +61,7 @@ class Supervisor:
 
     def run(self) -> int:
         """0 when the work is done, 128 + signal when it was interrupted; raises `LaunchError` when a process failed."""
-        with _signals_to(self._signals):
+        with signals_to(self._signals):
             try:
                 self._start()
                 return self._supervise()
@@ -186,7 +186,7 @@ class Supervisor:
 
 
 @contextmanager
-def _signals_to(received: list[int]) -> Iterator[None]:
+def signals_to(received: list[int]) -> Iterator[None]:
     """Collect the signals that ask to stop instead of dying of them."""
 
     def collect(number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from headrace.observe.plot import HEIGHT, LEFT, RIGHT, WIDTH, Frame, Points, axes, document, stroke, text, ticks
+from headrace.observe.plot import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Frame,
+    Points,
+    axes,
+    document,
+    stroke,
+    text,
+    ticks,
+)
 
 COLORS = ("#f0883e", "#6cb6ff", "#3fb950", "#d2a8ff", "#e3b341", "#f778ba")
 DASHES = ("", "9 5", "2 5", "12 4 2 4")
@@ -66,12 +80,24 @@ def _band(frame: Frame, spread: Sequence[tuple[float, Sequence[float]]], number:
 def _last_values(frame: Frame, spreads: Sequence[Sequence[tuple[float, Sequence[float]]]]) -> list[str]:
     """What each line came to, beside the chart, as far apart as it takes to be read."""
     ends = [(sum(spread[-1][1]) / len(spread[-1][1]), number) for number, spread in enumerate(spreads) if spread]
-    parts: list[str] = []
-    free = -math.inf
-    for value, number in sorted(ends, reverse=True):
-        free = max(float(frame.y(value)) + 4.5, free + SPACING)
-        parts.append(text(WIDTH - RIGHT + 9, free, f"{value:.3g}", color=COLORS[number % len(COLORS)]))
-    return parts
+    ends.sort(reverse=True)
+    places = spread([float(frame.y(value)) for value, _ in ends], TOP, HEIGHT - BOTTOM)
+    return [
+        text(WIDTH - RIGHT + 9, place + 4.5, f"{value:.3g}", color=COLORS[number % len(COLORS)])
+        for (value, number), place in zip(ends, places, strict=True)
+    ]
+
+
+def spread(wanted: Sequence[float], top: float, bottom: float) -> list[float]:
+    """Places for labels from top to bottom, near where they are wanted, `SPACING` apart; as far as they fit."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + SPACING if places else top))
+    limit = bottom
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], limit)
+        limit = places[number] - SPACING
+    return places
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], int]:

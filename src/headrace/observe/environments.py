@@ -38,6 +38,8 @@ class EnvironmentReport(msgspec.Struct):
     eval_start: float | None = None
     """avg@k of the first evaluation and, below, of the last."""
     eval_end: float | None = None
+    errors: dict[str, str] = msgspec.field(default_factory=dict)
+    """By reason, the message that those of the newest steps which failed for it had most often."""
 
 
 def report(run: RunDir, history: History) -> list[EnvironmentReport]:
@@ -54,7 +56,8 @@ def report(run: RunDir, history: History) -> list[EnvironmentReport]:
                 drawn.get(name, 0),
                 int(sum(float(record.get(f"rollouts/{name}", 0)) for record in history.steps.values())),
                 dropped.get(name, {}),
-                errors.get(name),
+                next((f"{reason}: {words}" for reason, words in errors.get(name, {}).items()), None),
+                errors=errors.get(name, {}),
             ),
             history,
         )
@@ -98,17 +101,24 @@ def _counts(run: RunDir) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
         return journal.drawn_per_env(), journal.drops_per_env()
 
 
-def _errors(run: RunDir) -> dict[str, str]:
-    """By environment, the commonest message of the failures in the newest files."""
+def _errors(run: RunDir) -> dict[str, dict[str, str]]:
+    """By environment, the commonest message of each reason for failures in the newest files, the commonest first."""
     import pyarrow.parquet as pq
 
-    found: dict[str, Counter[str]] = {}
+    found: dict[str, Counter[tuple[str, str]]] = {}
     for file in sorted(run.rollouts.glob("step-*.parquet"))[-NEWEST_FILES:]:
         table = pq.read_table(file, columns=["env", "error_reason", "error"])
         for row in table.to_pylist():
             if row["error"]:  # what was cancelled has no story to tell
-                found.setdefault(row["env"], Counter())[f"{row['error_reason']}: {row['error']}"] += 1
-    return {env: min(counts, key=lambda text: (-counts[text], text)) for env, counts in found.items()}
+                found.setdefault(row["env"], Counter())[row["error_reason"], row["error"]] += 1
+    return {env: _by_reason(counts) for env, counts in found.items()}
+
+
+def _by_reason(counts: Counter[tuple[str, str]]) -> dict[str, str]:
+    messages: dict[str, str] = {}
+    for reason, message in sorted(counts, key=lambda failure: (-counts[failure], *failure)):
+        messages.setdefault(reason, message)
+    return messages
 
 
 def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
@@ -135,10 +145,16 @@ def _change(start: float | None, end: float | None) -> str:
 
 
 def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
-    """A sentence for every environment of which episodes failed, the worst first."""
+    """A sentence for every environment of which episodes failed, the worst first, and one for each further reason."""
     failed = sorted((entry for entry in entries if entry.error), key=lambda entry: entry.rollouts_trained > 0)
+    return [sentence for entry in failed for sentence in _failures_of(entry)]
+
+
+def _failures_of(entry: EnvironmentReport) -> list[str]:
+    others = [f"{reason}: {words}" for reason, words in entry.errors.items() if f"{reason}: {words}" != entry.error]
     return [
-        f"{entry.name}: {_EXTENT[entry.rollouts_trained > 0]} failed, most often with {entry.error}" for entry in failed
+        f"{entry.name}: {_EXTENT[entry.rollouts_trained > 0]} failed, most often with {entry.error}",
+        *(f"{entry.name}: others failed with {story}" for story in others),
     ]
 
 

@@ -219,7 +219,7 @@ class Wandb:
                 mode=config.mode,
                 id=_run_id(run.root / "monitors" / "wandb.id"),
                 resume="allow" if config.mode == "online" else None,
-                dir=str(run.root),
+                dir=str(_made(config.dir) if config.dir is not None else run.root),
                 config=read_toml(run.config) if run.config.exists() else {},
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
@@ -254,6 +254,11 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _read_mark(path: Path) -> int:

@@ -10,7 +10,7 @@ the curves show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,10 +125,16 @@ class _Measure(NamedTuple):
         )
 
 
-def compare_runs(paths: Sequence[Path], metric: str | None = None, evaluation: Path | None = None) -> Compared:
+def compare_runs(
+    paths: Sequence[Path],
+    metric: str | None = None,
+    evaluation: Path | None = None,
+    variants: Mapping[Path, str] | None = None,
+) -> Compared:
     """Read the runs and hold them against each other; raises `BadInput` unless two or more have reported the metric.
 
-    `evaluation` is what `headrace eval` wrote about them.
+    `evaluation` is what `headrace eval` wrote about them. `variants` has the names of the variants by path, where
+    somebody knows them; unset, they are told from the configurations.
     """
     notes: list[str] = []
     runs = _read(paths, notes)
@@ -138,7 +144,7 @@ def compare_runs(paths: Sequence[Path], metric: str | None = None, evaluation: P
         few = f"a comparison takes at least two runs that have reported {chosen}, and there is {len(runs) or 'none'}"
         raise BadInput("\n".join([*notes, few]))
     notes += filter(None, map(_unfinished, runs))
-    groups = _groups(runs)
+    groups = _groups(runs) if variants is None else _named_groups(runs, variants)
     measures = _measures(runs, chosen, evaluation, notes)
     variant_of = {n: name for name, group in groups.items() for n in group}
     first, *others = groups
@@ -241,6 +247,14 @@ def _groups(runs: Sequence[_Run]) -> dict[str, list[int]]:
     return dict(zip(names, groups, strict=True))
 
 
+def _named_groups(runs: Sequence[_Run], variants: Mapping[Path, str]) -> dict[str, list[int]]:
+    known = {path.resolve(): name for path, name in variants.items()}
+    groups: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        groups.setdefault(known[run.root], []).append(number)
+    return groups
+
+
 def _told(differing: dict[str, list[Any]], number: int) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {shown(values[number])}" for key, values in differing.items())
 
@@ -266,7 +280,7 @@ def _variants(runs: Sequence[_Run], groups: dict[str, list[int]], measures: Sequ
 
 def _measures(runs: Sequence[_Run], chosen: str, evaluation: Path | None, notes: list[str]) -> list[_Measure]:
     """What was asked for, and what was held out, if all runs were evaluated."""
-    held_out = not _is_evaluation(chosen) and all(run.curve(HELD_OUT) for run in runs)
+    held_out = not is_evaluation(chosen) and all(run.curve(HELD_OUT) for run in runs)
     if held_out and any(run.history.evals.keys() != runs[0].history.evals.keys() for run in runs):
         notes.append("The runs were evaluated on different environments: their held-out scores are not compared.")
         held_out = False
@@ -285,7 +299,7 @@ def _measures(runs: Sequence[_Run], chosen: str, evaluation: Path | None, notes:
 def _of_curve(runs: Sequence[_Run], metric: str) -> _Measure:
     curves = [run.curve(metric) for run in runs]
     at = min(curve[-1][0] for curve in curves)
-    single = _is_evaluation(metric)
+    single = is_evaluation(metric)
     steps = [] if single else [[value for step, value in curve if step <= at] for curve in curves]
     return _Measure(metric, at, [ending(curve, at, single=single) for curve in curves], curves, steps, [])
 
@@ -316,7 +330,7 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(math.fsum(values) / len(values), min(values), max(values))
 
 
-def _is_evaluation(metric: str) -> bool:
+def is_evaluation(metric: str) -> bool:
     return metric == HELD_OUT or metric.startswith("eval/")
 
 

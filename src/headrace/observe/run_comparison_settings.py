@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ NOT_COMPARED = ("output_dir", "wandb", "tensorboard", "inference.port", "trainer
 SEEDS = ("seed", *SHARED["seed"])
 COPIES = {copy: source for source, copies in SHARED.items() for copy in copies}
 """Keys that a run fills from another."""
+ENVIRONMENT_SEED = re.compile(r"orchestrator\.(train|eval)\.env\.\d+\.args\.seed")
+"""An environment's own; it is the run's again where the run file has filled it."""
 
 
 def settings_of(tree: Mapping[str, Any]) -> Settings:
@@ -44,6 +47,8 @@ def differences(runs: Sequence[Settings]) -> dict[str, list[Any]]:
 
 def _source(key: str) -> str:
     """Where a copied key has its value from; of any other, nowhere."""
+    if ENVIRONMENT_SEED.fullmatch(key):
+        return "seed"
     copied = next((copy for copy in COPIES if _inside(key, copy)), None)
     return "" if copied is None else COPIES[copied] + key.removeprefix(copied)
 
@@ -62,4 +67,9 @@ def group_by_variant(runs: Sequence[Settings]) -> list[list[int]]:
 
 
 def _without_seed(run: Settings) -> Settings:
-    return {key: value for key, value in run.items() if key not in SEEDS}
+    seed = run.get("seed")
+    return {
+        key: value
+        for key, value in run.items()
+        if key not in SEEDS and not (ENVIRONMENT_SEED.fullmatch(key) and value == seed)
+    }

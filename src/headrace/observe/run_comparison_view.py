@@ -29,7 +29,7 @@ LONGEST = 40
 
 def text(comparison: Comparison) -> str:
     """For the terminal."""
-    parts = [f"{title}\n{_aligned(cells)}" for title, cells in tables(comparison)]
+    parts = [f"{title}\n{aligned(cells)}" for title, cells in tables(comparison)]
     told = [*sentences(comparison), *comparison.notes]
     return "\n\n".join([*parts, "\n".join(textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in told)])
 
@@ -57,9 +57,8 @@ def page(comparison: Comparison, charts: Sequence[str]) -> str:
     lines = [f"# {', '.join(variant.name for variant in comparison.variants)}", ""]
     for chart in charts:
         lines += [f"![{chart.removesuffix('.svg')} over optimizer steps]({chart})", ""]
-    for title, (titles, *cells) in tables(comparison):
-        rows = [titles, ["---"] * len(titles), *cells]
-        lines += [f"## {title}", "", *("| " + " | ".join(map(_escaped, row)) + " |" for row in rows), ""]
+    for title, cells in tables(comparison):
+        lines += [f"## {title}", "", *markdown(cells), ""]
     lines += [f"- {line}" for line in (*sentences(comparison), *comparison.notes)]
     return "\n".join([*lines, ""])
 
@@ -95,8 +94,8 @@ def _run(run: RunReport, evaluated: Sequence[str]) -> list[str]:
     scores = [run.evaluations.get(name) for name in evaluated]
     return [
         run.name,
-        *map(_number, (run.metric.first, run.metric.best, run.metric.last)),
-        *("none" if ends is None else f"{_number(ends.first)} to {_number(ends.last)}" for ends in scores),
+        *map(number, (run.metric.first, run.metric.best, run.metric.last)),
+        *("none" if ends is None else f"{number(ends.first)} to {number(ends.last)}" for ends in scores),
         f"{run.steps}" if run.max_steps in (None, run.steps) else f"{run.steps} of {run.max_steps}",
         duration(run.seconds),
         f"{run.tokens_sampled:,}",
@@ -107,39 +106,48 @@ def _run(run: RunReport, evaluated: Sequence[str]) -> list[str]:
 def _variants(comparison: Comparison) -> Cells:
     metrics = list(comparison.variants[0].ends)
     rows = [
-        [variant.name, str(len(variant.runs)), *(_band(variant.ends[metric]) for metric in metrics)]
+        [variant.name, str(len(variant.runs)), *(band(variant.ends[metric]) for metric in metrics)]
         for variant in comparison.variants
     ]
     return [["variant", "seeds", *metrics], *rows]
 
 
-def _band(spread: Spread) -> str:
-    return f"{_number(spread.mean)} ({_number(spread.lowest)} to {_number(spread.highest)})"
+def band(spread: Spread) -> str:
+    return f"{number(spread.mean)} ({number(spread.lowest)} to {number(spread.highest)})"
 
 
 def sentences(comparison: Comparison) -> list[str]:
     """What the differences are, and how sure."""
     if not comparison.differences:
         return ["The runs differ in nothing but their seeds: there is a spread, and no difference to test."]
-    tested = sum(found.p is not None for found in comparison.differences)
-    limit = SIGNIFICANT / max(tested, 1)
+    tested, limit = limit_of(comparison)
     told = [_sentence(found, limit, comparison.at.get(found.metric)) for found in comparison.differences]
     if tested > 1:
         told.append(f"{tested} differences were tested, so that a p below {limit:.2g} is asked of each.")
     return told
 
 
+def limit_of(comparison: Comparison) -> tuple[int, float]:
+    """How many differences were tested, and the p that is asked of each of them."""
+    tested = sum(found.p is not None for found in comparison.differences)
+    return tested, SIGNIFICANT / max(tested, 1)
+
+
+def verdict(found: Difference, limit: float) -> str:
+    """Whether it is more than chance, in words; nothing where nothing could be tested."""
+    return "" if found.p is None else VERDICTS.get(found.method, ("significant", "not significant"))[found.p >= limit]
+
+
 def _sentence(found: Difference, limit: float, at: int | None) -> str:
     where = "" if at is None else f" at step {at}"
-    what = f"{found.variant} against {found.baseline}, {found.metric}{where}: {_signed(found.difference)}"
+    what = f"{found.variant} against {found.baseline}, {found.metric}{where}: {signed(found.difference)}"
     if found.p is None or found.low is None or found.high is None:
         return f"{what}; {found.note}."
-    verdict = VERDICTS.get(found.method, ("significant", "not significant"))[found.p >= limit]
-    interval = f"95% from {_signed(found.low)} to {_signed(found.high)}, p = {found.p:.2g}"
-    return f"{what} ({interval}), {verdict}. {found.note[0].upper()}{found.note[1:]}."
+    interval = f"95% from {signed(found.low)} to {signed(found.high)}, p = {found.p:.2g}"
+    return f"{what} ({interval}), {verdict(found, limit)}. {found.note[0].upper()}{found.note[1:]}."
 
 
-def _aligned(cells: Cells) -> str:
+def aligned(cells: Cells) -> str:
     """Names to the left, all else to the right."""
     cells = [
         [row[0], *(cell if len(cell) <= LONGEST else f"...{cell[3 - LONGEST :]}" for cell in row[1:])] for row in cells
@@ -150,13 +158,19 @@ def _aligned(cells: Cells) -> str:
     )
 
 
+def markdown(cells: Cells) -> list[str]:
+    """A table's lines."""
+    titles, *rows = cells
+    return ["| " + " | ".join(map(_escaped, row)) + " |" for row in (titles, ["---"] * len(titles), *rows)]
+
+
 def _escaped(cell: str) -> str:
     return cell.replace("|", r"\|")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
     return f"{value:+.3f}" if abs(value) < 1000 else f"{value:+,.0f}"

@@ -12,9 +12,10 @@ from headrace.config.curriculum import (
     DifficultyPoolConfig,
     ImportedGateConfig,
     ImportedSamplerConfig,
+    InOrderConfig,
 )
 from headrace.errors import BadInput
-from headrace.orchestrator.curriculum import DifficultyPool, TaskSampler
+from headrace.orchestrator.curriculum import DifficultyPool, InOrder, TaskSampler
 from headrace.orchestrator.gate import AdvantageRange, Gate
 from headrace.rollout.types import Task
 
@@ -24,6 +25,8 @@ def make_sampler(config: CurriculumConfig, tasks: Sequence[Task]) -> TaskSampler
     match config.sampler:
         case DifficultyPoolConfig(hard_max=hard_max, normal_max=normal_max, weights=weights):
             return DifficultyPool(tasks, hard_max, normal_max, weights.model_dump())
+        case InOrderConfig():
+            return InOrder(tasks)
         case ImportedSamplerConfig() as own:
             return _imported_sampler(own)(tasks, **own.kwargs)
         case _:

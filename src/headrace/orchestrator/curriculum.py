@@ -68,6 +68,13 @@ class Shuffled(TaskSampler):
         return self.tasks[self._order[place]]
 
 
+class InOrder(TaskSampler):
+    """The tasks as they come, from the first to the last, and again: for an environment whose order is a curriculum."""
+
+    def draw(self, position: int, rng: random.Random) -> Task:
+        return self.tasks[position % len(self.tasks)]
+
+
 class DifficultyPool(TaskSampler):
     """With replacement; how likely a task is depends on the mean reward of its latest group.
 

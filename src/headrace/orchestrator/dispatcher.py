@@ -54,6 +54,8 @@ class EpisodeRunner(msgspec.Struct):
     line: Line
     timeout: float | None
     process: Callable[[Rollout, Task], Awaitable[None]] | None = None
+    in_words: bool = False
+    """Whether the line tells no tokens, as that of a server which speaks OpenAI's interface alone."""
 
 
 class _Running:
@@ -160,7 +162,7 @@ class Dispatcher:
             runner.line.close(episode.group.id)
         for rollout in rollouts:
             _stamp(rollout, episode)
-            check(rollout, runner.environment.scores_groups)
+            check(rollout, runner.environment.scores_groups, runner.in_words)
         try:
             for rollout in rollouts:
                 if runner.process is not None:

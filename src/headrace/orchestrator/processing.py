@@ -55,12 +55,20 @@ class Filter(msgspec.Struct):
 class GroupScores:
     """Rewards from environments that score groups. One failed member costs the group: it cannot be scored without.
 
-    `timeouts` are those of an episode, by environment: scoring its group may take as long.
+    `timeouts` are those of an episode, by environment: scoring its group may take as long. `in_words`: rollouts have no
+    tokens.
     """
 
-    def __init__(self, environments: Mapping[str, Environment], timeouts: Mapping[str, float | None]) -> None:
+    def __init__(
+        self,
+        environments: Mapping[str, Environment],
+        timeouts: Mapping[str, float | None],
+        *,
+        in_words: bool = False,
+    ) -> None:
         self._environments = environments
         self._timeouts = timeouts
+        self._in_words = in_words
         self._reported: set[tuple[str, str]] = set()
 
     async def apply(self, group: Group, rollouts: Sequence[Rollout]) -> None:
@@ -75,7 +83,7 @@ class GroupScores:
         if error is not None:
             _fail(rollouts, error)
         for rollout in rollouts:  # also after a failure, which may have come halfway
-            check(rollout, scored_later=False)
+            check(rollout, scored_later=False, in_words=self._in_words)
 
     async def _score(self, environment: Environment, env: str, rollouts: Sequence[Rollout]) -> RolloutError | None:
         """Why the group could not be scored: whatever a user's environment raises costs its group, not the run."""
@@ -261,9 +269,13 @@ class EvalProcessing:
     """No credit, no filters."""
 
     def __init__(
-        self, environments: Mapping[str, Environment], timeouts: Mapping[str, float | None] = MappingProxyType({})
+        self,
+        environments: Mapping[str, Environment],
+        timeouts: Mapping[str, float | None] = MappingProxyType({}),
+        *,
+        in_words: bool = False,
     ) -> None:
-        self._group_scores = GroupScores(environments, timeouts)
+        self._group_scores = GroupScores(environments, timeouts, in_words=in_words)
 
     async def process_rollout(self, rollout: Rollout, task: Task) -> None:
         """Evaluation needs the reward alone."""

@@ -27,12 +27,15 @@ def rollouts_of(returned: Any) -> list[Rollout]:
     return list(returned)
 
 
-def check(rollout: Rollout, scored_later: bool) -> None:
-    """Set `reward`, or `error` if it is unfit. An environment that scores groups gives rewards when all are in."""
+def check(rollout: Rollout, scored_later: bool, in_words: bool = False) -> None:
+    """Set `reward`, or `error` if it is unfit. An environment that scores groups gives rewards when all are in.
+
+    `in_words`: who answered tells no tokens, and nobody is going to train on them.
+    """
     clean(rollout)
     if rollout.error is not None:
         return
-    if rollout.trainable and not rollout.completion_tokens:
+    if rollout.trainable and not in_words and not rollout.completion_tokens:
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
     elif not scored_later:
         rollout.reward = sum(rollout.rewards.values()) if rollout.rewards else math.nan

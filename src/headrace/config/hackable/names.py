@@ -1,0 +1,60 @@
+"""One name for each key of the file: those of other systems become ours before anything is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config.base import Tree
+from headrace.config.hackable.trainer import GENERATION, OTHER_NAMES, without_needless
+from headrace.config.shorthand import renamed, spelled_out, united
+
+MODEL_NAMES = {"name_or_path": "name", "model_name_or_path": "name", "torch_dtype": "dtype"}
+GENERATION_NAMES = {"max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens"}
+NEUTRAL = {"min_p": (0, 0.0), "do_sample": (True,), "repetition_penalty": (1, 1.0)}
+"""Keys of `generation` that have no counterpart, with the values at which they change nothing."""
+
+
+def usual_names(tree: Tree) -> tuple[Tree, list[str]]:
+    """The tree with one name for each key, and notices about keys that say nothing."""
+    notices: list[str] = []
+    if isinstance(tree.get("model"), str | dict):
+        tree["model"] = _renamed(spelled_out(tree["model"], "name"), MODEL_NAMES, "model")
+    if isinstance(tree.get("trainer"), dict):
+        trainer, notices = without_needless(_renamed(tree["trainer"], OTHER_NAMES, "trainer"))
+        if isinstance(trainer.get("scheduler"), str):
+            trainer = renamed(trainer, "scheduler", "lr_scheduler_type", "trainer.")
+        _move_to_generation(tree, trainer)
+        tree["trainer"] = trainer
+    if isinstance(tree.get("generation"), dict):
+        tree["generation"] = _without_neutral(_renamed(tree["generation"], GENERATION_NAMES, "generation"))
+    return tree, notices
+
+
+def _move_to_generation(tree: Tree, trainer: Tree) -> None:
+    for other in [other for other in GENERATION if other in trainer]:
+        name, value = GENERATION[other], trainer.pop(other)
+        table = table_at(tree, "generation")
+        united(table.get(name, value), value, f"generation.{name}", f"trainer.{other}")
+        tree["generation"] = {**table, name: value}
+
+
+def _renamed(table: Tree, names: dict[str, str], section: str) -> Tree:
+    for other, name in names.items():
+        if other in table:
+            table = renamed(table, other, name, f"{section}.")
+    return table
+
+
+def _without_neutral(table: Tree) -> Tree:
+    for name, neutral in NEUTRAL.items():
+        if name in table and table[name] is not None and table[name] not in neutral:
+            raise ValueError(f"generation.{name} is {table[name]!r}, which sampling does not have: leave it out")
+    return {key: value for key, value in table.items() if key not in NEUTRAL}
+
+
+def table_at(tree: Tree, *path: str) -> Tree:
+    """The table at a path; an empty one where there is none."""
+    node: Any = tree
+    for key in path:
+        node = node.get(key, {}) if isinstance(node, dict) else {}
+    return node if isinstance(node, dict) else {}

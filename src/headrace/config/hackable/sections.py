@@ -1,0 +1,235 @@
+"""The sections of the file of docs/hacking.md that are not sections of a run file: what they take.
+
+`headrace.config.hackable` makes a run file of them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from headrace.config.base import Config
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+TOKEN = re.compile(r"hf_\w{20,}|[0-9a-fA-F]{40,}")
+
+
+def _name_of_variable(given: str) -> str:
+    """Nobody's token is to be found in a file, nor in the message about it."""
+    if VARIABLE.fullmatch(given) is None or TOKEN.fullmatch(given) is not None:
+        raise ValueError(
+            "the name of the environment variable that holds the token belongs here, not the token itself: put it "
+            "into a variable, and if it was ever shared with this file, make a new one"
+        )
+    return given
+
+
+VariableName = Annotated[str, AfterValidator(_name_of_variable)]
+
+
+class _PluginConfig(Config):
+    """A name or an import path, and what the plugin is called with."""
+
+    class_path: str | None = None
+    """Your own, as `package.module:Name`, instead of a registered name."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What it is constructed with."""
+
+
+class ObjectiveConfig(_PluginConfig):
+    """Which rewards are asked for, and what they come to."""
+
+    name: str | None = None
+    """A registered objective; unset: `token_grpo`."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> ObjectiveConfig:
+        _check_one_name(self.class_path, "name", self.name)
+        return self
+
+    @property
+    def chosen(self) -> str:
+        return self.class_path or self.name or "token_grpo"
+
+
+class RewardsConfig(Config):
+    """What the rewards of the objective are called with."""
+
+    kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By reward, its kwargs. Those that count tokens do it with the run's model, unless `tokenizer_name` is set."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds that a reward may take over a group."""
+
+
+class GenerationConfig(Config):
+    """How completions are sampled."""
+
+    num_generations: int | None = Field(None, ge=1)
+    """Completions of each prompt, which are compared; unset: 8."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Tokens that a completion may have; unset: 512, or what `seq_len` leaves."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Tokens that prompts are given room for, where `seq_len` is not set; unset: 512."""
+    temperature: float | None = Field(None, gt=0)
+    """What logits are divided by; unset: 1."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the likeliest tokens that have this probability together; unset: from all."""
+    top_k: int | None = Field(None, ge=-1)
+    """Sample from this many of the likeliest tokens; unset, 0 and -1: from all."""
+
+
+class EvalDataConfig(_PluginConfig):
+    """What the policy is evaluated on in the course of the run."""
+
+    provider: str | None = None
+    """A registered data provider; unset: that of training, with its kwargs, which those of this section change."""
+    interval: int | None = Field(None, ge=1)
+    """Steps between evaluations; unset: 100."""
+    num_examples: int | None = Field(None, ge=1)
+    """The first so many samples; unset: all."""
+    num_generations: int | None = Field(None, ge=1)
+    """Completions of each prompt; unset: 1."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Tokens that a completion may have; unset: as in training."""
+    temperature: float | None = Field(None, ge=0)
+    """Unset: as in training; 0: the likeliest token."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Unset: as in training."""
+    top_k: int | None = Field(None, ge=-1)
+    """Unset: as in training."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> EvalDataConfig:
+        _check_one_name(self.class_path, "provider", self.provider)
+        return self
+
+
+class DataConfig(_PluginConfig):
+    """What is trained on."""
+
+    provider: str | None = None
+    """A registered data provider."""
+    eval: EvalDataConfig | None = None
+    """What the policy is evaluated on; unset: nothing."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> DataConfig:
+        _check_one_name(self.class_path, "provider", self.provider)
+        return self
+
+    @property
+    def chosen(self) -> str | None:
+        return self.class_path or self.provider
+
+
+class StorageConfig(Config):
+    """One place for everything that runs read and leave behind."""
+
+    cache_dir: Path | None = None
+    """The root: `datasets/`, `models/`, `hf/`, `artifacts/`, `logs/wandb/`; unset: the working directory."""
+    run_name: str | None = Field(None, min_length=1)
+    """The run's directory in `artifacts/runs/`; unset: the name of the file."""
+    offline: bool | None = None
+    """Whether the hub is left alone; unset: if everything that the file names is on this machine."""
+
+
+class AuthConfig(Config):
+    """Names of environment variables, never tokens."""
+
+    hf_token: VariableName = "HF_TOKEN"
+    """The variable that holds the Hugging Face token."""
+    wandb_api_key: VariableName = "WANDB_API_KEY"
+    """The variable that holds the key of Weights & Biases."""
+
+
+class NamedTrainerConfig(Config):
+    """Keys of `trainer` by the names that Hugging Face trainers have for them; all others are those of a run file."""
+
+    model_config = ConfigDict(extra="allow")
+
+    learning_rate: float | None = Field(None, gt=0)
+    """`trainer.optim.lr`."""
+    optim: str | dict[str, Any] | None = None
+    """`adamw_torch` and its like, `sgd`, `muon`; or the table `trainer.optim`."""
+    weight_decay: float | None = Field(None, ge=0)
+    """`trainer.optim.weight_decay`."""
+    adam_beta1: float | None = Field(None, ge=0, lt=1)
+    """The first of `trainer.optim.betas`."""
+    adam_beta2: float | None = Field(None, ge=0, lt=1)
+    """The second of `trainer.optim.betas`."""
+    adam_epsilon: float | None = Field(None, gt=0)
+    """`trainer.optim.eps`."""
+    max_grad_norm: float | None = Field(None, ge=0)
+    """`trainer.optim.max_grad_norm`."""
+    lr_scheduler_type: str | None = None
+    """`linear`, `cosine`, `cosine_with_restarts`, `constant`, `constant_with_warmup`, `warmup_stable_decay`."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """`num_cycles`, `min_lr`, `min_lr_rate`, `num_decay_steps`."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """`trainer.scheduler.warmup_steps`."""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """The same as a part of all steps, rounded up."""
+    max_steps: int | None = Field(None, ge=-1)
+    """Optimizer steps; -1: unset."""
+    num_train_epochs: float | None = Field(None, gt=0)
+    """Passes over the data, instead of `max_steps`: the samples are counted."""
+    batch_size: int | None = Field(None, ge=1)
+    """Completions of a step; unset: 16 prompts' worth."""
+    per_device_train_batch_size: int | None = Field(None, ge=1)
+    """`batch_size`, divided by `gradient_accumulation_steps` and `launch.trainer_processes` (1 where that is unset)."""
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    """See there; memory does not depend on it here."""
+    seed: int | None = None
+    """`seed` of the run."""
+    bf16: bool | None = None
+    """`model.dtype`: true is bfloat16, false float32."""
+    fp16: bool | None = None
+    """Only false: float16 is not trained in."""
+    gradient_checkpointing: bool | None = None
+    """`trainer.activation_checkpointing`: true is `full`."""
+    torch_compile: bool | None = None
+    """`trainer.compile`."""
+    save_steps: int | None = Field(None, ge=1)
+    """`trainer.ckpt.interval`."""
+    save_total_limit: int | None = Field(None, ge=1)
+    """`trainer.ckpt.keep_last`."""
+    permanent_save_steps: int | None = Field(None, ge=1)
+    """`trainer.ckpt.permanent_interval`: such checkpoints stay in `checkpoints/permanent/`."""
+    eval_steps: int | None = Field(None, ge=1)
+    """`data.eval.interval`."""
+    report_to: str | list[str] | None = None
+    """`wandb`, `tensorboard`, both, or `none`."""
+    run_name: str | None = Field(None, min_length=1)
+    """`storage.run_name`."""
+    output_dir: str | None = Field(None, min_length=1)
+    """`output_dir` of the run."""
+    epsilon: float | None = Field(None, ge=0, le=1)
+    """`trainer.loss.eps_low` of type `ppo_clip`, and `eps_high`, unless `epsilon_high` is set."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """`trainer.loss.eps_high` of type `ppo_clip`."""
+    beta: float | None = None
+    """Only 0: there is no penalty for leaving the first policy. `trainer.loss.kl_tau` holds steps together."""
+    use_vllm: bool | None = None
+    """`inference.engine`: true is `vllm`."""
+
+
+class HackableConfig(Config):
+    """All of them, as they are written."""
+
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    trainer: NamedTrainerConfig = Field(default_factory=NamedTrainerConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
+    auth: AuthConfig = Field(default_factory=AuthConfig)
+
+
+def _check_one_name(class_path: str | None, other: str, name: str | None) -> None:
+    if class_path is not None and name is not None:
+        raise ValueError(f"give {other} or class_path, not both")
+    if class_path is not None and ":" not in class_path:
+        raise ValueError(f"class_path {class_path!r} is not an import path: write package.module:Name")

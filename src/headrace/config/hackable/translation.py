@@ -1,0 +1,355 @@
+"""A file with data, rewards and an objective, as docs/hacking.md has it, made the run file that it stands for.
+
+A thin layer: what comes out is a tree of `RunConfig` and nothing else, with one environment, `hackable`. Sections of a
+run file may stand beside; where they set what would be derived, they win. Every problem is named by the key that the
+user wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.config.base import ConfigError, Tree, merge
+from headrace.config.hackable.names import table_at, usual_names
+from headrace.config.hackable.plugins import (
+    Plugin,
+    asks_the_hub,
+    constructed,
+    found,
+    normalized,
+    number_of_samples,
+    objective_named,
+    provider_named,
+    reward_named,
+)
+from headrace.config.hackable.sections import DataConfig, EvalDataConfig, GenerationConfig, HackableConfig
+from headrace.config.hackable.storage import Places, may_be_on_the_hub, tokens, variables
+from headrace.config.hackable.trainer import (
+    contradictions,
+    trackers,
+    typed_trainer,
+    unknown_keys,
+)
+from headrace.config.problems import explain_all
+from headrace.errors import BadInput
+
+OWN_SECTIONS = ("objective", "rewards", "generation", "data", "storage", "auth")
+ENVIRONMENT = "hackable"
+PROMPT_TOKENS, NEW_TOKENS = 512, 512
+GROUP_SIZE, GROUPS_PER_STEP = 8, 16
+
+
+def is_hackable(tree: Tree) -> bool:
+    """Whether it is such a file: supervised runs have `data`, too, but no provider."""
+    data = tree.get("data")
+    named = isinstance(data, dict) and bool(data.keys() & {"provider", "class_path"})
+    return named or bool(tree.keys() & (set(OWN_SECTIONS) - {"data"}))
+
+
+def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:
+    """The tree of a run, and notices. `known` are the sections that a run file may have."""
+    problems: list[str] = []
+    try:
+        written, notices = usual_names(copy.deepcopy(tree))
+    except ValueError as error:
+        raise _refusal([str(error)], where) from error
+    problems += _unknown_sections(written, known) + unknown_keys(table_at(written, "trainer"))
+    own = _without_nulls({name: written[name] for name in (*OWN_SECTIONS, "trainer") if name in written})
+    try:
+        given = HackableConfig.model_validate(own)
+    except ValidationError as error:
+        raise _refusal(problems + explain_all(HackableConfig, error, {}), where) from error
+    if problems:
+        raise _refusal(problems, where)
+    translation = _Translation(given, written, files)
+    result = translation.result()
+    if translation.problems:
+        raise _refusal(translation.problems, where)
+    return result, notices + translation.notices
+
+
+def _without_nulls(tree: Tree) -> Tree:
+    """Null takes back what an earlier file said; among kwargs it is the plugins' own business."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) and key != "kwargs" else value
+        for key, value in tree.items()
+        if value is not None
+    }
+
+
+def _refusal(problems: Sequence[str], where: str) -> ConfigError:
+    return ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
+
+
+def _unknown_sections(tree: Tree, known: Sequence[str]) -> list[str]:
+    sections = [*known, *OWN_SECTIONS]
+    problems = []
+    for name in tree:
+        if name not in sections:
+            close = difflib.get_close_matches(name, sections, n=1, cutoff=0.6)
+            problems.append(f"{name}: unknown key." + (f" Did you mean {close[0]}?" if close else ""))
+    return problems
+
+
+class _Translation:
+    """One file on its way: what it says, what follows, and what is wrong with it."""
+
+    def __init__(self, given: HackableConfig, tree: Tree, files: Sequence[Path]) -> None:
+        self.given = given
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+        self._file = files[-1].stem if files else "run"
+        root = given.storage.cache_dir
+        self._root = None if root is None else root.expanduser().absolute()
+        self._places = Places([file.parent.absolute() for file in files], self._root)
+        self._explicit = {key: value for key, value in tree.items() if key not in OWN_SECTIONS}
+        self._explicit["trainer"] = self._explicit_trainer(tree)
+        self._model()
+        self._hub_is_asked = self._names_a_hub_model()
+
+    def result(self) -> Tree:
+        """The tree of the run; it means something only if there are no problems."""
+        group_size = self._group_size()
+        batch_size = self._batch_size(group_size)
+        groups_per_step = None if batch_size is None else batch_size / group_size
+        args = self._environment_args(groups_per_step)
+        max_steps = self._max_steps(args, groups_per_step)
+        written = typed_trainer(self.given.trainer, max_steps, self.problems, self.notices)
+        self.problems += contradictions(written, self._explicit)
+        tree = written.tree
+        self._shared(tree, max_steps)
+        merge(tree, {"orchestrator": self._orchestrator(args, group_size, batch_size)})
+        self._trackers(tree)
+        self._launch(tree)
+        self._over(tree)
+        return tree
+
+    def _explicit_trainer(self, tree: Tree) -> Tree:
+        """What of `trainer` is written as a run file has it."""
+        table = table_at(tree, "trainer")
+        names = set(type(self.given.trainer).model_fields)
+        return {key: v for key, v in table.items() if key not in names or (key == "optim" and isinstance(v, dict))}
+
+    def _model(self) -> None:
+        model = self._explicit.get("model")
+        if not isinstance(model, dict):
+            return
+        if isinstance(model.get("name"), str):
+            model["name"] = self._places.model(model["name"])
+        if "lora" in model:
+            self._explicit["trainer"].setdefault("lora", model.pop("lora"))
+
+    def _names_a_hub_model(self) -> bool:
+        name = table_at(self._explicit, "model").get("name")
+        return isinstance(name, str) and not Path(name).exists()
+
+    def _number(self, *path: str) -> int | None:
+        """A whole number that is set in a section of the run file; what is none, its own section refuses."""
+        *parents, name = path
+        value = table_at(self._explicit, *parents).get(name)
+        return int(str(value)) if str(value).isdecimal() else None
+
+    def _group_size(self) -> int:
+        return self._number("orchestrator", "group_size") or self.given.generation.num_generations or GROUP_SIZE
+
+    def _batch_size(self, group_size: int) -> int | None:
+        """Completions of a step; None where it is so many tokens instead."""
+        trainer, section = self.given.trainer, table_at(self._explicit, "orchestrator")
+        if section.keys() & {"batch_size", "token_batch_size"}:
+            return self._number("orchestrator", "batch_size")
+        size, key = trainer.batch_size, "trainer.batch_size"
+        if trainer.per_device_train_batch_size is not None:
+            ranks = self._number("launch", "trainer_processes") or 1
+            product = trainer.per_device_train_batch_size * (trainer.gradient_accumulation_steps or 1) * ranks
+            if size is not None and size != product:
+                self.problems.append(
+                    f"trainer.batch_size is {size}, but trainer.per_device_train_batch_size and what it is multiplied "
+                    f"with come to {product}: give one, or the same twice"
+                )
+            size, key = product, "trainer.per_device_train_batch_size"
+        if size is not None and size % group_size:
+            self.problems.append(
+                f"{key}: {size} completions of a step are not whole groups of generation.num_generations = "
+                f"{group_size}: make it a multiple of that"
+            )
+        return size or GROUPS_PER_STEP * group_size
+
+    def _environment_args(self, groups_per_step: float | None) -> dict[str, Any]:
+        """Of the environment that is trained on."""
+        args: dict[str, Any] = {**self._data_args(), **self._objective_args(), "seed": self._seed()}
+        if self.given.rewards.timeout != 60.0:
+            args["reward_timeout"] = self.given.rewards.timeout
+        if groups_per_step is not None:
+            args["groups_per_step"] = groups_per_step
+        elif "stage2_start_epoch" in args["objective_kwargs"]:
+            self.problems.append(
+                "objective.kwargs.stage2_start_epoch: epochs are counted in steps of a known size: set "
+                "orchestrator.batch_size, or stage2_start_step"
+            )
+        return args
+
+    def _seed(self) -> int:
+        seed = self._explicit.get("seed", self.given.trainer.seed)
+        return int(str(seed)) if str(seed).lstrip("-").isdecimal() else 0
+
+    def _data_args(self) -> dict[str, Any]:
+        data = self.given.data
+        if data.chosen is None:
+            self.problems.append("data.provider: say what is trained on: a data provider, or your own by class_path")
+            return {}
+        plugin = provider_named(data.chosen)
+        kwargs = self._checked(plugin, data.kwargs, "data.class_path" if data.class_path else "data.provider")
+        return {"provider": data.chosen, "provider_kwargs": kwargs}
+
+    def _objective_args(self) -> dict[str, Any]:
+        """Also checks the rewards that it asks for."""
+        given, rewards = self.given.objective, self.given.rewards.kwargs
+        plugin, before = objective_named(given.chosen), len(self.problems)
+        kwargs = self._checked(plugin, given.kwargs, "objective.class_path" if given.class_path else "objective.name")
+        objective = None if len(self.problems) > before else constructed(plugin, kwargs, self.problems)
+        names = [] if objective is None else objective.reward_names()
+        self._algorithm = "grpo" if objective is None else objective.algorithm
+        checked = {
+            name: self._checked(reward_named(name), rewards.get(name, {}), f"the rewards of objective {given.chosen!r}")
+            for name in names
+        }
+        for name in (name for name in rewards if name not in names):  # idle, but no reason to let a typo pass
+            self._checked(reward_named(name), rewards[name], f"rewards.kwargs.{name}", needed=False)
+        used = {name: own for name, own in checked.items() if own}
+        return {"objective": given.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
+
+    def _checked(self, plugin: Plugin, kwargs: Tree, key: str, *, needed: bool = True) -> dict[str, Any]:
+        """Kwargs that are known to be taken, with their paths resolved."""
+        if not found(plugin, key, self.problems):
+            return {}
+        values = self._places.in_kwargs(normalized(plugin, kwargs, self.problems, needed=needed))
+        self._hub_is_asked |= needed and asks_the_hub(plugin, values, may_be_on_the_hub)
+        return values
+
+    def _max_steps(self, args: dict[str, Any], groups_per_step: float | None) -> int | None:
+        trainer = self.given.trainer
+        steps = None if trainer.max_steps in (None, -1, 0) else trainer.max_steps
+        if (explicit := self._number("max_steps")) is not None:
+            return explicit
+        if steps is not None and trainer.num_train_epochs is not None:
+            self.problems.append("trainer.max_steps and trainer.num_train_epochs both say when it ends: give one")
+        elif trainer.num_train_epochs is not None:
+            samples = self._samples(args, groups_per_step, "trainer.num_train_epochs")
+            return samples and math.ceil(trainer.num_train_epochs * samples / (groups_per_step or 1) - 1e-9)
+        elif steps is None:
+            self.problems.append("trainer.max_steps: a run needs an end; set it, or trainer.num_train_epochs")
+        return steps
+
+    def _samples(self, args: dict[str, Any], groups_per_step: float | None, key: str) -> int | None:
+        """The size of an epoch."""
+        if groups_per_step is None:
+            self.problems.append(f"{key} needs steps of a known size: set orchestrator.batch_size")
+        if self.problems:
+            return None
+        try:
+            return number_of_samples(args["provider"], args["provider_kwargs"], args["seed"], self._variables())
+        except BadInput as error:
+            self.problems.append(f"{key}: the samples cannot be counted: {error}; set trainer.max_steps instead")
+            return None
+
+    def _variables(self) -> dict[str, str]:
+        offline = self.given.storage.offline
+        return variables(self._root, offline=not self._hub_is_asked if offline is None else offline)
+
+    def _shared(self, tree: Tree, max_steps: int | None) -> None:
+        storage, trainer = self.given.storage, self.given.trainer
+        if trainer.run_name is not None and storage.run_name not in (None, trainer.run_name):
+            self.problems.append("trainer.run_name and storage.run_name differ: give one, or the same twice")
+        name = storage.run_name or trainer.run_name or self._file
+        output = self._explicit.pop("output_dir", None) or trainer.output_dir
+        if isinstance(output, str) and self._root is not None:
+            output = self._places.under_root(output)
+        tree["output_dir"] = str(output or self._places.run_directory(name))
+        if max_steps is not None:
+            tree["max_steps"] = max_steps
+        if trainer.seed is not None:
+            tree["seed"] = trainer.seed
+        sampled = self.given.generation.max_new_tokens or NEW_TOKENS
+        tree["seq_len"] = (self.given.generation.max_prompt_tokens or PROMPT_TOKENS) + sampled
+
+    def _orchestrator(self, args: dict[str, Any], group_size: int, batch_size: int | None) -> Tree:
+        generation, data = self.given.generation, self.given.data
+        sampling = _sampling(generation)
+        if generation.max_new_tokens is None and "seq_len" not in self._explicit:
+            sampling["max_tokens"] = NEW_TOKENS
+        section: Tree = {"group_size": group_size, "train": {"sampling": sampling, "env": [self._train_env(args)]}}
+        if batch_size is not None:
+            section["batch_size"] = batch_size
+        if data.eval is not None and "provider" in args:
+            section["eval"] = self._eval(data, data.eval, args, sampling)
+        elif self.given.trainer.eval_steps is not None:
+            self.notices.append("trainer.eval_steps: nothing is evaluated; say on what in data.eval.")
+        return section
+
+    def _train_env(self, args: dict[str, Any]) -> Tree:
+        from headrace.hackable.registry import is_in_order
+
+        section = table_at(self._explicit, "orchestrator")
+        env: Tree = {"id": ENVIRONMENT, "name": _last_part(args.get("provider", "")), "args": args}
+        sampler = table_at(section, "train", "curriculum").get("sampler")
+        if not self.problems and sampler is None and is_in_order(args["provider"]):
+            env["curriculum"] = {"sampler": {"type": "in_order"}}
+        if self._algorithm != "grpo" and not section.keys() & {"algo", "advantage"}:
+            env["algo"] = self._algorithm
+        return env
+
+    def _eval(self, data: DataConfig, given: EvalDataConfig, args: dict[str, Any], sampling: Tree) -> Tree:
+        """`data.eval`, and what it has from training."""
+        chosen = given.class_path or given.provider or args["provider"]
+        inherited = data.kwargs if chosen == data.chosen else {}
+        key = "data.eval.class_path" if given.class_path else "data.eval.provider"
+        kwargs = self._checked(provider_named(chosen, "data.eval.kwargs"), {**inherited, **given.kwargs}, key)
+        trained_on = {"provider": args["provider"], "kwargs": args["provider_kwargs"]}
+        own = {**args, "provider": chosen, "provider_kwargs": kwargs, "trained_on": trained_on}
+        env: Tree = {"id": ENVIRONMENT, "name": _last_part(chosen), "args": own}
+        section: Tree = {"env": [env], "sampling": {**sampling, **_sampling(given)}}
+        steps = self.given.trainer.eval_steps
+        if given.interval is not None and steps not in (None, given.interval):
+            self.problems.append(f"trainer.eval_steps is {steps}, but data.eval.interval is {given.interval}: give one")
+        values = {
+            "interval": given.interval or steps,
+            "num_examples": given.num_examples,
+            "group_size": given.num_generations,
+        }
+        return section | {name: value for name, value in values.items() if value is not None}
+
+    def _trackers(self, tree: Tree) -> None:
+        tree |= trackers(self.given.trainer, self.problems)
+        if self._root is not None and ("wandb" in tree or isinstance(self._explicit.get("wandb"), dict)):
+            merge(tree, {"wandb": {"dir": str(self._root / "logs")}})
+
+    def _launch(self, tree: Tree) -> None:
+        made = {"env": self._variables(), "env_from": tokens(self.given.auth)}
+        if launch := {name: table for name, table in made.items() if table}:
+            merge(tree, {"launch": launch})
+
+    def _over(self, tree: Tree) -> None:
+        """Put the sections of the run file over what was derived; environments stand beside each other."""
+        for slot in ("train", "eval"):
+            section = table_at(self._explicit, "orchestrator", slot)
+            if isinstance(section.get("env"), list):
+                section["env"] = [*table_at(tree, "orchestrator", slot).get("env", []), *section["env"]]
+        merge(tree, self._explicit)
+
+
+def _sampling(given: GenerationConfig | EvalDataConfig) -> Tree:
+    values = {"temperature": given.temperature, "top_p": given.top_p, "max_tokens": given.max_new_tokens}
+    if given.top_k is not None:
+        values["top_k"] = given.top_k or -1
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(":")[2]

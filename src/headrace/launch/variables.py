@@ -1,0 +1,19 @@
+"""Environment variables that a run file asks for: set here, they reach every process that is started from here."""
+
+from __future__ import annotations
+
+import os
+
+from headrace.config.launch import LaunchConfig
+
+
+def set_variables(launch: LaunchConfig) -> list[str]:
+    """Before anything is imported that reads them. Returns what to tell the user."""
+    os.environ.update(launch.env)
+    notices = []
+    for name, source in launch.env_from.items():
+        if source in os.environ:
+            os.environ[name] = os.environ[source]
+        else:
+            notices.append(f"launch.env_from: {name} shall be what {source} has, and there is no such variable here.")
+    return notices

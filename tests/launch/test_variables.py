@@ -1,0 +1,24 @@
+"""Environment variables that a run file asks for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from headrace.config.launch import LaunchConfig
+from headrace.launch.variables import set_variables
+
+
+def test_values_are_set_and_tokens_are_taken_from_the_variables_that_have_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", {"MY_TOKEN": "secret", "HF_HOME": "old"})
+    launch = LaunchConfig(env={"HF_HOME": "/store/hf"}, env_from={"HF_TOKEN": "MY_TOKEN"})
+    assert set_variables(launch) == []
+    assert os.environ == {"MY_TOKEN": "secret", "HF_HOME": "/store/hf", "HF_TOKEN": "secret"}
+
+
+def test_a_variable_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", {})
+    (notice,) = set_variables(LaunchConfig(env_from={"HF_TOKEN": "MY_TOKEN"}))
+    assert notice == "launch.env_from: HF_TOKEN shall be what MY_TOKEN has, and there is no such variable here."
+    assert os.environ == {}
