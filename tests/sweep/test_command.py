@@ -52,7 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["--eval.env", "reverse-text", "--eval.smaples", "2"],
             "sweep.yaml: eval: unrecognized arguments: --smaples 2",
         ),
-        (["--eval.num_examples", "2"], "sweep.yaml: eval: the following arguments are required: --env"),
         (["--eval.env", "x", "--eval.checkpoints", "final"], "eval.checkpoints: the final models are evaluated"),
         (["--eval.env", "x", "--eval.samples", "2"], "--samples: those of temperature 0 are all alike"),
         (["--gpus_per_run", "0"], "gpus_per_run"),

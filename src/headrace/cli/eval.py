@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="a model directory; a run, or a folder of runs; a checkpoint; a server, http://HOST:PORT[,http://...]",
     )
-    parser.add_argument("--env", metavar="ID", required=True, help="an environment's id, as in a run file")
+    parser.add_argument("--env", metavar="ID", help="an environment's id, as in a run file [the run's own]")
     pairs = {"metavar": "KEY=VALUE", "nargs": "+", "default": [], "type": _pair}
     parser.add_argument("--env-args", **pairs, help="its args: split=test limit=100")  # type: ignore[arg-type]
     parser.add_argument("--level", metavar="N", nargs="+", type=_positive, help="of math: only problems of this level")
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
     from headrace.evaluate.evaluation import evaluate
     from headrace.evaluate.models import find_models
+    from headrace.evaluate.own_environment import own_environment
     from headrace.evaluate.report import as_table, write_report
     from headrace.evaluate.results import zero_shot_of
     from headrace.launch.own_code import find_code_of
@@ -83,13 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
     setup_logging()
     evaluation = read_evaluation(arguments)
     candidates = find_models(arguments.models, permanent=arguments.checkpoints == "permanent")
+    if not evaluation.env:
+        own = own_environment(candidates)
+        output = arguments.output or default_output(own.name)
+        evaluation = evaluation._replace(env=own.id, args=own.args | evaluation.args, output=output)
+        print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
     for run in {candidate.run for candidate in candidates if candidate.run is not None}:
         find_code_of(RunDir(run))  # the environment may be one of the run's own
     if arguments.zero_shot is not None and len(candidates) != 1:
         raise BadInput(f"--zero-shot is the record of one model, and these are {len(candidates)}")
     outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
     results = [outcome.result for outcome in outcomes]
-    title = f"{arguments.env}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
+    title = f"{evaluation.env}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
     about = {"environment": evaluation.env, "args": evaluation.args, **_told(evaluation)}
     files = write_report(evaluation.output, title, about, results)
     if arguments.zero_shot is not None and outcomes[0].scored:
@@ -138,8 +145,8 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         arguments.endpoint_model,
     )
     return Evaluation(
-        arguments.output or Path("outputs/eval") / arguments.env.replace("/", "-").replace(":", "-"),
-        importable(arguments.env, "environment"),
+        arguments.output or default_output(arguments.env or ""),
+        importable(arguments.env, "environment") if arguments.env else "",
         env_args,
         arguments.workers,
         arguments.num_examples,
@@ -148,6 +155,10 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         arguments.serve_args,
         arguments.api_key_var,
     )
+
+
+def default_output(environment: str) -> Path:
+    return Path("outputs/eval") / re.sub("[/:]", "-", environment)
 
 
 def _told(evaluation: Evaluation) -> dict[str, Any]:

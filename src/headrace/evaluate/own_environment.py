@@ -1,0 +1,34 @@
+"""What a run is evaluated on where nobody says: its own evaluation environment, or else what it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.config.run import RunConfig
+from headrace.errors import BadInput
+from headrace.evaluate.models import Candidate
+from headrace.launch.saved_config import read_run
+
+
+class OwnEnvironment(NamedTuple):
+    id: str
+    name: str
+    args: dict[str, Any]
+    run: Path
+    """Whose it is: runs of a sweep may differ in what they reward, and are held to one standard."""
+
+
+def own_environment(candidates: Sequence[Candidate]) -> OwnEnvironment:
+    """That of the first run among them."""
+    run = next((candidate.run for candidate in candidates if candidate.run is not None), None)
+    if run is None:
+        raise BadInput("--env: say on which environment; only a run has one of its own")
+    config = read_run(run)
+    listed = (config.orchestrator.eval.env or config.orchestrator.train.env) if isinstance(config, RunConfig) else []
+    if len(listed) != 1:
+        names = ", ".join(env.name for env in listed) or "none"
+        raise BadInput(f"--env: say on which environment; {run} has {names}")
+    [env] = listed
+    return OwnEnvironment(env.id, env.name, dict(env.args), run)

@@ -1,0 +1,42 @@
+"""What models are evaluated on where nobody says."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config.base import dump, validate
+from headrace.config.run import RunConfig
+from headrace.errors import BadInput
+from headrace.evaluate.models import Candidate
+from headrace.evaluate.own_environment import own_environment
+
+
+def a_run(directory: Path, train: list[str], evaluated: list[str]) -> Candidate:
+    envs = {slot: [{"id": name, "args": {"split": slot}} for name in names] for slot, names in
+            (("train", train), ("eval", evaluated))}  # fmt: skip
+    orchestrator = {"train": {"env": envs["train"]}, "eval": {"env": envs["eval"]}}
+    tree = {"output_dir": str(directory), "max_steps": 1, "seq_len": 64, "model": {"name": "tiny"},
+            "orchestrator": orchestrator}  # fmt: skip
+    directory.mkdir()
+    (directory / "config.toml").write_text(dump(validate(RunConfig, tree, "test")[0]))
+    return Candidate(directory.name, "model", str(directory / "model"), directory)
+
+
+def test_a_run_is_evaluated_on_what_it_was_evaluated_on(tmp_path: Path):
+    model = Candidate("base", "model", "models/base")
+    run = a_run(tmp_path / "run", ["reverse-text"], ["arithmetic"])
+    other = a_run(tmp_path / "other", ["reverse-text"], ["copy"])
+    own = own_environment([model, run, other])
+    assert (own.id, own.name, own.args, own.run) == ("arithmetic", "arithmetic", {"split": "eval"}, run.run)
+
+
+def test_a_run_without_evaluation_is_evaluated_on_what_it_was_trained_on(tmp_path: Path):
+    own = own_environment([a_run(tmp_path / "run", ["reverse-text"], [])])
+    assert (own.id, own.args) == ("reverse-text", {"split": "train"})
+
+
+def test_where_there_is_not_exactly_one_it_is_asked_for(tmp_path: Path):
+    with pytest.raises(BadInput, match="--env: say on which environment; only a run has one of its own"):
+        own_environment([Candidate("base", "model", "models/base")])
+    with pytest.raises(BadInput, match=r"--env: say on which environment; .*run has reverse-text, copy"):
+        own_environment([a_run(tmp_path / "run", ["arithmetic"], ["reverse-text", "copy"])])
