@@ -127,7 +127,8 @@ def at(config: Any, key: str) -> Any:
         ({"model": {"name_or_path": "org/other", "lora": {"r": 2}}}, "trainer.lora.r", 2),
         ({"model": {"model_name_or_path": "org/other"}}, "model.name", "org/other"),
         ({"generation": {"max_new_tokens": 100, "max_prompt_length": 28}}, "seq_len", 128),
-        ({"generation": {"top_k": 0, "top_p": 0.9, "min_p": 0}}, "orchestrator.train.sampling.top_k", -1),
+        ({"generation": {"top_k": 0, "top_p": 0.9}}, "orchestrator.train.sampling.top_k", -1),
+        ({"generation": {"min_p": "0.05"}}, "orchestrator.train.sampling.min_p", 0.05),
     ],
 )
 def test_usual_names_become_ours(changes: dict[str, Any], key: str, value: Any, tmp_path: Path):

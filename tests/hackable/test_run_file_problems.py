@@ -17,7 +17,7 @@ from tests.hackable.files import load_tree, run_of, small
         ({"objectiv": {}, "storage": {}}, "objectiv: unknown key. Did you mean objective?"),
         ({"generation": {"num_generation": 2}}, "Did you mean generation.num_generations?"),
         ({"generation": {"temperature": 0}}, "generation.temperature: "),
-        ({"generation": {"min_p": 0.1}}, "generation.min_p is 0.1, which sampling does not have"),
+        ({"generation": {"repetition_penalty": 1.1}}, "generation.repetition_penalty is 1.1, which"),
         ({"objective": {"name": "token_grp"}}, "objective.name: no objective 'token_grp'. There is token_grpo"),
         ({"objective": {"class_path": "no_such:Thing"}}, "objective.class_path: objective 'no_such:Thing' cannot be"),
         ({"objective": {"class_path": "Thing"}}, "objective: class_path 'Thing' is not an import path"),

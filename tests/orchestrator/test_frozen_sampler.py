@@ -79,8 +79,8 @@ def calling(identity: str, **arguments: Any) -> web.Response:
 async def test_the_server_is_asked_in_words_as_the_run_says():
     model = load("qwen3")
     prompt = model.renderer.render_ids(HELLO, add_generation_prompt=True)
-    reply, (body,) = await ask(lambda _: "yes", temperature=0.7, top_p=0.9, top_k=20)
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "max_tokens": 1000 - len(prompt)}
+    reply, (body,) = await ask(lambda _: "yes", temperature=0.7, top_p=0.9, top_k=20, min_p=0.05)
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "max_tokens": 1000 - len(prompt)}
     assert body == {"model": "large", "messages": HELLO, **sampling}
     assert reply.message == {"role": "assistant", "content": "yes"}
     assert reply.turn.prompt_ids.tolist() == prompt

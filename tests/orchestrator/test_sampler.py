@@ -91,6 +91,7 @@ async def test_the_engine_is_asked_as_the_run_says():
         temperature=0.7,
         top_p=0.9,
         top_k=40,
+        min_p=0.05,
         cache_salt=lambda: next(salts),
         observe=lambda *what: seen.append(what),
     )
@@ -101,7 +102,8 @@ async def test_the_engine_is_asked_as_the_run_says():
     assert engine.joined == []
     for exchange, salt in zip(engine.exchanges, ("0-1", "0-2"), strict=True):
         sampling = exchange.sampling
-        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.7, 0.9, 40, None)
+        found = sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed
+        assert found == (0.7, 0.9, 40, 0.05, None)
         assert sampling.stop_token_ids == model.encode("<|eot_id|><|end_of_text|><|eom_id|>")
         assert (exchange.session, exchange.cache_salt) == ("group-7", salt)
     assert [reply.turn.temperature for reply in replies] == [0.7, 0.7]

@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--temperature", metavar="T", type=float, default=0.0, help="[0: the likeliest token]")
     sampling.add_argument("--top-p", metavar="P", type=float, help="among the likeliest tokens of this total [1]")
     sampling.add_argument("--top-k", metavar="N", type=int, help="among so many of the likeliest tokens [all]")
+    sampling.add_argument("--min-p", metavar="P", type=float, help="among those so probable beside the likeliest [0]")
     sampling.add_argument("--max-tokens", metavar="N", type=_positive, help="of one reply [what there is room for]")
     sampling.add_argument("--seq-len", metavar="N", type=_positive, help="of a conversation [what the server takes]")
     sampling.add_argument("--seed", metavar="N", type=int, help="for replies that can be had again [none]")
@@ -122,7 +123,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
 
     if arguments.samples > 1 and arguments.temperature == 0:
         raise BadInput("--samples: those of temperature 0 are all alike; set --temperature, or leave --samples out")
-    named = {key: getattr(arguments, key) for key in ("temperature", "top_p", "top_k", "max_tokens")}
+    named = {key: getattr(arguments, key) for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
     given = {key: value for key, value in named.items() if value is not None}
     sampling, _ = validate(SamplingConfig, given, "command line")
     renderer = dict(arguments.renderer)

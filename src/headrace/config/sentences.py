@@ -108,6 +108,7 @@ SENTENCES: dict[str, str] = {
     "EvalConfig.env": "The environments that are evaluated, one table each.",
     "SamplingConfig.temperature": "What logits are divided by; 0: the likeliest token.",
     "SamplingConfig.top_p": "Sample from the likeliest tokens that have this probability together.",
+    "SamplingConfig.min_p": "Sample from tokens at least this probable relative to the likeliest; 0: from all.",
     "SamplingConfig.top_k": "Sample from this many of the likeliest tokens; -1: from all.",
     "SamplingConfig.max_tokens": "Tokens that one turn may have.",
     "_AlgoConfig.sampling": "Which model plays the episodes that are learned from.",

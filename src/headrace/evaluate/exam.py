@@ -41,7 +41,7 @@ class Conditions(NamedTuple):
     samples: int
     """Episodes per example."""
     sampling: dict[str, Any]
-    """`temperature`, `top_p`, `top_k`, `max_tokens`, as far as they are set."""
+    """`temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, as far as they are set."""
     seq_len: int | None
     """Tokens of a conversation; unset: what the server takes."""
     seed: int | None

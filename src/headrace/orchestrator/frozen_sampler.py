@@ -41,6 +41,7 @@ class FrozenSampler:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = -1,
+        min_p: float = 0.0,
         max_tokens: int | None = None,
         seed: int | None = None,
         pool_size: int = 1,
@@ -48,9 +49,7 @@ class FrozenSampler:
         self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
         self._student = Student(self.prompter)
         self._teacher = teacher
-        self._temperature = temperature
-        self._top_p = top_p
-        self._top_k = top_k
+        self._sampling = sampling_keys(temperature, top_p, top_k, min_p)
         self._max_tokens = max_tokens
         self._seed = seed
 
@@ -82,7 +81,7 @@ class FrozenSampler:
 
     def _extra(self, question: Question) -> dict[str, Any]:
         seed = question.seed(self._seed)
-        return sampling_keys(self._temperature, self._top_p, self._top_k) | ({} if seed is None else {"seed": seed})
+        return self._sampling | ({} if seed is None else {"seed": seed})
 
 
 def _taught(answer: ChatAnswer) -> ChatAnswer:

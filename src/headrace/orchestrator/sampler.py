@@ -46,6 +46,7 @@ class Sampler:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = -1,
+        min_p: float = 0.0,
         max_tokens: int | None = None,
         cache_salt: Callable[[], str | None] = lambda: None,
         observe: Callable[[list[int], Completion, float], None] | None = None,
@@ -57,6 +58,7 @@ class Sampler:
         self._temperature = temperature
         self._top_p = top_p
         self._top_k = top_k
+        self._min_p = min_p
         self._max_tokens = max_tokens
         self._cache_salt = cache_salt
         self._observe = observe
@@ -77,6 +79,7 @@ class Sampler:
                 temperature=self._temperature,
                 top_p=self._top_p,
                 top_k=self._top_k,
+                min_p=self._min_p,
                 max_tokens=question.at_most(self._max_tokens),
                 stop_token_ids=self.prompter.stop_token_ids,
                 seed=question.seed(self._seed),

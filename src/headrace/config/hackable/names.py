@@ -10,7 +10,7 @@ from headrace.config.shorthand import renamed, spelled_out, united
 
 MODEL_NAMES = {"name_or_path": "name", "model_name_or_path": "name", "torch_dtype": "dtype"}
 GENERATION_NAMES = {"max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens"}
-NEUTRAL = {"min_p": (0, 0.0), "do_sample": (True,), "repetition_penalty": (1, 1.0)}
+NEUTRAL = {"do_sample": (True,), "repetition_penalty": (1, 1.0)}
 """Keys of `generation` that have no counterpart, with the values at which they change nothing."""
 
 

@@ -79,6 +79,8 @@ class GenerationConfig(Config):
     """Sample from the likeliest tokens that have this probability together; unset: from all."""
     top_k: int | None = Field(None, ge=-1)
     """Sample from this many of the likeliest tokens; unset, 0 and -1: from all."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """Sample from tokens at least this probable relative to the likeliest; unset: from all."""
 
 
 class EvalDataConfig(_PluginConfig):
@@ -99,6 +101,8 @@ class EvalDataConfig(_PluginConfig):
     top_p: float | None = Field(None, gt=0, le=1)
     """Unset: as in training."""
     top_k: int | None = Field(None, ge=-1)
+    """Unset: as in training."""
+    min_p: float | None = Field(None, ge=0, le=1)
     """Unset: as in training."""
 
     @model_validator(mode="after")

@@ -47,6 +47,7 @@ GENERATION = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
+    "min_p": "min_p",
 }
 """Keys of `generation` that some trainers have among their own."""
 LOGGING = ("logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "log_completions", "disable_tqdm")

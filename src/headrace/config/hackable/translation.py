@@ -345,7 +345,12 @@ class _Translation:
 
 
 def _sampling(given: GenerationConfig | EvalDataConfig) -> Tree:
-    values = {"temperature": given.temperature, "top_p": given.top_p, "max_tokens": given.max_new_tokens}
+    values = {
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "min_p": given.min_p,
+        "max_tokens": given.max_new_tokens,
+    }
     if given.top_k is not None:
         values["top_k"] = given.top_k or -1
     return {name: value for name, value in values.items() if value is not None}

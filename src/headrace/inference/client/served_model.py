@@ -149,11 +149,12 @@ class ServedModel:
         return self._resting.get(client, 0.0) > time.monotonic()
 
 
-def sampling_keys(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> dict[str, Any]:
+def sampling_keys(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> dict[str, Any]:
     """How to sample, as a request says it: what would change nothing is left to the server, which may not know it."""
     keys: dict[str, Any] = {"temperature": temperature}
     keys |= {"top_p": top_p} if top_p < 1 else {}
-    return keys | ({"top_k": top_k} if top_k != -1 else {})
+    keys |= {"top_k": top_k} if top_k != -1 else {}
+    return keys | ({"min_p": min_p} if min_p > 0 else {})
 
 
 def _may_pass(error: OpenAIError) -> bool:
