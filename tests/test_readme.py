@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import parse
-from headrace.config.base import validate
+from headrace.config.base import load, validate
 from headrace.config.run import RunConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
@@ -45,7 +45,7 @@ def test_the_commands_of_the_table_exist():
 
 
 def test_the_dry_run_prints_a_run_file_that_loads(capfd: pytest.CaptureFixture[str]):
-    (command,) = [command for command in COMMANDS if "--dry-run" in command]
+    (command,) = [command for command in COMMANDS if command[0] == "rl" and "--dry-run" in command]
     subprocess.run([sys.executable, "-m", "headrace", *command], cwd=REPOSITORY, check=True)
     tree = tomllib.loads(capfd.readouterr().out)
     assert tree["trainer"]["optim"]["lr"] == 1e-4
@@ -78,6 +78,18 @@ async def test_the_environment_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for task in tasks_of(environment, "shout"):
         (rollout,), _ = await play(environment, task, lambda messages: messages[-1]["content"].split()[1].upper())
         assert rollout.rewards == {"exact": 1.0}
+
+
+def test_the_short_run_file_loads_with_a_reward_that_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (text,) = blocks("yaml")
+    (tmp_path / "brief.yaml").write_text(text)
+    reward = "def few_commas(prompts, completions, answers, infos):\n    return [0.0] * len(completions)\n"
+    (tmp_path / "my_rewards.py").write_text(reward)
+    monkeypatch.syspath_prepend(tmp_path)
+    config, _ = load(RunConfig, [tmp_path / "brief.yaml"])
+    (env,) = config.orchestrator.train.env
+    assert (env.id, env.args["objective_kwargs"]["additional_rewards"]) == ("hackable", ["my_rewards:few_commas"])
+    assert (config.max_steps, config.orchestrator.group_size, config.trainer.optim.lr) == (200, 8, 1e-6)
 
 
 def test_make_demo_is_the_command_that_users_run():
