@@ -39,6 +39,14 @@ def test_of_a_model_and_a_folder_of_runs_the_final_models_are_meant_by_number(ro
     assert first.run == root / "sweep/lambda-2"
 
 
+def test_folders_are_in_the_order_of_the_numbers_in_their_names(tmp_path: Path):
+    for value in ("0.5,seed=10", "0.5,seed=9", "0.25,seed=0", "1.0,seed=0"):
+        make(tmp_path / f"lambda={value}" / "config.toml")
+        make(tmp_path / f"lambda={value}" / "model" / "config.json")
+    names = [name.removeprefix("lambda=") for _, name in found(tmp_path)]
+    assert names == ["0.25,seed=0", "0.5,seed=9", "0.5,seed=10", "1.0,seed=0"]
+
+
 def test_of_runs_the_permanent_checkpoints_can_be_meant_under_names_that_tell_them_apart(root: Path):
     assert found(root / "sweep/lambda-2", permanent=True) == [("checkpoint", "step-2"), ("checkpoint", "step-10")]
     assert [name for _, name in found(root / "sweep", permanent=True)] == [

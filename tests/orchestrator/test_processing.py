@@ -416,6 +416,22 @@ async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():
     assert (batch.metrics["eval/heldout/version/min"], batch.metrics["eval/heldout/version/max"]) == (0, 1)
 
 
+async def test_an_episode_is_right_by_what_is_called_correct_whatever_else_it_earned():
+    def episode(number: int, reward: float, correct: float) -> Rollout:
+        turn = Turn([1], [2], [0.0], [0], 1.0)
+        return Rollout(
+            episode=number, reward=reward, rewards={"all": reward}, metrics={"correct": correct}, turns=[turn]
+        )
+
+    batch = EvalBatch("heldout", 0, 2)
+    processing = EvalProcessing({"heldout": Environment()})
+    for number, members in enumerate(([episode(0, 2.5, 0.0), episode(1, 1.0, 0.0)], [episode(0, 0.5, 1.0)])):
+        group = Group(f"g{number}", Task("heldout", {}), len(members), 0)
+        batch.groups.append(await processing.process_group(group, members))
+    await processing.process_batch(batch)
+    assert batch.metrics["eval/heldout/pass@2"] == 0.5
+
+
 async def test_an_episode_with_several_agents_comes_to_the_mean_over_those_that_are_trained():
     def seat(episode: int, agent: str, reward: float, *, trainable: bool = True) -> Rollout:
         turn = Turn([1], [2], [0.0], [0], 1.0)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import BadInput
+from headrace.orchestrator.evaluation import CORRECT
 from headrace.rollout.types import Message, Rollout
 
-CORRECT = ("correct", "gsm8k_correctness_reward")
-FORMAT = ("format", "format_tag_reward")
-"""Names under which environments tell, among their metrics or rewards, whether an answer is right and in format."""
+FORMAT = "format"
+"""The reward or metric by which environments tell whether an answer is in format."""
 
 
 class Scored(msgspec.Struct):
@@ -68,7 +68,7 @@ def completion_of(
 ) -> Completion:
     """An episode's rollouts as one line: those of the agents that are trained count, or all where none is.
 
-    It is right if what is named `correct` (unset: one of `CORRECT`, else the whole reward) is at least 1. `tokens` is
+    It is right if what is named `correct` (unset: `CORRECT`, or else the whole reward) is at least 1. `tokens` is
     how many its replies took.
     """
     conversations = {rollout.agent: rollout.messages for rollout in rollouts}
@@ -83,13 +83,13 @@ def completion_of(
     if correct is not None and correct not in told:
         names = ", ".join(sorted(told)) or "none"
         raise BadInput(f"--correct {correct}: the environment reports no such reward or metric (it reports: {names})")
-    right = _first(told, CORRECT if correct is None else (correct,))
-    formatted = _first(told, FORMAT)
+    right = told.get(correct or CORRECT, reward)
+    formatted = told.get(FORMAT)
     thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking)) is not None]
     return Completion(
         key,
         sample,
-        correct=(reward if right is None else right) >= 1.0,
+        correct=right >= 1.0,
         reward=reward,
         rewards=dict(rewards),
         metrics=dict(metrics),
@@ -121,10 +121,6 @@ def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for table in tables for name in table)
     known = {name: [table[name] for table in tables if name in table] for name in names}
     return {name: sum(values) / len(values) for name, values in known.items()}
-
-
-def _first(told: dict[str, float], names: Sequence[str]) -> float | None:
-    return next((told[name] for name in names if name in told), None)
 
 
 class CompletionsFile:

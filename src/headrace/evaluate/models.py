@@ -79,5 +79,6 @@ def _long_name(path: Path) -> str:
     return os.path.abspath(path).strip("/")  # a link's own name, not that of what it leads to
 
 
-def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    return [(int(piece), "") if piece.isdecimal() else (0, piece) for piece in re.split(r"(\d+)", path.name)]
+def _by_numbers(path: Path) -> list[tuple[float, str]]:
+    pieces = re.split(r"(\d+(?:\.\d+)?)", path.name)
+    return [(float(piece), "") if number % 2 else (0.0, piece) for number, piece in enumerate(pieces)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from headrace.evaluate.charts import accuracy_chart, length_chart
@@ -73,7 +73,7 @@ def as_table(title: str, results: Sequence[Result]) -> Table:
     known = [result for result in results if not result.failure]
     rates = list(dict.fromkeys(name for result in known for name in result.estimates if "@" in name))
     columns = [*rates, *(name for name in COLUMNS if any(name in result.estimates for result in known))]
-    table = Table("model", title=Text(title))
+    table = Table(Column("model", overflow="fold"), title=Text(title))
     for name in columns:
         table.add_column(name, justify="right")
     for result in known:

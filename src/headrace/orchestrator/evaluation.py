@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -11,6 +11,9 @@ from headrace.errors import BadInput
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup
 from headrace.rollout.types import Group, Rollout, Task
+
+CORRECT = "correct"
+"""The reward or metric that says whether an episode is right, where an environment has one."""
 
 
 class EvalEnv(msgspec.Struct):
@@ -107,19 +110,21 @@ class EvalSink:
 
 
 def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
-    """avg@k over all episodes, pass@k over tasks (any episode with reward 1). A failed episode counts as 0 in both.
+    """avg@k over all episodes, pass@k over tasks (any right episode). A failed episode counts as 0 in both.
 
+    An episode is right if its `correct`, a reward or metric, is 1, or its whole reward where it has no such.
     So an evaluation that times out on what is hard does not look better for it; `errors` says how many failed. What an
     episode with several agents comes to is the mean over those that are trained; each of these has an avg@k of its own,
     over what it finished: an agent may play more than once in an episode, or not at all.
     """
     finished = [rollout for group in batch.groups for rollout in group.rollouts]
-    scores = [[_mean(rewards) for rewards in _episodes(group)] for group in batch.groups]
+    scores = [[_mean(rewards) for rewards in _episodes(group, _reward)] for group in batch.groups]
+    passes = [[_mean(passed) for passed in _episodes(group, _correctness)] for group in batch.groups]
     episodes = sum(map(len, scores))
     k = batch.group_size
     values = {
         f"avg@{k}": sum(map(sum, scores)) / episodes,
-        f"pass@{k}": sum(any(score >= 1.0 for score in group) for group in scores) / len(scores),
+        f"pass@{k}": sum(any(score >= 1.0 for score in group) for group in passes) / len(passes),
         "errors": _failed(batch) / episodes,
     }
     agents = sorted({rollout.agent for rollout in finished if rollout.trainable})
@@ -140,13 +145,21 @@ def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
     return {f"eval/{batch.env}/{name}": value for name, value in values.items()}
 
 
-def _episodes(group: ScoredGroup) -> list[list[float]]:
-    """By episode, the rewards that count: of the agents that are trained, if any is; 0 for what failed."""
+def _reward(rollout: Rollout) -> float:
+    return rollout.reward
+
+
+def _correctness(rollout: Rollout) -> float:
+    return (rollout.rewards | rollout.metrics).get(CORRECT, rollout.reward)
+
+
+def _episodes(group: ScoredGroup, value: Callable[[Rollout], float]) -> list[list[float]]:
+    """By episode, the values that count: of the agents that are trained, if any is; 0 for what failed."""
     by_episode: dict[int, list[Rollout]] = {}
     for rollout in [*group.rollouts, *(rollout for rollout, _ in group.dropped)]:
         by_episode.setdefault(rollout.episode, []).append(rollout)
     return [
-        [0.0 if r.error is not None else r.reward for r in [r for r in rollouts if r.trainable] or rollouts]
+        [0.0 if r.error is not None else value(r) for r in [r for r in rollouts if r.trainable] or rollouts]
         for rollouts in by_episode.values()
     ]
 
