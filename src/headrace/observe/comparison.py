@@ -30,7 +30,7 @@ DASHES = ("", "9 5", "2 5", "12 4 2 4")
 SPACING = 15
 """Between the last values of two lines."""
 ROW = 20
-"""Height of a row of the legend; all but the first are below the chart."""
+"""Height of a row of the legend; where there are several, all are below the chart."""
 
 
 def comparison_chart(title: str, curves: Mapping[str, Sequence[Points]], level: tuple[str, float] | None = None) -> str:
@@ -47,13 +47,13 @@ def comparison_chart(title: str, curves: Mapping[str, Sequence[Points]], level: 
         body += _band(frame, spread, number)
     body += _last_values(frame, spreads)
     names = [name if spread else f"{name} (no step in common)" for name, spread in zip(curves, spreads, strict=True)]
-    legend, rows = _legend(names)
+    legend, below = _legend(names)
     if level is not None:
         name, value = level
         y = frame.y(value)
         body.append(f'<path d="M{frame.x(0)},{y}H{frame.x(last)}" {stroke("#7d8590", 1.5)} stroke-dasharray="4 5"/>')
         body.append(text(float(frame.x(last)), float(y) - 6, name, "end"))
-    return document(title, WIDTH, HEIGHT + ROW * (rows - 1), LEFT, [*body, *legend])
+    return document(title, WIDTH, HEIGHT + below, LEFT, [*body, *legend])
 
 
 def _spread(runs: Sequence[Points]) -> list[tuple[float, list[float]]]:
@@ -101,18 +101,22 @@ def spread(wanted: Sequence[float], top: float, bottom: float) -> list[float]:
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], int]:
-    """Its parts, and how many rows they take."""
-    parts: list[str] = []
+    """Its parts, and the height that they take below the chart."""
+    places: list[tuple[float, int]] = []
     x, row = float(LEFT), 0
-    for number, name in enumerate(names):
+    for name in names:
         width = 44 + 7 * len(name)
         if x > LEFT and x + width > WIDTH - RIGHT:
             x, row = float(LEFT), row + 1
-        y = HEIGHT + ROW * row - 10 if row else 42
+        places.append((x, row))
+        x += width
+    first = HEIGHT + ROW - 10 if row else 42
+    parts: list[str] = []
+    for number, (name, (x, row_of_it)) in enumerate(zip(names, places, strict=True)):
+        y = first + ROW * row_of_it
         parts.append(f'<path d="M{x},{y}h22" {_line(number)}/>')
         parts.append(text(x + 28, y + 4.5, name))
-        x += width
-    return parts, row + 1
+    return parts, ROW * (row + 1) if row else 0
 
 
 def _line(number: int) -> str:
