@@ -96,7 +96,7 @@ def test_attention_that_the_engine_lacks_is_found_by_the_check() -> None:
 def test_a_model_that_computes_something_else_is_found_by_the_check(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(model, max_model_len=64)
+    engine = Engine(model, max_model_len=64, compile=False)
     monkeypatch.setattr(Attention, "mask", lambda group, _: torch.zeros(group.count, 1, group.width, group.keys))
     with pytest.raises(UnsupportedModel, match="does not reproduce Qwen3ForCausalLM"):
         check_engine(engine)

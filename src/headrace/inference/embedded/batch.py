@@ -23,6 +23,8 @@ SLACK = 1.25
 """Keys that may be read for one that is needed, before requests of other lengths attend apart."""
 FREE_KEYS = 2048
 """Keys that cost less than another group."""
+NARROW = 128
+"""Tokens of a chunk up to which each attends by itself, where that can be."""
 
 
 @dataclass
@@ -72,6 +74,19 @@ class Attention:
 
 
 @dataclass
+class OneByOne:
+    """The first tokens of a batch, where each attends by itself to the keys in its request's blocks."""
+
+    count: int
+    tables: Tensor
+    """[chunk, block]."""
+    owners: Tensor
+    """[count]: the row of the tables that each token has."""
+    longest: int
+    """The most keys that any attends to."""
+
+
+@dataclass
 class Batch:
     """`chunks` in the order of their tokens; `ids`, `positions` and `slots` have one entry per token."""
 
@@ -81,6 +96,7 @@ class Batch:
     slots: Tensor
     """Where in the cache the keys and values go."""
     groups: list[Attention]
+    one_by_one: OneByOne | None = None
 
 
 def make_batch(
@@ -89,10 +105,12 @@ def make_batch(
     dtype: torch.dtype,
     window: Window | None = None,
     *,
+    one_by_one: bool = False,
     doubled: bool = False,
 ) -> Batch:
     """`dtype` is the model's. With a `window` the newest tokens attend there, as far as they have rows.
 
+    `one_by_one`: tokens of narrow chunks need no group to attend in.
     `doubled`: a single token is computed twice. A CPU multiplies one row in another order than many.
     """
     ordered: list[Chunk] = []
@@ -106,6 +124,11 @@ def make_batch(
             ordered += own
             begin += len(own)
         chunks = [*newest.values(), *(chunk for chunk in chunks if not chunk.is_newest)]
+    if one_by_one:
+        ordered = [chunk for chunk in chunks if chunk.end - chunk.start <= NARROW]
+        begin = sum(chunk.end - chunk.start for chunk in ordered)
+        chunks = [chunk for chunk in chunks if chunk.end - chunk.start > NARROW]
+    narrow = _one_by_one(ordered, doubled=doubled) if one_by_one else None
     for width, alike in alike_in_shape(chunks):
         end = begin + sum(chunk.end - chunk.start for chunk in alike)
         groups.append(_attention(alike, width, begin, end, device, dtype))
@@ -117,7 +140,7 @@ def make_batch(
     if doubled:
         ids, positions, slots = ids * 2, positions * 2, slots * 2
     on_device = torch.tensor([ids, positions, slots], device=device)
-    return Batch(ordered, on_device[0], on_device[1], on_device[2], groups)
+    return Batch(ordered, on_device[0], on_device[1], on_device[2], groups, narrow)
 
 
 def alike_in_shape(chunks: Iterable[Chunk]) -> Iterator[tuple[int, list[Chunk]]]:
@@ -203,6 +226,14 @@ def _attention_in(room: Room, chunks: list[Chunk], begin: int, device: torch.dev
         room=room,
         places=rows * room.length + positions,
     )
+
+
+def _one_by_one(chunks: list[Chunk], *, doubled: bool) -> OneByOne:
+    lengths = [chunk.end - chunk.start for chunk in chunks]
+    longest = max((chunk.end for chunk in chunks), default=0)
+    owners = torch.from_numpy(np.repeat(np.arange(len(chunks)), lengths))
+    tables = torch.from_numpy(block_tables([chunk.request for chunk in chunks], blocks_for(longest)))
+    return OneByOne(len(owners) << doubled, tables, owners.repeat(1 + doubled), longest)
 
 
 def _slots(chunk: Chunk) -> Iterator[int]:

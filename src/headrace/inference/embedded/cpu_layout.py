@@ -1,9 +1,9 @@
 """How the weights of a model lie in a CPU's memory, so that tens of rows are multiplied fast.
 
 A decoding step multiplies few rows, which CPU libraries do worst of all with weights as models store them. Large
-matrices get a second copy in the form that oneDNN multiplies best; layers that are given the same input (queries, keys
-and values; gate and up) are copied as one matrix, and multiplied at once. Small matrices, where oneDNN's call costs
-more than it gains, are stored by column. Values and shapes stay.
+matrices get a second copy in the form that oneDNN multiplies best; small ones, where oneDNN's call costs more than it
+gains, are stored by column. Layers that are given the same input (queries, keys and values; gate and up) are copied as
+one matrix, and multiplied at once. Values and shapes stay.
 
 Left out on purpose: one copy instead of two. A single row is fastest with the weights as they are, and new weights,
 adapters and files are written and read by row.
@@ -35,11 +35,10 @@ def lay_out_for_small_batches(model: Any) -> None:
     for layers in _given_the_same(model):
         if _gain_from_packing(layers):
             _multiply_together(layers, _packed, _multiply_packed)
-        elif any(id(layer.weight) in embeddings for layer in layers):  # which are looked up by row
+        elif len(layers) > 1 or id(layers[0].weight) in embeddings:  # which are looked up by row
             _multiply_together(layers, _by_column, linear)
         else:
-            for layer in layers:
-                layer.weight.data = _by_column(layer.weight)
+            layers[0].weight.data = _by_column(layers[0].weight)
 
 
 @torch.inference_mode()

@@ -78,7 +78,7 @@ class Engine:
         """`base` is the directory that the model was loaded from: adapters are merged with its files.
 
         Without `kv_blocks` the cache has room for `max_running` of the longest requests. `decode` makes text of tokens,
-        for stop strings. On a GPU layers are compiled and steps captured as graphs, unless told not to.
+        for stop strings. Layers are compiled, and on a GPU steps are captured as graphs, unless told not to.
         """
         model.eval()
         self.model = model
@@ -127,7 +127,7 @@ class Engine:
                 compile=compile,
                 graphs=graphs,
             )
-        return runner or PlainRunner(self.model, blocks, self.adapters)
+        return runner or PlainRunner(self.model, blocks, self.adapters, fuse=compile)
 
     @property
     def version(self) -> Version:

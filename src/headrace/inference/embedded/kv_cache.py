@@ -59,6 +59,14 @@ class KVCache(Cache):  # type: ignore[misc]
         """Those that have keys of their own: some models let layers attend to those of others."""
         return (layer for layer in self.layers if layer.is_initialized)
 
+    def storage(self, index: int, heads: int, dim: int) -> _Layer:
+        """The slots of a layer, with room for keys of that shape."""
+        layer: _Layer = self.layers[index]
+        if not layer.is_initialized:
+            none = torch.empty(1, heads, 0, dim)
+            layer.lazy_initialization(none, none)
+        return layer
+
     def layer_of(self, keys: Tensor) -> _Layer:
         """Whose storage that is: a model may attend to another layer's keys."""
         address = keys.data_ptr()

@@ -16,6 +16,7 @@ from headrace.inference.backend import Alternatives
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.batch import make_batch
 from headrace.inference.embedded.blocks import BLOCK
+from headrace.inference.embedded.cpu.layers import fuse_layers
 from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.sampling import likeliest, sample, scaled_logprobs
@@ -75,19 +76,28 @@ class PlainRunner:
     step_tokens = STEP_TOKENS
     patience = 0
 
-    def __init__(self, model: Any, blocks: int, adapters: Adapters) -> None:
+    def __init__(self, model: Any, blocks: int, adapters: Adapters, *, fuse: bool = True) -> None:
+        """`fuse`: layers run with kernels of our own where they can."""
         model.set_attn_implementation(ATTENTION)
         self._model = model
         self._device: torch.device = model.device
         self._adapters = adapters
         self.cache = KVCache(model.config.get_text_config().num_hidden_layers, blocks)
-        self.window = Window(2 * BLOCK * blocks) if self._device.type == "cpu" else None
+        self._one_by_one = fuse and self._device.type == "cpu" and fuse_layers(model)
+        self.window = Window(2 * BLOCK * blocks) if self._device.type == "cpu" and not self._one_by_one else None
 
     def run(self, plan: Plan, unproven: list[int]) -> Outcome:
         chunks = plan.chunks
         seeded = any(chunk.request.params.seed is not None for chunk in chunks) and self._device.type == "cpu"
         single = len(chunks) == 1 and chunks[0].end - chunks[0].start == 1
-        batch = make_batch(chunks, self._device, self._model.dtype, self.window, doubled=seeded and single)
+        batch = make_batch(
+            chunks,
+            self._device,
+            self._model.dtype,
+            self.window,
+            one_by_one=self._one_by_one,
+            doubled=seeded and single,
+        )
         rows, scored, last = rows_with_logits(batch.chunks)
         kept = rows * 2 if seeded and len(rows) == 1 else rows
         self.cache.prepare(batch, unproven)

@@ -1,0 +1,179 @@
+/* What a decoder layer computes between its matrix products, in float32: see layers.py.
+
+   Compiled where the engine starts, for that very CPU. Every token is computed by itself, in an order that depends on
+   nothing but the token: company changes no bit. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 16  /* tokens, as in blocks.py */
+#define ALONE 32768  /* numbers that one core works off before another has woken up */
+#define THREADS(numbers) num_threads((numbers) < ALONE ? 1 : threads)
+
+struct shape {  /* of a layer's attention */
+    int64_t query_heads, key_heads, dim, window;
+    float scaling, eps;
+    const float *query_norm, *key_norm;  /* weights for each head, or none */
+};
+
+struct rows {  /* one of consecutive numbers for each token, and how far they are apart */
+    float *first;
+    int64_t stride;
+};
+
+/* Within two units in the last place of what is above 1e-37; a polynomial, so that compilers compute several at once. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  /* what is not a number stays so */
+    float twos = floorf(x * 1.44269504f + 0.5f);
+    float rest = x - twos * 0.693359375f + twos * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    int32_t bits = ((int32_t)twos + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return sum * power;
+}
+
+static inline float inverse_root_mean_square(const float *x, int64_t width, float eps) {
+    float sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / width + eps);
+}
+
+/* hidden += added, if anything is; normed = hidden / its root mean square * weight */
+void add_and_norm(float *hidden, struct rows added, const float *weight, float eps, float *normed, int64_t tokens,
+                  int64_t width, int threads) {
+    #pragma omp parallel for THREADS(tokens * width)
+    for (int64_t token = 0; token < tokens; token++) {
+        float *x = hidden + token * width, *out = normed + token * width;
+        if (added.first) {
+            const float *more = added.first + token * added.stride;
+            for (int64_t i = 0; i < width; i++) x[i] += more[i];
+        }
+        float scale = inverse_root_mean_square(x, width, eps);
+        for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+    }
+}
+
+/* gated = silu(gate) * up */
+void gate_with_silu(struct rows gate, struct rows up, float *gated, int64_t tokens, int64_t width, int threads) {
+    #pragma omp parallel for THREADS(tokens * width)
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *g = gate.first + token * gate.stride, *u = up.first + token * up.stride;
+        float *out = gated + token * width;
+        #pragma omp simd
+        for (int64_t i = 0; i < width; i++) out[i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
+    }
+}
+
+/* Norm, if there is one, and rotation of one head. `rotated` may be where it lies. */
+static inline void rotate(const float *head, const float *weight, float eps, const float *cosine, const float *sine,
+                          float *rotated, int64_t dim) {
+    int64_t half = dim / 2;
+    float scale = weight ? inverse_root_mean_square(head, dim, eps) : 1.0f;
+    #pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float a = head[i] * scale, b = head[i + half] * scale;
+        if (weight) a *= weight[i], b *= weight[i + half];
+        rotated[i] = a * cosine[i] - b * sine[i];
+        rotated[i + half] = b * cosine[i + half] + a * sine[i + half];
+    }
+}
+
+/* Queries are rotated in place; keys and values go to their slots of the cache. */
+void rotate_and_store(const struct shape *shape, struct rows query, struct rows key, struct rows value,
+                      const float *cosine, const float *sine, const int64_t *slots, float *keys, float *values,
+                      int64_t tokens, int threads) {
+    int64_t dim = shape->dim, width = shape->key_heads * dim;
+    #pragma omp parallel for THREADS(tokens * (shape->query_heads + 2 * shape->key_heads) * dim)
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *c = cosine + token * dim, *s = sine + token * dim;
+        float *q = query.first + token * query.stride, *k = key.first + token * key.stride;
+        for (int64_t head = 0; head < shape->query_heads; head++)
+            rotate(q + head * dim, shape->query_norm, shape->eps, c, s, q + head * dim, dim);
+        float *stored = keys + slots[token] * width;
+        for (int64_t head = 0; head < shape->key_heads; head++)
+            rotate(k + head * dim, shape->key_norm, shape->eps, c, s, stored + head * dim, dim);
+        memcpy(values + slots[token] * width, value.first + token * value.stride, width * sizeof(float));
+    }
+}
+
+/* Four keys at a time; where there are fewer, the last one again. */
+static inline void four(const float *states[4], const float *cached, const int64_t *blocks, int64_t first, int64_t last,
+                        int64_t width) {
+    for (int i = 0; i < 4; i++) {
+        int64_t at = first + i < last ? first + i : last;
+        states[i] = cached + (blocks[at / BLOCK] * BLOCK + at % BLOCK) * width;
+    }
+}
+
+static void attend_to(const float *query, const float *keys, const float *values, const int64_t *blocks, int64_t first,
+                      int64_t last, int64_t shared, int64_t dim, int64_t width, float scaling, float *weights,
+                      float *out) {
+    int64_t count = last - first + 1, padded = (count + 3) / 4 * 4;
+    const float *k[4], *v[4];
+    for (int64_t at = 0; at < count; at += 4) {
+        four(k, keys, blocks, first + at, last, width);
+        for (int64_t head = 0; head < shared; head++) {
+            const float *q = query + head * dim, *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
+            float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+            #pragma omp simd reduction(+ : s0, s1, s2, s3)
+            for (int64_t i = 0; i < dim; i++) {
+                s0 += q[i] * k0[i];
+                s1 += q[i] * k1[i];
+                s2 += q[i] * k2[i];
+                s3 += q[i] * k3[i];
+            }
+            float *w = weights + head * padded + at;
+            w[0] = s0 * scaling, w[1] = s1 * scaling, w[2] = s2 * scaling, w[3] = s3 * scaling;
+        }
+    }
+    for (int64_t head = 0; head < shared; head++) {
+        float *w = weights + head * padded, most = w[0], sum = 0;
+        #pragma omp simd reduction(max : most)
+        for (int64_t at = 0; at < count; at++) most = w[at] > most ? w[at] : most;
+        #pragma omp simd reduction(+ : sum)
+        for (int64_t at = 0; at < count; at++) sum += w[at] = exponential(w[at] - most);
+        for (int64_t at = 0; at < count; at++) w[at] /= sum;
+        for (int64_t at = count; at < padded; at++) w[at] = 0;
+    }
+    memset(out, 0, shared * dim * sizeof(float));
+    for (int64_t at = 0; at < count; at += 4) {
+        four(v, values, blocks, first + at, last, width);
+        for (int64_t head = 0; head < shared; head++) {
+            const float *w = weights + head * padded + at, *v0 = v[0], *v1 = v[1], *v2 = v[2], *v3 = v[3];
+            float *o = out + head * dim, w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
+            #pragma omp simd
+            for (int64_t i = 0; i < dim; i++) o[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i];
+        }
+    }
+}
+
+/* Every token attends to those before it and itself: position p of a request is in block p / BLOCK of its table. */
+void attend(const struct shape *shape, struct rows query, const float *keys, const float *values,
+            const int64_t *tables, int64_t table_stride, const int64_t *owners, const int64_t *positions,
+            int64_t longest, float *out, int64_t tokens, int threads) {
+    int64_t dim = shape->dim, heads = shape->key_heads, shared = shape->query_heads / heads;
+    #pragma omp parallel THREADS(tokens * longest * dim)
+    {
+        float *weights = malloc(shared * (longest + 3) * sizeof(float));
+        #pragma omp for collapse(2) schedule(dynamic, 2)
+        for (int64_t token = 0; token < tokens; token++)
+            for (int64_t head = 0; head < heads; head++) {
+                int64_t last = positions[token], first = 0, begin = head * shared * dim;
+                if (shape->window && last >= shape->window) first = last - shape->window + 1;
+                attend_to(query.first + token * query.stride + begin, keys + head * dim, values + head * dim,
+                          tables + owners[token] * table_stride, first, last, shared, dim, heads * dim, shape->scaling,
+                          weights, out + token * shape->query_heads * dim + begin);
+            }
+        free(weights);
+    }
+}

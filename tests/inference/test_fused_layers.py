@@ -1,0 +1,123 @@
+"""Layers with kernels of our own compute what they computed before; whoever has other layers keeps them."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from headrace.inference.embedded import batch as batch_module
+from headrace.inference.embedded.cpu import compiling
+from headrace.inference.embedded.cpu.layers import FusedLayer, fuse_layers
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.schema import SamplingParams
+from tests.inference.conftest import make_qwen3
+from tests.inference.plain_forward import assert_like_plain, random_prompt, run_all
+from tests.inference.test_engine_parity import ARCHITECTURES, SIZES
+
+USUAL = ["qwen3", "qwen2", "qwen2, sliding", "llama", "mistral, sliding", "granite"]
+
+pytestmark = pytest.mark.skipif(compiling.kernels() is None, reason="there is no C compiler, or no GNU OpenMP in torch")
+
+
+def make(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_usual_layers_are_fused_and_others_left_alone(architecture: str) -> None:
+    model = make(ARCHITECTURES[architecture]())
+    assert fuse_layers(model) is (architecture in USUAL)
+    fused = [isinstance(module.forward, FusedLayer) for module in model.modules()]
+    assert sum(fused) == (SIZES["num_hidden_layers"] if architecture in USUAL else 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
+        transformers.GraniteConfig(**SIZES, residual_multiplier=0.5),
+        transformers.Qwen3Config(**SIZES, head_dim=16, dtype=torch.bfloat16),
+        transformers.Ernie4_5Config(**SIZES, head_dim=16),
+    ],
+    ids=["another activation", "other residuals", "bfloat16", "another rotation"],
+)
+def test_layers_that_only_look_usual_keep_their_own_forward(config: Any) -> None:
+    assert not fuse_layers(make(config))
+
+
+def test_layers_that_somebody_has_changed_are_left_alone() -> None:
+    hooked, replaced = make_qwen3(0), make_qwen3(0)
+    hooked.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    replaced.model.layers[0].input_layernorm.forward = lambda hidden: hidden
+    assert not fuse_layers(hooked)
+    assert not fuse_layers(replaced)
+
+
+@pytest.mark.parametrize("narrow", [1, 24, 128])
+def test_long_chunks_attend_in_groups_beside_tokens_one_by_one(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "NARROW", narrow)
+    model = make(ARCHITECTURES["mistral, sliding"]())
+    engine = Engine(model, max_model_len=128, max_running=4)
+    rng = random.Random(1)
+    params = SamplingParams(max_tokens=9, ignore_eos=True, prompt_logprobs=0)
+    requests = [engine.submit(random_prompt(rng, length), params) for length in (1, 2, 20, 31, 60, 100)]
+    run_all(engine)
+    for request in requests:
+        assert_like_plain(request, model)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_company_changes_no_bit_of_a_request_with_a_seed(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        engine = Engine(make_qwen3(0), max_model_len=512, max_running=64)
+        rng = random.Random(2)
+        prompts = [random_prompt(rng, length) for length in (1, 17, 40, 200)]
+        params = SamplingParams(max_tokens=6, ignore_eos=True, seed=5)
+        alone = []
+        for prompt in prompts:
+            alone.append(engine.submit(prompt, params))
+            run_all(engine)
+        for _ in range(12):
+            engine.submit(random_prompt(rng, rng.randint(1, 300)), SamplingParams(max_tokens=10, ignore_eos=True))
+        together = [engine.submit(prompt, params) for prompt in prompts]
+        run_all(engine)
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(alone, together, strict=True):
+        assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def test_a_model_is_fused_once_and_computes_by_itself_what_it_did() -> None:
+    plain = make_qwen3(0)
+    model = copy.deepcopy(plain)
+    assert fuse_layers(model)
+    forwards = [module.forward for module in model.modules() if isinstance(module.forward, FusedLayer)]
+    assert fuse_layers(model)
+    assert forwards == [module.forward for module in model.modules() if isinstance(module.forward, FusedLayer)]
+    ids = torch.arange(30)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_without_a_compiler_layers_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiling, "COMPILERS", ("no-such-compiler",))
+    compiling.kernels.cache_clear()
+    try:
+        with caplog.at_level("INFO", compiling.__name__):
+            assert not fuse_layers(make_qwen3(0))
+        assert caplog.messages == ["layers are not fused: there is no C compiler"]
+        monkeypatch.setattr(compiling, "COMPILERS", ("false",))
+        compiling.kernels.cache_clear()
+        assert not fuse_layers(make_qwen3(0))
+        assert "false failed" in caplog.messages[-1]
+    finally:
+        compiling.kernels.cache_clear()
