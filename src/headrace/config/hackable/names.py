@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import Any
 
 from headrace.config.base import Tree
@@ -50,6 +52,17 @@ def _without_neutral(table: Tree) -> Tree:
         if name in table and table[name] is not None and table[name] not in neutral:
             raise ValueError(f"generation.{name} is {table[name]!r}, which sampling does not have: leave it out")
     return {key: value for key, value in table.items() if key not in NEUTRAL}
+
+
+def unknown_keys(table: Tree, known: Collection[str], section: str = "") -> list[str]:
+    """What is wrong with keys of a table that are none of those."""
+    problems = []
+    for name in table:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f" Did you mean {section}{close[0]}?" if close else ""
+            problems.append(f"{section}{name}: unknown key.{hint}")
+    return problems
 
 
 def table_at(tree: Tree, *path: str) -> Tree:

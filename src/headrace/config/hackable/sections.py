@@ -1,6 +1,6 @@
 """The sections of the file of docs/hacking.md that are not sections of a run file: what they take.
 
-`headrace.config.hackable` makes a run file of them.
+`translation.py` makes a run file of them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 from headrace.config.base import Tree, put
 from headrace.config.hackable.sections import NamedTrainerConfig
 from headrace.config.leaves import leaves
-from headrace.config.trainer import TrainerConfig
 
 ADAMW = ("adamw", "adam", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_xla")
 SMALL_ADAMW = (
@@ -204,17 +203,6 @@ def contradictions(written: Written, explicit: Tree) -> list[str]:
         for path, value in both.items()
         if path in written.keys and not _same(mine[path], value)
     ]
-
-
-def unknown_keys(table: Tree) -> list[str]:
-    """Keys of `trainer` that are neither ours nor anybody's."""
-    known = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
-    problems = []
-    for name in table:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            problems.append(f"trainer.{name}: unknown key." + (f" Did you mean trainer.{close[0]}?" if close else ""))
-    return problems
 
 
 def _not_known(what: str, given: str, known: Any) -> str:

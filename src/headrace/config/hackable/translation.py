@@ -8,7 +8,6 @@ user wrote.
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.config.base import ConfigError, Tree, merge
-from headrace.config.hackable.names import table_at, usual_names
+from headrace.config.hackable.names import table_at, unknown_keys, usual_names
 from headrace.config.hackable.plugins import (
     Plugin,
     asks_the_hub,
@@ -29,15 +28,17 @@ from headrace.config.hackable.plugins import (
     provider_named,
     reward_named,
 )
-from headrace.config.hackable.sections import DataConfig, EvalDataConfig, GenerationConfig, HackableConfig
-from headrace.config.hackable.storage import Places, may_be_on_the_hub, tokens, variables
-from headrace.config.hackable.trainer import (
-    contradictions,
-    trackers,
-    typed_trainer,
-    unknown_keys,
+from headrace.config.hackable.sections import (
+    DataConfig,
+    EvalDataConfig,
+    GenerationConfig,
+    HackableConfig,
+    NamedTrainerConfig,
 )
+from headrace.config.hackable.storage import Places, may_be_on_the_hub, tokens, variables
+from headrace.config.hackable.trainer import contradictions, trackers, typed_trainer
 from headrace.config.problems import explain_all
+from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput
 
 OWN_SECTIONS = ("objective", "rewards", "generation", "data", "storage", "auth")
@@ -55,12 +56,13 @@ def is_hackable(tree: Tree) -> bool:
 
 def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:
     """The tree of a run, and notices. `known` are the sections that a run file may have."""
-    problems: list[str] = []
     try:
         written, notices = usual_names(copy.deepcopy(tree))
     except ValueError as error:
         raise _refusal([str(error)], where) from error
-    problems += _unknown_sections(written, known) + unknown_keys(table_at(written, "trainer"))
+    of_trainer = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
+    problems = unknown_keys(written, [*known, *OWN_SECTIONS])
+    problems += unknown_keys(table_at(written, "trainer"), of_trainer, "trainer.")
     own = _without_nulls({name: written[name] for name in (*OWN_SECTIONS, "trainer") if name in written})
     try:
         given = HackableConfig.model_validate(own)
@@ -86,16 +88,6 @@ def _without_nulls(tree: Tree) -> Tree:
 
 def _refusal(problems: Sequence[str], where: str) -> ConfigError:
     return ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
-
-
-def _unknown_sections(tree: Tree, known: Sequence[str]) -> list[str]:
-    sections = [*known, *OWN_SECTIONS]
-    problems = []
-    for name in tree:
-        if name not in sections:
-            close = difflib.get_close_matches(name, sections, n=1, cutoff=0.6)
-            problems.append(f"{name}: unknown key." + (f" Did you mean {close[0]}?" if close else ""))
-    return problems
 
 
 class _Translation:
