@@ -306,6 +306,7 @@ async def test_what_follows_a_call_counts_where_there_are_no_tools(name: str, ar
 
 NEED_DATA = ("agent", "gsm8k", "math", "strict-math")
 ENVIRONMENTS = [name for name in SHIPPED if name not in NEED_DATA]
+ARGUMENTS = {"hackable": {"provider": "arithmetic"}}
 
 
 class Gold:
@@ -375,11 +376,11 @@ async def play_all(environment: Environment, models: Sequence[str], episodes: in
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 async def test_an_environment_that_ships_returns_what_was_sampled(name: str):
-    environment = load_environment(name, {})
+    environment = load_environment(name, ARGUMENTS.get(name, {}))
     await play_all(environment, ("qwen3", "qwen3-all", "llama-3", "glm-4.5", "gpt-oss", "default"), episodes=1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 async def test_an_environment_that_ships_returns_what_was_sampled_by_any_family(name: str):
-    await play_all(load_environment(name, {}), list(FAMILIES), episodes=20)
+    await play_all(load_environment(name, ARGUMENTS.get(name, {})), list(FAMILIES), episodes=20)
