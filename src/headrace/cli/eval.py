@@ -86,10 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
     setup_logging()
     evaluation = read_evaluation(arguments)
     candidates = find_models(arguments.models, permanent=arguments.checkpoints == "permanent")
+    subject = evaluation.env
     if not evaluation.env:
         own = own_environment(candidates)
         output = arguments.output or default_output(own.name)
         evaluation = evaluation._replace(env=own.id, args=own.args | evaluation.args, output=output)
+        subject = own.name
         print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
     for run in {candidate.run for candidate in candidates if candidate.run is not None}:
         find_code_of(RunDir(run))  # the environment may be one of the run's own
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInput(f"--zero-shot is the record of one model, and these are {len(candidates)}")
     outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
     results = [outcome.result for outcome in outcomes]
-    title = f"{evaluation.env}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
+    title = f"{subject}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
     about = {"environment": evaluation.env, "args": evaluation.args, **_told(evaluation)}
     files = write_report(evaluation.output, title, about, results)
     if arguments.zero_shot is not None and outcomes[0].scored:
