@@ -42,7 +42,7 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     tree = read_toml(run.config)
     supervised = "data" in tree
     what = "supervised training" if supervised else "reinforcement learning"
-    began = f"[{base}](https://huggingface.co/{base})" if base else f"a local model, `{base_folder}`"
+    began = f"`{base}`" if base else f"a local model, `{base_folder}`"
     has_model = "config.json" in files
     lines = [
         *_head({"library_name": "transformers", "base_model": base}, ["headrace", "sft" if supervised else "rl"]),
@@ -70,7 +70,7 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
 
 
 def model_card(name: str, repo: str, base: str | None) -> str:
-    made = f" It was made of [{base}](https://huggingface.co/{base})." if base else ""
+    made = f" It was made of `{base}`." if base else ""
     head = _head({"library_name": "transformers", "base_model": base}, ["headrace"])
     return "\n".join([*head, f"# {name}", "", f"A model.{made}", "", LOADING.format(repo=repo), ""])
 
