@@ -94,12 +94,15 @@ def test_a_repository_with_other_content(hub: Hub, model: Path, tmp_path: Path, 
     assert hub.files("models/team/small") == files
 
 
+def lose(hub: Hub, name: str, file: str) -> None:
+    """A commit by somebody else, in which a file is gone."""
+    repo = hub.repos[name]
+    repo.add("main", {path: content for path, content in repo.commits[repo.branches["main"]].items() if path != file})
+
+
 def test_a_repository_that_somebody_filled_by_hand(hub: Hub, model: Path, capsys: pytest.CaptureFixture[str]):
     main(["push", str(model), "team/small"])
-    repo = hub.repos["models/team/small"]
-    tree = dict(repo.commits[repo.branches["main"]])
-    del tree["headrace.json"]
-    repo.add("main", tree)
+    lose(hub, "models/team/small", "headrace.json")
     code, err = said(capsys, "push", model, "team/small")
     assert code == 2
     assert "content that no push of Headrace put there (config.json, model.safetensors, tokenizer.json)" in err
@@ -107,10 +110,7 @@ def test_a_repository_that_somebody_filled_by_hand(hub: Hub, model: Path, capsys
 
 def test_a_push_that_was_cut_off_is_found_out(hub: Hub, model: Path, capsys: pytest.CaptureFixture[str]):
     main(["push", str(model), "team/small"])
-    repo = hub.repos["models/team/small"]
-    tree = dict(repo.commits[repo.branches["main"]])
-    del tree["model.safetensors"]
-    repo.add("main", tree)
+    lose(hub, "models/team/small", "model.safetensors")
     code, err = said(capsys, "pull", "team/small", "copy")
     assert (code, Path("copy").exists()) == (1, False)
     assert "team/small lacks model.safetensors: the push was cut off or undone; push it again" in err

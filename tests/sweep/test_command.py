@@ -10,16 +10,9 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.launch.run_directory import hold
+from tests.cli.run_files import RUN_FILE
 from tests.sweep.sweeps import write_sweep
 
-RUN_FILE = """
-max_steps = 3
-seq_len = 64
-[model]
-name = "{model}"
-[[orchestrator.train.env]]
-id = "reverse-text"
-"""
 GRID = "run: rl.toml\noutput_dir: out\ngrid: {trainer.optim.lr: [1e-4, 1e-3]}\nseeds: [0, 1]\n"
 HACKABLE = """
 model: {name: a-model}
@@ -33,7 +26,7 @@ storage: {cache_dir: %s}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With a run file and a sweep; also the working directory."""
-    (tmp_path / "rl.toml").write_text(RUN_FILE.format(model="a-model"))
+    (tmp_path / "rl.toml").write_text(RUN_FILE.format(output="alone", model="a-model"))
     (tmp_path / "sweep.yaml").write_text(GRID)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -114,7 +107,6 @@ def test_a_file_of_plugins_is_swept_by_its_own_keys_under_its_storage_root(
 
 def test_without_a_folder_or_a_storage_root_the_file_is_asked_for_one(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "sweep.yaml").write_text("run: rl.toml\ngrid: {max_steps: [1, 2]}")
-    (folder / "rl.toml").write_text('output_dir = "x"\n' + RUN_FILE.format(model="a-model"))
     assert main(["sweep", "sweep.yaml"]) == 2
     assert "sweep.yaml: output_dir: say where the sweep shall keep its runs" in capsys.readouterr().err
 
@@ -122,7 +114,7 @@ def test_without_a_folder_or_a_storage_root_the_file_is_asked_for_one(folder: Pa
 def test_a_run_that_cannot_be_is_told_with_the_end_of_its_log_and_tried_again_by_the_next_command(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ):
-    (folder / "rl.toml").write_text(RUN_FILE.format(model=folder / "no-model"))
+    (folder / "rl.toml").write_text(RUN_FILE.format(output="alone", model=folder / "no-model"))
     (folder / "sweep.yaml").write_text("run: rl.toml\noutput_dir: out\nlist: [{name: only}]")
     assert main(["sweep", "sweep.yaml"]) == 1
     said = capfd.readouterr()
