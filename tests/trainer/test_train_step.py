@@ -98,7 +98,7 @@ def test_components_are_divided_by_their_own_member_counts_and_add_up(directory:
     assert_same(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
 
 
-@pytest.mark.parametrize(("seq_len", "micro_batch_tokens"), [(20, 20), (32, 50), (64, 1)])
+@pytest.mark.parametrize(("seq_len", "micro_batch_tokens"), [(20, 20), (32, 40), (64, 1)])
 def test_how_the_step_is_cut_does_not_change_the_gradient(directory: Path, seq_len: int, micro_batch_tokens: int):
     samples = random_samples(seed=4, count=12)
     whole, expected = run(directory, samples, seq_len=64)
@@ -106,6 +106,18 @@ def test_how_the_step_is_cut_does_not_change_the_gradient(directory: Path, seq_l
     assert cut.computed_tokens > whole.computed_tokens  # fewer prefixes are shared
     assert cut.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-6)
     assert_same(gradients, expected)
+
+
+def test_a_prompt_that_a_group_shares_takes_little_of_a_row():
+    samples = [make_sample([*range(10, 90), *[100 + number] * 20], prompt=80, advantages=[1.0] * 100) for number in range(8)]
+    tokens = StepTokens(pack(samples, 100))
+    assert [len(group) for group in tokens.cut(190)] == [4, 4]  # 100 tokens, then 20 and an eighth of 80 for each
+    assert [len(group) for group in tokens.cut(189)] == [3, 3, 2]
+
+
+def test_tokens_that_are_scored_take_their_place_though_they_are_shared():
+    samples = [make_sample([*range(10, 30)], prompt=4, advantages=[1.0] * 20) for _ in range(3)]
+    assert [len(group) for group in StepTokens(pack(samples, 20)).cut(36)] == [2, 1]  # 20, then 16 that are scored
 
 
 def test_first_token_of_a_sequence_is_never_a_member():

@@ -74,11 +74,18 @@ def test_ten_steps_equal_five_saved_loaded_and_five_more_bit_for_bit(make_learne
 
 def test_a_rehearsed_learner_learns_the_same(make_learner: MakeLearner, tmp_path: Path):
     plain, rehearsed = make_learner(directory=tmp_path / "plain"), make_learner(directory=tmp_path / "rehearsed")
-    rehearse(rehearsed, probes=True)
+    rehearse(rehearsed, is_due=lambda: False)
     for learner in (plain, rehearsed):
         learn(learner, 1, 2)
     for name, parameter in plain.model.tensors().items():
         assert torch.equal(parameter, rehearsed.model.tensors()[name]), name
+
+
+def test_a_rehearsal_ends_once_the_first_step_is_due(make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch):
+    learner, rehearsed = make_learner(), list[int]()
+    monkeypatch.setattr(learner, "rehearse", lambda bins: rehearsed.append(len(bins)))
+    rehearse(learner, is_due=lambda: bool(rehearsed))
+    assert len(rehearsed) == 1
 
 
 def test_steps_after_the_beginning_of_a_checkpoint_do_not_change_it(make_learner: MakeLearner):

@@ -154,8 +154,9 @@ class PackedModel:
         self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
     ) -> torch.Tensor:
         """Like `score`, for the logprobs alone, without gradients. Every rank must call it, with the same row."""
-        with torch.no_grad():
-            logprobs = self.score(row, predictors, labels, temperatures, chunk).logprobs
+        # Compiled layers compute as if gradients were wanted, which is the program that training has compiled already.
+        with torch.set_grad_enabled(self.compiles and self.ranks.size == 1):
+            logprobs = self.score(row, predictors, labels, temperatures, chunk).logprobs.detach()
         if isinstance(self._scorer, FSDPModule):
             self._scorer.reshard()  # no backward pass follows that would do it
         return logprobs

@@ -1,24 +1,26 @@
 """A step before the first one: whatever is compiled when it is first computed is compiled while the engine starts.
 
-Three rows, one of each kind that a step may have: sequences with a common beginning, sequences without, and a single
-one. Gradients are thrown away; nothing is learned.
+Three rows, one of each kind that a step may have: sequences with a common beginning, which the first step is likely to
+have, sequences without, and a single one. A step does not wait for kinds that it may not have: once it is due, what is
+left is compiled where it is first met. Gradients are thrown away; nothing is learned.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
 from headrace.trainer.learner import Learner
-from headrace.trainer.probe import sampled_logprobs
 
 PROMPT, COMPLETION = 37, 29
 """Tokens, unlike any size of a model: equal ones would be taken for the same by the compiler."""
 
 
-def rehearse(learner: Learner, *, probes: bool) -> None:
-    """Compute the forward and backward passes of a step, and those of a probe if steps have one."""
+def rehearse(learner: Learner, is_due: Callable[[], bool]) -> None:
+    """Compute the forward and backward passes of a step on each kind of row, until the first step is due."""
     rng = np.random.default_rng(0)
     vocabulary = int(learner.model.module.config.vocab_size)
     length = min(PROMPT, learner.seq_len // 2)
@@ -26,10 +28,9 @@ def rehearse(learner: Learner, *, probes: bool) -> None:
     group = [_sample(prompt, completion, learner.seq_len) for completion in completions[:2]]
     strangers = [group[0], _sample(other, completions[2], learner.seq_len)]
     for samples in (group, strangers, group[:1]):
+        if learner.ranks.any(is_due()):
+            return
         learner.rehearse(pack(samples, learner.seq_len))
-    if probes:
-        for samples in (group, strangers):
-            sampled_logprobs(learner.model, samples, learner.config.lm_head_chunk)
 
 
 def _sample(prompt: np.ndarray, completion: np.ndarray, seq_len: int) -> Sample:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -58,7 +59,7 @@ def train(
     turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
     if sharing != "overlap":  # else what is free is not known before the engine is up, and so is no plan for a step
-        compile_now(learner, status, probes=bool(config.probe_tokens))
+        compile_now(learner, status, is_due=lambda: stopped.is_set() or run.batches.exists(learner.state.step + 1))
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
@@ -109,13 +110,13 @@ def train(
     publisher.close()
 
 
-def compile_now(learner: Learner, status: Status, *, probes: bool) -> None:
+def compile_now(learner: Learner, status: Status, is_due: Callable[[], bool]) -> None:
     """Compile what the first step would have to wait for. It takes little memory, and no turn: the engine starts."""
     if not learner.model.compiles or learner.model.device.type != "cuda":
         return
     status.set("compiling")
     start = time.monotonic()
-    rehearse(learner, probes=probes)
+    rehearse(learner, is_due)
     log.info("compiled in %.1f s", time.monotonic() - start)
 
 

@@ -124,7 +124,7 @@ def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel =
     size, previous, above = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
     for index in sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()):
         sequence = sequences[index]
-        shared = _common_prefix(previous, sequence)
+        shared = common_prefix(previous, sequence)
         own = len(sequence) - shared
         above = np.concatenate([above[:shared], np.arange(size, size + own)])
         # A sequence that goes on where the one before ends asks for both.
@@ -156,7 +156,8 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """How many tokens two sequences begin with alike."""
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])
     return int(different[0]) if len(different) else length

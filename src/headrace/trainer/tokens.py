@@ -13,9 +13,11 @@ import torch
 
 from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS, Bin
 from headrace.trainer.loss import MISSING_REFERENCE, PackedInputs
-from headrace.trainer.row import Kernel, Row, make_row, on_device
+from headrace.trainer.row import Kernel, Row, common_prefix, make_row, on_device
 
 COMPONENTS = ("rl", "ce", "ref_kl")
+SHARED = 8
+"""Tokens that a sequence shares with others take as much memory as one of its own: attention gathers their keys."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,23 @@ class StepTokens:
         return self.sources[np.searchsorted(self.starts, scored, side="right") - 1]
 
     def cut(self, limit: int) -> list[list[int]]:
-        """The sequences that are trained, in groups of at most `limit` tokens, neighbours sharing prefixes."""
+        """The sequences that are trained, in groups that take as much as `limit` tokens; neighbours share prefixes."""
         groups: list[list[int]] = []
-        size = 0
+        size, previous = 0, np.zeros(0, np.int64)
         for index in self._trained_in_order():
-            if not groups or size + self.lengths[index] > limit:
+            sequence = self._sequence(index)
+            taken = self._taken(index, common_prefix(previous, sequence))
+            if not groups or size + taken > limit:
                 groups.append([])
-                size = 0
+                size, taken = 0, self._taken(index, 0)
             groups[-1].append(index)
-            size += self.lengths[index]
+            size, previous = size + taken, sequence
         return groups
+
+    def _taken(self, index: int, shared: int) -> int:
+        """What a sequence takes of a row, in tokens, if so many of its own are in the row already."""
+        start, length = int(self.starts[index]), int(self.lengths[index])
+        return max(length - shared + -(-shared // SHARED), int(self.scored[start : start + length].sum()))
 
     def loss_inputs(self, component: str, batch: MicroBatch, logprobs: torch.Tensor) -> PackedInputs:
         """The component's view of a micro-batch's scored tokens."""
