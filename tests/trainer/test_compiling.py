@@ -8,9 +8,12 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from headrace.trainer import attention
 from headrace.trainer.compiling import compile_layers
 from headrace.trainer.memory import checkpoint_layers, offload_activations
+from headrace.trainer.model import hidden_states
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.rehearsal import kinds_of_rows
 from headrace.trainer.row import Kernel, Row, make_row
 from tests.trainer.packed_modules import backward_through, packed_module
 
@@ -43,6 +46,45 @@ def test_all_lengths_are_one_program_for_all_layers_or_two_of_sharded_ones(count
     for length in LENGTHS[:6]:
         _, grads = backward_through(module, one_sequence(length, "flash"))
         assert_close(grads, backward_through(plain, one_sequence(length, "sdpa"))[1])
+    assert counters["unique_graphs"] == programs
+
+
+@torch.library.custom_op("headrace_tests::attend", mutates_args=())
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, begins: torch.Tensor, longest: int, longest_key: int
+) -> torch.Tensor:
+    return query.clone()
+
+
+@attend.register_fake
+def _(query: torch.Tensor, keys: torch.Tensor, begins: torch.Tensor, longest: int, longest_key: int) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def test_rows_of_a_step_run_the_programs_of_the_rehearsal(counters, monkeypatch: pytest.MonkeyPatch):
+    """With a stand-in for the kernel, which runs on GPUs alone: what matters is which sizes it is told."""
+
+    def stand_in(query, key, value, query_begins, key_begins, longest_query, longest_key, **options):
+        return attend(query, key, key_begins, longest_query, longest_key)
+
+    monkeypatch.setattr(attention, "varlen_attention", stand_in)
+    module = packed_module("qwen3", layers=2)
+    compile_layers(module.model.layers, backend="eager")
+
+    def run(sequences: list[np.ndarray]) -> None:
+        with torch.no_grad():
+            hidden_states(module, make_row(sequences, CPU, "varlen"))
+
+    for samples in kinds_of_rows(96, seq_len=384):
+        run([sample.token_ids[:-1] for sample in samples])
+    programs = counters["unique_graphs"]
+    rng = np.random.default_rng(0)
+    for count in (2, 3, 8, 30):
+        prompt = rng.integers(0, 96, int(rng.integers(20, 200)))
+        completions = [rng.integers(0, 96, int(rng.integers(5, 60))) for _ in range(count)]
+        run([np.concatenate([prompt, completion]) for completion in completions])
+        run(completions)
+    run(completions[:1])
     assert counters["unique_graphs"] == programs
 
 

@@ -109,7 +109,9 @@ def test_how_the_step_is_cut_does_not_change_the_gradient(directory: Path, seq_l
 
 
 def test_a_prompt_that_a_group_shares_takes_little_of_a_row():
-    samples = [make_sample([*range(10, 90), *[100 + number] * 20], prompt=80, advantages=[1.0] * 100) for number in range(8)]
+    samples = [
+        make_sample([*range(10, 90), *[100 + number] * 20], prompt=80, advantages=[1.0] * 100) for number in range(8)
+    ]
     tokens = StepTokens(pack(samples, 100))
     assert [len(group) for group in tokens.cut(190)] == [4, 4]  # 100 tokens, then 20 and an eighth of 80 for each
     assert [len(group) for group in tokens.cut(189)] == [3, 3, 2]

@@ -1,8 +1,9 @@
 """Every rollout of a step as one Parquet file: what was said, which token got which credit, and why it was dropped.
 
 The writer is a thread beside the event loop, so it must not hold the interpreter. Arrow arrays are laid over numpy
-arrays: Python touches rollouts and samples, never tokens. `pa.array` would import pandas where that is installed, which
-stalls the loop for a third of a second and stays in memory, so nothing here calls it.
+arrays: Python touches rollouts and samples, never tokens. `pa.array`, and before pyarrow 26 `to_pandas_dtype`, would
+import pandas where that is installed, which stalls the first step for up to two seconds and stays in memory, so nothing
+here calls them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from headrace.rollout.types import KNOWN_STREAMS, Rollout, Sample
 ROLLOUTS_AT_ONCE = 64
 """Rollouts in a row group: bounds how long Python runs between two writes, and the memory of long rollouts."""
 
+_DTYPES = {
+    pa.from_numpy_dtype(dtype): dtype for dtype in (np.bool_, np.int8, np.int32, np.int64, np.float32, np.float64)
+}
 _TOKEN_COLUMNS = {"token_ids": pa.int32(), "mask": pa.bool_(), "logprobs": pa.float32(), "versions": pa.int32()}
 _STREAM_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in KNOWN_STREAMS.items()}
 _OBS_SPANS = pa.list_(pa.struct([(name, pa.int32()) for name in ("start", "turn", "prompt_start", "length")]))
@@ -178,7 +182,7 @@ def _maps(maps: Sequence[dict[str, float]]) -> pa.Array:
 
 def _lists(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
     """One list per array; null for None."""
-    dtype = kind.to_pandas_dtype()
+    dtype = _DTYPES[kind]
     flat = np.concatenate([np.empty(0, dtype), *(array for array in arrays if array is not None)], dtype=dtype)
     offsets = _offsets([0 if array is None else len(array) for array in arrays])
     absent = _array(np.array([array is None for array in arrays], np.bool_), pa.bool_())
@@ -198,7 +202,7 @@ def _strings(texts: Sequence[str | None]) -> pa.Array:
 
 
 def _numbers(values: Sequence[float | None], kind: pa.DataType) -> pa.Array:
-    filled = np.array([0 if value is None else value for value in values], kind.to_pandas_dtype())
+    filled = np.array([0 if value is None else value for value in values], _DTYPES[kind])
     return _array(filled, kind, _known(values))
 
 

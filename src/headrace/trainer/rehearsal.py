@@ -15,22 +15,27 @@ from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
 from headrace.trainer.learner import Learner
 
-PROMPT, COMPLETION = 37, 29
-"""Tokens, unlike any size of a model: equal ones would be taken for the same by the compiler."""
+PROMPT, SHORTER, LONGER = 37, 29, 31
+"""Tokens. No two sizes of a row may be equal that need not be, nor be those of a model: they would be taken for the
+same by the compiler, and rows where they differ would be compiled again."""
 
 
 def rehearse(learner: Learner, is_due: Callable[[], bool]) -> None:
     """Compute the forward and backward passes of a step on each kind of row, until the first step is due."""
-    rng = np.random.default_rng(0)
-    vocabulary = int(learner.model.module.config.vocab_size)
-    length = min(PROMPT, learner.seq_len // 2)
-    prompt, other, *completions = (rng.integers(0, vocabulary, n) for n in (length, length, *[COMPLETION] * 3))
-    group = [_sample(prompt, completion, learner.seq_len) for completion in completions[:2]]
-    strangers = [group[0], _sample(other, completions[2], learner.seq_len)]
-    for samples in (group, strangers, group[:1]):
+    for samples in kinds_of_rows(int(learner.model.module.config.vocab_size), learner.seq_len):
         if learner.ranks.any(is_due()):
             return
         learner.rehearse(pack(samples, learner.seq_len))
+
+
+def kinds_of_rows(vocabulary: int, seq_len: int) -> list[list[Sample]]:
+    """The samples of a row of each kind."""
+    rng = np.random.default_rng(0)
+    length = min(PROMPT, seq_len // 2)
+    prompt, other, shorter, longer = (rng.integers(1, vocabulary, n) for n in (length, length, SHORTER, LONGER))
+    shorter[0] = 0  # sequences lie in the order of their tokens: the longest is not the one that asks with its prompt
+    group = [_sample(prompt, completion, seq_len) for completion in (shorter, longer)]
+    return [group, [group[0], _sample(other, longer, seq_len)], group[:1]]
 
 
 def _sample(prompt: np.ndarray, completion: np.ndarray, seq_len: int) -> Sample:

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole decoding steps, one for each of a few batch sizes, captured when it is first needed.
+"""CUDA graphs of whole decoding steps, one for each of a few batch sizes, captured before the first request.
 
 A graph reads its inputs from tensors that stay where they are, and all graphs share one pool of memory: what one leaves
 is there until another one runs.
@@ -7,7 +7,7 @@ is there until another one runs.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -34,13 +34,17 @@ class Graphs(Generic[T]):
 
     def __init__(self, compute: Callable[[int], T]) -> None:
         self._compute = compute
-        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pool: Any = None
 
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Make these ready: the first steps of a run would wait for half a second at each size that they meet."""
+        with uncollected():
+            for size in sorted(sizes, reverse=True):  # small ones find room in what the large ones took
+                self._capture(size)
+
     def run(self, size: int) -> T:
-        if size not in self.captured:
-            self._capture(size)
-        graph, result = self.captured[size]
+        graph, result = self._captured[size]
         graph.replay()
         return result
 
@@ -52,11 +56,11 @@ class Graphs(Generic[T]):
                 self._compute(size)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Threads that read weights may allocate meanwhile: only what this one does must be fit for a graph.
-        with uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads may allocate meanwhile: only what this one does must be fit for a graph.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = self._compute(size)
         self._pool = graph.pool()
-        self.captured[size] = graph, result
+        self._captured[size] = graph, result
 
 
 @contextmanager

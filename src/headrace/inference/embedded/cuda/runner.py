@@ -198,6 +198,12 @@ class CudaRunner:
             log.warning("this model's layers cannot be compiled, which costs speed: %s", obstacle)
         if self._graphs is not None:
             self._look_for_waits(size)
+        if self._graphs is not None:
+            start = time.monotonic()
+            self._rows.arrange([], self._most)
+            self._rows.send()
+            self._graphs.capture(self._sizes)
+            log.info("steps of %d sizes captured in %.1f s", len(self._sizes), time.monotonic() - start)
 
     def _look_for_waits(self, size: int) -> None:
         """Give graphs up where a step waits for the GPU on its way: a capture that fails cannot be taken back."""
