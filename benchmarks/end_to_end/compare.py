@@ -9,7 +9,8 @@ the highest threshold, or after `--steps`. Prompts come once, so that the traini
 Seconds count from the moment when everything is loaded; `start` is what came before.
 
 `headrace vllm` and `trl vllm` want $HEADRACE_VLLM_PYTHON, the Python of an environment with vLLM (for `trl vllm` with
-TRL, too). The output folder gets the runs, `comparison.json` and `comparison.svg`.
+TRL, too). The output folder gets the runs, `comparison.json` and `comparison.svg`. With `--resume` what
+that file has of the same settings stays, and only what is missing runs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ POLL = 0.25
 PATIENCE = 20.0
 """Seconds that a run gets to end by itself."""
 VLLM = "HEADRACE_VLLM_PYTHON"
+RECORD = "comparison.json"
 CONTENDERS = {
     "headrace": (headrace_run, "embedded alternate"),
     "headrace vllm": (headrace_run, "vllm alternate"),
@@ -94,6 +96,33 @@ def end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def load(given: argparse.Namespace) -> list[Run]:
+    """The runs of an earlier call with the same settings."""
+    path = given.output / RECORD
+    if not given.resume or not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    if record["settings"] != settings_of(given):
+        raise SystemExit(
+            f"{path} is of other settings: {record['settings']}; leave out --resume, or name another --output"
+        )
+    return [Run(**{**run, "points": [Point(**point) for point in run["points"]]}) for run in record["runs"]]
+
+
+def save(runs: Sequence[Run], given: argparse.Namespace) -> None:
+    told = [{**run._asdict(), "points": [point._asdict() for point in run.points]} for run in runs]
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / RECORD).write_text(json.dumps({"settings": settings_of(given), "runs": told}))
+    (given.output / "comparison.svg").write_text(chart(runs))
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, object]:
+    """What all runs of a comparison have in common."""
+    return {
+        name: value for name, value in vars(given).items() if name not in ("seeds", "only", "output", "limit", "resume")
+    }
 
 
 def table_of(runs: Sequence[Run], thresholds: Sequence[float]) -> Table:
@@ -159,11 +188,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--limit", type=float, default=240.0, help="most seconds of a run, start included")
     parser.add_argument("--output", type=Path, default=Path("outputs/end-to-end"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the output folder has")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no run outlives it
-    runs: list[Run] = []
+    runs = load(given)
     for seed in given.seeds:
         for who in given.only:
+            if any((run.who, run.seed) == (who, seed) for run in runs):
+                continue
             if who.endswith("vllm") and VLLM not in os.environ:
                 print(f"{who}: ${VLLM} does not name the Python of an environment with vLLM", flush=True)
                 continue
@@ -184,11 +216,8 @@ def main() -> None:
                 flush=True,
             )
             runs.append(run)
-    given.output.mkdir(parents=True, exist_ok=True)
-    told = [{**run._asdict(), "points": [point._asdict() for point in run.points]} for run in runs]
-    (given.output / "comparison.json").write_text(json.dumps({"settings": vars(given), "runs": told}, default=str))
+            save(runs, given)
     if runs:
-        (given.output / "comparison.svg").write_text(chart(runs))
         Console(width=170).print(table_of(runs, sorted(given.thresholds)))
 
 

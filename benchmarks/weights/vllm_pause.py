@@ -88,8 +88,9 @@ async def update(backend: VllmBackend, load: Load, publish: float, store: Weight
     answered = time.perf_counter()
     await load.wait(AFTER)
     gaps = [max(1e3 * (b - a) for a, b in pairwise(times) if b > begun) for times in load.times]
-    usual = [1e3 * (b - a) for a, b in pairwise(dict.fromkeys(load.times[0])) if b < begun]  # several may come at once
-    return Measured(publish, 1e3 * (answered - begun), median(usual), min(gaps), max(gaps))
+    before = [moment for moment in load.times[0] if moment < begun]  # several may come at once
+    step = 1e3 * (before[-1] - before[0]) / (len(before) - 1)
+    return Measured(publish, 1e3 * (answered - begun), step, min(gaps), max(gaps))
 
 
 async def measure(
