@@ -75,7 +75,7 @@ def test_rows_of_a_step_run_the_programs_of_the_rehearsal(counters, monkeypatch:
         with torch.no_grad():
             hidden_states(module, make_row(sequences, CPU, "varlen"))
 
-    for samples in kinds_of_rows(96, seq_len=384):
+    for samples in kinds_of_rows(96, seq_len=384, tokens=600):
         run([sample.token_ids[:-1] for sample in samples])
     programs = counters["unique_graphs"]
     rng = np.random.default_rng(0)

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.cli.main import main
 from headrace.config.trainer import TrainingConfig
 from headrace.rollout.batch import SchemaError
-from headrace.trainer import checkpoint
+from headrace.trainer import checkpoint, rehearsal
 from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.learner import Learner, ResumeError, starting_point
 from headrace.trainer.loss import default_loss
+from headrace.trainer.plan import Plan
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.rehearsal import rehearse
+from headrace.trainer.rehearsal import rehearse, row_tokens
 from headrace.transport.files import MARKER, write_directory
 from tests.trainer.training_samples import random_samples
 
@@ -72,13 +73,32 @@ def test_ten_steps_equal_five_saved_loaded_and_five_more_bit_for_bit(make_learne
         assert torch.equal(tensor, moments[name]), name
 
 
-def test_a_rehearsed_learner_learns_the_same(make_learner: MakeLearner, tmp_path: Path):
+def test_a_rehearsed_learner_learns_the_same(
+    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rehearsal, "MOST_TOKENS", 300)
     plain, rehearsed = make_learner(directory=tmp_path / "plain"), make_learner(directory=tmp_path / "rehearsed")
     rehearse(rehearsed, is_due=lambda: False)
     for learner in (plain, rehearsed):
         learn(learner, 1, 2)
     for name, parameter in plain.model.tensors().items():
         assert torch.equal(parameter, rehearsed.model.tensors()[name]), name
+
+
+@pytest.mark.parametrize(("bytes", "tokens"), [(0, 4096), (16384 << 18, 4096), (16384 << 21, 2048)])
+def test_rows_of_a_rehearsal_leave_memory_to_the_engine(bytes: int, tokens: int):
+    assert row_tokens(Plan((), keeps_logits=False, row_tokens=16384, bytes=bytes)) == tokens
+
+
+def test_a_rehearsal_that_runs_out_of_memory_is_given_up(make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch):
+    learner = make_learner()
+
+    def fail(_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(learner, "rehearse", fail)
+    rehearse(learner, is_due=lambda: False)
+    assert all(parameter.grad is None for parameter in learner.model.named_parameters().values())
 
 
 def test_a_rehearsal_ends_once_the_first_step_is_due(make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch):

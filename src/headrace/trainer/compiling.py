@@ -24,5 +24,14 @@ def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor",
     """
     # Past the compiler's own limit, 8 for all layers together, it runs what is new uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_PROGRAMS)
+    _fuse_norms_of_all_lengths()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=None if sharded else True)
+
+
+def _fuse_norms_of_all_lengths() -> None:
+    """Else short and long rows are two programs: the compiler fuses the gradients of a norm where that gains most."""
+    from torch._inductor import config  # which takes a second, and is for those alone who compile
+
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):  # not in every version of torch
+        config.triton.mix_order_reduction_non_strict_mode = True

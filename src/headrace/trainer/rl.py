@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+import torch
+
 from headrace.config.trainer import TrainerConfig, WeightsConfig
 from headrace.observe.metrics import MetricsLog, spread
 from headrace.observe.status import Status, wait_until
@@ -111,12 +113,13 @@ def train(
 
 
 def compile_now(learner: Learner, status: Status, is_due: Callable[[], bool]) -> None:
-    """Compile what the first step would have to wait for. It takes little memory, and no turn: the engine starts."""
+    """Compile what the first step would have to wait for. It takes some memory, and no turn: the engine starts."""
     if not learner.model.compiles or learner.model.device.type != "cuda":
         return
     status.set("compiling")
     start = time.monotonic()
     rehearse(learner, is_due)
+    torch.cuda.empty_cache()
     log.info("compiled in %.1f s", time.monotonic() - start)
 
 
