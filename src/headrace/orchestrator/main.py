@@ -16,6 +16,7 @@ from headrace.environments.registry import load_environment
 from headrace.environments.worker_process import WorkerLimits
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
+from headrace.garbage import settled
 from headrace.headers import why_not_sent
 from headrace.inference.client.engine_client import EngineClient
 from headrace.observe.status import Status, wait_for
@@ -107,7 +108,8 @@ async def _run(
             return False
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, orchestrator.stop)
-        return await orchestrator.run()
+        with settled():
+            return await orchestrator.run()
 
 
 def _key(variable: str) -> str | None:

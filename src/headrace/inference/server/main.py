@@ -19,6 +19,7 @@ import uvicorn
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN, Failure
+from headrace.garbage import settled
 from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
@@ -221,7 +222,8 @@ async def _serve(
     if stop.is_set():
         await backend.close()
         return None
-    return await _listen(app, keys, listener, stop, status, endpoint, announce)
+    with settled():
+        return await _listen(app, keys, listener, stop, status, endpoint, announce)
 
 
 async def _listen(
