@@ -62,6 +62,15 @@ def test_python_m_headrace_is_the_command() -> None:
         assert f"\n    {command} " in done.stdout or f"\n    {command}\n" in done.stdout
 
 
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+    command = [sys.executable, "-m", "headrace", "config", "--explain", "trainer"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize(
     ("line", "own", "overrides"),
     [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -63,16 +66,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 cannot be done as asked, 128 + n ended by signal n."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
-        return int(COMMANDS[arguments.command].run(arguments))
+        code = int(COMMANDS[arguments.command].run(arguments))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and output_has_no_reader():
+            return 128 + signal.SIGPIPE
         explanation = explain(error)
         if explanation is None:
             raise
         print(f"headrace: {explanation.message}", file=sys.stderr)
         return explanation.exit_code
+
+
+def output_has_no_reader() -> bool:
+    """Whether whoever read the output has seen enough, as `| head` has; what is left of it then goes nowhere."""
+    output = sys.stdout.fileno()
+    watch = select.poll()
+    watch.register(output, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
