@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, validate
+from headrace.config.base import ConfigError, dump, load, validate
 from headrace.config.run import RunConfig
 from tests.config.run_files import minimal, run
 
@@ -53,6 +53,25 @@ def test_a_different_value_in_a_section_is_refused_with_both(changes: dict[str, 
         run(**changes)
     assert key in str(refusal.value)
     assert shared in str(refusal.value)
+
+
+def test_a_runs_own_file_follows_an_override_of_a_shared_key(tmp_path: Path):
+    saved = tmp_path / "config.toml"
+    saved.write_text(dump(run(trainer={"model": {"dtype": "bfloat16"}})))
+    overrides = ["--max_steps", "20", "--seed", "3", "--model.name", "models/other"]
+    config, _ = load(RunConfig, [saved], overrides)
+    expected = run(max_steps=20, seed=3, model={"name": "models/other"}, trainer={"model": {"dtype": "bfloat16"}})
+    assert config == expected
+
+
+def test_a_file_on_top_may_change_a_shared_key_but_not_contradict_a_section(tmp_path: Path):
+    below, above = tmp_path / "below.toml", tmp_path / "above.toml"
+    below.write_text(dump(run()))
+    above.write_text("max_steps = 20\n")
+    assert load(RunConfig, [below, above])[0] == run(max_steps=20)
+    above.write_text("max_steps = 20\n[trainer]\nmax_steps = 30\n")
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps is 30, but max_steps is 20"):
+        load(RunConfig, [below, above])
 
 
 def test_the_engine_may_take_longer_sequences_than_are_trained_but_no_shorter_ones():

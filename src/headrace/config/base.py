@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -50,6 +50,7 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
         content = read_file(file)
         anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
         merge(tree, content)
+        drop_filled(tree, kind.FILLED_FROM)
     for path, value in parse_overrides(overrides):
         put(tree, path, value)
     anchor_paths(tree, kind.PATHS_OF_FILE, Path.cwd())  # those that were typed
@@ -103,14 +104,37 @@ def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
     """Make relative paths in a file mean the same from every working directory."""
     for key in keys:
         *parents, name = key.split(".")
-        node: Any = tree
-        for parent in parents:
-            node = node.get(parent, {}) if isinstance(node, dict) else {}
+        node = value_at(tree, parents)
         given = node.get(name) if isinstance(node, dict) else None
         if isinstance(given, str):
             node[name] = str((directory / given).resolve())
         elif isinstance(given, list):
             node[name] = [str((directory / path).resolve()) if isinstance(path, str) else path for path in given]
+
+
+def drop_filled(tree: Tree, filled_from: Mapping[str, str]) -> None:
+    """Drop keys that say what the key says that fills them, as in a run's own file: they follow if that changes."""
+    for target, source in filled_from.items():
+        *parents, name = target.split(".")
+        section = value_at(tree, parents)
+        if isinstance(section, dict) and name in section:
+            _drop_equal(section, name, value_at(tree, source.split(".")))
+
+
+def _drop_equal(section: Tree, name: str, value: Any) -> None:
+    given = section[name]
+    if isinstance(given, dict) and isinstance(value, dict):
+        for key in given.keys() & value.keys():
+            _drop_equal(given, key, value[key])
+    elif given == value:
+        del section[name]
+
+
+def value_at(tree: Any, path: Sequence[str]) -> Any:
+    """What a tree has there; None where it has nothing."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def merge(base: Tree, update: Tree) -> None:

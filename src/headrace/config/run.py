@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from headrace.config.algorithms import hints_the_policy
-from headrace.config.base import Config, Tree
+from headrace.config.base import Config, Tree, value_at
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
@@ -81,7 +81,7 @@ class RunConfig(Config):
         if not isinstance(tree, dict):
             return tree
         for source, targets in SHARED.items():
-            value = _get(tree, source.split("."))
+            value = value_at(tree, source.split("."))
             if value is None:
                 continue
             for target in targets:
@@ -142,13 +142,6 @@ class RunConfig(Config):
             for env in self.orchestrator.train.env
             if given < longest and hints_the_policy(algo := self.orchestrator.algo_of(env))
         ]
-
-
-def _get(tree: dict[str, Any], path: list[str]) -> Any:
-    node: Any = tree
-    for key in path:
-        node = node.get(key) if isinstance(node, dict) else None
-    return node
 
 
 def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> None:
