@@ -38,6 +38,8 @@ def rehearse(learner: Learner, is_due: Callable[[], bool]) -> None:
                 return
             learner.rehearse(pack(samples, learner.seq_len))
     except torch.OutOfMemoryError as error:
+        if learner.ranks.size > 1:
+            raise  # others wait for this one in the middle of the same row
         learner.optimizer.discard()
         log.warning("too little memory to compile beside the engine; the first steps will take longer: %s", error)
 
