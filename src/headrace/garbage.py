@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def settled() -> Iterator[None]:
     """In this block nobody looks for garbage in what exists by now.
 
-    To be entered once everything is loaded. What torch and transformers consist of takes up to a second to look
-    through, and all that a process does stands still meanwhile, every few thousand requests.
+    To be entered once everything is loaded. What torch and transformers consist of takes a third of a second or more to
+    look through, and all that a process does stands still meanwhile, about every thousand requests.
     """
     gc.collect()
     gc.freeze()

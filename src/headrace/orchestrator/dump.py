@@ -2,7 +2,7 @@
 
 The writer is a thread beside the event loop, so it must not hold the interpreter. Arrow arrays are laid over numpy
 arrays: Python touches rollouts and samples, never tokens. `pa.array`, and before pyarrow 26 `to_pandas_dtype`, would
-import pandas where that is installed, which stalls the first step for up to two seconds and stays in memory, so nothing
+import pandas where that is installed, which takes a third of a second or more and stays in memory, so nothing
 here calls them.
 """
 

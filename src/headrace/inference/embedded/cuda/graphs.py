@@ -38,7 +38,7 @@ class Graphs(Generic[T]):
         self._pool: Any = None
 
     def capture(self, sizes: Iterable[int]) -> None:
-        """Make these ready: the first steps of a run would wait for half a second at each size that they meet."""
+        """Make these ready: else the first steps of a run would wait at each size that they meet."""
         with uncollected():
             for size in sorted(sizes, reverse=True):  # small ones find room in what the large ones took
                 self._capture(size)
