@@ -47,7 +47,7 @@ class Way:
         return ", ".join(part for part in [*parts, "fp32 head" * self.fp32_head] if part)
 
 
-KERNELS: dict[str, tuple[Kernel, ...]] = {"one": ("flash", "cudnn", "varlen"), "mixed": ("auto",), "groups": ("auto",)}
+KERNELS: dict[str, tuple[Kernel, ...]] = {"one": ("flash", "cudnn"), "mixed": ("flash",), "groups": ("flash",)}
 
 
 def ways(row: str) -> Iterator[Way]:
@@ -57,10 +57,10 @@ def ways(row: str) -> Iterator[Way]:
             yield Way(kernel, False, checkpointing)
             yield Way(kernel, True, checkpointing)
     if row == "one":
-        yield Way("auto", False, "full", offload=True)
-        yield Way("auto", True, "full", offload=True)
-        yield Way("auto", True, "selective", offload=True)
-        yield Way("auto", True, "full", fp32_head=True)
+        yield Way("cudnn", False, "full", offload=True)
+        yield Way("cudnn", True, "full", offload=True)
+        yield Way("cudnn", True, "selective", offload=True)
+        yield Way("cudnn", True, "full", fp32_head=True)
 
 
 def sequences(row: str, tokens: int) -> list[np.ndarray]:
@@ -169,7 +169,7 @@ def compare_ways(directory: Path, name: str, tokens: int, steps: int) -> None:
 
 
 def compare_lengths(directory: Path, tokens: int) -> None:
-    model = model_of(directory, Way("auto", compiled=True))
+    model = model_of(directory, Way("cudnn", compiled=True))
     lengths = [tokens - 1 - tokens * part // 160 for part in range(12)]
     taken = [seconds(model, model.row(sequences("one", length))) for length in lengths]
     programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -131,7 +131,7 @@ def test_activation_checkpointing_has_modes_and_true_is_full(given: Any, mode: A
 
 
 def test_unknown_attention_and_checkpointing_are_refused_with_those_that_exist():
-    assert "'auto', 'cudnn', 'flash', 'varlen' or 'sdpa'" in problem(attention="eager")
+    assert "'auto', 'cudnn', 'flash' or 'sdpa'" in problem(attention="eager")
     assert "'full' or 'selective'" in problem(activation_checkpointing="some")
 
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headrace import varlen
 from headrace.inference.embedded import scheduler as scheduler_module
+from headrace.inference.embedded.cuda import varlen
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import UnsupportedModel, check_engine
 from headrace.inference.schema import SamplingParams

@@ -6,12 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.trainer.attention import UnavailableAttention, UnsupportedModel, available_kernel, packed_attention
+from headrace.trainer import run_attention
+from headrace.trainer.attention import (
+    Choice,
+    UnavailableAttention,
+    UnsupportedModel,
+    available_kernel,
+    packed_attention,
+)
 from headrace.trainer.row import Kernel, Row, make_row
 from tests.trainer.packed_modules import assert_similar, on_gpu, sequences_that_share
+from tests.trainer.plain_kernels import cudnn_forward, use_plain_kernels
 
 CPU = torch.device("cpu")
-KERNELS: tuple[Kernel, ...] = ("sdpa", "auto", "cudnn", "flash", "varlen")
+KERNELS: tuple[Kernel, ...] = ("sdpa", "cudnn", "flash")
 
 
 def rows(device: str, kernel: Kernel) -> dict[str, Row]:
@@ -54,11 +62,28 @@ def test_kernels_of_a_gpu_agree_with_float32(kernel: Kernel, window: int | None,
     assert_similar(given, attend(rows("cuda", "sdpa")[name], torch.float32, window), 0.01)
 
 
-def test_one_sequence_padded_for_its_kernel_is_computed_as_in_a_block():
-    """Where the kernel falls back to the CPU's own."""
-    given, expected = (attend(rows("cpu", kernel)["one"], torch.float32) for kernel in ("auto", "sdpa"))
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+@pytest.mark.parametrize("window", [None, 7, 1000])
+@pytest.mark.parametrize("name", ["one", "several", "shared"])
+def test_sequences_back_to_back_are_computed_as_in_blocks(
+    kernel: Kernel, window: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What is gathered for the kernels, and what becomes of their gradients."""
+    use_plain_kernels(monkeypatch)
+    given, expected = (attend(rows("cpu", each)[name], torch.float32, window) for each in (kernel, "sdpa"))
     for name, tensor in expected.items():
         torch.testing.assert_close(given[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_cudnn_reads_rows_of_one_sequence_alone(monkeypatch: pytest.MonkeyPatch):
+    use_plain_kernels(monkeypatch)
+    asked = []
+    monkeypatch.setattr(run_attention, "_cudnn_forward", lambda *a: asked.append(len(a[0])) or cudnn_forward(*a))
+    for name in ("several", "shared", "one"):
+        attend(rows("cpu", "cudnn")[name], torch.float32)
+    attend(rows("cpu", "cudnn")["one"], torch.float32, window=7)
+    attend(rows("cpu", "flash")["one"], torch.float32)
+    assert asked == [1024]
 
 
 def test_attention_is_computed_in_the_type_of_the_values():
@@ -71,11 +96,11 @@ def test_attention_is_computed_in_the_type_of_the_values():
 
 
 @pytest.mark.parametrize("choice", ["auto", "sdpa"])
-def test_a_cpu_computes_in_blocks(choice: Kernel):
+def test_a_cpu_computes_in_blocks(choice: Choice):
     assert available_kernel(choice, CPU, torch.float32, head_dim=64) == "sdpa"
 
 
-@pytest.mark.parametrize("choice", ["cudnn", "flash", "varlen"])
+@pytest.mark.parametrize("choice", ["cudnn", "flash"])
 def test_kernels_of_a_gpu_are_refused_on_a_cpu(choice: Kernel):
     message = rf'trainer\.attention = "{choice}" .* this trainer runs on cpu: set trainer\.attention to "auto"'
     with pytest.raises(UnavailableAttention, match=message):
@@ -92,6 +117,7 @@ def test_what_a_gpu_cannot_compute_with_its_kernels_is_computed_in_blocks(
 ):
     device = torch.device("cuda")
     assert [available_kernel(kernel, device, torch.bfloat16, head_dim=128) for kernel in KERNELS] == list(KERNELS)
+    assert available_kernel("auto", device, torch.bfloat16, head_dim=128) == "cudnn"
     assert available_kernel("auto", device, dtype, head_dim) == "sdpa"
     with pytest.raises(UnavailableAttention, match=reason):
         available_kernel("cudnn", device, dtype, head_dim)

@@ -8,17 +8,24 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from headrace.trainer import attention
 from headrace.trainer.compiling import compile_layers
 from headrace.trainer.memory import checkpoint_layers, offload_activations
 from headrace.trainer.model import hidden_states
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.rehearsal import kinds_of_rows
+from headrace.trainer.rehearsal import rows_of
 from headrace.trainer.row import Kernel, Row, make_row
-from tests.trainer.packed_modules import backward_through, packed_module
+from tests.trainer.packed_modules import backward_through, packed_module, sequences_that_share
+from tests.trainer.plain_kernels import use_plain_kernels
 
 CPU = torch.device("cpu")
-LENGTHS = (50, 33, 64, 71, 100, 12, 90, 513, 61, 62, 45, 80)
+LENGTHS = (50, 33, 64, 71, 100, 12)
+KINDS = (sequences_that_share(), sequences_that_share(2)[1:], sequences_that_share()[3:], sequences_that_share()[:1])
+"""Two rows that share, one that does not, and one of a single sequence."""
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_plain_kernels(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -43,48 +50,31 @@ def test_all_lengths_are_one_program_for_all_layers_or_two_of_sharded_ones(count
     """Without the code generator, which does not change what is compiled how often."""
     module, plain = packed_module("qwen3", layers=3), packed_module("qwen3", layers=3)
     compile_layers(module.model.layers, backend="eager", sharded=sharded)
-    for length in LENGTHS[:6]:
+    for length in LENGTHS:
         _, grads = backward_through(module, one_sequence(length, "flash"))
         assert_close(grads, backward_through(plain, one_sequence(length, "sdpa"))[1])
     assert counters["unique_graphs"] == programs
 
 
-@torch.library.custom_op("headrace_tests::attend", mutates_args=())
-def attend(
-    query: torch.Tensor, keys: torch.Tensor, begins: torch.Tensor, longest: int, longest_key: int
-) -> torch.Tensor:
-    return query.clone()
-
-
-@attend.register_fake
-def _(query: torch.Tensor, keys: torch.Tensor, begins: torch.Tensor, longest: int, longest_key: int) -> torch.Tensor:
-    return torch.empty_like(query)
-
-
-def test_rows_of_a_step_run_the_programs_of_the_rehearsal(counters, monkeypatch: pytest.MonkeyPatch):
-    """With a stand-in for the kernel, which runs on GPUs alone: what matters is which sizes it is told."""
-
-    def stand_in(query, key, value, query_begins, key_begins, longest_query, longest_key, **options):
-        return attend(query, key, key_begins, longest_query, longest_key)
-
-    monkeypatch.setattr(attention, "varlen_attention", stand_in)
+@pytest.mark.parametrize(("sharded", "programs"), [(False, 1), (True, 2)])
+def test_every_row_of_a_step_runs_the_program_of_the_rehearsal(counters, sharded: bool, programs: int):
+    """Without the code generator; with layers that are taken for sharded."""
     module = packed_module("qwen3", layers=2)
-    compile_layers(module.model.layers, backend="eager")
+    compile_layers(module.model.layers, backend="eager", sharded=sharded)
 
     def run(sequences: list[np.ndarray]) -> None:
         with torch.no_grad():
-            hidden_states(module, make_row(sequences, CPU, "varlen"))
+            hidden_states(module, make_row(sequences, CPU, "cudnn"))
 
-    for samples in kinds_of_rows(96, seq_len=384, tokens=600):
+    for samples in rows_of(96, seq_len=384, tokens=600):
         run([sample.token_ids[:-1] for sample in samples])
-    programs = counters["unique_graphs"]
     rng = np.random.default_rng(0)
     for count in (2, 3, 8, 30):
         prompt = rng.integers(0, 96, int(rng.integers(20, 200)))
         completions = [rng.integers(0, 96, int(rng.integers(5, 60))) for _ in range(count)]
         run([np.concatenate([prompt, completion]) for completion in completions])
         run(completions)
-    run(completions[:1])
+        run([prompt])
     assert counters["unique_graphs"] == programs
 
 
@@ -104,11 +94,11 @@ def test_layers_compile_with_all_that_is_wrapped_around_them(
     if sharded:
         for part in (*module.model.layers, module.model):
             fully_shard(part, mesh=Ranks().mesh())
-    for length in LENGTHS[:4]:
-        _, grads = backward_through(module, one_sequence(length, "flash"))
+    for sequences in KINDS:
+        _, grads = backward_through(module, make_row(sequences, CPU, "flash"))
         assert_close(
             {name: whole(grad) for name, grad in grads.items()},
-            backward_through(plain, one_sequence(length, "sdpa"))[1],
+            backward_through(plain, make_row(sequences, CPU))[1],
         )
     assert counters["unique_graphs"] == (2 if sharded else 1)
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -119,9 +109,9 @@ def test_layers_compile_with_all_that_is_wrapped_around_them(
 def test_generated_code_computes_the_same(kernel: Kernel):
     module, plain = packed_module("qwen3", layers=2), packed_module("qwen3", layers=2)
     compile_layers(module.model.layers)
-    for length in LENGTHS[:3]:
-        _, grads = backward_through(module, one_sequence(length, kernel))
-        assert_close(grads, backward_through(plain, one_sequence(length, "sdpa"))[1])
+    for sequences in KINDS:
+        _, grads = backward_through(module, make_row(sequences, CPU, kernel))
+        assert_close(grads, backward_through(plain, make_row(sequences, CPU))[1])
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

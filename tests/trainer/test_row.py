@@ -73,7 +73,7 @@ def test_masks_are_made_once_for_each_window():
 
 def test_runs_end_with_their_queries_and_hold_exactly_the_past_of_each():
     sequences = overlapping_sequences()
-    row = make_row(sequences, CPU, "varlen")
+    row = make_row(sequences, CPU, "flash")
     runs = row.layout.sequences
     past = {}
     for start, stop, first, end in zip(
@@ -92,15 +92,16 @@ def test_runs_end_with_their_queries_and_hold_exactly_the_past_of_each():
 
 
 def test_runs_that_share_nothing_are_the_row_itself():
-    runs = make_row([np.array([5, 6]), np.array([1, 2, 3]), np.array([5])], CPU, "varlen").layout.sequences
-    assert runs.keys is None
+    runs = make_row([np.array([5, 6]), np.array([1, 2, 3]), np.array([5])], CPU, "flash").layout.sequences
+    assert runs.keys.tolist() == list(range(5))
     assert runs.query_starts.tolist() == runs.key_starts.tolist() == [0, 3, 5]
-    assert (runs.longest_query, runs.longest_key, runs.are_one) == (3, 3, False)
-    assert make_row([np.array([5, 6]), np.array([5])], CPU, "varlen").layout.sequences.are_one
+    assert (runs.longest_query, runs.longest_key) == (3, 3)
+    one = make_row([np.array([5, 6]), np.array([5])], CPU, "flash").layout.sequences
+    assert one.query_starts.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize(("kernel", "padded"), [("auto", 512), ("cudnn", 512), ("flash", 3), ("varlen", 3)])
-def test_a_row_of_one_sequence_is_padded_where_cudnn_may_read_it(kernel: Kernel, padded: int):
+@pytest.mark.parametrize(("kernel", "padded"), [("cudnn", 512), ("flash", 3)])
+def test_a_row_of_one_sequence_is_padded_where_cudnn_reads_it(kernel: Kernel, padded: int):
     row = make_row([np.array([5, 6, 7]), np.array([5, 6])], CPU, kernel)
     assert row.token_ids.tolist() == [[5, 6, 7] + [0] * (padded - 3)]
     assert row.position_ids.tolist() == [[0, 1] + [2] * (padded - 2)]
@@ -110,7 +111,7 @@ def test_a_row_of_one_sequence_is_padded_where_cudnn_may_read_it(kernel: Kernel,
 
 
 def test_a_row_of_several_sequences_is_never_padded():
-    assert make_row([np.array([5, 6, 7]), np.array([8])], CPU, "auto").token_ids.tolist() == [[5, 6, 7, 8]]
+    assert make_row([np.array([5, 6, 7]), np.array([8])], CPU, "cudnn").token_ids.tolist() == [[5, 6, 7, 8]]
 
 
 def test_one_long_sequence_does_not_pad_the_short_ones():

@@ -78,7 +78,7 @@ def test_a_rehearsed_learner_learns_the_same(
 ):
     monkeypatch.setattr(rehearsal, "MOST_TOKENS", 300)
     plain, rehearsed = make_learner(directory=tmp_path / "plain"), make_learner(directory=tmp_path / "rehearsed")
-    rehearse(rehearsed, is_due=lambda: False)
+    rehearse(rehearsed)
     for learner in (plain, rehearsed):
         learn(learner, 1, 2)
     for name, parameter in plain.model.tensors().items():
@@ -97,15 +97,8 @@ def test_a_rehearsal_that_runs_out_of_memory_is_given_up(make_learner: MakeLearn
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(learner, "rehearse", fail)
-    rehearse(learner, is_due=lambda: False)
+    rehearse(learner)
     assert all(parameter.grad is None for parameter in learner.model.named_parameters().values())
-
-
-def test_a_rehearsal_ends_once_the_first_step_is_due(make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch):
-    learner, rehearsed = make_learner(), list[int]()
-    monkeypatch.setattr(learner, "rehearse", lambda bins: rehearsed.append(len(bins)))
-    rehearse(learner, is_due=lambda: bool(rehearsed))
-    assert len(rehearsed) == 1
 
 
 def test_steps_after_the_beginning_of_a_checkpoint_do_not_change_it(make_learner: MakeLearner):

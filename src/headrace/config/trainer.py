@@ -250,8 +250,9 @@ class TrainingConfig(Config):
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     scheduler: SchedulerConfig = Field(default_factory=BasicSchedulerConfig)
     ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    attention: Literal["auto", "cudnn", "flash", "varlen", "sdpa"] = "auto"
-    """What computes attention: `sdpa` runs anywhere, the others on a GPU in bfloat16; `auto` is the fastest of them."""
+    attention: Literal["auto", "cudnn", "flash", "sdpa"] = "auto"
+    """What computes attention: `sdpa` runs anywhere, the others on a GPU in bfloat16; `cudnn` leaves rows of several
+    sequences to `flash`. `auto` is the fastest that there is."""
     activation_checkpointing: Annotated[
         Literal["auto", False, "attention", "full", "selective"], BeforeValidator(_checkpointing)
     ] = "auto"

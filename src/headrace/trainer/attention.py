@@ -1,31 +1,24 @@
 """Attention over a row of packed sequences, as an attention function of transformers.
 
-Which kernel computes it is part of the row's layout. On a GPU a row that is one sequence is read as it is by cuDNN or
-flash attention, and several sequences, back to back, by torch's varlen kernel; what sequences share is gathered for
-each of them. Anywhere, `sdpa` gathers sequences into padded batches. Left out on purpose: dropout, and every kind of
-attention that is not causal.
+Which kernel computes it is part of the row's layout. On a GPU sequences are read back to back, as the row has them
+(`run_attention.py`). Anywhere, `sdpa` gathers them into padded batches. Left out on purpose: dropout, and every kind
+of attention that is not causal.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from headrace.errors import BadInput
-from headrace.trainer.row import Blocks, Kernel, Layout, Runs
-from headrace.varlen import varlen_attention
+from headrace.trainer.row import Blocks, Kernel, Layout
+from headrace.trainer.run_attention import attention_in_runs
 
 NAME = "headrace_packed"
-
-_BACKENDS = {
-    "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "flash": [SDPBackend.FLASH_ATTENTION],
-}
+Choice = Kernel | Literal["auto"]
 
 
 class UnsupportedModel(BadInput):
@@ -36,22 +29,23 @@ class UnavailableAttention(BadInput):
     """The kernel that was asked for does not run here. The message says why."""
 
 
-def available_kernel(choice: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The choice, if it can compute here; `auto` becomes `sdpa` where no other can."""
+def available_kernel(choice: Choice, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The choice, if it can compute here; `auto` is the fastest that can."""
     if choice == "sdpa":
         return choice
-    obstacle = _obstacle(choice, device, dtype, head_dim)
-    if obstacle is None:
-        return choice
+    choices: list[Kernel] = ["cudnn", "flash"] if choice == "auto" else [choice]
+    obstacles = [_obstacle(kernel, device, dtype, head_dim) for kernel in choices]
+    if None in obstacles:
+        return choices[obstacles.index(None)]
     if choice == "auto":
         return "sdpa"
     raise UnavailableAttention(
         f'trainer.attention = "{choice}" computes on a GPU of compute capability 8.0 or newer, in bfloat16, but '
-        f'{obstacle}: set trainer.attention to "auto"'
+        f'{obstacles[0]}: set trainer.attention to "auto"'
     )
 
 
-def _obstacle(choice: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _obstacle(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if device.type != "cuda":
         return f"this trainer runs on {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -62,7 +56,7 @@ def _obstacle(choice: Kernel, device: torch.device, dtype: torch.dtype, head_dim
         return f"this model's heads have {head_dim} dimensions, not a multiple of 8 up to 256"
     states = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     parameters = torch.backends.cuda.SDPAParams(states, states, states, None, 0.0, True, False)
-    if choice == "cudnn" and not torch.backends.cuda.can_use_cudnn_attention(parameters):
+    if kernel == "cudnn" and not torch.backends.cuda.can_use_cudnn_attention(parameters):
         return f"cuDNN does not train heads of {head_dim} dimensions here"
     return None
 
@@ -85,56 +79,18 @@ def packed_attention(
         )
     _refuse_other_kinds(module, options)
     window = sliding_window or getattr(module, "sliding_window", None)
-    if window is not None and window >= layout.longest:
-        window = None
     # Norms and rotation may have widened the others; values come straight from a matrix product.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    sequences = layout.sequences
-    if isinstance(sequences, Blocks):
-        return _in_blocks(query, key, value, sequences, scaling, window), None
-    if sequences.are_one and layout.kernel != "varlen" and window is None:
-        return _as_one(query, key, value, layout.kernel, scaling), None
-    return _in_runs(query, key, value, sequences, scaling, window), None
+    if isinstance(layout.sequences, Blocks):
+        if window is not None and window >= layout.longest:
+            window = None
+        return _in_blocks(query, key, value, layout.sequences, scaling, window), None
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    cudnn = layout.kernel == "cudnn"
+    return attention_in_runs(q, k, v, layout.sequences, cudnn=cudnn, scaling=scaling, window=window)[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)
-
-
-def _as_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Kernel, scaling: float | None
-) -> torch.Tensor:
-    """The row is one sequence."""
-    with sdpa_kernel(_BACKENDS[kernel], set_priority=True):
-        output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    return output.transpose(1, 2)
-
-
-def _in_runs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    runs: Runs,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Several sequences."""
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    if runs.keys is not None:
-        k, v = _gather(k, runs.keys), _gather(v, runs.keys)
-    output = varlen_attention(
-        q,
-        k,
-        v,
-        runs.query_starts,
-        runs.key_starts,
-        runs.longest_query,
-        runs.longest_key,
-        scaling=scaling,
-        window=window,
-    )
-    return output[None]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

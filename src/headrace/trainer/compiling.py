@@ -1,9 +1,9 @@
 """Decoder layers compiled one by one: they are the same program, so that the compiler works once for all of them.
 
-Lengths are symbolic; rows of one sequence, of several, and of several that share a prefix are programs of their own. A
-layer's hooks, such as those that gather sharded parameters, stay outside. Left out on purpose: the model as a whole,
-which takes minutes and gains little, and attention in blocks, which interrupts the program: a layer that is
-checkpointed as well then runs as if it were not compiled.
+Lengths are symbolic, and what else a row is like is seen by attention's operator alone (`run_attention.py`). A layer's
+hooks, such as those that gather sharded parameters, stay outside. Left out on purpose: the model as a whole, which
+takes minutes and gains little, and attention in blocks, which interrupts the program: a layer that is checkpointed as
+well then runs as if it were not compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 MOST_PROGRAMS = 64
-"""Of one kind of layer. A few are for each kind of row, with and without gradients, and for each kind of attention."""
+"""Of all layers together: some for each kind of attention and each way to compute again, with and without gradients."""
 
 
 def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor", *, sharded: bool = False) -> None:

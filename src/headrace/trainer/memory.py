@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen as _varlen  # noqa: F401 (registers an operator that is named below)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from headrace.trainer import run_attention  # noqa: F401 (registers an operator that is named below)
 
 Checkpointing = Literal["full", "attention", "selective"]
 """What is computed again: all of a layer, all but attention, or all but attention and matrix products."""
@@ -28,7 +29,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.headrace.attend.default,
 }
 _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 

@@ -25,7 +25,7 @@ from headrace.config.model import ModelConfig
 from headrace.rollout.cost import Cost, cost_of_model
 from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
-from headrace.trainer.attention import UnsupportedModel, available_kernel
+from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
 from headrace.trainer.compiling import compile_layers
 from headrace.trainer.embedding import add_up_in_place
 from headrace.trainer.lm_head import label_logprobs
@@ -35,7 +35,7 @@ from headrace.trainer.model_files import ModelFiles, whole, write_tensors
 from headrace.trainer.parallel import shard
 from headrace.trainer.plan import MOST_TOKENS, Mode, Plan, Sizes, engine_bytes, make_plan
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.row import Kernel, Row, make_row
+from headrace.trainer.row import Row, make_row
 from headrace.transport.adapter import Adapter, write_adapter, write_config
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class PackedModel:
         ranks: Ranks | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        attention: Kernel = "auto",
+        attention: Choice = "auto",
         activation_checkpointing: Mode | Literal["auto"] = False,
         activation_offload: bool = False,
         compile: bool | Literal["auto"] = False,

@@ -1,16 +1,13 @@
 """A step before the first one: whatever is compiled when it is first computed is compiled while the engine starts.
 
-Three rows, one of each kind that a step may have: sequences with a common beginning, which the first step is likely to
-have, sequences without, and a single one. They are about as large as those of a step, since kernels are chosen for the
-size that they are compiled with, but for their memory: the engine takes its own meanwhile. A step does not wait for
-kinds that it may not have: once it is due, what is left is compiled where it is first met. Gradients are thrown away;
-nothing is learned.
+A compiled layer is one program for all rows. This row is about as large as those of a step, since kernels are chosen
+for the size that they are compiled with, but for its memory: the engine takes its own meanwhile. Sharded layers need a
+second one, of other lengths. Gradients are thrown away; nothing is learned.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,18 +21,18 @@ log = logging.getLogger(__name__)
 
 MOST_TOKENS, ROOM = 4096, 4 << 30
 """Of a row, and the bytes that it may take, about."""
-PROMPT, SHORTER, LONGER = 37, 29, 31
-"""Tokens. No two sizes of a row may be equal that need not be, nor be those of a model: they would be taken for the
-same by the compiler, and rows where they differ would be compiled again."""
+PROMPT = 37
+COMPLETIONS = (29, 31), (23, 41)
+"""Tokens of a shorter one and of all others, for each row. No two sizes of a row may be equal that need not be, nor be
+those of a model: they would be taken for the same by the compiler, and rows where they differ would be compiled again.
+In the second row all are others than in the first."""
 
 
-def rehearse(learner: Learner, is_due: Callable[[], bool]) -> None:
-    """Compute the forward and backward passes of a step on each kind of row, until the first step is due."""
+def rehearse(learner: Learner) -> None:
+    """Compute the forward and backward passes of a step."""
     vocabulary = int(learner.model.module.config.vocab_size)
     try:
-        for samples in kinds_of_rows(vocabulary, learner.seq_len, row_tokens(learner.model.plan)):
-            if learner.ranks.any(is_due()):
-                return
+        for samples in rows_of(vocabulary, learner.seq_len, row_tokens(learner.model.plan)):
             learner.rehearse(pack(samples, learner.seq_len))
     except torch.OutOfMemoryError as error:
         if learner.ranks.size > 1:
@@ -49,22 +46,20 @@ def row_tokens(plan: Plan) -> int:
     return min(MOST_TOKENS, plan.row_tokens, ROOM // max(1, plan.bytes // plan.row_tokens))
 
 
-def kinds_of_rows(vocabulary: int, seq_len: int, tokens: int) -> list[list[Sample]]:
-    """The samples of a row of each kind, of about so many tokens."""
+def rows_of(vocabulary: int, seq_len: int, tokens: int) -> list[list[Sample]]:
+    """The samples of each row: of about so many tokens and of half as many, with a common beginning, as most have."""
     rng = np.random.default_rng(0)
 
     def text(length: int, first: int) -> np.ndarray:
         return np.concatenate([[first], rng.integers(0, vocabulary, length - 1)])
 
-    prompt_length = min(PROMPT, seq_len // 2)
-    prompt = text(prompt_length, 1)
-    # Sequences lie in the order of their tokens: the longest is not the one that asks with the prompt, too.
-    completions = [text(SHORTER, 0), *(text(LONGER, 1) for _ in range(max(1, tokens // LONGER)))]
-    group = [_sample(prompt, completion, seq_len) for completion in completions]
-    count = min(vocabulary, max(2, tokens // (PROMPT + LONGER)))
-    strangers = [_sample(text(prompt_length, number), text(LONGER, 0), seq_len) for number in range(count)]
-    alone = _sample(prompt, text(max(SHORTER, min(tokens, seq_len) - prompt_length), 0), seq_len)
-    return [group, strangers, [alone]]
+    prompt = text(min(PROMPT, seq_len // 2), 1)
+    rows = []
+    for size, (shorter, longer) in zip((tokens, tokens // 2), COMPLETIONS, strict=True):
+        # Sequences lie in the order of their tokens: the longest is not the one that asks with the prompt, too.
+        completions = [text(shorter, 0), *(text(longer, 1) for _ in range(max(1, size // longer)))]
+        rows.append([_sample(prompt, completion, seq_len) for completion in completions])
+    return rows
 
 
 def _sample(prompt: np.ndarray, completion: np.ndarray, seq_len: int) -> Sample:

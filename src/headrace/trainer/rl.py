@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -61,7 +60,7 @@ def train(
     turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
     if sharing != "overlap":  # else what is free is not known before the engine is up, and so is no plan for a step
-        compile_now(learner, status, is_due=lambda: stopped.is_set() or run.batches.exists(learner.state.step + 1))
+        compile_now(learner, status)
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
@@ -112,13 +111,13 @@ def train(
     publisher.close()
 
 
-def compile_now(learner: Learner, status: Status, is_due: Callable[[], bool]) -> None:
+def compile_now(learner: Learner, status: Status) -> None:
     """Compile what the first step would have to wait for. It takes some memory, and no turn: the engine starts."""
     if not learner.model.compiles or learner.model.device.type != "cuda":
         return
     status.set("compiling")
     start = time.monotonic()
-    rehearse(learner, is_due)
+    rehearse(learner)
     torch.cuda.empty_cache()
     log.info("compiled in %.1f s", time.monotonic() - start)
 

@@ -17,28 +17,23 @@ from typing import Literal
 import numpy as np
 import torch
 
-Kernel = Literal["sdpa", "auto", "cudnn", "flash", "varlen"]
-"""What computes attention: `sdpa` reads blocks, the others read runs."""
+Kernel = Literal["sdpa", "cudnn", "flash"]
+"""What computes attention: `sdpa` reads blocks, the others read runs, cuDNN those of one sequence alone."""
 CUDNN_STEP = 512
-"""A row that cuDNN may read is padded to a multiple: it takes about 0.1 s to plan for a length it has not seen."""
+"""A row that cuDNN reads is padded to a multiple: it takes about 0.1 s to plan for a length it has not seen."""
 
 
 @dataclass(frozen=True)
 class Runs:
     """Sequences back to back. Each asks with the tokens that are its own, so the queries are the row as it is."""
 
-    keys: torch.Tensor | None
-    """The places of all sequences, one after the other; None where nothing is shared: the row as it is."""
+    keys: torch.Tensor
+    """The places of all sequences, one after the other; where nothing is shared, those of the row as it is."""
     query_starts: torch.Tensor
     """Where each sequence's queries start, and where the last ends: [sequences + 1]."""
     key_starts: torch.Tensor
     longest_query: int
     longest_key: int
-
-    @property
-    def are_one(self) -> bool:
-        """Whether the row is one sequence."""
-        return len(self.query_starts) == 2
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel =
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence)))
         size, previous = size + own, sequence
-    padding = -size % CUDNN_STEP if kernel in ("auto", "cudnn") and len(asking) == 1 else 0
+    padding = -size % CUDNN_STEP if kernel == "cudnn" and len(asking) == 1 else 0
     if padding:  # more of the one sequence, which none of it sees
         asking = [_Span(np.arange(size + padding), 0)]
         tokens.append(np.zeros(padding, np.int64))
@@ -167,13 +162,10 @@ def _runs(spans: list[_Span], device: torch.device) -> Runs:
     def starts(lengths: list[int]) -> torch.Tensor:
         return on_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
 
-    own = [span.own for span in spans]
-    query_starts = starts(own)
-    if not any(span.shared for span in spans):
-        return Runs(None, query_starts, query_starts, max(own), max(own))
+    # Made in the same way whether or not something is shared: a compiler takes what is one tensor for another program.
+    own, lengths = [span.own for span in spans], [span.length for span in spans]
     keys = on_device(np.concatenate([span.places for span in spans]), device)
-    lengths = [span.length for span in spans]
-    return Runs(keys, query_starts, starts(lengths), max(own), max(lengths))
+    return Runs(keys, starts(own), starts(lengths), max(own), max(lengths))
 
 
 def _blocks(spans: list[_Span], size: int, device: torch.device) -> Blocks:

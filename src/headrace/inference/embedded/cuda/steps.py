@@ -18,9 +18,9 @@ from headrace.inference.embedded.batch import Attention, Batch, make_batch
 from headrace.inference.embedded.blocks import BLOCK
 from headrace.inference.embedded.cuda.attention_kernels import Partial, decode_attention
 from headrace.inference.embedded.cuda.rows import Rows
+from headrace.inference.embedded.cuda.varlen import varlen_attention
 from headrace.inference.embedded.kv_cache import attend_in_group, gathered
 from headrace.inference.embedded.scheduler import Chunk
-from headrace.varlen import varlen_attention
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 GATHERED = 1 << 17

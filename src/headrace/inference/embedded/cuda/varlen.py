@@ -1,4 +1,4 @@
-"""torch's attention over sequences of any lengths that lie back to back, as the trainer and the engine call it."""
+"""torch's attention over sequences of any lengths that lie back to back, in any of the versions that have it."""
 
 from __future__ import annotations
 
