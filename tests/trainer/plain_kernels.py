@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.trainer import run_attention
+from headrace.trainer.run_attention import _Reading
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,24 +18,24 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_attention, "_cudnn_backward", cudnn_backward)
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, *layout: Any) -> tuple[Tensor, Tensor]:
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Reading) -> tuple[Tensor, Tensor]:
     outputs, sums = [], []
-    for own, seen, options in _runs(query, key, *layout):
-        scores = _scores(query[own], key[seen], *options)
+    for own, seen in _runs(query, key, row):
+        scores = _scores(query[own], key[seen], row)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), _for_all(value[seen], query)))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outputs), torch.cat(sums, 1)
 
 
 def flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, *layout: Any
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, row: _Reading
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_query, of_key, of_value = (torch.zeros_like(states) for states in (query, key, value))
-    for own, seen, (scaling, window) in _runs(query, key, *layout):
-        chances = (_scores(query[own], key[seen], scaling, window) - logsumexp[:, own, None]).exp()
+    for own, seen in _runs(query, key, row):
+        chances = (_scores(query[own], key[seen], row) - logsumexp[:, own, None]).exp()
         of_chances = torch.einsum("qhd,khd->hqk", gradient[own], _for_all(value[seen], query))
         inner = (gradient[own] * output[own]).sum(-1).t()[..., None]
-        of_scores = scaling * chances * (of_chances - inner)
+        of_scores = row.scaling * chances * (of_chances - inner)
         of_query[own] = torch.einsum("hqk,khd->qhd", of_scores, _for_all(key[seen], query))
         of_key[seen] = _of_all(torch.einsum("hqk,qhd->khd", of_scores, query[own]), key)
         of_value[seen] = _of_all(torch.einsum("hqk,qhd->khd", chances, gradient[own]), value)
@@ -42,41 +43,35 @@ def flash_backward(
 
 
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    return flash_forward(query, key, value, *_whole(query), len(query), len(query), scaling, None)
+    return flash_forward(query, key, value, _whole(query, scaling))
 
 
 def cudnn_backward(*tensors_and_scaling: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, scaling = tensors_and_scaling
-    places = len(tensors[0])
-    return flash_backward(*tensors, *_whole(tensors[0]), places, places, scaling, None)
+    return flash_backward(*tensors, _whole(tensors[0], scaling))
 
 
-def _whole(states: Tensor) -> tuple[Tensor, Tensor]:
-    starts = torch.tensor([0, len(states)], dtype=torch.int32)
-    return starts, starts
+def _whole(states: Tensor, scaling: float) -> _Reading:
+    """One sequence."""
+    places = len(states)
+    starts = torch.tensor([0, places], dtype=torch.int32)
+    return _Reading(torch.arange(places), starts, starts, places, places, True, scaling, None)
 
 
-def _runs(
-    query: Tensor,
-    key: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *options: Any,
-) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
-    assert (longest_query, longest_key) == (query_starts.diff().max(), key_starts.diff().max())
-    assert (len(query), len(key)) == (query_starts[-1], key_starts[-1])
-    for run in range(len(query_starts) - 1):
-        own, seen = (slice(int(starts[run]), int(starts[run + 1])) for starts in (query_starts, key_starts))
-        yield own, seen, options
+def _runs(query: Tensor, key: Tensor, row: _Reading) -> Iterator[tuple[slice, slice]]:
+    assert row.longest_query == row.query_starts.diff().max()
+    assert row.longest_key == row.key_starts.diff().max()
+    assert (len(query), len(key)) == (row.query_starts[-1], row.key_starts[-1])
+    for run in range(len(row.query_starts) - 1):
+        own, seen = (slice(int(starts[run]), int(starts[run + 1])) for starts in (row.query_starts, row.key_starts))
+        yield own, seen
 
 
-def _scores(query: Tensor, key: Tensor, scaling: float, window: int | None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, row: _Reading) -> Tensor:
     """[heads, queries, keys] of one sequence, which asks with its last tokens."""
     distance = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
-    hidden = (distance < 0) | (distance >= (window or len(key)))
-    return (scaling * torch.einsum("qhd,khd->hqk", query, _for_all(key, query))).masked_fill(hidden, -torch.inf)
+    hidden = (distance < 0) | (distance >= (row.felt_window or len(key)))
+    return (row.scaling * torch.einsum("qhd,khd->hqk", query, _for_all(key, query))).masked_fill(hidden, -torch.inf)
 
 
 def _for_all(states: Tensor, query: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from headrace.trainer.attention import (
     packed_attention,
 )
 from headrace.trainer.row import Kernel, Row, make_row
+from headrace.trainer.run_attention import _Reading
 from tests.trainer.packed_modules import assert_similar, on_gpu, sequences_that_share
 from tests.trainer.plain_kernels import cudnn_forward, use_plain_kernels
 
@@ -84,6 +85,22 @@ def test_cudnn_reads_rows_of_one_sequence_alone(monkeypatch: pytest.MonkeyPatch)
     attend(rows("cpu", "cudnn")["one"], torch.float32, window=7)
     attend(rows("cpu", "flash")["one"], torch.float32)
     assert asked == [1024]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_kernels_of_a_gpu_take_what_they_are_given(window: int | None):
+    """By what this torch says of their shapes, without a GPU."""
+    query, key = (torch.empty(size, 2, 64, dtype=torch.bfloat16, device="meta") for size in (100, 160))
+    starts = torch.empty(6, dtype=torch.int32, device="meta")
+    row = _Reading(starts, starts, starts, 30, 50, False, 0.125, window)
+    output, logsumexp = run_attention._flash_forward(query, key, key, row)
+    gradients = run_attention._flash_backward(output, query, key, key, output, logsumexp, row)
+    assert [output.shape, logsumexp.shape] == [query.shape, (2, 100)]
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, key.shape]
+    output, logsumexp = run_attention._cudnn_forward(query, query, query, 0.125)
+    gradients = run_attention._cudnn_backward(output, query, query, query, output, logsumexp, 0.125)
+    assert [output.shape, logsumexp.shape] == [query.shape, (2, 100)]
+    assert {gradient.shape for gradient in gradients} == {query.shape}
 
 
 def test_attention_is_computed_in_the_type_of_the_values():

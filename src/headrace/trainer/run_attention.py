@@ -5,7 +5,9 @@ runs: a compiler that saw it would make a program of each. A single sequence is 
 everything else by flash attention. What sequences share is gathered for each of them, in the backward pass once more.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,41 @@ from torch import Tensor
 from headrace.trainer.row import Runs
 
 _aten = torch.ops.aten
+
+_READING = (
+    "Tensor keys, Tensor query_starts, Tensor key_starts, SymInt longest_query, SymInt longest_key, "
+    "bool cudnn, float scaling, SymInt? window"
+)
+
+
+class _Reading(NamedTuple):
+    """How a row is read: the operators' last arguments, in their order."""
+
+    keys: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    longest_query: int
+    longest_key: int
+    cudnn: bool
+    scaling: float
+    window: int | None
+
+    @property
+    def starts_and_lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.query_starts, self.key_starts, self.longest_query, self.longest_key
+
+    @property
+    def felt_window(self) -> int | None:
+        """The window, if any sequence is longer."""
+        return None if self.window is not None and self.window >= self.longest_key else self.window
+
+    @property
+    def is_for_cudnn(self) -> bool:
+        return self.cudnn and len(self.query_starts) == 2 and self.felt_window is None
+
+    def is_shared(self, query: Tensor) -> bool:
+        """Whether sequences share places: else each place is one sequence's, and all are in order."""
+        return len(self.keys) > len(query)
 
 
 def attention_in_runs(
@@ -35,27 +72,19 @@ def attention_in_runs(
     return output  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("headrace::attend", mutates_args=())
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    cudnn: bool,
-    scaling: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "headrace::attend",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_READING}) -> (Tensor, Tensor)",
+)
+def _attend(query: Tensor, key: Tensor, value: Tensor, *reading: Any) -> tuple[Tensor, Tensor]:
     """The output, and for each of its places the logarithm of what its softmax divides by: [heads, places]."""
-    window = _felt(window, longest_key)
-    if _is_for_cudnn(cudnn, query_starts, window):
-        return _cudnn_forward(query, key, value, scaling)
-    if _is_shared(keys, query):
-        key, value = _gathered(key, keys), _gathered(value, keys)
-    return _flash_forward(query, key, value, query_starts, key_starts, longest_query, longest_key, scaling, window)
+    row = _Reading(*reading)
+    if row.is_for_cudnn:
+        return _cudnn_forward(query, key, value, row.scaling)
+    if row.is_shared(query):
+        key, value = _gathered(key, row.keys), _gathered(value, row.keys)
+    return _flash_forward(query, key, value, row)
 
 
 @_attend.register_fake
@@ -66,36 +95,24 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("headrace::attend_backward", mutates_args=())
+@torch.library.custom_op(
+    "headrace::attend_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, "
+    f"{_READING}) -> (Tensor, Tensor, Tensor)",
+)
 def _attend_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    keys: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    cudnn: bool,
-    scaling: float,
-    window: int | None,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, *reading: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    window = _felt(window, longest_key)
-    if _is_for_cudnn(cudnn, query_starts, window):
-        return _cudnn_backward(gradient, query, key, value, output, logsumexp, scaling)
-    is_shared, places = _is_shared(keys, query), len(key)
-    if is_shared:
-        key, value = _gathered(key, keys), _gathered(value, keys)
-    of_query, of_key, of_value = _flash_backward(
-        *(gradient, query, key, value, output, logsumexp),
-        *(query_starts, key_starts, longest_query, longest_key, scaling, window),
-    )
-    if is_shared:
-        of_key, of_value = _added_up(of_key, keys, places), _added_up(of_value, keys, places)
+    row, places = _Reading(*reading), len(key)
+    if row.is_for_cudnn:
+        return _cudnn_backward(gradient, query, key, value, output, logsumexp, row.scaling)
+    if row.is_shared(query):
+        key, value = _gathered(key, row.keys), _gathered(value, row.keys)
+    of_query, of_key, of_value = _flash_backward(gradient, query, key, value, output, logsumexp, row)
+    if row.is_shared(query):
+        of_key, of_value = _added_up(of_key, row.keys, places), _added_up(of_value, row.keys, places)
     return of_query, of_key, of_value
 
 
@@ -119,20 +136,6 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None
 _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _felt(window: int | None, longest: int) -> int | None:
-    """The window, if any sequence is longer."""
-    return None if window is not None and window >= longest else window
-
-
-def _is_for_cudnn(cudnn: bool, query_starts: Tensor, window: int | None) -> bool:
-    return cudnn and len(query_starts) == 2 and window is None
-
-
-def _is_shared(keys: Tensor, query: Tensor) -> bool:
-    """Whether sequences share places: else each place is one sequence's, and all are in order."""
-    return len(keys) > len(query)
-
-
 def _gathered(states: Tensor, places: Tensor) -> Tensor:
     # As rows of all heads: whole rows are moved.
     return states.reshape(len(states), -1).index_select(0, places).view(-1, *states.shape[1:])
@@ -144,48 +147,27 @@ def _added_up(gradient: Tensor, places: Tensor, size: int) -> Tensor:
     return total.index_add_(0, places, gradient.reshape(len(gradient), -1)).view(size, *gradient.shape[1:])
 
 
-def _flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    scaling: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Each sequence asks with its last tokens: the kernel aligns the ends."""
+def _flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Reading) -> tuple[Tensor, Tensor]:
     output, logsumexp, *_ = _aten._flash_attention_forward(
-        *(query, key, value, query_starts, key_starts, longest_query, longest_key, 0.0, window is None, False),
-        scale=scaling,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
+        *(query, key, value, *row.starts_and_lengths, 0.0, row.felt_window is None, False), **_scale_and_window(row)
     )
     return output, logsumexp
 
 
 def _flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    scaling: float,
-    window: int | None,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, row: _Reading
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _aten._flash_attention_backward(  # type: ignore[no-any-return]
-        *(gradient, query, key, value, output, logsumexp, query_starts, key_starts, longest_query, longest_key),
-        *(0.0, window is None, *_no_random_numbers(query, torch.uint64)),
-        scale=scaling,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
+        *(gradient, query, key, value, output, logsumexp, *row.starts_and_lengths),
+        *(0.0, row.felt_window is None, *_no_random_numbers(query, torch.uint64)),
+        **_scale_and_window(row),
     )
+
+
+def _scale_and_window(row: _Reading) -> dict[str, float]:
+    """Each sequence asks with its last tokens: the kernel aligns the ends."""
+    back = -1 if row.felt_window is None else row.felt_window - 1
+    return {"scale": row.scaling, "window_size_left": back, "window_size_right": 0}
 
 
 def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
