@@ -4,7 +4,8 @@
 
 Random weights of Qwen3-0.6B's and Qwen3-4B's sizes in bfloat16; 256 prompt tokens and 512 new ones for each request,
 all of them at once, temperature 1, no prompt twice, no prefix cache, equal bytes for keys and values. Every engine is
-a process of its own, and has the GPU to itself: they import side by side and are made and measured one after the other.
+a process of its own, and has the GPU to itself: they import while weights are written, and are made and measured one
+after the other.
 `start` is making the engine, imports not counted. `prefill` is the load with a single new token; what is left
 over the other tokens is `ms/step`. Medians, and (least to most).
 
@@ -83,6 +84,13 @@ def started(
     return stack.enter_context(process)
 
 
+def write(model: str, directory: Path) -> None:
+    """Random weights, by a process of its own: this one never touches the GPU."""
+    program = f"import pathlib, benchmarks.models as m; m.write_qwen3(pathlib.Path({str(directory)!r}), {model!r})"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    say(f"{model}: weights written")
+
+
 def measure(name: str, model: str, worker: Worker, counts: Sequence[int], repetitions: int) -> list[Row]:
     start = worker.ask([], 0).wall
     say(f"{model}, {name}: ready after {start:.1f} s")
@@ -109,6 +117,7 @@ def compare(
             started(name, model, directory, max(counts), step_tokens, stack)
             for name, stack in zip(names, stacks, strict=True)
         ]
+        write(model, directory)
         for name, worker, stack in zip(names, workers, stacks, strict=True):
             with stack:  # it ends, and its memory is free, before the next one is made
                 try:
@@ -168,12 +177,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for model in arguments.models:
             directory = Path(scratch) / model
-            # In a process of its own: this one never touches the GPU.
-            program = (
-                f"import pathlib, benchmarks.models as m; m.write_qwen3(pathlib.Path({str(directory)!r}), '{model}')"
-            )
-            subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
-            say(f"{model}: weights written")
             rows += compare(model, directory, names, arguments.requests, arguments.repetitions, arguments.step_tokens)
             Console(width=140).print(rows_table(rows))
     Console(width=140).print(ratio_table(rows))

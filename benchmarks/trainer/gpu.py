@@ -1,13 +1,13 @@
 """Whole training steps on one GPU: tokens per second, MFU and peak memory, beside a plain Hugging Face loop.
 
-    python -m benchmarks.trainer.gpu [CASE ...] [--who ours plain] [--rows 4]
+    python -m benchmarks.trainer.gpu [CASE ...] [--who ours plain]
     python -m benchmarks.trainer.gpu --profile CASE      the kernels of one step, by time
     python -m benchmarks.trainer.gpu --try [NAME ...]    variants side by side (`gpu_variants.py`)
 
-A step is forward, backward, clip and optimizer, with float32 masters and Adam's state on the GPU, over micro-batches of
-`--rows` rows of 16k tokens (64k in one case) of real loss streams; random weights, new data in every step. Ours is the
-trainer's own `TrainStep`, told only how much memory it may take. `peak` is the most memory that torch had allocated at
-once, from the building of the model on. MFU and the data: `gpu_cases.py`; the plain loop: `gpu_plain.py`.
+A step is forward, backward, clip and optimizer, with float32 masters and Adam's state on the GPU, over four rows of 16k
+tokens (in one case two of 64k) of real loss streams; random weights, new data in every step. Ours is the trainer's own
+`TrainStep`, told only how much memory it may take. `peak` is the most memory that torch had allocated at once, from the
+building of the model on. MFU and the data: `gpu_cases.py`; the plain loop: `gpu_plain.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from headrace.trainer.step import TrainStep
 
 GIB = 2**30
 CHUNK = 4096
-WARM_UP = {False: 2, True: 3}
-"""Steps that are not measured, which compile: new lengths of mixed rows make programs of their own."""
+WARM_UP = 2
+"""Steps that are not measured: they compile."""
 
 
 def build(case: Case, directory: Path, **settings: Any) -> PackedModel:
@@ -87,7 +87,7 @@ def timed(run: Callable[[list[Sample]], None], samples: list[Sample]) -> float:
     return time.perf_counter() - start
 
 
-def measure(case: Case, who: str, directory: Path, rows: int) -> str:
+def measure(case: Case, who: str, directory: Path) -> str:
     """A line of the table."""
     began = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
@@ -96,11 +96,11 @@ def measure(case: Case, who: str, directory: Path, rows: int) -> str:
         run, steps = our_step(model, case), case.steps
     else:
         run, steps = PlainStep(case).run, case.plain_steps
-    for seed in range(WARM_UP[case.is_mixed] if who == "ours" else min(1, steps - 1)):
-        run(draw(case, 1000 + seed, rows))
+    for seed in range(WARM_UP if who == "ours" else min(1, steps - 1)):
+        run(draw(case, 1000 + seed))
     speeds, shares = [], []
     for seed in range(steps):
-        samples = draw(case, seed, rows)
+        samples = draw(case, seed)
         lengths = [len(sample) for sample in samples]
         taken = timed(run, samples)
         speeds.append(sum(lengths) / taken)
@@ -124,12 +124,12 @@ def forget() -> None:
     torch.cuda.empty_cache()
 
 
-def table(names: list[str], whom: list[str], rows: int, directory: Path) -> None:
+def table(names: list[str], whom: list[str], directory: Path) -> None:
     print(f"{'case':<14}{'who':<6}{'tokens/s (spread)':<24}{'MFU':>5}{'GiB':>7}{'target':>13} met  took  settings")
     for name in names:
         for who in whom:
             try:
-                print(measure(CASES[name], who, directory, rows), flush=True)
+                print(measure(CASES[name], who, directory), flush=True)
             except Exception as error:
                 print(f"{name:<14}{who:<6}failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 if not isinstance(error, torch.cuda.OutOfMemoryError):
@@ -137,13 +137,13 @@ def table(names: list[str], whom: list[str], rows: int, directory: Path) -> None
             forget()
 
 
-def profile(case: Case, directory: Path, rows: int) -> None:
+def profile(case: Case, directory: Path) -> None:
     """Where a step's time goes."""
     model = build(case, directory)
     run = our_step(model, case)
-    for seed in range(WARM_UP[case.is_mixed] + 1):
-        run(draw(case, 1000 + seed, rows))
-    samples = draw(case, 0, rows)
+    for seed in range(WARM_UP + 1):
+        run(draw(case, 1000 + seed))
+    samples = draw(case, 0)
     taken = timed(run, samples)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
@@ -184,7 +184,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; none: all")
     parser.add_argument("--who", nargs="+", choices=["ours", "plain"], default=["ours", "plain"])
-    parser.add_argument("--rows", type=int, default=4, help="micro-batches of a step")
     parser.add_argument("--profile", nargs="+", metavar="CASE", choices=list(CASES))
     parser.add_argument("--try", dest="variants", nargs="*", choices=list(gpu_variants.VARIANTS))
     arguments = parser.parse_args()
@@ -199,10 +198,10 @@ def main() -> None:
                 forget()
         elif arguments.profile:
             for name in arguments.profile:
-                profile(CASES[name], Path(directory), arguments.rows)
+                profile(CASES[name], Path(directory))
                 forget()
         else:
-            table(arguments.cases or list(CASES), arguments.who, arguments.rows, Path(directory))
+            table(arguments.cases or list(CASES), arguments.who, Path(directory))
 
 
 if __name__ == "__main__":

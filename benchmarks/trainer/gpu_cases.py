@@ -41,6 +41,8 @@ class Case:
     """Rows of several sequences, with lengths that are uniform by their logarithm; else of one."""
     row: int = ROW
     lora: bool = False
+    rows: int = 4
+    """Micro-batches of a step."""
     steps: int = 5
     plain_steps: int = 3
 
@@ -59,7 +61,7 @@ CASES = {
         Case("mixed-bound", "0.6b", 74_000, 16, is_mixed=True),
         Case("mixed", "0.6b", 85_000, is_mixed=True),
         Case("sft-mixed", "0.6b", 76_000, 20, "sft", is_mixed=True),
-        Case("one-64k", "0.6b", 15_000, 24, row=65536, steps=3, plain_steps=1),
+        Case("one-64k", "0.6b", 15_000, 24, row=65536, rows=2, steps=3, plain_steps=1),
         Case("lora-4b", "4b", 14_000, 48, lora=True, plain_steps=1),
     )
 }
@@ -72,11 +74,11 @@ def parameters(config: Any) -> int:
     return int(config.num_hidden_layers * layer + config.hidden_size * config.vocab_size)
 
 
-def draw(case: Case, seed: int, rows: int = 2) -> list[Sample]:
-    """The samples of a step whose micro-batches are `rows` rows: in order, each row as full as it gets."""
+def draw(case: Case, seed: int, rows: int | None = None) -> list[Sample]:
+    """The samples of a step, or of so many rows: in order, each row as full as it gets."""
     rng = np.random.default_rng(seed)
     samples = []
-    for row in range(rows):
+    for row in range(rows or case.rows):
         for number, length in enumerate(_lengths(case, rng)):
             tokens = rng.integers(1000, 150_000, length)
             tokens[0] = 100 * row + number  # sequences are trained in the order of their tokens
