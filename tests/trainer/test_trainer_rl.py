@@ -18,6 +18,8 @@ from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint, rl
 from headrace.trainer.learner import ResumeError
+from headrace.trainer.ranks import Ranks
+from headrace.transport.endpoint import Endpoint, write_endpoint
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
 from headrace.transport.weights_link import is_linked
@@ -191,6 +193,20 @@ def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_s
     assert not driver.open
     rl.train(config, stopped=stopped, status=status, sharing="alternate")
     assert len(driver.open) == 1
+
+
+def test_where_both_compute_at_once_the_engine_comes_first(run: RunDir, status: Status):
+    """What it leaves free is what steps are planned with."""
+    stopped, ranks = threading.Event(), Ranks(torch.device("cpu"))
+    came: list[bool] = []
+    waiting = threading.Thread(target=lambda: came.append(rl.wait_for_engine(ranks, run, status, stopped)))
+    waiting.start()
+    while not status.current.waiting_for:
+        time.sleep(0.01)
+    assert not came
+    write_endpoint(run.endpoints / "inference.json", Endpoint("http://127.0.0.1:1", 1))
+    waiting.join(10)
+    assert came == [True]
 
 
 def test_the_last_version_can_be_had_when_the_trainer_is_gone_also_after_a_resume(

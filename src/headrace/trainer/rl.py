@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -26,6 +27,7 @@ from headrace.trainer.learner import Learner
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
 from headrace.trainer.publisher import Publisher, enter_incarnation
+from headrace.trainer.ranks import Ranks
 from headrace.trainer.rehearsal import rehearse
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.trainer.token_table import write_token_table
@@ -59,12 +61,12 @@ def train(
     takes_turns = sharing == "alternate"
     turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
-    if sharing != "overlap":  # else what is free is not known before the engine is up, and so is no plan for a step
-        compile_now(learner, status)
+    if learner.model.compiles and learner.model.device.type == "cuda" and learner.state.step < learner.max_steps:
+        compile_now(learner, run, status, stopped, at_once=sharing == "overlap")
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
-        if not wait_for_batch(learner, run, acknowledgements, step, status, stopped):
+        if not wait_for_batch(learner.ranks, run, acknowledgements, step, status, stopped):
             break
         batch = run.batches.read(step)
         watch.lap("time/wait_for_batch")
@@ -111,9 +113,13 @@ def train(
     publisher.close()
 
 
-def compile_now(learner: Learner, status: Status) -> None:
-    """Compile what the first step would have to wait for. It takes some memory, and no turn: the engine starts."""
-    if not learner.model.compiles or learner.model.device.type != "cuda":
+def compile_now(learner: Learner, run: RunDir, status: Status, stopped: threading.Event, *, at_once: bool) -> None:
+    """Compile what the first step would have to wait for. It takes some memory, and no turn: the engine starts.
+
+    With one that computes at the same time (`at_once`) it is done when that is up, and samples the first batch: a step
+    is planned for the memory that it leaves.
+    """
+    if at_once and not wait_for_engine(learner.ranks, run, status, stopped):
         return
     status.set("compiling")
     start = time.monotonic()
@@ -163,29 +169,32 @@ def losses(config: TrainerConfig) -> dict[str, Loss]:
     }
 
 
+def wait_for_engine(ranks: Ranks, run: RunDir, status: Status, stopped: threading.Event) -> bool:
+    """Until one of the run's engines serves."""
+    return _wait(ranks, lambda: any(run.endpoints.glob("*.json")), "a sign of life", "the engine", status, stopped)
+
+
 def wait_for_batch(
-    learner: Learner,
+    ranks: Ranks,
     run: RunDir,
     acknowledgements: Acknowledgements,
     step: int,
     status: Status,
     stopped: threading.Event,
 ) -> bool:
-    """Until every rank sees the batch; False, on all of them, as soon as one is asked to stop."""
-    ranks = learner.ranks
-
     def is_there() -> bool:
         if ranks.first:
             acknowledgements.check()
-        return ranks.all(run.batches.exists(step))
+        return run.batches.exists(step)
 
-    return wait_until(
-        is_there,
-        f"batch {step}",
-        "the orchestrator",
-        status,
-        stopped=lambda: ranks.any(stopped.is_set()),
-    )
+    return _wait(ranks, is_there, f"batch {step}", "the orchestrator", status, stopped)
+
+
+def _wait(
+    ranks: Ranks, ready: Callable[[], bool], what: str, whom: str, status: Status, stopped: threading.Event
+) -> bool:
+    """Until every rank sees it; False, on all of them, as soon as one is asked to stop."""
+    return wait_until(lambda: ranks.all(ready()), what, whom, status, stopped=lambda: ranks.any(stopped.is_set()))
 
 
 def tell(step: int, record: dict[str, float], metrics: MetricsLog | None, status: Status) -> None:
