@@ -33,6 +33,7 @@ class AnyOptimConfig(Config):
     """What all optimizers have in common."""
 
     lr: float = Field(1e-6, gt=0)
+    """The default is for all parameters of a language model; an adapter (`lora`) wants at least ten times it."""
     weight_decay: float = Field(0.0, ge=0)
     """Of every parameter, also of norms and biases."""
     max_grad_norm: float = Field(1.0, ge=0)
