@@ -1,6 +1,7 @@
 """Messages to prompts and results to messages, whole and streamed, with the renderer of a real family."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,50 @@ def test_choices_have_seeds_of_their_own(chat: Chat) -> None:
     assert [params.seed for params in chat.params(ask(n=2))] == [None, None]
 
 
-@pytest.mark.parametrize("content", [{"not": "text"}, 7])
-def test_content_that_is_not_text_is_refused(chat: Chat, content: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content"):
-        chat.prompt(ask(messages=[*ASK, {"role": "user", "content": content}]))
+def test_a_developer_is_heard_as_the_system(chat: Chat) -> None:
+    system, developer = (chat.prompt(ask(messages=[{"role": r, "content": "x"}])) for r in ("system", "developer"))
+    assert developer == system
 
 
-def test_messages_that_cannot_be_rendered_are_refused(chat: Chat) -> None:
-    with pytest.raises(InvalidRequest, match="messages cannot be rendered"):
-        chat.prompt(ask(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"function": 7}]}]))
+def test_parts_of_text_are_one_text(chat: Chat) -> None:
+    parts = [{"type": "text", "text": "add 1"}, {"type": "text", "text": " and 2", "cache_control": None}]
+    assert chat.prompt(ask(messages=[{"role": "user", "content": parts}])) == chat.prompt(ask())
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+ROLES = "must be system, developer, user, assistant or tool, not "
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "wizard", "content": "a"}, f"messages[1].role {ROLES}'wizard'"),
+        ({"role": ["user"], "content": "a"}, f"messages[1].role {ROLES}['user']"),
+        ({"content": "a"}, f"messages[1].role {ROLES}None"),
+        ({"role": "user", "content": {"not": "text"}}, "messages[1].content must be text"),
+        ({"role": "user", "content": 7}, "messages[1].content must be text"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[1].content[1] must be"),
+        ({"role": "user", "content": [{"type": "txt", "text": "a"}]}, "messages[1].content[0] must be"),
+        ({"role": "user", "content": [{"type": "text", "txt": "a"}]}, "messages[1].content[0] must be"),
+        ({"role": "user", "content": ["a"]}, "messages[1].content[0] must be"),
+        ({"role": "assistant", "tool_calls": {"function": {}}}, "messages[1].tool_calls must be a list"),
+        ({"role": "assistant", "tool_calls": [{"function": 7}]}, "messages[1].tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "messages[1].tool_calls[0].function.name"),
+        ({"role": "assistant", "function_call": {"name": "add"}}, "messages[1].function_call is of an older interface"),
+    ],
+)
+def test_what_the_prompt_would_lack_is_refused(chat: Chat, message: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(named)):
+        chat.prompt(ask(messages=[*ASK, message]))
+
+
+def test_messages_that_cannot_be_rendered_are_refused(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def render_ids(*_: Any, **__: Any) -> list[int]:
+        raise ValueError("roles must alternate")
+
+    monkeypatch.setattr(chat.renderer, "render_ids", render_ids)
+    with pytest.raises(InvalidRequest, match="messages cannot be rendered: ValueError: roles must alternate"):
+        chat.prompt(ask())
 
 
 REPLIES = [

@@ -294,6 +294,7 @@ def sampling(**params: Any) -> dict[str, Any]:
         (TOKENIZE, {"prompt": "a", "messages": HELLO}, 400, "either prompt, a text, or messages"),
         (TOKENIZE, {"prompt": ["a"]}, 400, "prompt"),
         (TOKENIZE, {"messages": []}, 400, "messages"),
+        (TOKENIZE, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages[0].role"),
         (TOKENIZE, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
         ("/update_weights", {"path": "/nowhere", "incarnation": 0, "step": 1}, 400, "COMPLETE.json"),
         ("/nowhere", {}, 404, "/nowhere"),

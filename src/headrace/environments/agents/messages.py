@@ -14,10 +14,9 @@ import msgspec
 
 from headrace.environments.openai_chat import text_of
 from headrace.inference.backend import InvalidRequest
+from headrace.inference.server.messages import ROLES
 from headrace.rollout.types import Message
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""What OpenAI calls a role, and what chat formats do."""
 PARTS = ("text", "refusal")
 """Parts of a content that are text."""
 

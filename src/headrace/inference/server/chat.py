@@ -17,6 +17,7 @@ from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
 from headrace.inference.backend import InvalidRequest, Piece, Result
 from headrace.inference.schema import SamplingParams
+from headrace.inference.server.messages import rendered_messages
 from headrace.inference.server.openai_request import (
     NEUTRAL,
     OpenAIRequest,
@@ -71,7 +72,7 @@ class Chat:
     def prompt(self, body: ChatRequest) -> list[int]:
         """The conversation as tokens, ready for the reply."""
         self._check(body)
-        messages: Any = [{**message, "content": message.get("content") or ""} for message in body.messages]
+        messages: Any = rendered_messages(body.messages)
         try:
             return list(self.renderer.render_ids(messages, tools=_tools(body), add_generation_prompt=True))
         except Exception as error:  # templates raise what they like about messages they cannot render
@@ -86,13 +87,6 @@ class Chat:
             )
         if body.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced here")
-        if not body.messages:
-            raise InvalidRequest("messages is empty")
-        for index, message in enumerate(body.messages):
-            if not isinstance(message.get("role"), str):
-                raise InvalidRequest(f"messages[{index}].role is missing")
-            if not isinstance(message.get("content"), str | list | None):
-                raise InvalidRequest(f"messages[{index}].content must be text or a list of parts")
 
     def params(self, body: ChatRequest) -> list[SamplingParams]:
         """How to sample each of the choices."""
