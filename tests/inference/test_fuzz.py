@@ -56,6 +56,7 @@ OPENAI: dict[str, Any] = {
     "stream_options": st.just({"include_usage": True}),
     "return_token_ids": st.booleans(),
     "presence_penalty": st.just(0),
+    "min_tokens": st.sampled_from([None, 0, 1]),
     "logit_bias": st.just({}),
 }
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

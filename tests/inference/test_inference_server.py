@@ -22,7 +22,12 @@ from headrace.inference.client.served_model import ServedModel
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
+from headrace.inference.server.app import TokenizeRequest
+from headrace.inference.server.chat import ChatRequest
+from headrace.inference.server.completions import CompletionRequest
+from headrace.inference.server.generate import VllmSampling
 from headrace.inference.server.main import CannotListen, bind, load_embedded, make_chat, serve
+from headrace.inference.server.openai_request import unsupported_in
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer, TokenizerError
@@ -258,6 +263,9 @@ def sampling(**params: Any) -> dict[str, Any]:
         (GENERATE, sampling(logprobs=21), 400, "logprobs"),
         (GENERATE, sampling(n=2), 400, "n is not supported"),
         (GENERATE, sampling(repetition_penalty=1.1), 400, "repetition_penalty is not supported"),
+        (GENERATE, sampling(min_tokens=3), 400, "min_tokens is not supported"),
+        (GENERATE, sampling(temprature=0.5), 400, "this server knows no field `temprature` - at `sampling_params`"),
+        (GENERATE, {"token_ids": [5], "features": {"image": []}}, 400, "features is not supported"),
         (GENERATE, sampling(seed=2**63), 400, "seed"),
         (GENERATE, sampling(stop=["a"] * 17), 400, "stop must be at most 16"),
         (GENERATE, sampling(stop="a" * 1025), 400, "stop"),
@@ -276,6 +284,10 @@ def sampling(**params: Any) -> dict[str, Any]:
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000}]}, 400, "longer than max_model_len = 128"),
+        (CHAT, {"messages": HELLO, "temprature": 0.5}, 400, "this server knows no field `temprature`"),
+        (CHAT, {"messages": HELLO, "reasoning_effort": "low"}, 400, "reasoning_effort is not supported"),
+        (CHAT, {"messages": HELLO, "parallel_tool_calls": False}, 400, "parallel_tool_calls is not supported"),
+        (CHAT, {"messages": HELLO, "stream_options": {"continuous_usage_stats": True}}, 400, "continuous_usage_stats"),
         (CHAT, {"messages": HELLO, "n": 0}, 400, "n must be"),
         (CHAT, {"messages": HELLO, "top_p": 2}, 400, "top_p"),
         (CHAT, {"messages": HELLO, "model": "gpt-9"}, 404, "gpt-9"),
@@ -286,6 +298,13 @@ def sampling(**params: Any) -> dict[str, Any]:
         (COMPLETE, {"prompt": [5, 264]}, 400, "264"),
         (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        (
+            COMPLETE,
+            {"prompt": "a", "response_format": {"type": "json_object"}},
+            400,
+            "response_format is not supported",
+        ),
+        (COMPLETE, {"prompt": "a", "guided_regex": "b+"}, 400, "guided_regex is not supported"),
         (COMPLETE, {"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of"),
         (COMPLETE, {"prompt": ["a"] * 100, "n": 6}, 400, "more than 512"),
         (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "stream"),
@@ -294,6 +313,10 @@ def sampling(**params: Any) -> dict[str, Any]:
         (TOKENIZE, {"prompt": "a", "messages": HELLO}, 400, "either prompt, a text, or messages"),
         (TOKENIZE, {"prompt": ["a"]}, 400, "prompt"),
         (TOKENIZE, {"messages": []}, 400, "messages"),
+        (TOKENIZE, {"messages": HELLO, "add_generation_prompt": False}, 400, "add_generation_prompt is not supported"),
+        (TOKENIZE, {"messages": HELLO, "chat_template_kwargs": {"a": 1}}, 400, "[inference.renderer]"),
+        (TOKENIZE, {"prompt": "a", "return_token_strs": True}, 400, "return_token_strs is not supported"),
+        (DETOKENIZE, {"tokens": [5], "skip_special_tokens": True}, 400, "knows no field `skip_special_tokens`"),
         (TOKENIZE, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages[0].role"),
         (TOKENIZE, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
         ("/update_weights", {"path": "/nowhere", "incarnation": 0, "step": 1}, 400, "COMPLETE.json"),
@@ -309,6 +332,38 @@ async def test_errors_name_what_is_wrong(
     assert code == status
     assert named in error.message
     assert error.type
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"}),
+        (CHAT, {"messages": HELLO, "modalities": ["text"], "parallel_tool_calls": True, "functions": []}),
+        (COMPLETE, {"prompt": "a", "priority": 1, "request_id": "b", "response_format": {"type": "text"}}),
+        (COMPLETE, {"prompt": "a", "min_tokens": 0, "skip_special_tokens": True, "length_penalty": 1.0}),
+        (GENERATE, {**sampling(skip_special_tokens=False, routed_experts_prompt_start=3, n=1), "priority": 1}),
+        (TOKENIZE, {"messages": HELLO, "add_generation_prompt": True, "continue_final_message": False}),
+    ],
+)
+async def test_fields_that_ask_for_nothing_else_are_accepted(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> None:
+    code, content = await post(http, path, body)
+    assert code == 200, content
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (ChatRequest, {"messages": HELLO}),
+        (CompletionRequest, {"prompt": "a"}),
+        (TokenizeRequest, {"prompt": "a"}),
+        (VllmSampling, {}),
+    ],
+)
+def test_a_null_asks_for_as_much_as_no_field_at_all(kind: type[msgspec.Struct], needed: dict[str, Any]) -> None:
+    body = msgspec.convert({**dict.fromkeys(kind.__struct_fields__), **needed}, kind)
+    assert not [*unsupported_in(body)]
 
 
 async def test_a_client_that_hangs_up_cancels_its_request(client: EngineClient) -> None:

@@ -32,6 +32,8 @@ from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, served
 
 GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+ASKED: dict[str, Any] = {GENERATE: {"token_ids": [5]}, CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "a"}}
+"""The least that each route wants."""
 MB = 2**20
 
 
@@ -202,7 +204,7 @@ async def test_a_list_that_does_not_fit_in_line_takes_no_place_in_it(
 async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_again(
     http: aiohttp.ClientSession, path: str, body: Any
 ) -> None:
-    async with http.post(path, json={"messages": HELLO, "max_tokens": 1, **body}) as answer:
+    async with http.post(path, json={**ASKED[path], "max_tokens": 1, **body}) as answer:
         assert answer.status == 400
         assert "more than the 10 that this server can hold" in (await answer.json())["error"]["message"]
 
@@ -221,7 +223,7 @@ async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_a
 async def test_what_every_request_in_line_would_hold_is_short(
     http: aiohttp.ClientSession, path: str, body: Any, field: str
 ) -> None:
-    async with http.post(path, json={"token_ids": [5], "prompt": "a", "messages": HELLO, **body}) as answer:
+    async with http.post(path, json={**ASKED[path], **body}) as answer:
         assert answer.status == 400
         assert (await answer.json())["error"]["message"].startswith(field)
 
@@ -333,7 +335,7 @@ async def test_a_dead_engine_is_an_unhealthy_server(model: Any, model_directory:
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
         fall_ill(backend)
         for path in (GENERATE, GENERATE, CHAT):  # the first is there when it happens
-            async with http.post(path, json={"token_ids": [5], "messages": HELLO}) as answer:
+            async with http.post(path, json=ASKED[path]) as answer:
                 assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
                 assert "the GPU fell off" in (await answer.json())["error"]["message"]
         async with http.get("/health") as answer:
@@ -400,7 +402,7 @@ async def test_large_bodies_that_do_not_come_hold_up_nobody_for_long(
             writer.write(head + b" " * (2 * MB))
             await writer.drain()
         small = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
-        for body in (small, {**small, "filler": "x" * 2 * MB}):
+        for body in (small, {**small, "priority": "x" * 2 * MB}):
             async with http.post(GENERATE, json=body) as answer:
                 assert answer.status == 200
         for reader, writer in lines:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.inference.backend import InvalidRequest
-from headrace.inference.server.openai_request import MOST_CHOICES, NEUTRAL, OpenAIRequest
+from headrace.inference.server.openai_request import MOST_CHOICES, OpenAIRequest, Unsupported, unsupported_in
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +22,9 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "top_k": (None, -1),
     "min_p": (None, 0),
     "seed": (None,),
-    **NEUTRAL,
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
-    "parallel_tool_calls": (None, True),
 }
-"""Settings that are not obeyed, and the values that ask for nothing."""
+"""Settings that are not obeyed, beside those that no server of ours obeys, and the values that ask for nothing."""
 REFUSED = {
     "logprobs": "the policy's logprobs are the run's own",
     "top_logprobs": "the policy's logprobs are the run's own",
@@ -37,14 +34,12 @@ REFUSED = {
 }
 
 
-class ChatRequest(OpenAIRequest, kw_only=True):
+class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
     messages: list[Any]
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: Unsupported = True
     logprobs: bool | None = None
     top_logprobs: int | None = None
     functions: list[Any] | None = None
@@ -81,6 +76,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     def in_vain(self) -> Iterator[str]:
         """Settings of its own that are not obeyed."""
         yield from (field for field, neutral in IGNORED.items() if getattr(self, field) not in neutral)
+        yield from unsupported_in(self)
 
 
 class Complaints:

@@ -36,6 +36,7 @@ from headrace.inference.server.completions import CompletionRequest, Completions
 from headrace.inference.server.generate import GenerateBody, check_ids
 from headrace.inference.server.keys import Keys
 from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
+from headrace.inference.server.openai_request import Unsupported, refuse_unsupported
 from headrace.inference.server.replies import HEADERS, Handler, answering, body_of, on_bug, on_http_error, reply
 from headrace.inference.server.streaming import EventStream, news_of, unless_gone
 from headrace.rollout.version import Version
@@ -53,18 +54,23 @@ COUNTED_LENGTHS = 16
 """Texts that are only made into tokens, or back, may be so many times as long as those that are sampled from."""
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """In vLLM's form: a text, or a conversation as it would be sampled from."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     model: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     """Of a text: whether the tokenizer adds what it begins texts with. A conversation has what its format gives it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Unsupported = None
+    add_generation_prompt: Unsupported = True
+    continue_final_message: Unsupported = False
+    return_token_strs: Unsupported = False
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[int]
     model: str | None = None
 
@@ -172,14 +178,17 @@ class App:
     async def tokenize(self, http: HttpRequest) -> Response:
         async with self._body(http, _tokenize_decoder) as body:
             self._adapter(body.model)
+            refuse_unsupported(body)
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("give either prompt, a text, or messages, a conversation")
             if body.messages is not None:
-                asked = ChatRequest(messages=body.messages, tools=body.tools)
+                asked = ChatRequest(
+                    messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+                )
                 self._refuse_long(_said(body.messages), "messages", COUNTED_LENGTHS)
                 tokens = await self._beside(http, lambda: self._chat.prompt(asked))
             else:
-                text, special = body.prompt or "", body.add_special_tokens
+                text, special = body.prompt or "", body.add_special_tokens is not False
                 self._refuse_long(text, "prompt", COUNTED_LENGTHS)
                 tokens = await self._beside(http, lambda: self._chat.tokenizer.encode(text, add_special_tokens=special))
         return reply({"count": len(tokens), "max_model_len": self.backend.max_model_len, "tokens": tokens})
@@ -198,6 +207,7 @@ class App:
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._read(http, _generate_decoder)
+        refuse_unsupported(body)
         params = body.sampling_params.checked()
         _refuse_long_name(body.request_id, "request_id")
         generations = self._submit(http, body.model, [(body.token_ids, params)], body.cache_salt, urgent=body.urgent)

@@ -13,48 +13,44 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
 from headrace.inference.backend import InvalidRequest, Piece, Result
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server.messages import rendered_messages
-from headrace.inference.server.openai_request import (
-    NEUTRAL,
-    OpenAIRequest,
-    envelope,
-    refuse_unsupported,
-    usage_of,
-)
+from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.text import cut, cut_end
 from headrace.inference.server.token_text import TokenText
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **NEUTRAL,
-    "response_format": (None, {"type": "text"}),
-    "chat_template": (None,),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "functions": (None, []),
-}
-
 
 class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[dict[str, Any]]
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    chat_template: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    functions: list[Any] | None = None
+    chat_template: Unsupported = None
+    add_generation_prompt: Unsupported = True
+    continue_final_message: Unsupported = False
+    add_special_tokens: Unsupported = False
+    documents: Unsupported = msgspec.field(default_factory=list)
+    functions: Unsupported = msgspec.field(default_factory=list)
+    function_call: Unsupported = None
+    parallel_tool_calls: Unsupported = True
+    reasoning_effort: Unsupported = None
+    include_reasoning: Unsupported = True
+    verbosity: Unsupported = None
+    modalities: Unsupported = msgspec.field(default_factory=lambda: ["text"])
+    audio: Unsupported = None
+    web_search_options: Unsupported = None
+    echo: Unsupported = False
+    prompt_logprobs: Unsupported = None
 
 
 class Chat:
@@ -79,7 +75,6 @@ class Chat:
             raise InvalidRequest(f"messages cannot be rendered: {type(error).__name__}: {error}") from error
 
     def _check(self, body: ChatRequest) -> None:
-        refuse_unsupported(body, UNSUPPORTED)
         if body.chat_template_kwargs:
             raise InvalidRequest(
                 "chat_template_kwargs are not supported: how this server renders is set at its start, in its "

@@ -13,13 +13,7 @@ from typing import Any
 from headrace.inference.backend import InvalidRequest, Piece, Result
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server.generate import prompt_tables
-from headrace.inference.server.openai_request import (
-    NEUTRAL,
-    OpenAIRequest,
-    envelope,
-    refuse_unsupported,
-    usage_of,
-)
+from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.streaming import DONE, News, event
 from headrace.inference.server.text import GrowingText, Progress, cut
 from headrace.inference.server.token_text import TokenText
@@ -29,19 +23,17 @@ MOST_REQUESTS = 512
 """Prompts times `n`."""
 MAX_TOKENS = 16
 """Unless told otherwise, as with OpenAI."""
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {**NEUTRAL, "suffix": (None, "")}
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    max_tokens: int | None = None
     best_of: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Unsupported = ""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     """vLLM's: scores of the prompt, with so many alternatives."""
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     """Of a text: whether the tokenizer adds what it begins texts with."""
 
     @property
@@ -63,7 +55,6 @@ class Completions:
 
     def params(self, body: CompletionRequest) -> list[SamplingParams]:
         """How to sample each of the choices of a prompt."""
-        refuse_unsupported(body, UNSUPPORTED)
         if body.best_of not in (None, body.choices):
             raise InvalidRequest("best_of is not supported: leave it out")
         if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
@@ -74,8 +65,6 @@ class Completions:
         asked = MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.sampling(
             max_tokens=1 if body.only_scores else asked,  # an engine samples at least one: it is dropped
-            stop_token_ids=body.stop_token_ids or [],
-            logprobs=body.logprobs,
             prompt_logprobs=scores,
         )
 
@@ -97,7 +86,7 @@ class Completions:
     def _encoded(self, text: str | int, body: CompletionRequest) -> list[int]:
         if isinstance(text, int):
             raise InvalidRequest("prompt must be a text or a list of token ids, or a list of either")
-        return self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
 
     def reply(self, body: CompletionRequest, prompts: list[list[int]], results: Sequence[Result]) -> dict[str, Any]:
         """All choices, those of the first prompt first."""

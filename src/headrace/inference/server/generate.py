@@ -26,38 +26,41 @@ from headrace.inference.schema import (
     TopLogprob,
     WeightVersionSpan,
 )
-from headrace.inference.server.openai_request import NEUTRAL, check_sampling, refuse_unsupported, usage_of
+from headrace.inference.server.openai_request import SamplingRequest, Unsupported, check_sampling, usage_of
 from headrace.inference.server.streaming import DONE, News, event
 from headrace.inference.server.token_text import TokenText, finite
 
-UNSUPPORTED = {**NEUTRAL, "n": (None, 1)}
-del UNSUPPORTED["use_beam_search"]
 
+class VllmSampling(SamplingRequest, kw_only=True):
+    """vLLM's sampling parameters. Those for making text, and for how vLLM works inside, change nothing here."""
 
-class VllmSampling(SamplingParams, kw_only=True):
-    """vLLM's sampling parameters: what would change the result is known here to be refused."""
-
-    stop: str | list[str] | None = None  # type: ignore[assignment]
-    stop_token_ids: list[int] | None = None  # type: ignore[assignment]
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: Any = None
+    detokenize: Any = None
+    output_kind: Any = None
+    output_text_buffer_length: Any = None
+    skip_clone: Any = None
+    skip_reading_prefix_cache: Any = None
+    routed_experts_prompt_start: Any = None
+    n: Unsupported = 1
+    flat_logprobs: Unsupported = False
+    extra_args: Unsupported = msgspec.field(default_factory=dict)
 
     def checked(self) -> SamplingParams:
         """What an engine is asked for."""
-        refuse_unsupported(self, UNSUPPORTED)
-        known = {field: getattr(self, field) for field in SamplingParams.__struct_fields__}
-        known["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        known["stop_token_ids"] = self.stop_token_ids or []
-        params = SamplingParams(**known)
+        params = self.engine_params()
         check_sampling(params)
         return params
 
 
-class GenerateBody(GenerateRequest, kw_only=True):
-    sampling_params: VllmSampling = msgspec.field(default_factory=VllmSampling)
+class GenerateBody(GenerateRequest, kw_only=True, forbid_unknown_fields=True):
+    sampling_params: VllmSampling = msgspec.field(default_factory=VllmSampling)  # type: ignore[assignment]
+    priority: Any = None
+    stream_options: Any = None
+    """A stream has its usage in any case."""
+    features: Unsupported = None
+    kv_transfer_params: Unsupported = None
 
 
 class ChoiceDelta(msgspec.Struct, omit_defaults=True):

@@ -79,7 +79,8 @@ def _decoded(content: bytearray, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(content)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error).replace("$.", "")) from error
+        words = str(error).replace("Object contains unknown field", "this server knows no field")
+        raise InvalidRequest(words.replace("$.", "")) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     except UnicodeDecodeError as error:
