@@ -99,6 +99,11 @@ async def test_logprobs_lie_where_their_tokens_begin_in_the_text(url: str) -> No
     assert len({len(column) for column in logprobs.values()}) == 1
 
 
+async def test_offsets_count_characters_where_a_character_is_several_tokens(url: str) -> None:
+    [choice] = (await complete(url, prompt="a€b", max_tokens=0, echo=True, logprobs=0))["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_stream_is_the_whole_in_parts(url: str, seed: int) -> None:
     body: dict[str, Any] = {"prompt": "ab", "max_tokens": 40, "seed": seed, "ignore_eos": True, "echo": True}

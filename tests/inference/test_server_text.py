@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.inference.backend import Piece, Result
 from headrace.inference.server.text import SHARE, GrowingText, Progress, cut, cut_end, sure_part
-from headrace.inference.server.token_text import TokenText, finite
+from headrace.inference.server.token_text import Offsets, TokenText, finite
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -94,6 +94,24 @@ def test_tokens_have_their_bytes_though_they_are_part_of_a_character(model_direc
     assert (names.text(tokenizer.encode("a")[0]), names.text(258), names.text(263)) == ("a", "<|im_end|>", "")
     every = [token for byte in range(256) for token in [next(t for t in range(256) if names.raw(t) == bytes([byte]))]]
     assert sorted(every) == list(range(256))
+
+
+@pytest.mark.parametrize(
+    ("content", "begins"),
+    [
+        ("a€b".encode(), [0, 1, 1, 1, 2]),
+        ("é😀".encode(), [0, 0, 1, 1, 1, 1]),
+        (b"\xe2\x82a\xf0\xc3\xa9b", [0, 0, 1, 2, 3, 3, 4]),
+    ],
+)
+def test_tokens_begin_where_the_character_does_that_they_are_part_of(content: bytes, begins: list[int]) -> None:
+    offsets = Offsets()
+    assert [offsets.next(bytes([byte])) for byte in content] == begins
+
+
+def test_a_token_without_text_begins_where_the_next_one_does() -> None:
+    offsets = Offsets()
+    assert [offsets.next(content) for content in (b"ab", b"", "€".encode(), b"c")] == [0, 2, 2, 3]
 
 
 def test_minus_infinity_is_a_number() -> None:

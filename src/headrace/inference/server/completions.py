@@ -16,7 +16,7 @@ from headrace.inference.server.generate import prompt_tables
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.streaming import DONE, News, event
 from headrace.inference.server.text import GrowingText, Progress, cut
-from headrace.inference.server.token_text import TokenText
+from headrace.inference.server.token_text import Offsets, TokenText
 from headrace.text.tokenizer import Tokenizer
 
 MOST_REQUESTS = 512
@@ -123,7 +123,7 @@ class Completions:
             scores = [None, *result.prompt_logprobs[1:], *scores]
             tops = [*(result.prompt_top_logprobs or [[]] * len(prompt)), *tops]
         tops = [top[: body.logprobs] for top in tops]
-        return self.token_text.completion_logprobs(tokens, scores, tops if body.logprobs else None, 0)
+        return self.token_text.completion_logprobs(tokens, scores, tops if body.logprobs else None, Offsets())
 
     async def stream(
         self, body: CompletionRequest, prompts: list[list[int]], news: News, count: int
@@ -169,7 +169,7 @@ class _Reply:
         self._begun = False
         self._progress = Progress()
         self._text = GrowingText(body.stops, ())
-        self._offset = 0
+        self._offsets = Offsets()
 
     def advance(self, found: Piece | Result) -> dict[str, Any] | None:
         """The next chunk, if there is anything to say."""
@@ -195,9 +195,8 @@ class _Reply:
             names = self._completions.token_text
             tops = tokens.top_logprobs or [[]] * len(tokens.token_ids)
             chunk["logprobs"] = names.completion_logprobs(
-                tokens.token_ids, [*tokens.logprobs], tops if body.logprobs else None, self._offset
+                tokens.token_ids, [*tokens.logprobs], tops if body.logprobs else None, self._offsets
             )
-            self._offset += sum(len(names.text(token)) for token in tokens.token_ids)
         if body.return_token_ids:
             chunk["token_ids"] = tokens.token_ids
         self._begun = True

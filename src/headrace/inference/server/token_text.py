@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Any
 
@@ -18,6 +19,26 @@ _SPACE = "\u2581"
 
 def finite(logprob: float) -> float:
     return max(logprob, CERTAINLY_NOT)
+
+
+class Offsets:
+    """Where tokens begin in the text that they make together, one after the other.
+
+    All tokens of a character begin where it does.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def next(self, content: bytes) -> int:
+        """Where a token of these bytes begins."""
+        begins_anew = bool(content) and content[0] & 0xC0 != 0x80
+        if begins_anew:  # what came of a character before stays broken
+            self._characters += len(self._decoder.decode(b"", final=True))
+        offset = self._characters
+        self._characters += len(self._decoder.decode(content))
+        return offset
 
 
 class TokenText:
@@ -56,13 +77,9 @@ class TokenText:
         }
 
     def completion_logprobs(
-        self, token_ids: list[int], logprobs: list[float | None], tops: list[Alternatives] | None, offset: int
+        self, token_ids: list[int], logprobs: list[float | None], tops: list[Alternatives] | None, offsets: Offsets
     ) -> dict[str, Any]:
-        """The form of `/v1/completions`; `offset` is where the first token begins in the text."""
-        offsets = []
-        for token in token_ids:
-            offsets.append(offset)
-            offset += len(self.text(token))
+        """The form of `/v1/completions`; `offsets` have met the tokens before these."""
         tables = [
             None if known is None else {self.label(other): finite(logprob) for other, logprob in top}
             for known, top in zip(logprobs, tops or [[]] * len(logprobs), strict=True)
@@ -71,7 +88,7 @@ class TokenText:
             "tokens": [self.label(token) for token in token_ids],
             "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
             "top_logprobs": tables if tops is not None else None,
-            "text_offset": offsets,
+            "text_offset": [offsets.next(self.raw(token)) for token in token_ids],
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
