@@ -25,15 +25,20 @@ def longest_sequence(positions: int | None, configured: int | None) -> int:
 
 def check_request(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
     """Raise `InvalidRequest` for one that no engine can serve."""
+    check_prompt(token_ids, vocab_size, max_model_len)
+    if (problem := params.problem()) is not None:
+        raise InvalidRequest(problem)
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, field: str = "token_ids") -> None:
+    """The same for what came as this field of a request."""
     if not token_ids:
-        raise InvalidRequest("token_ids is empty: a prompt needs at least one token")
+        raise InvalidRequest(f"{field} is empty: a prompt needs at least one token")
     if len(token_ids) >= max_model_len:
         raise InvalidRequest(
-            f"token_ids has {len(token_ids)} tokens, which leaves no room for a new one: "
+            f"{field} has {len(token_ids)} tokens, which leaves no room for a new one: "
             f"prompt and completion together may have max_model_len = {max_model_len}"
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise InvalidRequest(f"token_ids holds {bad}, which is outside the vocabulary of {vocab_size}")
-    if (problem := params.problem()) is not None:
-        raise InvalidRequest(problem)
+        raise InvalidRequest(f"{field} holds {bad}, which is outside the vocabulary of {vocab_size}")

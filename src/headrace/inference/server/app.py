@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headrace.inference.backend import Backend, Generation, InvalidRequest, NotServed, Piece, Result
+from headrace.inference.limits import check_prompt
 from headrace.inference.schema import (
     SESSION_HEADER,
     Health,
@@ -221,6 +222,7 @@ class App:
             params = self._chat.params(body)
             self._refuse_long(_said(body.messages), "messages")
             prompt = await self._beside(http, lambda: self._chat.prompt(body))
+            check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, "messages")
             body.messages = []  # the answer may take long, and needs them no more
         generations = self._submit(http, body.model, [(prompt, each) for each in params], body.cache_salt)
         if body.stream:
@@ -234,6 +236,8 @@ class App:
             for text in _texts(body.prompt):
                 self._refuse_long(text, "prompt")
             prompts = await self._beside(http, lambda: self._completions.prompts(body))
+            for prompt in prompts:
+                check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, "prompt")
             if not body.echo:
                 body.prompt = []
         asked = [(prompt, each) for prompt in prompts for each in params]

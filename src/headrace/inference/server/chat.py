@@ -17,7 +17,7 @@ import msgspec
 from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
 from headrace.inference.backend import InvalidRequest, Piece, Result
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import MOST_ALTERNATIVES, SamplingParams
 from headrace.inference.server.messages import rendered_messages
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.text import cut, cut_end
@@ -87,6 +87,8 @@ class Chat:
         """How to sample each of the choices."""
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs wants logprobs = true beside it")
+        if not 0 <= (body.top_logprobs or 0) <= MOST_ALTERNATIVES:
+            raise InvalidRequest(f"top_logprobs must be between 0 and {MOST_ALTERNATIVES}, not {body.top_logprobs}")
         return body.sampling(
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             stop_token_ids=[*([] if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])],
