@@ -115,7 +115,7 @@ def test_step_metrics_count_errors_and_drops_since_the_last_step():
     metrics = ledger.take_step_metrics(102.0)
     assert metrics["errors/engine"] == 1
     assert metrics["dropped/timeout"] == 1
-    assert metrics["time/step"] == 2.0
+    assert metrics["time/batch"] == 2.0
     assert metrics["perf/sampled_tokens_per_second"] == 2.0
     assert "errors/engine" not in ledger.take_step_metrics(103.0)
 

@@ -34,7 +34,7 @@ from headrace.transport.run_dir import RunDir
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 
 STEPS = 4
-TIMES = {f"time/{name}" for name in ("step", "wait_for_batch", "wait_for_weights", "scoring", "write_batch")}
+TIMES = {f"time/{name}" for name in ("batch", "wait_for_rollouts", "wait_for_weights", "scoring", "write_batch")}
 
 
 class Broken(Environment):

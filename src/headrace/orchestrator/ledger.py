@@ -163,7 +163,7 @@ class _StepCounts:
     def metrics(self, now: float) -> dict[str, float]:
         seconds = now - self.began
         return {
-            "time/step": seconds,
+            "time/batch": seconds,
             "perf/sampled_tokens_per_second": self.tokens / max(seconds, 1e-9),
             "off_policy/dropped": self.dropped["off_policy"] + self.dropped["on_policy"],
             **{f"errors/{reason}": count for reason, count in self.errors.items()},

@@ -208,7 +208,7 @@ class Orchestrator:
         self.run_dir.batches.announce(step)
         log.info(
             "step %d shipped: reward %.3f, %d of %d rollouts, %.1f s",
-            step, values["reward/all/mean"], len(batch.kept), len(batch.rollouts), values["time/step"],
+            step, values["reward/all/mean"], len(batch.kept), len(batch.rollouts), values["time/batch"],
         )  # fmt: skip
 
     def _report_eval(self, batch: EvalBatch) -> None:

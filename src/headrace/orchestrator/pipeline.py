@@ -408,7 +408,7 @@ class Pipeline:
         self._actions.append(self._ship(step, batch))
 
     def _ship(self, step: int, batch: TrainBatch) -> Ship:
-        waits = {f"time/{name}": self._waits[name] for name in ("wait_for_batch", "wait_for_weights")}
+        waits = {f"time/{name}": self._waits[name] for name in ("wait_for_rollouts", "wait_for_weights")}
         self._waits.clear()
         self._commit_at = None
         entries = self.ledger.take(self._now)
@@ -472,7 +472,7 @@ class Pipeline:
             return "wait_for_weights"
         if self._in_hand is not None:
             return ""  # its processing is timed by itself
-        return "wait_for_batch"
+        return "wait_for_rollouts"
 
 
 def _fail_if(cause: str | None) -> None:
