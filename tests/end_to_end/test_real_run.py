@@ -22,6 +22,10 @@ def steps_of(run: RunDir, process: str, key: str) -> list[int]:
     return [record["step"] for record in read_metrics(run.metrics) if record["process"] == process and key in record]
 
 
+def metrics_of(run: RunDir, process: str) -> set[str]:
+    return {name for record in read_metrics(run.metrics) if record["process"] == process for name in record}
+
+
 def drift_of(run: RunDir) -> dict[str, float]:
     """The largest of each part of the mismatch between trainer and engine."""
     parts: dict[str, float] = {}
@@ -62,6 +66,8 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_p
     assert steps_of(run, "orchestrator", "reward/all/mean") == [1, 2, 3]
     assert {0, 3} <= set(steps_of(run, "orchestrator", "eval/letters/avg@1"))
     assert draws_trained_once(run)
+    # Monitors do not tell processes apart.
+    assert metrics_of(run, "trainer") & metrics_of(run, "orchestrator") == {"step", "time", "process"}
     assert {"engine", "staleness", "decode"} <= drift_of(run).keys()
     assert drift_of(run)["engine"] < 1e-9  # the same weights in float32, two implementations
 

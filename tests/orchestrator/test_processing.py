@@ -472,6 +472,17 @@ async def test_training_rewards_are_told_apart_by_agent_where_there_are_several(
     assert not any(name.startswith("reward/env/policy") for name in step_metrics(1, alone))
 
 
+async def test_the_age_of_a_rollout_is_that_of_its_oldest_token_in_whichever_of_its_samples():
+    members = [rollout(1.0), rollout(0.0)]
+    members[0].turns.append(Turn([7], [8, 9], [-0.5] * 2, [1, 2], 1.0))  # of another conversation
+    processing = make()
+    batch = TrainBatch([await process(processing, *members)])
+    await processing.process_batch(batch)
+    assert len(members[0].samples) == 2
+    metrics = step_metrics(3, batch)
+    assert [metrics[f"off_policy/staleness/{name}"] for name in ("min", "mean", "max")] == [2, 2, 2]
+
+
 async def test_a_group_that_the_gate_rejects_is_credited_counted_and_takes_no_slot():
     processing = TrainProcessing(
         {"env": Grpo()}, {"env": Environment()}, [ZERO_ADVANTAGE], [], 64, gates={"env": AdvantageRange(-0.5, 0.5)}

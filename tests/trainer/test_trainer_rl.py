@@ -93,12 +93,10 @@ def test_metrics_of_every_step_are_recorded(run: RunDir, tiny_model: Path, statu
         *("loss", "entropy", "mismatch_kl", "is_masked", "loss/env0", "entropy/env1"),
         *("optim/lr", "optim/grad_norm", "optim/skipped", "progress/tokens_trained", "perf/trained_tokens_per_second"),
         *("time/step", "time/wait_for_batch", "time/forward_backward", "time/publish"),
-        *("off_policy/staleness/mean", "off_policy/staleness/max"),
     }
     assert wanted <= records[0].keys()
     tokens = [sum(len(sample) for sample in random_samples(step, 6)) for step in (1, 2)]
     assert [record["progress/tokens_trained"] for record in records] == [tokens[0], sum(tokens)]
-    assert [record["off_policy/staleness/max"] for record in records] == [0, 1]
     assert status.current.gauges["step"] == 2
 
 

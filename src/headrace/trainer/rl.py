@@ -18,11 +18,9 @@ from typing import Literal
 import torch
 
 from headrace.config.trainer import TrainerConfig, WeightsConfig
-from headrace.observe.metrics import MetricsLog, spread
+from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
-from headrace.rollout.types import NOT_SAMPLED
-from headrace.rollout.version import staleness
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
@@ -94,7 +92,7 @@ def train(
             write_token_table(run.tokens.path(step), result.trace, batch, learner.ranks)
             watch.lap("time/token_export")
         # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
-        record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **ages(batch)}
+        record = {**learner.metrics(result, lr, watch.total()), **watch.laps}
         tell(step, record, metrics if learner.ranks.first else None, status)
         watch = Stopwatch()  # saving counts as time of the step after it
         complete_checkpoint(learner, run, wait=False)
@@ -211,9 +209,3 @@ def complete_checkpoint(learner: Learner, run: RunDir, *, wait: bool) -> None:
     covered = learner.checkpoints.finish(wait=wait)
     if covered is not None and learner.ranks.first:
         run.batches.delete_through(covered)
-
-
-def ages(batch: Batch) -> dict[str, float]:
-    """How old each sample's oldest sampled token was, in optimizer steps."""
-    sampled = [entry.sample.versions[entry.sample.versions != NOT_SAMPLED] for entry in batch.samples]
-    return spread("off_policy/staleness", (staleness(batch.step, int(v.min())) for v in sampled if len(v)))
