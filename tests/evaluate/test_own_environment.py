@@ -6,6 +6,7 @@ import pytest
 
 from headrace.config.base import dump, validate
 from headrace.config.run import RunConfig
+from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.evaluate.models import Candidate
 from headrace.evaluate.own_environment import own_environment
@@ -17,8 +18,18 @@ def a_run(directory: Path, train: list[str], evaluated: list[str]) -> Candidate:
     orchestrator = {"train": {"env": envs["train"]}, "eval": {"env": envs["eval"]}}
     tree = {"output_dir": str(directory), "max_steps": 1, "seq_len": 64, "model": {"name": "tiny"},
             "orchestrator": orchestrator}  # fmt: skip
+    return saved(validate(RunConfig, tree, "test")[0], directory)
+
+
+def an_sft_run(directory: Path, evaluated: list[str]) -> Candidate:
+    tree = {"output_dir": str(directory), "max_steps": 1, "seq_len": 64, "model": {"name": "tiny"},
+            "data": {"env": "copy"}, "eval": {"env": [{"id": name} for name in evaluated]}}  # fmt: skip
+    return saved(validate(SftConfig, tree, "test")[0], directory)
+
+
+def saved(config: RunConfig | SftConfig, directory: Path) -> Candidate:
     directory.mkdir()
-    (directory / "config.toml").write_text(dump(validate(RunConfig, tree, "test")[0]))
+    (directory / "config.toml").write_text(dump(config))
     return Candidate(directory.name, "model", str(directory / "model"), directory)
 
 
@@ -33,6 +44,12 @@ def test_a_run_is_evaluated_on_what_it_was_evaluated_on(tmp_path: Path):
 def test_a_run_without_evaluation_is_evaluated_on_what_it_was_trained_on(tmp_path: Path):
     own = own_environment([a_run(tmp_path / "run", ["reverse-text"], [])])
     assert (own.id, own.args) == ("reverse-text", {"split": "train"})
+
+
+def test_a_supervised_run_is_evaluated_on_what_it_was_evaluated_on(tmp_path: Path):
+    assert own_environment([an_sft_run(tmp_path / "run", ["reverse-text"])]).id == "reverse-text"
+    with pytest.raises(BadInput, match="run has none"):
+        own_environment([an_sft_run(tmp_path / "other_run", [])])
 
 
 def test_where_there_is_not_exactly_one_it_is_asked_for(tmp_path: Path):

@@ -26,7 +26,10 @@ def own_environment(candidates: Sequence[Candidate]) -> OwnEnvironment:
     if run is None:
         raise BadInput("--env: say on which environment; only a run has one of its own")
     config = read_run(run)
-    listed = (config.orchestrator.eval.env or config.orchestrator.train.env) if isinstance(config, RunConfig) else []
+    if isinstance(config, RunConfig):
+        listed = config.orchestrator.eval.env or config.orchestrator.train.env
+    else:
+        listed = config.eval.env
     if len(listed) != 1:
         names = ", ".join(env.name for env in listed) or "none"
         raise BadInput(f"--env: say on which environment; {run} has {names}")
