@@ -19,13 +19,7 @@ from headrace.cli.main import main
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput
 from headrace.trainer.learner import Learner, ResumeError
-from headrace.trainer.lora import (
-    LoraLinear,
-    adapter_layers,
-    adapter_off,
-    add_lora,
-    merged_parameters,
-)
+from headrace.trainer.lora import LoraLinear, adapter_layers, add_lora, merged_parameters
 from headrace.trainer.loss import default_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.ranks import Ranks
@@ -175,24 +169,6 @@ def test_names_of_the_base_stay_as_they_were(base: Path):
     assert names == [name for name, _ in load(base).named_parameters()]
 
 
-def test_without_the_adapter_it_is_the_base_bit_for_bit(base: Path):
-    model, _ = adapted(base)
-    with_adapter = logits(model)
-    with adapter_off(model):
-        with adapter_off(model):
-            pass
-        assert torch.equal(logits(model), logits(load(base)))
-    assert torch.equal(logits(model), with_adapter)
-
-
-def test_the_adapter_is_back_after_an_error(qwen3: Path):
-    model, _ = adapted(qwen3)
-    expected = logits(model)
-    with pytest.raises(KeyError), adapter_off(model):
-        raise KeyError
-    assert torch.equal(logits(model), expected)
-
-
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_gradients_are_those_of_the_plain_formula(recomputed: bool):
     generator = torch.Generator().manual_seed(0)
@@ -238,17 +214,12 @@ def test_in_bfloat16_compute_the_adapter_stays_float32_and_learns(qwen3: Path):
         assert a.grad.any() and b.grad.any()
 
 
-def test_a_layer_compiles_without_a_break_with_and_without_its_adapter(qwen3: Path):
+def test_a_layer_compiles_without_a_break(qwen3: Path):
     model, _ = adapted(qwen3)
-    on = logits(model)
-    with adapter_off(model):
-        off = logits(model)
+    expected = logits(model)
     for layer in model.model.layers:
         layer.mlp.compile(backend="eager", fullgraph=True)
-    assert torch.equal(logits(model), on)
-    with adapter_off(model):
-        assert torch.equal(logits(model), off)
-    assert torch.equal(logits(model), on)
+    assert torch.equal(logits(model), expected)
 
 
 def test_a_sharded_model_learns_what_a_whole_one_does(base: Path):
@@ -264,8 +235,6 @@ def test_a_sharded_model_learns_what_a_whole_one_does(base: Path):
         assert (parameter.grad is None) == (expected is None)
         if expected is not None:
             torch.testing.assert_close(parameter.grad.full_tensor(), expected)
-    with adapter_off(sharded):
-        assert torch.equal(logits(sharded), logits(load(base)))
 
 
 @pytest.mark.parametrize("target", ["lm_head", "q_project", "proj"])

@@ -12,8 +12,7 @@ experts that are stacked in one parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,13 +38,9 @@ class LoraLinear(Linear):
         self.lora_A = Parameter(a.to(base.weight.device))
         self.lora_B = Parameter(b.to(base.weight.device))
         self.scaling = scaling
-        self.is_adapted = True
 
     def forward(self, x: Tensor) -> Tensor:
-        own = linear(x, self.weight, self.bias)
-        if not self.is_adapted:
-            return own
-        return own + linear(linear(x, self.lora_A) * self.scaling, self.lora_B)
+        return linear(x, self.weight, self.bias) + linear(linear(x, self.lora_A) * self.scaling, self.lora_B)
 
 
 def add_lora(
@@ -69,22 +64,6 @@ def add_lora(
     for name, layer in chosen.items():
         model.set_submodule(name, LoraLinear(layer, r, config.scaling, generator))
     return config
-
-
-@contextmanager
-def adapter_off(model: torch.nn.Module) -> Iterator[None]:
-    """Compute what the base model computes, exactly: a reference that costs no memory.
-
-    A backward pass that recomputes its layers must not run in here if its forward pass did not.
-    """
-    switched = [part for part in model.modules() if isinstance(part, LoraLinear) and part.is_adapted]
-    for part in switched:
-        part.is_adapted = False
-    try:
-        yield
-    finally:
-        for part in switched:
-            part.is_adapted = True
 
 
 def adapter_layers(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:

@@ -20,8 +20,6 @@ DEALS = tuple("".join(pair) for pair in permutations(CARDS, 2))
 DECISIONS = ("", "p", "b", "pb")
 """Histories after which somebody acts: seat 0 first and last, seat 1 between."""
 INFORMATION_SETS = tuple(card + history for history in DECISIONS for card in CARDS)
-VALUE = -1 / 18
-"""What the game is worth to seat 0 if both play perfectly."""
 
 Strategy = Mapping[str, float]
 """By information set, the probability of a bet."""
