@@ -15,7 +15,10 @@ from headrace.cli.main import main, parse
 from headrace.cli.serve import read_target
 from headrace.config.base import load
 from headrace.config.run import RunConfig
+from headrace.config.sft import SftConfig
 from tests.cli.run_files import RUN_FILE
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse-text"
 
 
 @pytest.fixture
@@ -60,6 +63,14 @@ def test_python_m_headrace_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "headrace", "--help"], capture_output=True, text=True, check=True)
     for command in ("rl", "sft", "serve", "orchestrator", "trainer", "summary", "init-model"):
         assert f"\n    {command} " in done.stdout or f"\n    {command}\n" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "kind"), [("rl", RunConfig), ("sft", SftConfig)])
+def test_the_override_that_help_shows_is_one(command: str, kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([command, "--help"])
+    override = capsys.readouterr().out.split("for example")[1].split()
+    load(kind, [EXAMPLE / f"{command}.toml"], override)
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:

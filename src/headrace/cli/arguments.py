@@ -14,14 +14,14 @@ OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help", "--name",
 """Options of the commands themselves; every other `--word` is an override of the configuration."""
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that starts a run from files."""
+def add_run_arguments(parser: argparse.ArgumentParser, override: str) -> None:
+    """The arguments of a command that starts a run from files; `override` is an example of one."""
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="run files, merged left to right")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     again = parser.add_mutually_exclusive_group()
     add_resume(again)
     again.add_argument("--clean", action="store_true", help="delete the run that is in output_dir and start over")
-    parser.epilog = "Any key can be set on top of the files: --section.key value, for example --trainer.optim.lr 1e-5"
+    parser.epilog = f"Any key can be set on top of the files: --section.key value, for example {override}"
 
 
 def add_resume(parser: argparse._ActionsContainer) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.cli.arguments import add_run_arguments as configure
+from headrace.cli.arguments import add_run_arguments
 from headrace.cli.training import run_from_files
 
-__all__ = ["configure", "run"]
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser, "--optim.lr 1e-5")
 
 
 def run(arguments: argparse.Namespace) -> int:
