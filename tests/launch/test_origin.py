@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +22,13 @@ from headrace.text.hub import ModelNotFound
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where modules are found is put back."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
 
 
 def write_model(draft: Path) -> Path:
@@ -103,6 +112,19 @@ def test_an_sft_file_from_a_model_that_is_missing_names_the_model(tmp_path: Path
     file.write_text('max_steps = 1\nseq_len = 8\n[model]\nname = "/no/model"\n[data]\nenv = "reverse-text"\n')
     with pytest.raises(ModelNotFound, match="/no/model"):
         resolve(ModelConfig(sft=file))
+
+
+def test_an_sft_files_environment_may_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origin, "_cached", lambda digest, what, make: Path(digest))
+    (tmp_path / "config.json").write_text("{}")
+    file, code = tmp_path / "sft.toml", tmp_path / "lies_beside.py"
+    file.write_text(f'max_steps = 1\nseq_len = 8\n[model]\nname = "{tmp_path}"\n[data]\nenv = "lies_beside:Mine"\n')
+    models = []
+    for text in ("one", "other"):
+        code.write_text(text)
+        models.append(resolve(ModelConfig(sft=file)))
+    assert models[0] != models[1]
+    assert str(tmp_path) in os.environ["PYTHONPATH"].split(os.pathsep)  # for the trainer, too
 
 
 def test_data_is_known_by_its_content(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from headrace.config.sft import SftConfig, SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
 from headrace.launch.lock import lock
+from headrace.launch.own_code import find_code_beside
 from headrace.launch.saved_config import pin, save
 from headrace.text.hub import model_directory
 from headrace.transport.run_dir import RunDir
@@ -50,6 +51,7 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
         raise ConfigError(f"model.sft: {file} starts from itself: {' -> '.join(map(str, (*trail, file.resolve())))}")
     if not file.is_file():
         raise ConfigError(f"model.sft: {file}: no such file")
+    find_code_beside([file])
     config, notices = load(SftConfig, [file])
     for notice in notices:
         _say(notice)
