@@ -83,7 +83,7 @@ class SftDataConfig(SourceConfig):
 
 
 class ValidationConfig(SourceConfig):
-    """Examples that are never trained on: exactly one of `path`, `name`, `env` and `fraction`."""
+    """Examples to measure the loss on: exactly one of `path`, `name`, `env` and `fraction`."""
 
     fraction: float | None = Field(None, gt=0, lt=1)
     """Hold out this share of the rows of `[data]`."""
@@ -117,7 +117,7 @@ class SftConfig(TrainingConfig):
 
     data: SftDataConfig
     validation: ValidationConfig | None = None
-    """Unset: none."""
+    """What the loss is measured on; unset: nothing. Choose what is not trained on: of an `env` by `args.split`."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig)
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
