@@ -18,7 +18,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what the tensors shall be (default: what the model was in before it was trained)",
     )
-    parser.add_argument("--adapter", action="store_true", help="of a run with [lora]: the adapter, in PEFT's format")
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, in PEFT's format, of a run that trained one"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
 
 

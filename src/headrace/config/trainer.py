@@ -87,7 +87,7 @@ class BasicSchedulerConfig(Config):
     type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     min_factor: float = Field(0.0, ge=0, le=1)
-    """Where linear and cosine end, at `max_steps`."""
+    """What linear and cosine come down to, right after `max_steps`: the last step is still above it."""
 
 
 class RestartsSchedulerConfig(Config):
@@ -96,7 +96,7 @@ class RestartsSchedulerConfig(Config):
     type: Literal["cosine_with_restarts"] = "cosine_with_restarts"
     warmup_steps: int = Field(0, ge=0)
     min_factor: float = Field(0.0, ge=0, le=1)
-    """Where each cycle ends, the last one at `max_steps`."""
+    """What each cycle comes down to, right after its last step."""
     cycles: int = Field(1, ge=1)
     """Cycles of equal length after the warmup; a single one is `cosine`."""
 
@@ -107,7 +107,7 @@ class WsdSchedulerConfig(Config):
     type: Literal["wsd"] = "wsd"
     warmup_steps: int = Field(0, ge=0)
     min_factor: float = Field(0.0, ge=0, le=1)
-    """Where it ends, at `max_steps`."""
+    """What it comes down to, right after `max_steps`: the last step is still above it."""
     decay_steps: int | None = Field(None, ge=1)
     """Unset: `decay_fraction` of the run."""
     decay_fraction: float = Field(0.1, gt=0, le=1)

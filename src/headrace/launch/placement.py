@@ -1,4 +1,4 @@
-"""Which GPUs the processes of a run get. Pure: `gpus.py` says which there are."""
+"""Which GPUs the processes of a run get. Pure: `headrace.machine` says which there are."""
 
 from __future__ import annotations
 
