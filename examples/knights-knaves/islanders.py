@@ -20,7 +20,7 @@ from headrace.rollout.types import Message, Task
 
 NAMES = "PQRSTUVW"
 DRAWN = 2000
-"""Stories of the family, of which some 400 puzzles for two people remain."""
+"""Stories of the family, of which 328 puzzles for two people remain."""
 HINTED = 0.25
 """The share of demonstrations that begin with a hint."""
 BETWEEN = {"and": " and ", "or": " or ", "<=>": " iff "}
