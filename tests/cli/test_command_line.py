@@ -202,6 +202,24 @@ def test_an_existing_run_is_refused_with_both_ways_out(
     assert "--clean" in err
 
 
+@pytest.mark.parametrize(("step", "continued"), [("latest", "out"), ("5", "out-from-5")])
+def test_a_run_and_a_fork_of_it_go_on_with_the_model_that_the_run_began_with(
+    step: str, continued: str, run_file: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for saved in (5, 10):
+        (tmp_path / "out" / "checkpoints" / f"step-{saved}").mkdir(parents=True)
+        (tmp_path / "out" / "checkpoints" / f"step-{saved}" / "COMPLETE.json").write_text("{}")
+    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    (tmp_path / "out" / "config.toml").write_text(run_file.read_text())
+    run_file.write_text(run_file.read_text().replace(f'name = "{model}"', 'sft = "its-data-has-changed.toml"'))
+    launched: list[RunConfig] = []
+    monkeypatch.setattr("headrace.launch.local.launch", lambda config, *_, **__: launched.append(config) or 0)
+    assert main(["rl", str(run_file), "--inference.port", "0", "--resume", step]) == 0
+    assert [(config.output_dir, config.trainer.model.name) for config in launched] == [
+        (tmp_path / continued, str(model))
+    ]
+
+
 def test_clean_refuses_a_directory_that_is_no_run(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

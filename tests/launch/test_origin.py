@@ -14,8 +14,9 @@ from headrace.config.base import ConfigError
 from headrace.config.model import ModelConfig
 from headrace.config.sft import SftDataConfig
 from headrace.launch import origin
-from headrace.launch.origin import resolve
+from headrace.launch.origin import resolve, resolve_again
 from headrace.text.hub import ModelNotFound
+from headrace.transport.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +126,35 @@ def test_an_sft_files_environment_may_lie_beside_it(tmp_path: Path, monkeypatch:
         models.append(resolve(ModelConfig(sft=file)))
     assert models[0] != models[1]
     assert str(tmp_path) in os.environ["PYTHONPATH"].split(os.pathsep)  # for the trainer, too
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run that began with the model in `began`."""
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    (tmp_path / "began").mkdir()
+    run.config.write_text(f'[model]\nname = "{tmp_path / "began"}"\n')
+    return run
+
+
+@pytest.mark.parametrize("model", [ModelConfig(sft=Path("changed.toml")), ModelConfig(init="tiny")])
+def test_a_run_goes_on_with_the_model_that_it_began_with_and_says_so(
+    model: ModelConfig, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resolve_again(model, run) == str(tmp_path / "began")
+    assert f"began with, {tmp_path / 'began'}; for another one, start a new run" in capsys.readouterr().err
+
+
+def test_a_model_that_is_gone_is_made_again_as_its_file_says_now(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "began").rmdir()
+    with pytest.raises(ConfigError, match=r"changed\.toml: no such file"):
+        resolve_again(ModelConfig(sft=tmp_path / "changed.toml"), run)
+
+
+def test_a_model_that_is_given_by_name_is_that_one_when_a_run_goes_on_too(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_again(ModelConfig(name=str(tmp_path)), run) == str(tmp_path)
 
 
 def test_data_is_known_by_its_content(tmp_path: Path) -> None:

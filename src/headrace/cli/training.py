@@ -45,7 +45,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.config.run import RunConfig
     from headrace.launch.errors import naming_run
     from headrace.launch.local import check_ports, has_servers, launch, on_this_machine
-    from headrace.launch.origin import resolve
+    from headrace.launch.origin import resolve, resolve_again
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import decide
     from headrace.launch.saved_config import changes, pin
@@ -71,12 +71,13 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     plan = decide(config.output_dir, arguments.resume, arguments.clean)
     if has_servers(config):
         check_ports(config.launch, config.inference)
-    model = resolve(config.model)
+    before = RunDir(plan.fork_of or plan.directory)
+    model = resolve_again(config.model, before) if plan.resume else resolve(config.model)
     Tokenizer(model)  # refused here rather than by three processes
     config = pin(config, plan.directory, model)
     if plan.notice:
         _notify(plan.notice)
-    if plan.resume and (changed := changes(config, RunDir(plan.fork_of or plan.directory))):
+    if plan.resume and (changed := changes(config, before)):
         _notify("the configuration differs from the saved one: " + "; ".join(changed))
     words = [command, *map(str, arguments.files), *arguments.overrides]
     if plan.fork_of is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import __version__
-from headrace.config.base import ConfigError, dump, load
+from headrace.config.base import ConfigError, dump, load, read_toml, value_at
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.paths import cache_directory
@@ -43,6 +43,18 @@ def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
     if model.name is not None:
         return str(model_directory(model.name).absolute())
     raise ConfigError("model: say where the model comes from: set model.name, model.init or model.sft")
+
+
+def resolve_again(model: ModelConfig, run: RunDir) -> str:
+    """For a run that goes on: what it has learned belongs to the model that it began with, whatever made that one.
+
+    The code and the data behind `model.sft` may have changed since. A model that is gone is made again as they are now.
+    """
+    began_with = value_at(read_toml(run.config), ["model", "name"]) if run.config.is_file() else None
+    if (model.sft or model.init) and began_with is not None and os.path.isdir(began_with):
+        _say(f"the run goes on with the model that it began with, {began_with}; for another one, start a new run")
+        return str(began_with)
+    return resolve(model)
 
 
 def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
