@@ -1,4 +1,4 @@
-"""`headrace rl` looks for a user's algorithms and filters before it touches anything."""
+"""`headrace rl` and `sft` look for a user's code and for environments before they touch anything."""
 
 import sys
 from pathlib import Path
@@ -61,6 +61,62 @@ def test_code_that_is_not_there_is_refused_before_an_older_run_is_deleted(
     assert main(["rl", str(write_run(tmp_path, name, more)), option]) == 2
     assert words in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("own_5", '[[orchestrator.train.env]]\nid = "reverse-txt"', "no environment 'reverse-txt'. Did you mean"),
+        ("own_6", '[[orchestrator.eval.env]]\nid = "own_6:Gone"', "environment 'own_6:Gone' cannot be imported"),
+        (
+            "own_7",
+            '[[orchestrator.eval.env]]\nid = "reverse-text"\nargs = { x = 1 }',
+            "environment 'reverse-text' does not take these args: got an unexpected keyword argument 'x'",
+        ),
+        (
+            "own_8",
+            '[trainer.loss]\ntype = "custom"\nimport_path = "own_8:gone"',
+            "loss 'own_8:gone' cannot be imported",
+        ),
+        (
+            "own_9",
+            '[trainer.loss]\ntype = "custom"\nimport_path = "own_9:too_long"',
+            "loss 'own_9:too_long' does not take these kwargs: missing a required argument: 'limit'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("occasion", ["an older run", "no start model"])
+def test_environments_and_losses_are_tried_before_a_run_is_deleted_or_a_start_model_trained(
+    name: str, more: str, words: str, occasion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write_run(tmp_path, name, more)
+    (tmp_path / "out" / "config.toml").write_text("")
+    if occasion == "no start model":
+        (tmp_path / "out").rename(tmp_path / "elsewhere")
+        file.write_text(file.read_text().replace("name =", "sft ="))
+    assert main(["rl", str(file), "--inference.port", "0", "--clean"]) == 2
+    assert words in capsys.readouterr().err
+    assert (tmp_path / "out").is_dir() == (occasion == "an older run")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        'validation = { env = "reverse-txt" }\ndata = { env = "reverse-text" }',
+        'data = { env = "reverse-txt" }',
+        'data = { path = "x.jsonl" }\neval = { env = [{ id = "reverse-txt" }] }',
+    ],
+)
+def test_environments_of_an_sft_run_are_tried_before_an_older_run_is_deleted(
+    more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.toml").write_text("")
+    file = tmp_path / "sft.toml"
+    file.write_text(f'output_dir = "{tmp_path / "out"}"\nmax_steps = 1\nseq_len = 8\n{more}\n[model]\ninit = "tiny"\n')
+    assert main(["sft", str(file), "--inference.port", "0", "--clean"]) == 2
+    assert "no environment 'reverse-txt'" in capsys.readouterr().err
+    assert (tmp_path / "out" / "config.toml").is_file()
 
 
 def test_code_that_is_there_is_only_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

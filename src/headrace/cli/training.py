@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.config.orchestrator import OrchestratorConfig
@@ -71,6 +71,8 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     plan = decide(config.output_dir, arguments.resume, arguments.clean)
     if has_servers(config):
         check_ports(config.launch, config.inference)
+    if plan.clean or (config.model.sft is not None and not plan.resume):
+        _check_thoroughly(config)
     before = RunDir(plan.fork_of or plan.directory)
     model = resolve_again(config.model, before) if plan.resume else resolve(config.model)
     Tokenizer(model)  # refused here rather than by three processes
@@ -101,6 +103,34 @@ def _check_own_code(config: OrchestratorConfig) -> None:
     for entry in (*config.pre_batch_filters, *config.post_batch_filters):
         if isinstance(entry, CustomFilterConfig):
             load_function(entry.import_path, entry.kwargs, "filter")
+
+
+def _check_thoroughly(config: RunConfig | SftConfig) -> None:
+    """What may take a while, and is worth it where much would be lost or done in vain.
+
+    Environments are constructed, and a loss of the user's, which brings torch, is found.
+    """
+    from headrace.algorithms.user_function import load_function
+    from headrace.config.run import RunConfig
+    from headrace.config.trainer import CustomLossConfig
+    from headrace.environments.registry import load_environment
+
+    for identifier, args in _environments_of(config):
+        if identifier != "hackable":  # it may need the model's tokenizer, and its file was checked when it was read
+            load_environment(identifier, args)
+    if isinstance(config, RunConfig) and isinstance(loss := config.trainer.loss, CustomLossConfig):
+        load_function(loss.import_path, loss.kwargs, "loss")
+
+
+def _environments_of(config: RunConfig | SftConfig) -> list[tuple[str, dict[str, Any]]]:
+    """All that are trained on, learned from or evaluated in: id and args."""
+    from headrace.config.run import RunConfig
+
+    if isinstance(config, RunConfig):
+        return [(env.id, env.args) for env in (*config.orchestrator.train.env, *config.orchestrator.eval.env)]
+    sources = [source for source in (config.data, config.validation) if source is not None]
+    learned = [(source.env, source.args) for source in sources if source.env is not None]
+    return [*learned, *((env.id, env.args) for env in config.eval.env)]
 
 
 def _end(number: int, frame: FrameType | None) -> None:
