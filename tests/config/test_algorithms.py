@@ -107,13 +107,13 @@ def test_what_an_own_class_takes_goes_in_kwargs(key: str, message: str):
 @pytest.mark.parametrize(
     ("given", "key", "message"),
     [
-        ({"type": "echo", "roles": {"tool": True}}, ".roles.tool", "a table is expected, not true"),
+        ({"type": "echo", "roles": {"tool": False}}, ".roles.tool", "a table is expected, not false"),
         ({"type": "echo", "roles": 0.1}, ".roles", "a table is expected, not 0.1"),
-        ({"length_penalty": True}, ".length_penalty", "a table is expected, not true"),
+        ({"length_penalty": False}, ".length_penalty", "a table is expected, not false"),
         ({"terms": "a.b:c"}, ".terms", "a list is expected, not 'a.b:c'"),
         ({"type": "opsd", "teacher": 3}, ".teacher", "a table is expected, not 3"),
         (["x"], "", "a table is expected, not ['x']"),
-        (True, "", "a table is expected, not true"),
+        (False, "", "a table is expected, not false"),
     ],
     ids=str,
 )

@@ -85,6 +85,36 @@ def test_a_flag_before_another_key_is_true():
     assert parse_overrides(["--a.b", "--c", "1"]) == [(["a", "b"], True), (["c"], 1)]
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--max_steps", "a whole number is expected, not true"),
+        ("--trainer.optim.lr", "a number is expected, not true"),
+        ("--model.name", "Input should be a valid string (got true"),
+    ],
+)
+def test_a_key_whose_value_was_forgotten_is_told_what_that_means(tmp_path: Path, argument: str, expected: str):
+    with pytest.raises(ConfigError) as refused:
+        load_text(tmp_path, MINIMAL, argument)
+    assert f"{argument.removeprefix('--')}: {expected}, which {argument} without a value means" in str(refused.value)
+
+
+def test_true_and_false_in_a_file_are_no_numbers(tmp_path: Path):
+    text = MINIMAL.replace("max_steps = 10", "max_steps = true\nseed = false")
+    with pytest.raises(ConfigError, match=r"max_steps: a whole number is expected, not true.*\n.*seed: .* not false"):
+        load_text(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"), [(["--trainer.compile", "--model.trust_remote_code"], (True, True)), ([], ("auto", False))]
+)
+def test_a_flag_alone_is_true_for_keys_that_take_it(
+    tmp_path: Path, arguments: list[str], values: tuple[object, object]
+):
+    config, _ = load_text(tmp_path, MINIMAL, *arguments)
+    assert (config.trainer.compile, config.model.trust_remote_code) == values
+
+
 @pytest.mark.parametrize("arguments", [["lr", "1"], ["--x", "1", "2"], ["-x", "1"], ["--"]])
 def test_what_is_no_override_is_refused_by_name(arguments: list[str]):
     with pytest.raises(ConfigError, match=r"overrides are written --section\.key value"):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from headrace.config.habits import fold_habits
-from headrace.config.problems import explain_all
+from headrace.config.problems import NoNumber, explain_all, kinds_of
 from headrace.config.yaml_text import parse_yaml
 from headrace.errors import BadInput
 
@@ -32,6 +32,17 @@ class Config(BaseModel):
     """Dotted keys that take another key's value where they have none of their own."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, given: Any) -> Any:
+        """To pydantic it is 1, so that a key whose value was forgotten would quietly have one."""
+        if not isinstance(given, dict):
+            return given
+        flags = [key for key, value in given.items() if isinstance(value, bool) and key in cls.model_fields]
+        kinds = {key: kinds_of(cls.model_fields[key].annotation) for key in flags}
+        wrong = [key for key in flags if {int, float} & kinds[key] and not {bool, Any} & kinds[key]]
+        return {**given, **{key: NoNumber(given[key]) for key in wrong}}
 
     @classmethod
     def translated(cls, tree: Tree, files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:

@@ -32,11 +32,11 @@ def _explain(kind: type[BaseModel], problem: Any, place: _Place) -> str:
     if problem["type"] == "missing":
         return f"{name}: required, and not set"
     if problem["type"] in _EXPECTED:
-        return f"{name}: {_EXPECTED[problem['type']]} is expected, not {_shown(problem['input'])}"
+        return f"{name}: {_EXPECTED[problem['type']]} is expected, not {_shown(problem['input'], name)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{name}: {message}" if place.path else message
-    return f"{name}: {message} (got {problem['input']!r})"
+    return f"{name}: {message} (got {_shown(problem['input'], name)})"
 
 
 _EXPECTED = {
@@ -44,12 +44,24 @@ _EXPECTED = {
     "model_attributes_type": "a table",
     "dict_type": "a table",
     "list_type": "a list",
+    "int_type": "a whole number",
+    "float_type": "a number",
 }
 """By pydantic's name of a problem: what it wants, where it would speak of its own classes."""
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+class NoNumber(NamedTuple):
+    """Stands for true or false where a number belongs, since pydantic would take them for 1 and 0."""
+
+    given: bool
+
+
+def _shown(value: Any, name: str) -> str:
+    if isinstance(value, NoNumber):
+        value = value.given
+    if value is True:
+        return f"true, which --{name} without a value means"
+    return "false" if value is False else repr(value)
 
 
 def _nearest(kind: type[BaseModel], place: _Place) -> str | None:
@@ -123,6 +135,11 @@ def _members(annotation: Any, tags: tuple[str, ...] = ()) -> Iterator[_Member]:
         yield _Member(annotation, (*tags, *own))
     elif annotation is not types.NoneType:
         yield _Member(annotation, tags)
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """The same types without their tags."""
+    return {member.kind for member in _members(annotation)}
 
 
 def _paths(kind: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
