@@ -49,6 +49,7 @@ def test_the_minimal_run_comes_back(tmp_path: Path):
         ["--trainer.optim.lr", "3e-5", "--seed", "5"],
         ["--orchestrator.token_batch_size", "4096"],
         ["--orchestrator.train.env.0.args", '{ split = "eval", nested = { list = [1, 2.5, "x"] } }'],
+        ["--orchestrator.train.env.0.args", "{ longest = inf, nested = [-inf] }"],
         ["--orchestrator.filters", '[{ type = "repetition", window = 7 }]'],
         ["--trainer.loss", '{ type = "ipo", ipo_threshold = 0.3 }'],
         ["--wandb.mode", "offline", "--tensorboard.enabled", "true"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def test_a_saved_run_reads_back_the_same(config: RunConfig, tmp_path: Path) -> N
     assert read_run(run.root) == pinned
     assert read_rl_run(run.config) == pinned
     assert dump(read_rl_run(run.root)) == run.config.read_text()
+
+
+def test_infinity_and_nan_in_args_of_an_environment_are_saved(config: RunConfig, tmp_path: Path) -> None:
+    config.orchestrator.train.env[0].args = {"longest": math.inf, "none": math.nan}
+    save(pin(config, tmp_path / "run", "model"), RunDir(tmp_path / "run"))
+    saved = read_rl_run(tmp_path / "run").orchestrator.train.env[0].args
+    assert saved["longest"] == math.inf and math.isnan(saved["none"])
 
 
 def test_a_run_directory_that_was_moved_is_where_it_is_now(config: RunConfig, tmp_path: Path) -> None:

@@ -31,7 +31,13 @@ class Config(BaseModel):
     FILLED_FROM: ClassVar[dict[str, str]] = {}
     """Dotted keys that take another key's value where they have none of their own."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # tables of the user's own may have them, and TOML knows them
+    )
 
     @model_validator(mode="before")
     @classmethod
