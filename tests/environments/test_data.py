@@ -210,6 +210,15 @@ def test_a_solution_that_boxes_nothing_is_left_out_and_said_so(tmp_path: Path, c
     assert "train.jsonl, line 1: left out, since its solution boxes no answer" in caplog.text
 
 
+@pytest.mark.parametrize(("column", "columns"), [("question", None), ("q", {"question": "q"})])
+def test_a_null_is_told_by_the_name_that_the_file_has_for_it(
+    tmp_path: Path, column: str, columns: dict[str, str] | None
+):
+    write_lines(tmp_path / "train.jsonl", {column: None, "answer": "#### 1"})
+    with pytest.raises(DataError, match=rf"line 1: '{column}' is null$"):
+        next(gsm8k(tmp_path, columns=columns))
+
+
 def test_a_missing_column_is_named_with_those_that_there_are(tmp_path: Path):
     row = {"exercise": "1+1?", **{name: value for name, value in TASK.items() if name != "problem"}}
     write_lines(tmp_path / "train.jsonl", row)

@@ -26,7 +26,7 @@ class Row:
     def __init__(self, content: Any, where: str, columns: Mapping[str, str] | None = None) -> None:
         if not isinstance(content, dict):
             raise DataError(f"{where}: expected an object with columns, not {content!r:.60}")
-        columns = columns or {}
+        self._columns = columns = columns or {}
         for ours, theirs in columns.items():
             if theirs not in content:
                 raise DataError(
@@ -44,6 +44,8 @@ class Row:
         """The same, which must be there and be a text. The first name is ours."""
         value = self.find(*names)
         if value is None:
+            if empty := [name for name in names if name in self.content]:
+                raise DataError(f"{self.where}: {self._columns.get(empty[0], empty[0])!r} is null")
             raise DataError(
                 f"{self.where}: has no {' or '.join(map(repr, names))}; its columns are {sorted(self.content)}. "
                 f"Name the one that is meant: columns = {{{names[0]} = ...}}"
