@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -44,11 +44,17 @@ def process(name: str, run: RunDir) -> Iterator[Status]:
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGINT. A second one ends the process at once."""
+    """Set by SIGTERM or SIGINT. A second one ends the process at once, as does the first before it has begun to work.
 
-    def __init__(self) -> None:
+    Nobody looks at the request while libraries are imported and a model is loaded, and nothing is lost.
+    """
+
+    def __init__(self, status: Status) -> None:
+        from headrace.launch.watch import is_up
+
         self.stopped = threading.Event()
         self.exit_code = 0
+        self._has_begun: Callable[[], bool] = lambda: is_up(status.current)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -56,6 +62,8 @@ class StopRequest:
         self.exit_code = 128 + number
         self.stopped.set()
         signal.signal(number, signal.SIG_DFL)
+        if not self._has_begun():
+            os.kill(os.getpid(), number)
 
 
 def leave_at_once(code: int) -> NoReturn:

@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     resume = check_resume(run.root, arguments.resume)
     if arguments.ranks > 1:
         return run_ranks(arguments.ranks, arguments.run, resume)
-    request = StopRequest()
     with process("trainer", run) as status:
+        request = StopRequest(status)
         if isinstance(config, RunConfig):
             from headrace.trainer.rl import train as train_rl
 
