@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.observe.environments import EnvironmentReport
+from headrace.observe.environments import EnvironmentReport, ends
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.summary import duration, summarize, write_summary
+from headrace.observe.summary import duration, summarize, text, write_summary
 from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.rollout.types import Rollout, RolloutError
@@ -38,11 +38,26 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_without_evaluation_reward_is_the_mean_of_five_train_steps_at_either_end(run: RunDir) -> None:
+def test_without_evaluation_reward_is_the_mean_of_train_steps_at_either_end(run: RunDir) -> None:
     summary = summarize(run)
     assert summary.reward_from == "train"
-    assert summary.reward_start == pytest.approx(0.3)  # mean of .1 to .5
-    assert summary.reward_end == pytest.approx(0.5)  # mean of .3 to .7
+    assert summary.reward_start == pytest.approx(0.2)  # mean of .1 to .3, the first three of seven
+    assert summary.reward_end == pytest.approx(0.6)  # mean of .5 to .7
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1, (1.0, 1.0)), (2, (1.0, 2.0)), (4, (1.5, 3.5)), (10, (3.0, 8.0)), (12, (3.0, 10.0))]
+)
+def test_no_step_counts_for_both_ends(steps: int, expected: tuple[float, float]) -> None:
+    assert ends([(step, float(step)) for step in range(1, steps + 1)]) == expected
+
+
+def test_failed_episodes_of_an_evaluation_and_skipped_steps_are_told(run: RunDir) -> None:
+    MetricsLog(run.metrics, "orchestrator").log(7, {"eval/reverse-text/avg@2": 0.1, "eval/reverse-text/errors": 0.75})
+    MetricsLog(run.metrics, "trainer").log(8, {"loss": None, "optim/skipped": 3})
+    shown = text(run, summarize(run))
+    assert "3 of these changed nothing: their gradient was not finite" in shown
+    assert "reverse-text: 75% of the episodes of its last evaluation failed, and count as 0" in shown
 
 
 def test_with_evaluations_reward_is_held_out_first_and_last(run: RunDir) -> None:
@@ -69,11 +84,11 @@ def test_for_people_it_prints_a_table_and_writes_page_and_plot(run: RunDir, caps
     run.final_model.mkdir()
     assert main(["summary", str(run.root)]) == 0
     out = capsys.readouterr().out
-    assert "0.300 → 0.500 (+0.200)" in out
+    assert "0.200 → 0.600 (+0.400)" in out
     assert str(run.plot) in out
     assert str(run.final_model) in out
     page = run.summary.read_text()
-    assert "| train reward | 0.300 → 0.500 (+0.200) |" in page
+    assert "| train reward | 0.200 → 0.600 (+0.400) |" in page
     assert "(reward.svg)" in page
     assert "7 zero_advantage" in page
     assert run.plot.read_text().startswith("<svg")
@@ -115,8 +130,8 @@ def mixture(run: RunDir) -> RunDir:
 def test_every_environment_has_its_own_numbers_and_the_commonest_error(mixture: RunDir) -> None:
     words, maze, heldout = summarize(mixture).environments
     assert words == EnvironmentReport(
-        "words", "grpo", 2, 56, {"gated": 8}, None, pytest.approx(0.1), pytest.approx(0.12), 0.25, 0.75
-    )  # seven steps of eight rollouts; the means of .08 to .12 and of .10 to .14
+        "words", "grpo", 2, 56, {"gated": 8}, None, pytest.approx(0.09), pytest.approx(0.13), 0.25, 0.75
+    )  # seven steps of eight rollouts; the means of .08 to .10 and of .12 to .14
     told = "KeyError: 'question'"
     assert maze == EnvironmentReport(
         "maze", "max_rl", 1, 0, {"environment": 4}, f"environment: {told}", errors={"environment": told}
@@ -132,7 +147,7 @@ def test_an_environment_that_always_fails_is_named_with_its_reason_once(
     out = capsys.readouterr().out
     assert out.count(sentence) == 1
     row = next(line for line in out.splitlines() if line.strip().startswith("words"))
-    assert row.split() == ["words", "grpo", "2", "56", "0.100", "→", "0.120", "0.250", "→", "0.750", "8", "gated"]
+    assert row.split() == ["words", "grpo", "2", "56", "0.090", "→", "0.130", "0.250", "→", "0.750", "8", "gated"]
     assert "| maze | max_rl | 1 | 0 | - | - | 4 environment |" in mixture.summary.read_text()
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from headrace.observe import terminal
 from headrace.observe.history import History
 from headrace.observe.status import ProcessStatus
-from headrace.observe.terminal import LiveView, PlainView, make_view, number, render, sparkline
+from headrace.observe.terminal import LiveView, PlainView, facts, make_view, number, render, sparkline
 
 
 def history(steps: int) -> History:
@@ -84,6 +84,19 @@ def test_plain_lines_come_once_per_step_and_eval_and_are_never_wrapped(
         f"step 3/50  reward 0.300  loss 0.2500  {speeds}  1:34 left",
         "eval at step 3: a 0.500",
     ]
+
+
+def test_what_failed_in_an_evaluation_is_told_beside_its_score(pipe: Console) -> None:
+    view, seen = PlainView(50, pipe), history(1)
+    view.show(seen, {})
+    seen.add({"step": 1, "time": 1.0, "process": "orchestrator", "eval/a/avg@1": 0.25, "eval/a/errors": 0.5})
+    view.close(seen, {})
+    assert text_of(view, pipe) == ["eval at step 1: a 0.250 (50% of its episodes failed)"]
+
+
+def test_steps_that_change_nothing_are_told() -> None:
+    seen = History([{"step": 1, "time": 1.0, "process": "trainer", "loss": None, "optim/skipped": 1}])
+    assert facts(seen) == ["loss nan", "1 updates skipped"]
 
 
 def test_what_a_resumed_run_did_before_is_not_told_again(pipe: Console) -> None:

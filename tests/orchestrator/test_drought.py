@@ -1,6 +1,7 @@
 """When a run that gets nothing to train on is given up, and with which words."""
 
 import msgspec
+import pytest
 
 from headrace.orchestrator.drought import Drought, likely_cause
 from headrace.orchestrator.journal import GROUP_FAILED
@@ -83,6 +84,23 @@ def test_without_a_limit_empty_batches_go_on_for_ever():
     drought = Drought(max_failures=100, max_empty_batches=None, environments={"maze"})
     empty = TrainBatch([group(kept=2)], dropped=[(Rollout(), "too_long")])
     assert [drought.on_batch(empty, 1) for _ in range(50)] == [None] * 50
+
+
+def test_as_long_as_batches_stay_empty_it_says_why_and_ever_more_rarely(caplog: pytest.LogCaptureFixture):
+    drought = Drought(max_failures=100, max_empty_batches=None, environments={"maze"})
+    assert drought.story is None
+    for _ in range(9):
+        drought.on_group(group(dropped="zero_advantage"), 1, rollouts_per_batch=2)
+    assert drought.story is not None
+    assert drought.story.startswith("9 batches so far had nothing to train on: every reward was 0: too hard")
+    assert [record.message.rpartition("(")[2] for record in caplog.records] == [
+        "1 batch in a row)",
+        "2 batches in a row)",
+        "4 batches in a row)",
+        "8 batches in a row)",
+    ]
+    drought.on_batch(TrainBatch([group(kept=2)], kept=[Rollout()]), 1)
+    assert drought.story is None
 
 
 def test_the_likely_cause_follows_from_the_reason_and_the_rewards():

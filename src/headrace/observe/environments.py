@@ -38,6 +38,8 @@ class EnvironmentReport(msgspec.Struct):
     eval_start: float | None = None
     """avg@k of the first evaluation and, below, of the last."""
     eval_end: float | None = None
+    eval_failed: float = 0.0
+    """The share of episodes of the last evaluation that failed, and count as 0."""
     errors: dict[str, str] = msgspec.field(default_factory=dict)
     """By reason, the message that those of the newest steps which failed for it had most often."""
 
@@ -67,10 +69,17 @@ def report(run: RunDir, history: History) -> list[EnvironmentReport]:
 
 def _with_rewards(entry: EnvironmentReport, history: History) -> EnvironmentReport:
     if curve := history.train_reward(entry.name):
-        entry.reward_start, entry.reward_end = _mean(curve[:ENDS]), _mean(curve[-ENDS:])
+        entry.reward_start, entry.reward_end = ends(curve)
     if scores := sorted(history.evals.get(entry.name, {}).items()):
         entry.eval_start, entry.eval_end = scores[0][1], scores[-1][1]
+        entry.eval_failed = history.eval_failures[entry.name][scores[-1][0]]
     return entry
+
+
+def ends(curve: Curve) -> tuple[float, float]:
+    """Where it begins and where it ends: the means of some steps at either end, none of which counts for both."""
+    count = max(1, min(ENDS, len(curve) // 2))
+    return _mean(curve[:count]), _mean(curve[-count:])
 
 
 def _mean(points: Curve) -> float:
@@ -147,7 +156,15 @@ def _change(start: float | None, end: float | None) -> str:
 def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
     """A sentence for every environment of which episodes failed, the worst first, and one for each further reason."""
     failed = sorted((entry for entry in entries if entry.error), key=lambda entry: entry.rollouts_trained > 0)
-    return [sentence for entry in failed for sentence in _failures_of(entry)]
+    return [
+        *(sentence for entry in failed for sentence in _failures_of(entry)),
+        *(
+            f"{entry.name}: {entry.eval_failed:.0%} of the episodes of its last evaluation failed, and count as 0: "
+            "logs/orchestrator.log says with what"
+            for entry in entries
+            if entry.eval_failed
+        ),
+    ]
 
 
 def _failures_of(entry: EnvironmentReport) -> list[str]:

@@ -50,6 +50,8 @@ class History:
         """The trainer's records, by step."""
         self.evals: dict[str, dict[int, float]] = {}
         """avg@k by environment and policy version."""
+        self.eval_failures: dict[str, dict[int, float]] = {}
+        """The share of episodes that failed, for the same."""
         self.latest: Record = {}
         """The last value of every metric."""
         self.moves = 0
@@ -69,6 +71,7 @@ class History:
             self._put(self.trained, step, record)
         for name, value in _evaluations(record):
             self.evals.setdefault(name, {})[step] = value
+            self.eval_failures.setdefault(name, {})[step] = float(record.get(f"eval/{name}/errors", 0.0))
         self.moves += any(key in ("progress/rollouts", "loss") or key.startswith("eval/") for key in record)
 
     def _put(self, series: dict[int, Record], step: int, record: Record) -> None:

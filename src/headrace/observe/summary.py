@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.observe.environments import ENDS, EnvironmentReport, failures, report, table
-from headrace.observe.history import Curve, History, Tail
+from headrace.observe.environments import EnvironmentReport, ends, failures, report, table
+from headrace.observe.history import History, Tail
 from headrace.observe.plot import reward_chart
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
@@ -22,13 +22,16 @@ class Summary(msgspec.Struct):
     reward_start: float | None
     reward_end: float | None
     reward_from: str
-    """`held-out` (first and last evaluation), `train` (mean of the first and last five steps) or `none`."""
+    """`held-out` (first and last evaluation), `train` (mean of the first and last five steps, in a short run of its
+    halves) or `none`."""
     loss_end: float | None
     seconds: float
     rollouts: int
     tokens_sampled: int
     tokens_trained: int
     dropped: dict[str, int]
+    skipped: int = 0
+    """Steps that changed nothing, since their gradient was not finite."""
     environments: list[EnvironmentReport] = msgspec.field(default_factory=list)
 
 
@@ -62,6 +65,7 @@ def summary_of(run: RunDir, history: History) -> Summary:
         tokens_sampled=int(latest.get("progress/tokens_sampled", 0)),
         tokens_trained=int(latest.get("progress/tokens_trained", 0)),
         dropped={key.removeprefix(prefix): int(n) for key, n in latest.items() if key.startswith(prefix) and n},
+        skipped=int(latest.get("optim/skipped") or 0),
         environments=report(run, history),
     )
 
@@ -70,12 +74,8 @@ def _rewards(history: History) -> tuple[float | None, float | None, str]:
     if held_out := history.held_out():
         return held_out[0][1], held_out[-1][1], "held-out"
     if train := history.train_reward():
-        return _mean(train[:ENDS]), _mean(train[-ENDS:]), "train"
+        return *ends(train), "train"
     return None, None, "none"
-
-
-def _mean(points: Curve) -> float:
-    return sum(value for _, value in points) / len(points)
 
 
 def write_summary(run: RunDir, history: History | None = None) -> Summary:
@@ -96,6 +96,8 @@ def title(run: RunDir) -> str:
 def rows(summary: Summary) -> list[tuple[str, str]]:
     """The summary as labels and values for people."""
     result = [("steps", f"{summary.steps} in {duration(summary.seconds)}")]
+    if summary.skipped:
+        result.append(("skipped", f"{summary.skipped} of these changed nothing: their gradient was not finite"))
     if summary.reward_start is not None and summary.reward_end is not None:
         gain = summary.reward_end - summary.reward_start
         value = f"{summary.reward_start:.3f} → {summary.reward_end:.3f} ({gain:+.3f})"

@@ -5,6 +5,7 @@ Everything shown comes from `metrics.jsonl` and the status files, so the view co
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,7 @@ class PlainView:
         for name, versions in history.evals.items():
             for version in sorted(versions.keys() - self._evals.get(name, {}).keys()):
                 if self._step is not None or version >= history.step:
-                    self.say(f"eval at step {version}: {name} {versions[version]:.3f}")
+                    self.say(f"eval at step {version}: {name} {versions[version]:.3f}{_failed(history, name, version)}")
         self._evals = {name: dict(versions) for name, versions in history.evals.items()}
 
 
@@ -167,7 +168,15 @@ def facts(history: History) -> list[str]:
         "perf/trained_tokens_per_second": "trained {:,.0f} tokens/s",
         "off_policy/staleness/mean": "staleness {:.2f}",
     }
-    return [form.format(step[key]) for key, form in forms.items() if step.get(key) is not None]
+    if "loss" in step and step["loss"] is None:  # JSON knows no such numbers
+        step["loss"] = math.nan
+    told = [form.format(step[key]) for key, form in forms.items() if step.get(key) is not None]
+    return [*told, *([f"{skipped:,} updates skipped"] if (skipped := int(step.get("optim/skipped") or 0)) else [])]
+
+
+def _failed(history: History, env: str, version: int) -> str:
+    share = history.eval_failures[env][version]
+    return f" ({share:.0%} of its episodes failed)" if share else ""
 
 
 def _curves(history: History) -> list[tuple[str, Text]]:

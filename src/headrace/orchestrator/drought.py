@@ -36,6 +36,15 @@ class Drought:
         self._rewards: list[float] = []
         """What those had that were lost for having no advantage."""
         self._empty_batches = 0
+        self._cause = ""
+        """What emptied the last of them."""
+
+    @property
+    def story(self) -> str | None:
+        """Why nothing ships although rollouts arrive; None as long as something does."""
+        if not self._empty_batches:
+            return None
+        return f"{_batches(self._empty_batches)} so far had nothing to train on: {self._cause}"
 
     def on_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> str | None:
         """Groups that leave nothing count as an empty batch as soon as they would have filled one."""
@@ -73,14 +82,19 @@ class Drought:
 
     def _on_empty(self, step: int, reasons: Counter[str], rewards: list[float]) -> str | None:
         counts = +reasons
-        cause = likely_cause(counts.most_common(1)[0][0], rewards)
+        self._cause = likely_cause(counts.most_common(1)[0][0], rewards)
         self._empty_batches += 1
         words = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
-        message = f"a batch for step {step} had nothing to train on ({words}); {cause}"
-        log.warning("%s", message)
+        message = f"a batch for step {step} had nothing to train on ({words}); {self._cause}"
+        if self._empty_batches.bit_count() == 1:  # ever more rarely: there may be several in a second
+            log.warning("%s (%s in a row)", message, _batches(self._empty_batches))
         if self._max_empty_batches is None or self._empty_batches < self._max_empty_batches:
             return None
         return f"{self._empty_batches} batches in a row without a signal: {message}"
+
+
+def _batches(count: int) -> str:
+    return f"{count} batch{'es' * (count > 1)}"
 
 
 def likely_cause(reason: str, rewards: list[float]) -> str:

@@ -22,6 +22,7 @@ from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, Report, truncation
 from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.evaluation import commonest_failure
 from headrace.orchestrator.journal import Entries, Journal
 from headrace.orchestrator.periodic import PeriodicLogger
 from headrace.orchestrator.pipeline import Pipeline
@@ -215,7 +216,9 @@ class Orchestrator:
         self.metrics.log(batch.version, batch.metrics)
         scores = {name.split("/")[-1]: value for name, value in batch.metrics.items() if "@" in name}
         words = ", ".join(f"{name} {value:.4g}" for name, value in sorted(scores.items()))
-        log.info("evaluated %s at version %d: %s", batch.env, batch.version, words or "every episode failed")
+        log.info("evaluated %s at version %d: %s", batch.env, batch.version, words)
+        if (failure := commonest_failure(batch)) is not None:
+            log.warning("episodes of that evaluation failed, which count as 0; most often with %s", failure)
 
     # -- beside the loop ------------------------------------------------------------------------------------------
 

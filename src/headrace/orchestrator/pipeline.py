@@ -195,7 +195,8 @@ class Pipeline:
     def doing(self) -> str:
         """In words, for people."""
         if self.step <= self.settings.max_steps:
-            return f"collecting batch {self.step}"
+            story = self._drought.story
+            return f"collecting batch {self.step}" + (f" ({story})" if story else "")
         if self.eval_sink.open_epochs:
             return f"evaluating version {self.version.step}"
         return "every batch is shipped" if self.trains else "between evaluations"
