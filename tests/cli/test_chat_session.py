@@ -229,6 +229,14 @@ def test_without_a_terminal_the_input_is_the_question(
     assert (other.asked[0]["model"], other.asked[0]["messages"][-1]["content"]) == ("large", "Two\nlines?\n")
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_no_text_is_refused(
+    other: ChatStandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, errors: str
+):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8", errors))
+    assert run(capsys, other.url) == (2, "", "headrace: the standard input is not UTF-8 text\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [

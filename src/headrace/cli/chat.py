@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from headrace.errors import BadInput
+
 if TYPE_CHECKING:
     from headrace.chat.session import Session
     from headrace.inference.client.chat_stream import ChatServer
@@ -48,10 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, name)) is not None:
             conversation.set(name, value)
     overrides = read_overrides(arguments.overrides)
-    question = arguments.message if sys.stdin.isatty() or arguments.message is not None else sys.stdin.read()
+    question = arguments.message if sys.stdin.isatty() or arguments.message is not None else _piped()
     if question is not None and not question.strip():
-        from headrace.errors import BadInput
-
         raise BadInput("there is nothing to ask: --message or the standard input is empty")
     with reach(arguments.target, overrides, arguments.api_key_var) as server:
         session = Session(server, choose(server, arguments.model), conversation)
@@ -79,8 +79,6 @@ def reach(target: str, overrides: list[str], key_var: str) -> Iterator[ChatServe
 
 def read_overrides(dotted: list[str]) -> list[str]:
     """What a server is started with, from keys that are written as in a run file."""
-    from headrace.errors import BadInput
-
     for word in dotted:
         if word.startswith("--") and not word.startswith(PREFIX):
             raise BadInput(f"{word}: of a server that is started for a chat, keys are written {PREFIX}KEY")
@@ -89,8 +87,6 @@ def read_overrides(dotted: list[str]) -> list[str]:
 
 def choose(server: ChatServer, name: str | None) -> ModelEntry:
     """The model that is meant, or the first that the server has."""
-    from headrace.errors import BadInput
-
     models = server.models()
     for model in models:
         if name in (None, model.id):
@@ -109,6 +105,15 @@ def print_answer(session: Session, question: str) -> None:
         if piece.kind != "thought":
             print(harmless(piece.text) if to_terminal else piece.text, end="", flush=True)
     print(flush=True)
+
+
+def _piped() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in some locales what is no UTF-8 is read all the same, as halves of characters
+    except UnicodeError as error:
+        raise BadInput("the standard input is not UTF-8 text") from error
+    return text
 
 
 def _talk(session: Session) -> None:
