@@ -14,6 +14,7 @@ from headrace.evaluate.evaluation import Evaluation, evaluate
 from headrace.evaluate.exam import Conditions
 from headrace.evaluate.models import Candidate
 from headrace.rollout.types import Rollout, Task
+from headrace.rollout.version import Version
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 from tests.orchestrator.stand_ins import StandInEngine
@@ -86,6 +87,20 @@ async def test_episodes_of_other_settings_are_not_mixed_with_these(tiny_model: P
         with pytest.raises(BadInput, match=r"sampling was .*1\.0.*, now .*0\.7.*choose another --output"):
             await evaluate(warmer, [at(run)], silent)
         assert engine.answered == 12
+
+
+async def test_a_server_with_other_weights_does_not_go_on_and_one_that_is_gone_is_no_reason(
+    tiny_model: Path, tmp_path: Path
+):
+    run, output = RunDir(tmp_path / "run"), tmp_path / "out"
+    async with StandInEngine(tiny_model, run) as engine:
+        served = at(run)
+        (whole,) = await evaluate(asked(output, tiny_model), [served], silent)
+        engine.version = Version(0, 4)
+        with pytest.raises(BadInput, match=r"weights was \['stand-in 0-0'\], now \['stand-in 0-4'\]"):
+            await evaluate(asked(output, tiny_model), [served], silent)
+    (again,) = await evaluate(asked(output, tiny_model), [served], silent)
+    assert again.result == whole.result
 
 
 async def test_a_model_that_cannot_be_evaluated_is_named_and_the_others_go_on(tiny_model: Path, tmp_path: Path):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.chat.target import key_in
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
@@ -21,7 +22,8 @@ from headrace.evaluate.completions import CompletionsFile, Scored
 from headrace.evaluate.exam import Conditions, examine, missing
 from headrace.evaluate.models import Candidate
 from headrace.evaluate.results import Result, result_of
-from headrace.evaluate.serving import serving
+from headrace.evaluate.serving import engine_urls, serving
+from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
 from headrace.launch.saved_config import read_run
 from headrace.rollout.types import Task
@@ -44,12 +46,12 @@ class Evaluation(NamedTuple):
     serve_options: Sequence[str]
     key_var: str
 
-    def settings(self, candidate: Candidate) -> dict[str, Any]:
+    def settings(self, candidate: Candidate, weights: Any) -> dict[str, Any]:
         """What its episodes depend on. More examples or samples are only more of the same."""
         given = self.conditions
         return {
             "model": str(Path(candidate.source).resolve()) if Path(candidate.source).exists() else candidate.source,
-            "weights": _age(candidate),
+            "weights": weights,
             "environment": self.env,
             "args": self.args,
             "sampling": given.sampling,
@@ -70,7 +72,7 @@ class Outcome(NamedTuple):
 async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress) -> list[Outcome]:
     """In the order of the candidates."""
     for candidate in candidates:  # before the first of them takes an hour
-        check_settings(evaluation.output / candidate.name, evaluation.settings(candidate))
+        await _settings(evaluation, candidate)
     async with AsyncExitStack() as stack:
         environment = load_environment(evaluation.env, evaluation.args)
         tasks = list({task.key: task for task in tasks_of(environment, evaluation.env)}.values())
@@ -86,7 +88,7 @@ async def _evaluate(
     evaluation: Evaluation, candidate: Candidate, environment: Environment, tasks: Sequence[Task], progress: Progress
 ) -> Outcome:
     folder = evaluation.output / candidate.name
-    settings, given = evaluation.settings(candidate), evaluation.conditions
+    settings, given = await _settings(evaluation, candidate), evaluation.conditions
     write_atomically(folder / "settings.json", msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
     with closing(CompletionsFile(folder / "completions.jsonl")) as done:
         left = missing(tasks, given.samples, done, together=environment.scores_groups)
@@ -109,24 +111,39 @@ async def _evaluate(
     return Outcome(result, scored)
 
 
-def check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse to mix episodes with those that were made otherwise."""
+async def _settings(evaluation: Evaluation, candidate: Candidate) -> dict[str, Any]:
+    """What its episodes are made under; refused if those that it has were made otherwise."""
+    is_served = candidate.kind == "endpoint"
+    weights = await _served(candidate, evaluation.key_var) if is_served else _age(candidate)
+    return _agreed(evaluation.output / candidate.name, evaluation.settings(candidate, weights))
+
+
+def _agreed(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     path = folder / "settings.json"
     if not path.is_file() or not (folder / "completions.jsonl").is_file():
-        return
+        return settings
     was = msgspec.json.decode(path.read_bytes())
+    if settings["weights"] is None:  # a server that is gone, say: what it has answered can still be looked at
+        settings["weights"] = was.get("weights")
     now = msgspec.json.decode(msgspec.json.encode(settings))
     changed = [f"{key} was {was.get(key)!r}, now {now[key]!r}" for key in now if was.get(key) != now[key]]
     if changed:
         raise BadInput(
             f"{folder} has episodes of another evaluation ({'; '.join(changed)}): choose another --output, or delete it"
         )
+    return settings
+
+
+async def _served(endpoint: Candidate, key_var: str) -> list[str] | None:
+    """The weights that servers of ours say they have; of others, and if none answers, nothing is known."""
+    client = EngineClient(engine_urls(endpoint), api_key=key_in(key_var))
+    answers = await client.answering()
+    await client.close()
+    return sorted({f"{health.model} {health.version}" for health in answers.values()}) or None
 
 
 def _age(candidate: Candidate) -> int | None:
     """When the newest of its weights were written: a model that was trained further is another one."""
-    if candidate.kind == "endpoint":
-        return None
     files = Path(candidate.source).glob(MARKER if candidate.kind == "checkpoint" else "*.safetensors")
     return max((file.stat().st_mtime_ns for file in files), default=None)
 

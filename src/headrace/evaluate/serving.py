@@ -39,7 +39,7 @@ async def serving(candidate: Candidate, options: Sequence[str], key_var: str, lo
     """`options` are those of `headrace serve`, whose log stays; `key_var` holds the key of an endpoint."""
     if candidate.kind == "endpoint":
         chat_urls = [base_url(url) for url in candidate.source.split(",")]
-        yield Served([url.removesuffix("/v1") for url in chat_urls], key_in(key_var), None, chat_urls, key_var)
+        yield Served(engine_urls(candidate), key_in(key_var), None, chat_urls, key_var)
     elif candidate.kind == "model":
         _check_final(candidate)
         async with _started(candidate.source, options, log) as served:
@@ -49,6 +49,10 @@ async def serving(candidate: Candidate, options: Sequence[str], key_var: str, lo
             await _export(candidate.source, directory)
             async with _started(directory, options, log) as served:
                 yield served
+
+
+def engine_urls(endpoint: Candidate) -> list[str]:
+    return [base_url(url).removesuffix("/v1") for url in endpoint.source.split(",")]
 
 
 def _check_final(candidate: Candidate) -> None:
