@@ -137,6 +137,17 @@ async def test_a_dying_engine_is_told_to_whoever_waits_for_that(
     assert "the device is lost" in (backend.state().failure or "")
 
 
+async def test_one_who_stops_waiting_for_a_failure_is_none(backend: EmbeddedBackend) -> None:
+    waiting = asyncio.create_task(backend.failure())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert backend.state().failure is None
+    await backend.close()
+    with pytest.raises(EngineStopped, match="shutting down"):
+        backend.submit([5], LONG)
+
+
 async def test_closing_answers_what_is_in_flight(backend: EmbeddedBackend) -> None:
     await backend.pause()
     generations = [backend.submit([5], LONG) for _ in range(6)]

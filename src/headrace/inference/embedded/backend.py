@@ -67,7 +67,8 @@ class EmbeddedBackend:
         await self._apart(lambda: self._thread.unload_adapter(name))
 
     async def failure(self) -> str:
-        return await asyncio.wrap_future(self._thread.failure)
+        # Whoever stops waiting must not cancel what the thread will say.
+        return await asyncio.shield(asyncio.wrap_future(self._thread.failure))
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.stop)
