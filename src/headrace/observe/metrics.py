@@ -47,11 +47,19 @@ class MetricsLog:
         """One record. Its bytes go out in a single append, so lines of several processes never mix."""
         record = {"step": step, "time": time.time(), "process": self.process, **metrics}
         line = msgspec.json.encode(record) + b"\n"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line)
+            if _is_cut(descriptor):  # a full disk took half of the last record: this one must not go with it
+                line = b"\n" + line
+            while line:  # what did not fit raises at the second try
+                line = line[os.write(descriptor, line) :]
         finally:
             os.close(descriptor)
+
+
+def _is_cut(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
