@@ -30,6 +30,7 @@ from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version, staleness
 from headrace.transport.batches import BatchStore
+from headrace.transport.only_one import only_one
 from headrace.transport.run_dir import RunDir
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 
@@ -333,7 +334,7 @@ async def test_a_filter_that_takes_every_rollout_is_said_and_ends_the_run_where_
 
 async def test_a_second_orchestrator_in_a_run_directory_is_refused(tmp_path: Path, tiny_model: Path):
     pipeline = Pipeline(tmp_path, tiny_model)
-    with main._only_orchestrator(pipeline.run), pytest.raises(BadInput, match="another orchestrator is at work"):
+    with only_one(pipeline.run, "orchestrator"), pytest.raises(BadInput, match="another orchestrator is at work"):
         await pipeline.finish()
 
 

@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.cli.main import main
+from headrace.config.sft import SftConfig
 from headrace.config.trainer import TrainerConfig, WeightsConfig
+from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.batch import Batch, BatchSample
@@ -20,6 +23,7 @@ from headrace.trainer import checkpoint, rl
 from headrace.trainer.learner import ResumeError
 from headrace.trainer.ranks import Ranks
 from headrace.transport.endpoint import Endpoint, write_endpoint
+from headrace.transport.only_one import only_one
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
 from headrace.transport.weights_link import is_linked
@@ -191,6 +195,14 @@ def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_s
     assert not driver.open
     rl.train(config, stopped=stopped, status=status, sharing="alternate")
     assert len(driver.open) == 1
+
+
+def test_a_second_trainer_in_a_run_is_refused(run: RunDir, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    config = {"output_dir": run.root, "model": {"name": str(tiny_model)}, "max_steps": 1, "seq_len": 64}
+    save(SftConfig.model_validate({**config, "data": {"env": "reverse-text"}}), run)
+    with only_one(run, "trainer"):
+        assert main(["trainer", str(run.root)]) == 2
+    assert f"another trainer is at work in {run.root}: stop it first" in capsys.readouterr().err
 
 
 def test_where_both_compute_at_once_the_engine_comes_first(run: RunDir, status: Status):

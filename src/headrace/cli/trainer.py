@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 from headrace.cli.arguments import add_resume
 from headrace.cli.process import StopRequest, process
+from headrace.transport.only_one import only_one
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     resume = check_resume(run.root, arguments.resume)
     if arguments.ranks > 1:
         return run_ranks(arguments.ranks, arguments.run, resume)
-    with process("trainer", run) as status:
+    is_first = os.environ.get("RANK", "0") == "0"
+    with only_one(run, "trainer") if is_first else nullcontext(), process("trainer", run) as status:
         request = StopRequest(status)
         if isinstance(config, RunConfig):
             from headrace.trainer.rl import train as train_rl

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, closing
 
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
 from headrace.environments.base import tasks_of
@@ -30,6 +29,7 @@ from headrace.orchestrator.wiring import Environments, wire
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.transport.only_one import only_one
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ async def _run(
     renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump(exclude={"pool_size"}))
     async with AsyncExitStack() as stack:
         try:
-            stack.enter_context(_only_orchestrator(run))
+            stack.enter_context(only_one(run, "orchestrator"))
             environments = await _load_environments(config, stack)
             journal = stack.enter_context(closing(Journal(run.journal)))
             if config.train.env:
@@ -121,18 +121,6 @@ def _key(variable: str) -> str | None:
             "character beyond ASCII in it"
         )
     return key
-
-
-@contextmanager
-def _only_orchestrator(run: RunDir) -> Iterator[None]:
-    """A second one would write over the first one's batches. The lock goes with the process, however it ends."""
-    run.root.mkdir(parents=True, exist_ok=True)
-    with open(run.root / ".orchestrator.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadInput(f"another orchestrator is at work in {run.root}: stop it first") from error
-        yield
 
 
 async def _load_environments(config: OrchestratorConfig, stack: AsyncExitStack) -> Environments:
