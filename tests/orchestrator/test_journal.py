@@ -1,11 +1,12 @@
 """The journal: states of a draw, restarts, forks, and that everything else is a fold over the draws."""
 
+import os
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from headrace.errors import Failure
+from headrace.errors import BadInput, Failure
 from headrace.orchestrator.journal import (
     JOURNAL_SCHEMA,
     AlgorithmState,
@@ -184,6 +185,15 @@ def test_what_is_still_open_at_the_end_of_a_run_is_dropped_with_a_reason(tmp_pat
     journal.commit(entries(draws(0, 1), shipped(0)), shipped=1)
     journal.drop_open("max_steps")
     assert journal.states() == {"shipped": 1, "dropped:max_steps": 1}
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_damaged_journal_is_refused_with_what_to_do(read_only: bool, tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    Journal(path).close()
+    os.truncate(path, 4096)
+    with pytest.raises(BadInput, match=r"journal.sqlite is damaged \(.*malformed\).*put a copy of it back"):
+        Journal(path, read_only=read_only)
 
 
 @pytest.mark.parametrize(("version", "says"), [(1, "written by an older Headrace"), (99, "newer version")])

@@ -12,6 +12,7 @@ from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
+from headrace.errors import BadInput
 from headrace.launch.errors import LaunchError
 from headrace.launch.own_code import save_folders
 from headrace.launch.placement import Placement, Sharing, place, place_trainer, seeing
@@ -20,6 +21,7 @@ from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import Supervisor
 from headrace.machine import visible_gpus
+from headrace.observe.history import History
 from headrace.observe.summary import summary_of, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.transport.run_dir import RunDir
@@ -42,12 +44,20 @@ def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[st
             raise LaunchError(f"{error}\nonce the cause is mended, continue with: {again}") from error
         finally:
             if supervisor.history.moves:
-                write_summary(run, supervisor.history)
+                _try_to_sum_up(run, supervisor.history)
     if code:
         print(f"stopped at step {supervisor.history.step}; continue with: {again}")
     else:
         print(text(run, summary_of(run, supervisor.history)))
     return code
+
+
+def _try_to_sum_up(run: RunDir, history: History) -> None:
+    """Why the run ended is more important than why there is no summary of it."""
+    try:
+        write_summary(run, history)
+    except (BadInput, OSError) as error:
+        print(f"{run.summary} is not written: {error}")
 
 
 def make_supervisor(

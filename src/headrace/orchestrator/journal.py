@@ -150,6 +150,17 @@ class Journal:
     """One connection, used from one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        try:
+            self._open(path, read_only)
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # a disk that is full, say
+                raise
+            raise BadInput(
+                f"{path} is damaged ({error}), and with it what is known of the run's draws: put a copy of it back; "
+                "without one, `headrace export` still gives the model of the newest checkpoint"
+            ) from error
+
+    def _open(self, path: Path, read_only: bool) -> None:
         if read_only:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
             _check(self._db, path)
