@@ -1,5 +1,6 @@
 """Checkpoints: exact resume, whole or absent, the newest few kept, written beside training."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.cli.main import main
 from headrace.config.trainer import TrainingConfig
+from headrace.errors import BadInput
 from headrace.rollout.batch import SchemaError
 from headrace.trainer import checkpoint, rehearsal
 from headrace.trainer.checkpoint import Checkpoints, TrainState
@@ -71,6 +73,17 @@ def test_ten_steps_equal_five_saved_loaded_and_five_more_bit_for_bit(make_learne
     moments = resumed.optimizer.state_tensors()
     for name, tensor in straight.optimizer.state_tensors().items():
         assert torch.equal(tensor, moments[name]), name
+
+
+def test_a_damaged_checkpoint_is_named_with_what_to_do(make_learner: MakeLearner):
+    learner = make_learner()
+    learn(learner, 1, 1)
+    learner.begin_checkpoint()
+    learner.checkpoints.finish(wait=True)
+    (tensors,) = learner.checkpoints.directory.glob("step-*/tensors/*.safetensors")
+    os.truncate(tensors, 1000)
+    with pytest.raises(BadInput, match=r"step-00000001 is damaged .*move it away, and --resume goes on"):
+        make_learner()
 
 
 def test_a_rehearsed_learner_learns_the_same(

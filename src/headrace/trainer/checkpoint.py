@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.trainer.ranks import Ranks
 from headrace.transport.files import MARKER, link_tree, sync
@@ -148,7 +150,12 @@ def read_state(checkpoint: Path) -> TrainState:
 
 def saved_names(checkpoint: Path) -> Collection[str]:
     """The tensors of a checkpoint."""
-    return HuggingFaceStorageReader(str(checkpoint / TENSORS)).read_metadata().state_dict_metadata.keys()
+    try:
+        return HuggingFaceStorageReader(str(checkpoint / TENSORS)).read_metadata().state_dict_metadata.keys()
+    except SafetensorError as error:
+        raise BadInput(
+            f"{checkpoint} is damaged ({error}): move it away, and --resume goes on from the one before it"
+        ) from error
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
