@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -144,13 +143,6 @@ def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
             known = [rollout.metrics[name] for rollout in finished if name in rollout.metrics]
             values[f"metrics/{name}"] = sum(known) / len(known)
     return {f"eval/{batch.env}/{name}": value for name, value in values.items()}
-
-
-def commonest_failure(batch: EvalBatch) -> str | None:
-    """What most of its failed episodes failed with; None if none did."""
-    dropped = (rollout for group in batch.groups for rollout, _ in group.dropped)
-    errors = Counter((rollout.error.reason, rollout.error.detail) for rollout in dropped if rollout.error is not None)
-    return ": ".join(errors.most_common(1)[0][0]) if errors else None
 
 
 def _reward(rollout: Rollout) -> float:

@@ -22,7 +22,6 @@ from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, Report, truncation
 from headrace.orchestrator.dump import write_rollouts
-from headrace.orchestrator.evaluation import commonest_failure
 from headrace.orchestrator.journal import Entries, Journal
 from headrace.orchestrator.periodic import PeriodicLogger
 from headrace.orchestrator.pipeline import Pipeline
@@ -216,9 +215,9 @@ class Orchestrator:
         self.metrics.log(batch.version, batch.metrics)
         scores = {name.split("/")[-1]: value for name, value in batch.metrics.items() if "@" in name}
         words = ", ".join(f"{name} {value:.4g}" for name, value in sorted(scores.items()))
-        log.info("evaluated %s at version %d: %s", batch.env, batch.version, words)
-        if (failure := commonest_failure(batch)) is not None:
-            log.warning("episodes of that evaluation failed, which count as 0; most often with %s", failure)
+        failed = batch.metrics[f"eval/{batch.env}/errors"]
+        told = f"{words}; {failed:.0%} of its episodes failed, and count as 0" if failed else words
+        log.info("evaluated %s at version %d: %s", batch.env, batch.version, told)
 
     # -- beside the loop ------------------------------------------------------------------------------------------
 
