@@ -49,6 +49,15 @@ def test_an_existing_run_is_refused_with_both_ways_out(run: Path) -> None:
         decide(run, None, False)
 
 
+def test_a_checkpoint_that_is_left_only_among_the_permanent_ones_is_gone_on_from(run: Path) -> None:
+    where = run / "checkpoints"
+    (where / "permanent").mkdir()
+    (where / "step-00000010").rename(where / "permanent" / "step-00000010")
+    decide(run, "10", False).apply()
+    assert (where / "step-00000010" / "model.safetensors").read_text() == "weights 10"
+    assert (where / "permanent" / "step-00000010" / "COMPLETE.json").is_file()
+
+
 def test_clean_deletes_a_run(run: Path) -> None:
     decide(run, None, True).apply()
     assert list(run.iterdir()) == []

@@ -35,6 +35,8 @@ class Plan:
     clean: bool = False
     fork_of: Path | None = None
     fork_step: int = 0
+    brought_back: Path | None = None
+    """The newest checkpoint, if it is left only among those that are kept for ever: the others are gone on from."""
 
     @property
     def notice(self) -> str | None:
@@ -51,6 +53,8 @@ class Plan:
         if self.fork_of is not None:
             source, step = RunDir(self.fork_of), self.fork_step
             write_directory(self.directory, lambda draft: _fork(source, RunDir(draft), step))
+        if self.brought_back is not None:
+            link_tree(self.brought_back, RunDir(self.directory).checkpoints / self.brought_back.name)
         self.directory.mkdir(parents=True, exist_ok=True)
 
 
@@ -87,7 +91,8 @@ def _decide_resume(directory: Path, resume: str) -> Plan:
         known = ", ".join(str(known) for known in found) or "none"
         raise BadRequest(f"--resume {resume}: {directory} has no complete checkpoint of step {step} (it has: {known})")
     if step == max(found):
-        return Plan(directory, resume=True)
+        is_kept = found[step].parent.name == "permanent"
+        return Plan(directory, resume=True, brought_back=found[step] if is_kept else None)
     target = directory.with_name(f"{directory.name}-from-{step}")
     if target.exists():
         raise BadRequest(
