@@ -84,7 +84,7 @@ class Supervisor:
         log = self._run.logs / f"{spec.name}.log"
         self._processes[spec.name] = Process(spec, log, self._lifeline, self._inherited)
         self._up.discard(spec.name)
-        self._started = time.time()  # of the newest: others may be waiting for it to come up themselves
+        self._started = time.monotonic()  # of the newest: others may be waiting for it to come up themselves
 
     def _supervise(self) -> int:
         while not self._signals:
@@ -158,7 +158,7 @@ class Supervisor:
         names = [process.name for process in running]
         self._up.update(name for name in names if is_up(self._statuses.get(name)))
         missing = not_up([name for name in names if name not in self._up], self._statuses, now)
-        if missing and now - self._started > self._start_timeout:
+        if missing and time.monotonic() - self._started > self._start_timeout:
             limit = f"not up after {self._start_timeout:.0f} s (launch.start_timeout)"
             raise LaunchError(f"{limit}: {', '.join(missing)}; their logs are in {self._run.logs}")
         alive = {name: status for name, status in self._statuses.items() if name in names}
