@@ -104,6 +104,18 @@ def test_resume_and_clean_exclude_each_other(capsys: pytest.CaptureFixture[str])
     assert ended.value.code == 2
 
 
+def test_a_copied_run_does_not_go_on_where_it_was_copied_from(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    for directory in (original, copy):
+        directory.mkdir()
+        (directory / "config.toml").write_text(RUN_FILE.format(output=original, model=model))
+    code, told = refuse(capsys, "rl", copy / "config.toml", "--resume")
+    assert code == 2
+    assert f"is of a run in {original}, and lies in {copy}: was that copied or moved?" in told
+
+
 def test_dry_run_prints_what_loads_to_the_same_and_touches_nothing(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +226,7 @@ def test_a_run_and_a_fork_of_it_go_on_with_the_model_that_the_run_began_with(
     run_file.write_text(run_file.read_text().replace(f'name = "{model}"', 'sft = "its-data-has-changed.toml"'))
     launched: list[RunConfig] = []
     monkeypatch.setattr("headrace.launch.local.launch", lambda config, *_, **__: launched.append(config) or 0)
-    assert main(["rl", str(run_file), "--inference.port", "0", "--resume", step]) == 0
+    assert main(["rl", str(run_file), "--inference.port", "0", "--max_steps", "12", "--resume", step]) == 0
     assert [(config.output_dir, config.trainer.model.name) for config in launched] == [
         (tmp_path / continued, str(model))
     ]

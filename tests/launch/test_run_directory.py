@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.launch.errors import BadRequest
-from headrace.launch.run_directory import checkpoints, decide, hold
+from headrace.launch.run_directory import checkpoints, decide, hold, refuse_shorter
 from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
 
@@ -56,6 +56,15 @@ def test_a_checkpoint_that_is_left_only_among_the_permanent_ones_is_gone_on_from
     decide(run, "10", False).apply()
     assert (where / "step-00000010" / "model.safetensors").read_text() == "weights 10"
     assert (where / "permanent" / "step-00000010" / "COMPLETE.json").is_file()
+
+
+def test_a_run_does_not_end_before_the_steps_that_it_has_made(run: Path) -> None:
+    refuse_shorter(run, 12)
+    refuse_shorter(run, None)
+    with pytest.raises(BadRequest, match=r"max_steps = 11, but .* has made 12 steps"):
+        refuse_shorter(run, 11)
+    (run / "journal.sqlite").unlink()
+    refuse_shorter(run, 10)
 
 
 def test_clean_deletes_a_run(run: Path) -> None:

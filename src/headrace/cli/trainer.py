@@ -9,7 +9,6 @@ from pathlib import Path
 
 from headrace.cli.arguments import add_resume
 from headrace.cli.process import StopRequest, process
-from headrace.transport.only_one import only_one
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.config.run import RunConfig
     from headrace.launch.errors import BadRequest
     from headrace.launch.saved_config import read_run, run_directory
+    from headrace.transport.only_one import only_one
 
     if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise BadRequest(

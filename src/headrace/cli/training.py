@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.launch.local import check_ports, has_servers, launch, on_this_machine
     from headrace.launch.origin import resolve, resolve_again
     from headrace.launch.own_code import find_code_beside
-    from headrace.launch.run_directory import decide
+    from headrace.launch.run_directory import decide, refuse_shorter
     from headrace.launch.saved_config import changes, pin
     from headrace.launch.variables import set_variables
     from headrace.text.tokenizer import Tokenizer
@@ -68,11 +69,14 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     _notify(*set_variables(config.launch))
     if config.output_dir is None:
         raise ConfigError("output_dir: say where the run shall keep its files")
+    _refuse_a_copy(arguments, config.output_dir)
     plan = decide(config.output_dir, arguments.resume, arguments.clean)
     if has_servers(config):
         check_ports(config.launch, config.inference)
     if plan.clean or (config.model.sft is not None and not plan.resume):
         _check_thoroughly(config)
+    if plan.resume and plan.fork_of is None:
+        refuse_shorter(plan.directory, config.max_steps)
     before = RunDir(plan.fork_of or plan.directory)
     model = resolve_again(config.model, before) if plan.resume else resolve(config.model)
     Tokenizer(model)  # refused here rather than by three processes
@@ -88,6 +92,23 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     with naming_run(plan.directory):
         plan.apply()
         return launch(config, RunDir(plan.directory), folders, resume=plan.resume, again=again)
+
+
+def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
+    """A run that was copied or moved has a configuration which still names its old place."""
+    from headrace.launch.errors import BadRequest
+    from headrace.launch.run_directory import is_run
+    from headrace.transport.run_dir import RunDir
+
+    if any(word.partition("=")[0] == "--output_dir" for word in arguments.overrides):
+        return
+    for file in arguments.files:
+        folder = Path(file).parent
+        if Path(file) == RunDir(folder).config and is_run(folder) and folder.resolve() != output_dir.resolve():
+            raise BadRequest(
+                f"{file} is of a run in {output_dir}, and lies in {folder}: was that copied or moved? "
+                f"Say which is meant: --output_dir {folder}, or --output_dir {output_dir}"
+            )
 
 
 def _check_own_code(config: OrchestratorConfig) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,21 @@ def _step_of(path: Path, directory: Path) -> int:
     if path.resolve().parent not in (where, where / "permanent"):
         raise BadRequest(f"--resume {path}: not a checkpoint of {directory}; set --output_dir to the run it belongs to")
     return int(text)
+
+
+def refuse_shorter(directory: Path, max_steps: int | None) -> None:
+    """A run that goes on cannot end before the steps that it has made: their draws would never be accounted for."""
+    run, made = RunDir(directory), max(checkpoints(directory), default=0)
+    if run.journal.is_file():
+        from headrace.orchestrator.journal import Journal
+
+        with closing(Journal(run.journal, read_only=True)) as journal:
+            made = max(made, journal.last_step())
+    if max_steps is not None and max_steps < made:
+        raise BadRequest(
+            f"max_steps = {max_steps}, but {directory} has made {made} steps: let it end there or later; "
+            "--resume STEP begins another run at an older checkpoint"
+        )
 
 
 def _delete(directory: Path) -> None:
