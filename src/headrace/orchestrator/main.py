@@ -21,6 +21,7 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.loop_watch import watching_the_loop
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.pipeline import RunFailed
 from headrace.orchestrator.signals import Kind
@@ -108,8 +109,9 @@ async def _run(
             return False
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, orchestrator.stop)
-        with settled():
-            return await orchestrator.run()
+        async with watching_the_loop(status):
+            with settled():
+                return await orchestrator.run()
 
 
 def _key(variable: str) -> str | None:
