@@ -96,7 +96,7 @@ def test_what_failed_in_an_evaluation_is_told_beside_its_score(pipe: Console) ->
 
 def test_steps_that_change_nothing_are_told() -> None:
     seen = History([{"step": 1, "time": 1.0, "process": "trainer", "loss": None, "optim/skipped": 1}])
-    assert facts(seen) == ["loss nan", "1 updates skipped"]
+    assert facts(seen) == ["loss nan", "1 update skipped: gradients not finite"]
 
 
 def test_what_a_resumed_run_did_before_is_not_told_again(pipe: Console) -> None:

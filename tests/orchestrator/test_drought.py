@@ -92,7 +92,7 @@ def test_as_long_as_batches_stay_empty_it_says_why_and_ever_more_rarely(caplog: 
     for _ in range(9):
         drought.on_group(group(dropped="zero_advantage"), 1, rollouts_per_batch=2)
     assert drought.story is not None
-    assert drought.story.startswith("9 batches so far had nothing to train on: every reward was 0: too hard")
+    assert drought.story.startswith("9 batches in a row had nothing to train on: every reward was 0: too hard")
     assert [record.message.rpartition("(")[2] for record in caplog.records] == [
         "1 batch in a row)",
         "2 batches in a row)",

@@ -170,8 +170,13 @@ def facts(history: History) -> list[str]:
     }
     if "loss" in step and step["loss"] is None:  # JSON knows no such numbers
         step["loss"] = math.nan
-    told = [form.format(step[key]) for key, form in forms.items() if step.get(key) is not None]
-    return [*told, *([f"{skipped:,} updates skipped"] if (skipped := int(step.get("optim/skipped") or 0)) else [])]
+    return [form.format(step[key]) for key, form in forms.items() if step.get(key) is not None] + _skipped(step)
+
+
+def _skipped(record: Record) -> list[str]:
+    """Steps that changed nothing, if there were any."""
+    count = int(record.get("optim/skipped") or 0)
+    return [f"{count:,} update{'s' * (count > 1)} skipped: gradients not finite"] if count else []
 
 
 def _failed(history: History, env: str, version: int) -> str:
@@ -187,6 +192,7 @@ def _curves(history: History) -> list[tuple[str, Text]]:
     elif loss := history.loss():
         text = Text(f"{loss[-1][1]:.4f}  ").append(sparkline([value for _, value in loss]), style="cyan")
         rows.append(("loss", text))
+    rows += [("trouble", Text(words, style="red")) for words in _skipped(history.latest)]
     if held_out := history.held_out():
         text = Text().append(f"{held_out[-1][1]:.3f}  ", style="bold")
         text.append(sparkline([value for _, value in held_out]), style="yellow")

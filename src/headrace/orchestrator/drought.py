@@ -44,7 +44,7 @@ class Drought:
         """Why nothing ships although rollouts arrive; None as long as something does."""
         if not self._empty_batches:
             return None
-        return f"{_batches(self._empty_batches)} so far had nothing to train on: {self._cause}"
+        return f"{_batches(self._empty_batches)} in a row had nothing to train on: {self._cause}"
 
     def on_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> str | None:
         """Groups that leave nothing count as an empty batch as soon as they would have filled one."""

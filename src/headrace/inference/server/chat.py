@@ -45,7 +45,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     parallel_tool_calls: Unsupported = True
     reasoning_effort: Unsupported = None
     include_reasoning: Unsupported = True
-    verbosity: Unsupported = None
+    verbosity: Unsupported = "medium"
     modalities: Unsupported = msgspec.field(default_factory=lambda: ["text"])
     audio: Unsupported = None
     web_search_options: Unsupported = None
