@@ -30,7 +30,7 @@ from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version, staleness
 from headrace.transport.batches import BatchStore
-from headrace.transport.only_one import only_one
+from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 

@@ -23,7 +23,7 @@ from headrace.trainer import checkpoint, rl
 from headrace.trainer.learner import ResumeError
 from headrace.trainer.ranks import Ranks
 from headrace.transport.endpoint import Endpoint, write_endpoint
-from headrace.transport.only_one import only_one
+from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
 from headrace.transport.weights_link import is_linked

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.config.run import RunConfig
     from headrace.launch.errors import BadRequest
     from headrace.launch.saved_config import read_run, run_directory
-    from headrace.transport.only_one import only_one
+    from headrace.transport.lock import only_one
 
     if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise BadRequest(

@@ -23,10 +23,10 @@ from headrace.config.paths import cache_directory
 from headrace.config.sft import SftConfig, SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
-from headrace.launch.lock import lock
 from headrace.launch.own_code import find_code_beside
 from headrace.launch.saved_config import pin, save
 from headrace.text.hub import model_directory
+from headrace.transport.lock import lock
 from headrace.transport.run_dir import RunDir
 
 TINY_SEED = 0

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.launch.errors import BadRequest
-from headrace.launch.lock import is_held, lock
 from headrace.observe.history import Tail
 from headrace.transport.files import MARKER, link_tree, write_directory
+from headrace.transport.lock import is_held, lock
 from headrace.transport.run_dir import RunDir
 
 LATEST = "latest"

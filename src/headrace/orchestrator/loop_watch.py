@@ -18,6 +18,7 @@ from types import FrameType
 
 import headrace
 from headrace.observe.status import Status
+from headrace.orchestrator.periodic import ADVICE
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,9 @@ class _Watch:
         where = place_of(sys._current_frames().get(self._thread_id))
         self._status.set(f"held up by {where}, which has not let go of the event loop for {held:.0f} s")
         log.warning(
-            "the event loop has stood still for %.0f s in %s: no episode goes on. Environments that compute belong "
-            "into worker processes (workers = N on the environment), and rewards that may hang into a sandbox",
-            *(held, where),
+            "the event loop has stood still for %.0f s in %s: no episode goes on. %s, and rewards that may hang into a "
+            "sandbox",
+            *(held, where, ADVICE),
         )
 
 

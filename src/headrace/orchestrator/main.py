@@ -30,7 +30,7 @@ from headrace.orchestrator.wiring import Environments, wire
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.transport.only_one import only_one
+from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ LAG_PROBE = 0.05
 """Seconds between two looks at the event loop's lag."""
 ALARMING_LAG = 1.0
 """Seconds of lag that are said: something computes where it should only move data."""
+ADVICE = "Environments that compute belong into worker processes (workers = N on the environment)"
 
 
 class PeriodicLogger:
@@ -45,9 +46,8 @@ class PeriodicLogger:
         if lag > self._alarm_above:
             self._alarm_above = 2 * lag
             log.warning(
-                "the event loop stood still for %.1f s: an environment, algorithm or filter computes on it. "
-                "Environments that compute belong into worker processes (workers = N on the environment)",
-                lag,
+                "the event loop stood still for %.1f s: an environment, algorithm or filter computes on it. %s",
+                *(lag, ADVICE),
             )
 
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.errors import BadInput
+from headrace.transport.run_dir import RunDir
+
 
 @contextmanager
 def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
@@ -30,6 +33,17 @@ def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def only_one(run: RunDir, process: str) -> Iterator[None]:
+    """Be the only process of this name in a run: a second one would write over the first one's files."""
+
+    def refuse(_: int | None) -> None:
+        raise BadInput(f"another {process} is at work in {run.root}: stop it first")
+
+    with lock(run.root / f".{process}.lock", refuse):
+        yield
 
 
 def is_held(path: Path) -> bool:
