@@ -99,7 +99,11 @@ def test_vllm_gets_its_own_time_to_start_on_top():
     ("gpus", "inference", "expected"),
     [
         ("0", {"engine": "vllm"}, ["--vllm.gpu_memory_utilization", "0.4", "--sharing", "alternate"]),
-        ("0", {"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.7}}, ["--sharing", "alternate"]),
+        (
+            "0",
+            {"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.7}},
+            ["--vllm.gpu_memory_utilization", "0.7", "--sharing", "alternate"],
+        ),
         ("0", {}, ["--sharing", "alternate"]),
         ("0,1", {"engine": "vllm"}, []),
     ],

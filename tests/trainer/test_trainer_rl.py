@@ -19,10 +19,9 @@ from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
+from headrace.shared_device import EnginesBeside
 from headrace.trainer import checkpoint, rl
 from headrace.trainer.learner import ResumeError
-from headrace.trainer.ranks import Ranks
-from headrace.transport.endpoint import Endpoint, write_endpoint
 from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
@@ -193,7 +192,8 @@ def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_s
     stopped.set()
     rl.train(config, stopped=stopped, status=status)
     assert not driver.open
-    rl.train(config, stopped=stopped, status=status, sharing="alternate")
+    engines = EnginesBeside(take_turns=True, trainer_bytes_per_parameter=14)
+    rl.train(config, stopped=stopped, status=status, engines=engines)
     assert len(driver.open) == 1
 
 
@@ -203,20 +203,6 @@ def test_a_second_trainer_in_a_run_is_refused(run: RunDir, tiny_model: Path, cap
     with only_one(run, "trainer"):
         assert main(["trainer", str(run.root)]) == 2
     assert f"another trainer is at work in {run.root}: stop it first" in capsys.readouterr().err
-
-
-def test_where_both_compute_at_once_the_engine_comes_first(run: RunDir, status: Status):
-    """What it leaves free is what steps are planned with."""
-    stopped, ranks = threading.Event(), Ranks(torch.device("cpu"))
-    came: list[bool] = []
-    waiting = threading.Thread(target=lambda: came.append(rl.wait_for_engine(ranks, run, status, stopped)))
-    waiting.start()
-    while not status.current.waiting_for:
-        time.sleep(0.01)
-    assert not came
-    write_endpoint(run.endpoints / "inference.json", Endpoint("http://127.0.0.1:1", 1))
-    waiting.join(10)
-    assert came == [True]
 
 
 def test_the_last_version_can_be_had_when_the_trainer_is_gone_also_after_a_resume(

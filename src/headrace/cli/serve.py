@@ -13,7 +13,7 @@ from headrace.cli.process import process
 
 if TYPE_CHECKING:
     from headrace.config.inference import InferenceConfig
-    from headrace.inference.shared_device import SharedDevice
+    from headrace.shared_device import TrainerBeside
     from headrace.transport.run_dir import RunDir
 
 PORT = 8000
@@ -64,21 +64,21 @@ def run(arguments: argparse.Namespace) -> int:
         serve(config, status=None, run=run, announce=lambda url: print(greeting(url, key_var), flush=True))
         return 0
     with process(arguments.name or "inference", run) as status:
-        shared = shared_device(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
+        shared = trainer_beside(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
         serve(config, status=status, run=run, shared=shared)
     return 0
 
 
-def shared_device(target: Path, run: RunDir, sharing: str) -> SharedDevice:
+def trainer_beside(target: Path, run: RunDir, sharing: str) -> TrainerBeside:
     """What a server of a run has to know of the trainer beside it."""
     from headrace.config.run import RunConfig
-    from headrace.inference.shared_device import SharedDevice
     from headrace.launch.saved_config import read_sampled_run
+    from headrace.shared_device import TrainerBeside
 
     config = read_sampled_run(target)
     trainer = config.trainer if isinstance(config, RunConfig) else config
     in_turns = sharing == "alternate"
-    return SharedDevice(
+    return TrainerBeside(
         run.turns if in_turns else None,
         trainer.bytes_per_parameter(while_training=not in_turns),
         config.launch.inference_servers or 1,

@@ -6,9 +6,15 @@ import argparse
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_resume
 from headrace.cli.process import StopRequest, process
+
+if TYPE_CHECKING:
+    from headrace.config.run import RunConfig
+    from headrace.config.sft import SftConfig
+    from headrace.shared_device import EnginesBeside
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,21 +41,38 @@ def run(arguments: argparse.Namespace) -> int:
     resume = check_resume(run.root, arguments.resume)
     if arguments.ranks > 1:
         return run_ranks(arguments.ranks, arguments.run, resume)
+    engines = engines_beside(config, arguments.sharing) if arguments.sharing else None
     is_first = os.environ.get("RANK", "0") == "0"
     with only_one(run, "trainer") if is_first else nullcontext(), process("trainer", run) as status:
         request = StopRequest(status)
         if isinstance(config, RunConfig):
             from headrace.trainer.rl import train as train_rl
 
-            train_rl(config.trainer, resume=resume, stopped=request.stopped, status=status, sharing=arguments.sharing)
+            train_rl(config.trainer, resume=resume, stopped=request.stopped, status=status, engines=engines)
         else:
             from headrace.trainer.sft import train as train_sft
 
-            train_sft(config, resume=resume, stopped=request.stopped, status=status)
+            train_sft(config, resume=resume, stopped=request.stopped, status=status, engines=engines)
         from headrace.trainer.ranks import leave
 
         leave()
     return request.exit_code
+
+
+def engines_beside(config: RunConfig | SftConfig, sharing: str) -> EnginesBeside:
+    """What the trainer of a run has to know of the servers beside it."""
+    from headrace.config.run import RunConfig
+    from headrace.shared_device import EnginesBeside
+
+    trainer = config.trainer if isinstance(config, RunConfig) else config
+    inference, servers = config.inference, config.launch.inference_servers or 1
+    return EnginesBeside(
+        take_turns=sharing == "alternate",
+        trainer_bytes_per_parameter=trainer.bytes_per_parameter(while_training=True),
+        servers=servers,
+        share=inference.vllm.share_beside_trainer(servers) if inference.engine == "vllm" else None,
+        cache_bytes=None if inference.kv_cache_gb is None else int(inference.kv_cache_gb * 1e9),
+    )
 
 
 def run_ranks(count: int, target: Path, resume: str | None) -> int:

@@ -11,6 +11,8 @@ from headrace.config.base import Config
 from headrace.config.model import ModelConfig, RendererConfig
 
 RUNNING_ON_GPU, RUNNING_ON_CPU = 256, 128
+SHARED_MEMORY = 0.4
+"""The share of a GPU's memory for all vLLM servers on it, where the trainer is there too."""
 
 
 class VllmConfig(Config):
@@ -23,7 +25,8 @@ class VllmConfig(Config):
     data_parallel_size: int = Field(1, ge=1)
     """Copies of the model behind one server."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """The share of each GPU's memory that vLLM takes; unset: its default, or .4 where the trainer is there too."""
+    """The share of each GPU's memory that vLLM takes; unset: its default, or .4 where the trainer is there too, for all
+    servers together."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds until it must answer."""
     max_lora_rank: int = Field(0, ge=0, le=512)
@@ -34,6 +37,10 @@ class VllmConfig(Config):
     """More arguments of vLLM's server, as on its command line."""
     env: dict[str, str] = Field(default_factory=dict)
     """More environment variables for it."""
+
+    def share_beside_trainer(self, servers: int) -> float:
+        """Of a GPU on which the trainer is, too, with so many servers: for each of them."""
+        return self.gpu_memory_utilization or round(SHARED_MEMORY / servers, 3)
 
 
 class InferenceConfig(Config):

@@ -28,9 +28,6 @@ from headrace.transport.run_dir import RunDir
 
 LAST_PORT = 65535
 
-SHARED_MEMORY = 0.4
-"""The share of a GPU's memory for all vLLM servers on it, where the trainer is there too."""
-
 
 def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[str], *, resume: bool, again: str) -> int:
     """Launch a run and see it through; returns the exit code. `again` is the command that would continue it."""
@@ -154,9 +151,9 @@ def placement_of(launch: LaunchConfig, inference: InferenceConfig) -> Placement:
 
 def _memory_options(inference: InferenceConfig, placement: Placement) -> list[str]:
     """vLLM would take nearly all of a GPU: where the trainer has the same one, it gets a part."""
-    if inference.engine != "vllm" or not placement.shares_gpu or inference.vllm.gpu_memory_utilization is not None:
+    if inference.engine != "vllm" or not placement.shares_gpu:
         return []
-    return ["--vllm.gpu_memory_utilization", f"{SHARED_MEMORY / len(placement.inference):.3g}"]
+    return ["--vllm.gpu_memory_utilization", f"{inference.vllm.share_beside_trainer(len(placement.inference)):g}"]
 
 
 def server_process(

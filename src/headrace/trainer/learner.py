@@ -17,6 +17,7 @@ from headrace.errors import BadInput
 from headrace.rollout.packing import Bin, pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
+from headrace.shared_device import EnginesBeside
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.loss import Loss
@@ -46,9 +47,9 @@ class Learner:
         resume: str | None = None,
         *,
         joined: bool = True,
-        beside_engine: bool = False,
+        engines: EnginesBeside | None = None,
     ) -> None:
-        """`joined` is whether several samples may share a forward pass, `beside_engine` whether a GPU is shared."""
+        """`joined` is whether several samples may share a forward pass; `engines` are those on the same device."""
         if config.output_dir is None or config.max_steps is None or config.seq_len is None:
             raise ValueError("output_dir, max_steps and seq_len must be set to train")
         self.config = config
@@ -74,7 +75,7 @@ class Learner:
             lm_head_fp32=config.lm_head_fp32,
             lm_head_chunk=config.lm_head_chunk,
             memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
-            beside_engine=beside_engine,
+            engines=engines,
             longest=config.seq_len,
             trust_remote_code=config.model.trust_remote_code,
             load=start is None or adapts,

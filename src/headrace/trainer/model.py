@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.config.model import ModelConfig
 from headrace.rollout.cost import Cost, cost_of_model
+from headrace.shared_device import EnginesBeside
 from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
@@ -33,7 +34,7 @@ from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
 from headrace.trainer.memory import checkpoint_layers, offload_activations
 from headrace.trainer.model_files import ModelFiles, whole, write_tensors
 from headrace.trainer.parallel import shard
-from headrace.trainer.plan import MOST_TOKENS, Mode, Plan, Sizes, engine_bytes, make_plan
+from headrace.trainer.plan import MOST_TOKENS, Mode, Plan, Sizes, make_plan
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.row import Row, make_row
 from headrace.transport.adapter import Adapter, write_adapter, write_config
@@ -77,7 +78,7 @@ class PackedModel:
         lm_head_fp32: bool = False,
         lm_head_chunk: int = 4096,
         memory: int | None = None,
-        beside_engine: bool = False,
+        engines: EnginesBeside | None = None,
         longest: int = MOST_TOKENS,
         trust_remote_code: bool = False,
         load: bool = True,
@@ -85,8 +86,8 @@ class PackedModel:
     ) -> None:
         """`memory` is what a step may take of a GPU, bytes, parameters and all; None: what is free.
 
-        With `beside_engine` an engine's own part of the GPU is left to it, be it up already or not. `longest` is the
-        most tokens of a sequence.
+        What `engines` on the same GPU keep is left to them, be they up already or not. `longest` is the most tokens of
+        a sequence.
         """
         self.directory = directory
         self.ranks = ranks = ranks or Ranks()
@@ -110,7 +111,7 @@ class PackedModel:
         self._state = sum(p.nbytes + (12 * p.numel() if p.requires_grad else 0) for p in self.module.parameters())
         self._recomputed: Mode | Literal["auto"] = activation_checkpointing
         self._offloads, self._chunk, self._memory, self._longest = activation_offload, lm_head_chunk, memory, longest
-        self._beside_engine = beside_engine
+        self._engines = engines
         self.compiles = self._compiles(compile)
         """Whether layers are compiled at their first forward pass."""
         if ranks.size == 1:
@@ -223,8 +224,8 @@ class PackedModel:
         if limit is None:
             free, total = torch.cuda.mem_get_info(self.device)
             room = free + torch.cuda.memory_reserved(self.device)
-            if self._beside_engine:
-                room = min(room, total - engine_bytes(self.module.num_parameters(), total))
+            if self._engines is not None:
+                room = min(room, total - self._engines.kept(self.module.num_parameters(), total))
             limit = int(USED_OF_FREE * room)
         limit = -self.ranks.most(-limit)
         state = self._state // self.ranks.size

@@ -26,8 +26,6 @@ MOST_TOKENS = 16384
 GIB = 1 << 30
 RESERVE = GIB // 2
 """For what the libraries take for themselves."""
-ENGINE_LEAST, ENGINE_SHARE = 2 * GIB + GIB // 4, 16
-"""What an engine has besides its weights, at least, and one in how many bytes of a GPU."""
 
 _WORDS = {
     "full": "recompute everything",
@@ -35,11 +33,6 @@ _WORDS = {
     "selective": "recompute all but attention and matrix products",
     False: "recompute nothing",
 }
-
-
-def engine_bytes(parameters: int, total: int) -> int:
-    """About what an engine keeps of a GPU with `total` bytes through a step: weights, graphs, working memory."""
-    return 2 * parameters + max(ENGINE_LEAST, total // ENGINE_SHARE)
 
 
 @dataclass(frozen=True)

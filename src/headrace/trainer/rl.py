@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -21,6 +19,7 @@ from headrace.config.trainer import TrainerConfig, WeightsConfig
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
+from headrace.shared_device import EnginesBeside
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
@@ -42,25 +41,25 @@ def train(
     resume: str | None = None,
     stopped: threading.Event,
     status: Status,
-    sharing: Literal["alternate", "overlap"] | None = None,
+    engines: EnginesBeside | None = None,
 ) -> None:
     """Train to `max_steps`, or until `stopped`. `resume` is a checkpoint, or "latest" for the newest, if any.
 
-    `sharing`: the run's engines are on this device, too; with `alternate` they wait while it computes.
+    `engines` are those of the run that are on this device, too.
     """
     if config.output_dir is None:
         raise ValueError("output_dir must be set to train")
     run = RunDir(config.output_dir)
     status.set("loading model")
-    learner = Learner(config, losses(config), run.checkpoints, resume, beside_engine=sharing == "alternate")
-    publisher = make_publisher(config.weights, run, learner, shared=sharing is not None)
+    learner = Learner(config, losses(config), run.checkpoints, resume, engines=engines)
+    publisher = make_publisher(config.weights, run, learner, shared=engines is not None)
     acknowledgements = Acknowledgements(run.weights, config.weights.ack_timeout or None)
     enter_incarnation(learner, run, publisher, resuming=resume is not None)
-    takes_turns = sharing == "alternate"
+    takes_turns = engines is not None and engines.take_turns
     turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
     if learner.model.compiles and learner.model.device.type == "cuda" and learner.state.step < learner.max_steps:
-        compile_now(learner, run, status, stopped, at_once=sharing == "overlap")
+        compile_now(learner, status)
     watch = Stopwatch()
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
@@ -111,14 +110,8 @@ def train(
     publisher.close()
 
 
-def compile_now(learner: Learner, run: RunDir, status: Status, stopped: threading.Event, *, at_once: bool) -> None:
-    """Compile what the first step would have to wait for. It takes some memory, and no turn: the engine starts.
-
-    With one that computes at the same time (`at_once`) it is done when that is up, and samples the first batch: a step
-    is planned for the memory that it leaves.
-    """
-    if at_once and not wait_for_engine(learner.ranks, run, status, stopped):
-        return
+def compile_now(learner: Learner, status: Status) -> None:
+    """Compile what the first step would have to wait for. It takes some memory, and no turn: the engine starts."""
     status.set("compiling")
     start = time.monotonic()
     rehearse(learner)
@@ -167,11 +160,6 @@ def losses(config: TrainerConfig) -> dict[str, Loss]:
     }
 
 
-def wait_for_engine(ranks: Ranks, run: RunDir, status: Status, stopped: threading.Event) -> bool:
-    """Until one of the run's engines serves."""
-    return _wait(ranks, lambda: any(run.endpoints.glob("*.json")), "a sign of life", "the engine", status, stopped)
-
-
 def wait_for_batch(
     ranks: Ranks,
     run: RunDir,
@@ -180,19 +168,20 @@ def wait_for_batch(
     status: Status,
     stopped: threading.Event,
 ) -> bool:
+    """Until every rank sees it; False, on all of them, as soon as one is asked to stop."""
+
     def is_there() -> bool:
         if ranks.first:
             acknowledgements.check()
         return run.batches.exists(step)
 
-    return _wait(ranks, is_there, f"batch {step}", "the orchestrator", status, stopped)
-
-
-def _wait(
-    ranks: Ranks, ready: Callable[[], bool], what: str, whom: str, status: Status, stopped: threading.Event
-) -> bool:
-    """Until every rank sees it; False, on all of them, as soon as one is asked to stop."""
-    return wait_until(lambda: ranks.all(ready()), what, whom, status, stopped=lambda: ranks.any(stopped.is_set()))
+    return wait_until(
+        lambda: ranks.all(is_there()),
+        f"batch {step}",
+        "the orchestrator",
+        status,
+        stopped=lambda: ranks.any(stopped.is_set()),
+    )
 
 
 def tell(step: int, record: dict[str, float], metrics: MetricsLog | None, status: Status) -> None:

@@ -13,6 +13,7 @@ from headrace.environments.registry import load_environment
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.types import Sample
+from headrace.shared_device import EnginesBeside
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.conversation import Conversation, render
@@ -33,13 +34,23 @@ KEEP_WEIGHTS = 1
 """Published versions kept on disk besides those that an engine may still load."""
 
 
-def train(config: SftConfig, *, resume: str | None = None, stopped: threading.Event, status: Status) -> Path:
-    """Train to `max_steps`, or until `stopped`. Returns the path of the final model."""
+def train(
+    config: SftConfig,
+    *,
+    resume: str | None = None,
+    stopped: threading.Event,
+    status: Status,
+    engines: EnginesBeside | None = None,
+) -> Path:
+    """Train to `max_steps`, or until `stopped`. Returns the path of the final model.
+
+    `engines` evaluate on the same device.
+    """
     if config.output_dir is None:
         raise ValueError("output_dir must be set to train")
     run = RunDir(config.output_dir)
     status.set("loading model")
-    learner = Learner(config, {"ce": ce_loss}, run.checkpoints, resume, joined=config.data.pack)
+    learner = Learner(config, {"ce": ce_loss}, run.checkpoints, resume, joined=config.data.pack, engines=engines)
     directory, options = learner.model.directory, config.renderer
     renderer = make_renderer(
         directory, Tokenizer(directory), options.name, options.enable_thinking, options.thinking_retention

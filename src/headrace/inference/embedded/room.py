@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from headrace.errors import BadInput
-from headrace.inference.shared_device import SharedDevice
 from headrace.machine import free_memory
+from headrace.shared_device import AT_ONCE, IN_TURNS, TrainerBeside
 
-ALONE, IN_TURNS, AT_ONCE = 0.9, 0.65, 0.3
-"""The share of what is left on a GPU: of its own; where a trainer takes turns with it, whose activations mostly fit
-into the rest, and else into the cache; and where a trainer computes at the same time."""
+ALONE = 0.9
+"""The share of what is left on a GPU of its own."""
 ON_CPU = 1 / 8
 """The window of those that are sampled from may take up to twice as much again."""
 CONTEXT = 600 << 20
@@ -21,7 +20,7 @@ WORKING, WORKING_SHARE = 3 << 29, 0.04
 """For graphs, logits and activations of the engine: so much, or that share of the GPU if it is more."""
 
 
-def cache_memory(model: Any, gigabytes: float | None, shared: SharedDevice | None) -> int:
+def cache_memory(model: Any, gigabytes: float | None, shared: TrainerBeside | None) -> int:
     """Bytes for the keys and values of a model that is loaded; `shared` is its device, if that has a trainer, too."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
@@ -33,7 +32,7 @@ def cache_memory(model: Any, gigabytes: float | None, shared: SharedDevice | Non
     return cache_room(free, total, own, parameters, shared)
 
 
-def cache_room(free: int, total: int, own: int, parameters: int, shared: SharedDevice | None) -> int:
+def cache_room(free: int, total: int, own: int, parameters: int, shared: TrainerBeside | None) -> int:
     """Of a GPU with `total` bytes of which `free` are, and this process has `own`.
 
     What the trainer will hold is left to it, and to other servers what this one has, be they there already or not.
@@ -41,7 +40,7 @@ def cache_room(free: int, total: int, own: int, parameters: int, shared: SharedD
     working = max(WORKING, int(WORKING_SHARE * total))
     if shared is None:
         return max(0, int((free - working) * ALONE))
-    trainer = int(parameters * shared.trainer_bytes)
+    trainer = int(parameters * shared.bytes_per_parameter)
     left = min(free - working, (total - trainer) // shared.servers - own - working)
     if left <= 0:
         raise BadInput(

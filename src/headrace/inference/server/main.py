@@ -24,10 +24,10 @@ from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys, find_keys
-from headrace.inference.shared_device import SharedDevice
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
+from headrace.shared_device import TrainerBeside
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ def serve(
     status: Status | None,
     run: RunDir | None,
     announce: Callable[[str], None] | None = None,
-    shared: SharedDevice | None = None,
+    shared: TrainerBeside | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; `announce` gets the address once it is up. A lost engine exits with `AGAIN`.
 
@@ -106,7 +106,7 @@ def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
 
 
 async def start_engine(
-    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: SharedDevice | None, turn: Turn | None
+    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: TrainerBeside | None, turn: Turn | None
 ) -> Backend:
     """The engine that the configuration names, ready to sample. Only the embedded one needs torch in this process.
 
@@ -126,7 +126,7 @@ async def start_engine(
 
 
 def load_embedded(
-    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: SharedDevice | None = None
+    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: TrainerBeside | None = None
 ) -> Engine:
     """Our own engine with the model in it, checked against the plain model."""
     from headrace.inference.embedded.engine import Engine
@@ -195,7 +195,7 @@ async def _serve(
     run: RunDir | None,
     endpoint: Path | None,
     announce: Callable[[str], None] | None,
-    shared: SharedDevice | None,
+    shared: TrainerBeside | None,
     turn: Turn | None,
 ) -> str | None:
     """Start the engine and serve it; why it was lost, if it was."""
