@@ -8,7 +8,7 @@ DEV := $(VENV)/.dev-installed
 VLLM_PYTHON ?= .venv-vllm/bin/python
 VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installed)
 
-.PHONY: help demo test test-full test-vllm lint lock clean
+.PHONY: help demo test test-full test-vllm lint docs lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test-full  every test, the long ones too"
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make lint       style and types alone"
+	@echo "make docs       write docs/config.md anew, after a change of the keys of run files"
 	@echo "make lock       write the requirement locks anew, but vLLM's (make lock UPGRADE=1: with the newest versions)"
 	@echo "make clean      remove .venv, .venv-vllm and caches (outputs/ stays: it holds your runs)"
 
@@ -37,6 +38,9 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(RUNTIME)
+	$(BIN)/python -m headrace.config.reference docs/config.md
 
 lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)

@@ -93,7 +93,7 @@ def _explain_type(fields: Sequence[_Field], holders: Sequence[_Field]) -> Explan
 
 def kinds_of(root: type[BaseModel], key: str) -> dict[str, str]:
     """The types of section that a key may hold, each with a sentence."""
-    sections = [section for field in find(root, key) for section in _sections(field.info.annotation)]
+    sections = sections_at(root, key)
     told = {section: SENTENCES.get(section.__name__) or section.__doc__ or "" for section in sections}
     return {kind: _one_line(told[section]) for section in sections for kind in _kind(section)}
 
@@ -153,8 +153,13 @@ def _keys(sections: Sequence[type[BaseModel]], prefix: str) -> Iterator[str]:
 
 def children(root: type[BaseModel], key: str) -> list[str]:
     """The keys right under one."""
-    sections = [section for field in find(root, key) for section in _sections(field.info.annotation)]
-    return list(dict.fromkeys(f"{key}.{name}" for section in sections for name in section.model_fields))
+    return list(dict.fromkeys(f"{key}.{name}" for section in sections_at(root, key) for name in section.model_fields))
+
+
+def sections_at(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    """The sections that a key may hold, each once."""
+    found = [section for field in find(root, key) for section in _sections(field.info.annotation)]
+    return list(dict.fromkeys(found))
 
 
 def values_at(tree: Any, key: str) -> list[tuple[str, Any]]:
@@ -289,7 +294,8 @@ def value_words(value: Any) -> str:
     if value is None:
         return "unset"
     if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_none=True)
+        kind = {"type": value.type} if hasattr(value, "type") else {}
+        value = {**kind, **value.model_dump(mode="json", exclude_defaults=True)}
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{k} = {value_words(v)}" for k, v in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
