@@ -18,17 +18,14 @@ from headrace.errors import AGAIN
 from headrace.inference.backend import (
     EngineError,
     EngineOverloaded,
-    EngineState,
     EngineStopped,
     InvalidRequest,
     NotServed,
 )
 from headrace.inference.server.app import App
 from headrace.inference.server.keys import Forbidden, Unauthorized
-from headrace.inference.server.metrics import Metrics
 from headrace.inference.server.replies import TooLarge, TooSlow, error_reply
 from headrace.inference.weights.errors import WeightsUnreachable
-from headrace.rollout.version import Version
 from tests.cli.chat_stand_in import chat_stand_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -113,12 +110,6 @@ def test_the_statuses_are_what_such_errors_are_answered_with():
     assert [int(row[0]) for row in cells("## What goes wrong")] == statuses
     assert "retry-after" in error_reply(EngineOverloaded("")).headers
     assert f"exit status {AGAIN}" in DOCS.replace("\n  ", " ")
-
-
-def test_the_metrics_are_those_that_are_told():
-    state = EngineState(Version(0, 0), running=0, waiting=0, paused=False, capacity=1, kv_usage=0.0)
-    told = set(re.findall(r"^# TYPE (\S+)", Metrics().text(state, "model"), re.MULTILINE))
-    assert {name for row in cells("## Metrics") for name in re.findall(r"`(headrace_\w+)`", row[0])} == told
 
 
 def test_the_commands_of_a_chat_are_those_of_its_help():

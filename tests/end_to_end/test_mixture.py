@@ -14,6 +14,7 @@ from headrace.observe.metrics import read_metrics
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, start, wait_until, write_run_file
 from tests.end_to_end.test_algorithms import ENVIRONMENTS, LETTERS, count, served, trained_components
+from tests.observe.metrics_page import undocumented
 
 BROKEN = """
 [[orchestrator.train.env]]
@@ -55,6 +56,7 @@ def _check_told_once(run: RunDir, url: str) -> None:
     assert f"environment 'broken' only fails (environment: {FAILURE}" in log
     records = list(read_metrics(run.metrics))
     assert any("progress/dropped/no_reference" in record for record in records)
+    assert undocumented(records) == []
     pools = [record["curriculum/rewarded/unseen"] for record in records if "curriculum/rewarded/unseen" in record]
     assert len(pools) == 8
     assert pools[0] > pools[-1]

@@ -14,6 +14,7 @@ from headrace.orchestrator.journal import Journal
 from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
+from tests.observe.metrics_page import undocumented
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -68,6 +69,7 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_p
     assert draws_trained_once(run)
     # Monitors do not tell processes apart.
     assert metrics_of(run, "trainer") & metrics_of(run, "orchestrator") == {"step", "time", "process"}
+    assert undocumented(read_metrics(run.metrics)) == []
     assert {"engine", "staleness", "decode"} <= drift_of(run).keys()
     assert drift_of(run)["engine"] < 1e-9  # the same weights in float32, two implementations
 

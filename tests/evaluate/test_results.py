@@ -2,6 +2,8 @@
 
 import csv
 import io
+import re
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,17 @@ def test_numbers_are_means_over_examples_and_what_failed_is_wrong_but_has_no_len
     )
     assert (result.examples, result.samples, result.errors) == (2, 2, {"timeout": 1})
     assert result.accuracy.low == 0.0 and result.accuracy.high == 0.5
+
+
+def test_the_measures_are_those_that_the_page_explains():
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text().partition("## What is measured")[2]
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("\n## ")[0], re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"`([^`]+)`", row)} | {"thinks"}  # in the row of thoughts
+    measured = {
+        re.sub("/.*", "/NAME", name.replace("avg@2", "avg@K").replace("pass@2", "pass@k"))
+        for name in result_of("m", "models/m", EPISODES, samples=2).estimates
+    }
+    assert measured == told
 
 
 def test_the_zero_shot_record_has_a_line_per_example_that_was_answered():

@@ -32,6 +32,7 @@ from headrace.rollout.version import Version, staleness
 from headrace.transport.batches import BatchStore
 from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
+from tests.observe.metrics_page import undocumented
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 
 STEPS = 4
@@ -190,6 +191,7 @@ async def test_a_run_ships_every_step_evaluates_on_time_and_accounts_for_every_d
     assert states.pop("drawn", 0) == 0
     assert states["shipped"] >= STEPS  # groups with a signal; the rest were dropped with a reason
     assert set(states) <= {"shipped", "dropped:zero_advantage", "dropped:max_steps"}
+    assert undocumented(read_metrics(pipeline.run.metrics)) == []
 
 
 async def test_batches_carry_credit_and_are_never_staler_than_the_bound(tmp_path: Path, tiny_model: Path):

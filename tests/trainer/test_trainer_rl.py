@@ -27,6 +27,7 @@ from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
 from headrace.transport.weights_link import is_linked
 from tests.inference.host_driver import HostDriver, use
+from tests.observe.metrics_page import undocumented
 from tests.trainer.training_samples import random_samples
 
 
@@ -98,6 +99,7 @@ def test_metrics_of_every_step_are_recorded(run: RunDir, tiny_model: Path, statu
         *("time/step", "time/wait_for_batch", "time/forward_backward", "time/publish"),
     }
     assert wanted <= records[0].keys()
+    assert undocumented(records) == []
     tokens = [sum(len(sample) for sample in random_samples(step, 6)) for step in (1, 2)]
     assert [record["progress/tokens_trained"] for record in records] == [tokens[0], sum(tokens)]
     assert status.current.gauges["step"] == 2

@@ -22,6 +22,7 @@ from headrace.rollout.version import Version
 from headrace.trainer import checkpoint, sft
 from headrace.trainer.conversation import Conversation
 from headrace.transport.run_dir import RunDir
+from tests.observe.metrics_page import undocumented
 
 
 @pytest.fixture
@@ -66,6 +67,7 @@ def test_training_on_demonstrations_lowers_the_loss_and_leaves_a_model(
     assert records[0]["ce/nll"] == pytest.approx(records[0]["loss"])
     assert records[-1]["loss"] < 2.5
     assert {"optim/lr", "optim/grad_norm", "perf/trained_tokens_per_second", "time/step"} <= records[0].keys()
+    assert undocumented(records) == []
     assert {"step": 20, "max_steps": 20, "loss": records[-1]["loss"]}.items() <= status.current.gauges.items()
     assert [message.split(":")[0] for message in caplog.messages if "tokens/s" in message] == [
         "step 10 of 20",
@@ -111,6 +113,7 @@ def test_validation_runs_first_last_and_in_between_and_a_resume_leaves_none_out(
     held_out = {"env": "reverse-text", "args": {"split": "eval"}, "max_examples": 5, "interval": 4}
     run(settings(tmp_path / "a", model, ENV, validation=held_out), status)
     straight = validations(tmp_path / "a")
+    assert undocumented(read_metrics(tmp_path / "a" / "metrics.jsonl")) == []
     assert list(straight) == [0, 4, 6]
     assert straight[0] == pytest.approx(5.8, abs=0.4)  # ln(320)
     assert straight[6] < straight[4] < straight[0]
