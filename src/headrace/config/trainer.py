@@ -260,7 +260,7 @@ class TrainingConfig(Config):
     """Recompute each layer in the backward pass: `full` (or true) all of it, `attention` all but attention, `selective`
     all but attention and matrix products. `auto`: as little as the memory of a GPU allows; on a CPU nothing."""
     memory_gb: float | None = Field(None, gt=0)
-    """What `auto` may take of a GPU in all, parameters included; unset: what is free at the first step."""
+    """What `auto` may take of a GPU in all, parameters included; unset: what engines on it leave."""
     activation_offload: bool = False
     """Keep activations in CPU memory until the backward pass; on a GPU, and best with full checkpointing."""
     compile: Literal["auto"] | bool = "auto"
