@@ -247,8 +247,18 @@ async def test_a_model_is_served_under_the_name_that_is_set(model_directory: Pat
         await model.close()
 
 
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+FORCE_OF_WEIGHTS = "this server knows no field `force` here: there is path, incarnation, step"
+
+
 def sampling(**params: Any) -> dict[str, Any]:
     return {"token_ids": [5], "sampling_params": params}
+
+
+async def test_calls_without_fields_come_with_an_empty_body_or_none(http: aiohttp.ClientSession) -> None:
+    for path in ("/pause", "/resume"):
+        for body in (b"", b"{}"):
+            assert (await post(http, path, body))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -323,6 +333,12 @@ def sampling(**params: Any) -> dict[str, Any]:
         (TOKENIZE, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages[0].role"),
         (TOKENIZE, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
         ("/update_weights", {"path": "/nowhere", "incarnation": 0, "step": 1}, 400, "COMPLETE.json"),
+        ("/update_weights", {"path": "/", "incarnation": 0, "step": 1, "force": True}, 400, FORCE_OF_WEIGHTS),
+        (LOAD, {"lora_name": "a", "lora_path": "/", "load_inplace": True}, 400, "knows no field `load_inplace` here"),
+        (UNLOAD, {"lora_name": "a", "lora_int_id": 1}, 400, "here: there is lora_name, lora_path"),
+        ("/pause", {"mode": "abort"}, 400, "this server knows no field `mode` here: there is none"),
+        ("/resume", {"tags": ["weights"]}, 400, "this server knows no field `tags` here: there is none"),
+        ("/pause", [], 400, "Expected `object`"),
         ("/nowhere", {}, 404, "/nowhere"),
         ("/health", {}, 405, "/health"),
     ],

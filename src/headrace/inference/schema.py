@@ -150,7 +150,7 @@ class GenerateResponse(msgspec.Struct):
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
-class UpdateWeightsRequest(msgspec.Struct):
+class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Load a published directory. The engine checks that its marker names this very version."""
 
     path: str

@@ -76,11 +76,15 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     model: str | None = None
 
 
-class AdapterRequest(msgspec.Struct, kw_only=True):
+class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """In vLLM's form. Unloading needs no path."""
 
     lora_name: str
     lora_path: str | None = None
+
+
+class NoFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a call that says everything by its route."""
 
 
 _generate_decoder = msgspec.json.Decoder(GenerateBody)
@@ -90,6 +94,7 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 _update_decoder = msgspec.json.Decoder(UpdateWeightsRequest)
 _adapter_decoder = msgspec.json.Decoder(AdapterRequest)
+_no_fields_decoder = msgspec.json.Decoder(NoFields)
 
 
 class App:
@@ -303,11 +308,13 @@ class App:
                     began = None
                 yield news
 
-    async def pause(self, _: HttpRequest) -> Response:
+    async def pause(self, http: HttpRequest) -> Response:
+        await self._read(http, _no_fields_decoder, if_empty=b"{}")
         await self.backend.pause()
         return reply(self.describe())
 
-    async def resume(self, _: HttpRequest) -> Response:
+    async def resume(self, http: HttpRequest) -> Response:
+        await self._read(http, _no_fields_decoder, if_empty=b"{}")
         await self.backend.resume()
         return reply(self.describe())
 
@@ -345,11 +352,13 @@ class App:
 
         return checked
 
-    def _body(self, http: HttpRequest, decoder: msgspec.json.Decoder[T]) -> AbstractAsyncContextManager[T]:
-        return body_of(http, decoder, self._max_body, self._large_bodies)
+    def _body(
+        self, http: HttpRequest, decoder: msgspec.json.Decoder[T], if_empty: bytes = b""
+    ) -> AbstractAsyncContextManager[T]:
+        return body_of(http, decoder, self._max_body, self._large_bodies, if_empty)
 
-    async def _read(self, http: HttpRequest, decoder: msgspec.json.Decoder[T]) -> T:
-        async with self._body(http, decoder) as body:
+    async def _read(self, http: HttpRequest, decoder: msgspec.json.Decoder[T], if_empty: bytes = b"") -> T:
+        async with self._body(http, decoder, if_empty) as body:
             return body
 
     async def _beside(self, http: HttpRequest, function: Callable[[], T]) -> T:

@@ -35,6 +35,8 @@ HEADERS = {SCHEMA_HEADER: str(SCHEMA)}
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this one; it is for logs."""
 RETRY_AFTER = {"Retry-After": "1"}
+FEW_FIELDS = 8
+"""A body of so many at most is told which they are when it has another."""
 LARGE = 1 << 20
 LARGE_SECONDS = 60.0
 """How long a body of more bytes than that may hold up other large ones."""
@@ -65,28 +67,37 @@ def error_body(message: str, kind: str) -> ErrorResponse:
 
 @contextlib.asynccontextmanager
 async def body_of(
-    http: HttpRequest, decoder: msgspec.json.Decoder[T], most: int, large: asyncio.Semaphore
+    http: HttpRequest, decoder: msgspec.json.Decoder[T], most: int, large: asyncio.Semaphore, if_empty: bytes = b""
 ) -> AsyncIterator[T]:
     """The request's body, of at most that many bytes, as its type; what is wrong with it is named by its path.
 
     Large bodies take turns until the caller has made what it needs of them: many at once would be much memory.
     """
     async with contextlib.AsyncExitStack() as turn:
-        yield _decoded(await _read_at_most(http, most, lambda: turn.enter_async_context(large)), decoder)
+        content = await _read_at_most(http, most, lambda: turn.enter_async_context(large))
+        yield _decoded(content or if_empty, decoder)
 
 
-def _decoded(content: bytearray, decoder: msgspec.json.Decoder[T]) -> T:
+def _decoded(content: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(content)
     except msgspec.ValidationError as error:
-        words = str(error).replace("Object contains unknown field", "this server knows no field")
-        raise InvalidRequest(words.replace("$.", "")) from error
+        raise InvalidRequest(_problem(str(error), decoder.type)) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not valid UTF-8: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
+
+
+def _problem(error: str, kind: Any) -> str:
+    """What msgspec says of a body of that type, in our words."""
+    words = error.replace("Object contains unknown field", "this server knows no field").replace("$.", "")
+    known = getattr(kind, "__struct_fields__", ())
+    if words == error or " - at " in words or len(known) > FEW_FIELDS:
+        return words
+    return f"{words} here: there is {', '.join(known) or 'none'}"
 
 
 async def _read_at_most(http: HttpRequest, most: int, wait_turn: Callable[[], Awaitable[None]]) -> bytearray:
