@@ -43,6 +43,7 @@ COMPLETE = "/v1/completions"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 HELLO = [{"role": "user", "content": "hello"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 Publish = Callable[[Any, Version], Path]
 
 
@@ -292,6 +293,8 @@ async def test_calls_without_fields_come_with_an_empty_body_or_none(http: aiohtt
         (CHAT, {"messages": HELLO, "presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"a": 1}}, 400, "[inference.renderer]"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+        (CHAT, {"messages": HELLO, "tools": [ADD]}, 400, "tools: the chat template of this model has no place"),
+        (TOKENIZE, {"messages": HELLO, "tools": [ADD]}, 400, "tools: the chat template of this model has no place"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000}]}, 400, "longer than max_model_len = 128"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 128}]}, 400, "messages has "),
@@ -357,6 +360,7 @@ async def test_errors_name_what_is_wrong(
     ("path", "body"),
     [
         (CHAT, {"messages": HELLO, "user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"}),
+        (CHAT, {"messages": HELLO, "tools": [ADD], "tool_choice": "none"}),
         (CHAT, {"messages": HELLO, "modalities": ["text"], "parallel_tool_calls": True, "functions": []}),
         (COMPLETE, {"prompt": "a", "priority": 1, "request_id": "b", "response_format": {"type": "text"}}),
         (COMPLETE, {"prompt": "a", "min_tokens": 0, "skip_special_tokens": True, "length_penalty": 1.0}),

@@ -80,6 +80,20 @@ async def test_tools_need_a_renderer_that_reads_calls():
     assert (await line.chat(HELLO)).text == "yes"
 
 
+async def test_a_run_is_told_once_that_its_policy_sees_no_tools(caplog: pytest.LogCaptureFixture):
+    told = "the policy's chat template has no place for them"
+    await sampler_of(load("default"), yes(load("default"))).open("session", "episode").chat(HELLO, SCHEMAS)
+    assert told not in caplog.text
+    model = Model("default")
+    model.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    line = sampler_of(model, yes(model)).open("session", "episode")
+    await line.chat(HELLO)
+    assert told not in caplog.text
+    for _ in range(2):
+        await line.chat(HELLO, SCHEMAS)
+    assert caplog.text.count(told) == 1
+
+
 async def test_the_engine_is_asked_as_the_run_says():
     model = load("llama-3")
     engine = yes(model)

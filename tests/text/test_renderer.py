@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.text.renderer import make_renderer
+from headrace.text.renderer import make_renderer, shows_tools
 from headrace.text.tokenizer import Tokenizer
 from tests.text.conftest import CHATML, WriteModel
 
@@ -114,3 +114,25 @@ def test_auto_says_when_a_family_shows_tools_otherwise_than_the_template(
     assert "shows tools otherwise" not in caplog.text
     renderer_of(write_model(QWEN3 + "{# tools #}"))
     assert "renderer qwen3 shows tools otherwise than the chat template" in caplog.text
+
+
+TOLD = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (CHATML, False),
+        (CHATML + "{# tools #}{% if tools %}{% endif %}", False),
+        (CHATML + TOLD, True),
+        (CHATML + "{% if messages[0].role == 'system' %}" + TOLD + "{% endif %}", True),
+        (CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}", False),
+        (CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}", True),  # which tells whoever has some
+    ],
+)
+def test_whether_a_template_shows_tools_is_seen_in_what_it_renders(write_model: WriteModel, template: str, shown: bool):
+    assert shows_tools(renderer_of(write_model(template, model_type="mamba"))) is shown
+
+
+def test_a_family_shows_tools_whatever_the_template_does(write_model: WriteModel):
+    assert shows_tools(renderer_of(write_model(CHATML), name="qwen3"))

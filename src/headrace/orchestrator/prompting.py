@@ -7,6 +7,7 @@ out: remembering what a conversation goes on from, which is `conversation.py`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +17,10 @@ from headrace.environments.base import EpisodeError, PromptTooLong, ToolCall
 from headrace.environments.replies import MALFORMED, NO_JSON, NO_NAME, NOT_CLOSED, tool_call
 from headrace.rollout.types import Message, Turn
 from headrace.text.prompt import Prompt, Prompts, text_length
+from headrace.text.renderer import shows_tools
 from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Tools = Sequence[dict[str, Any]]
 T = TypeVar("T")
@@ -51,15 +55,12 @@ class Prompter:
         self.stop_token_ids = list(renderer.get_stop_token_ids())
         self._seq_len = seq_len
         self._rendering = asyncio.Semaphore(pool_size)
+        self._has_checked_tools = False
 
     async def prompt(self, messages: list[Message], tools: Tools, past: Past | None) -> Prompt:
         """The prompt that goes on from the past exactly, where that can be. Raises `PromptTooLong`."""
-        if tools and not getattr(self.renderer, "supports_tools", True):
-            raise EpisodeError(
-                "no_tool_parser",
-                "the policy's own chat template does not say how tool calls are read: set renderer.tool_parser, or a "
-                "renderer.name that knows the model",
-            )
+        if tools and not self._has_checked_tools:
+            self._check_tools()
         prompt = await self._prompt(messages, tools, past)
         self._check_room(len(prompt.ids))
         return prompt
@@ -100,6 +101,21 @@ class Prompter:
         if length <= WRITE_AT_ONCE:
             return self.prompts.render(messages, tools)
         return await self.in_pool(self.prompts.render, messages, tools)  # the next to ask the same finds it made
+
+    def _check_tools(self) -> None:
+        """Calls must be readable; a policy that is not told of its tools may still have been trained to call them."""
+        if not getattr(self.renderer, "supports_tools", True):
+            raise EpisodeError(
+                "no_tool_parser",
+                "the policy's own chat template does not say how tool calls are read: set renderer.tool_parser, or a "
+                "renderer.name that knows the model",
+            )
+        if not shows_tools(self.renderer):
+            log.warning(
+                "an environment offers tools, but the policy's chat template has no place for them: the policy is not "
+                "told of them. Describe them in the prompt, or train a model whose template shows tools"
+            )
+        self._has_checked_tools = True
 
     def _check_room(self, tokens: int, least: str = "") -> None:
         if tokens >= self._seq_len:

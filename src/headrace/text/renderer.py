@@ -57,6 +57,24 @@ def make_renderer(
     return create_renderer(tokenizer, _config(name, options))
 
 
+def shows_tools(renderer: Renderer) -> bool:
+    """Whether a prompt tells the model of its tools: many templates have no place for them, and leave them out.
+
+    Asked of the renderer itself, since a template may mention tools, and yet show none. Where it renders neither
+    conversation, nobody can say, and the real one will.
+    """
+    tools: Any = [{"type": "function", "function": _TOOL}]
+    conversations: list[Any] = [_ASKED[1:2], _ASKED[:2]]
+    shown = []
+    for messages in conversations:
+        try:
+            without, told = (renderer.render_ids(messages, tools=given) for given in (None, tools))
+        except Exception:  # templates raise what they like about messages they cannot render
+            continue
+        shown.append(told != without)
+    return not shown or any(shown)
+
+
 def _config(name: str, options: dict[str, Any]) -> Any:
     try:
         base = config_from_name(name)

@@ -6,6 +6,7 @@ templates that come with a request, and replies of a given form; they are refuse
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -22,6 +23,7 @@ from headrace.inference.server.messages import rendered_messages
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.text import cut, cut_end
 from headrace.inference.server.token_text import TokenText
+from headrace.text.renderer import shows_tools
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,15 @@ class Chat:
             )
         if body.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced here")
+        if _tools(body) and not self._shows_tools:
+            raise InvalidRequest(
+                "tools: the chat template of this model has no place for tools, so that it would not see them: "
+                "describe them in a message, or serve a model whose template shows tools"
+            )
+
+    @functools.cached_property
+    def _shows_tools(self) -> bool:
+        return shows_tools(self.renderer)
 
     def params(self, body: ChatRequest) -> list[SamplingParams]:
         """How to sample each of the choices."""
