@@ -22,12 +22,12 @@ from headrace.inference.client.served_model import ServedModel
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
-from headrace.inference.server.app import TokenizeRequest
 from headrace.inference.server.chat import ChatRequest
 from headrace.inference.server.completions import CompletionRequest
 from headrace.inference.server.generate import VllmSampling
 from headrace.inference.server.main import CannotListen, bind, load_embedded, make_chat, serve
 from headrace.inference.server.openai_request import unsupported_in
+from headrace.inference.server.plain_requests import TokenizeRequest
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer, TokenizerError

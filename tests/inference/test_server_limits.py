@@ -17,17 +17,20 @@ import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
 
 from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN
-from headrace.inference.backend import EngineState, EngineStopped
+from headrace.inference.backend import EngineState, EngineStopped, InvalidRequest
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import MOST_STOP_IDS, Health
-from headrace.inference.server import main, replies
-from headrace.inference.server.app import COUNTED_LENGTHS, LARGE_BODIES, LONG_BODY, LONGEST_NAME
+from headrace.inference.server import app, main, replies
+from headrace.inference.server.app import COUNTED_LENGTHS, LARGE_BODIES, LONG_BODY, LONGEST_NAME, OTHER_VALUES
 from headrace.inference.server.chat import ChatRequest
+from headrace.inference.server.json_values import holds_more
 from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, served
 
 GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -262,6 +265,89 @@ async def test_what_is_only_counted_may_be_longer_but_not_by_far(http: aiohttp.C
             assert answer.status == status
 
 
+LISTS: list[Any] = [[]] * OTHER_VALUES
+IDS = [5] * (OTHER_VALUES + COUNTED_LENGTHS * 128 + 2)
+"""More than any route takes, where a sequence has at most 128."""
+
+
+async def test_a_body_of_more_values_than_any_request_has_is_not_decoded(http: aiohttp.ClientSession) -> None:
+    for path, body in (
+        (GENERATE, {"token_ids": IDS}),
+        (GENERATE, {"token_ids": [5], "priority": LISTS}),
+        (COMPLETE, {"prompt": IDS}),
+        (COMPLETE, {"prompt": [[5], IDS]}),
+        (COMPLETE, {"prompt": ["a"] * OTHER_VALUES}),
+        (CHAT, {"messages": [{}] * OTHER_VALUES}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LISTS}]}),
+        ("/detokenize", {"tokens": IDS}),
+        ("/pause", {"tags": LISTS}),
+    ):
+        async with http.post(path, data=json.dumps(body, separators=(",", ":"))) as answer:
+            assert answer.status == 400
+            message = (await answer.json())["error"]["message"]
+        assert message.startswith("the body holds more than a request here can be made of"), (path, list(body))
+        assert "(max_model_len = 128)" in message
+
+
+json_values = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('"\\,[{é\n'), max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["a", '"', "\\", ","]), inner),
+    max_leaves=20,
+)
+
+
+def counted(value: Any) -> int:
+    """Texts, keys, lists and objects."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(counted, value.values()))
+    return 1 + sum(map(counted, value)) if isinstance(value, list) else int(isinstance(value, str))
+
+
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(value=json_values, spelled=st.booleans())
+def test_what_json_holds_is_counted_as_a_decoder_would_find_it(value: Any, spelled: bool) -> None:
+    content = json.dumps(value, ensure_ascii=spelled).encode()
+    others = counted(value)
+    assert not holds_more(content, 4, others)  # no list has more than four
+    assert not others or holds_more(content, len(content), others - 1)
+
+
+def test_the_longest_list_counts() -> None:
+    lists = json.dumps({"a": [[5] * 50, [5] * 90, [5] * 30]}).encode()
+    assert not holds_more(lists, 90, 6)
+    assert holds_more(lists, 80, 6)
+
+
+async def test_a_long_text_may_be_full_of_what_json_is_made_of(model: Any, model_directory: Path) -> None:
+    backend = backend_of(model, model_directory, max_model_len=LONG_BODY)
+    async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
+        text = ',["\\' * (OTHER_VALUES // 2)
+        async with http.post("/tokenize", json={"prompt": text}) as answer:
+            assert (await answer.json())["count"] == len(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "checks"), [(COMPLETE, "prompt", "check_prompt"), ("/detokenize", "tokens", "check_ids")]
+)
+async def test_many_token_ids_are_checked_beside_the_event_loop(
+    model: Any, model_directory: Path, monkeypatch: pytest.MonkeyPatch, path: str, field: str, checks: str
+) -> None:
+    threads = []
+
+    def check(*_: Any) -> None:
+        threads.append(threading.current_thread())
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(app, checks, check)
+    backend = backend_of(model, model_directory, max_model_len=LONG_BODY)
+    async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
+        for count in (5, LONG_BODY // 2):
+            async with http.post(path, json={field: [5] * count}) as answer:
+                assert answer.status == 400
+    small, large = threads
+    assert small is threading.current_thread() is not large
+
+
 async def test_long_texts_are_made_into_tokens_one_at_a_time(model: Any, model_directory: Path) -> None:
     chat, turn, alone = chat_of(model_directory), threading.Lock(), []
     encode = chat.tokenizer.encode
@@ -312,7 +398,11 @@ async def test_a_large_body_keeps_its_turn_until_it_has_been_made_use_of() -> No
         return {"type": "http.request", "body": b'["' + b"x" * 2 * MB + b'"]', "more_body": False}
 
     http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
-    async with replies.body_of(http, msgspec.json.Decoder(list[Marked], dec_hook=decode), 4 * MB, turns):
+
+    async def check(content: bytearray) -> None:
+        assert turns.locked() and len(content) > 2 * MB
+
+    async with replies.body_of(http, msgspec.json.Decoder(list[Marked], dec_hook=decode), 4 * MB, turns, check):
         assert turns.locked()
     assert found == [True] and not turns.locked()
 

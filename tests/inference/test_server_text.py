@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from headrace.inference.backend import Piece, Result
 from headrace.inference.server.text import SHARE, GrowingText, Progress, cut, cut_end, sure_part
 from headrace.inference.server.token_text import Offsets, TokenText, finite
 from headrace.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 def prefixes(content: bytes) -> Iterator[str]:
@@ -121,14 +124,26 @@ def test_minus_infinity_is_a_number() -> None:
 @pytest.mark.parametrize("called", [False, True])
 def test_other_threads_go_on_while_a_long_text_is_made_into_tokens(model_directory: Path, called: bool) -> None:
     tokenizer = Tokenizer(model_directory)
-    text, begun = "hello world " * 40_000, threading.Event()
-    found: list[int] = []
+    text = "hello world " * 40_000
+    found = beside_others(lambda: tokenizer(text)["input_ids"] if called else tokenizer.encode(text))
+    assert found == tokenizer.encode("hello world ") * 40_000
 
-    def encode() -> None:
+
+def test_other_threads_go_on_while_many_tokens_are_made_into_text(model_directory: Path) -> None:
+    tokenizer = Tokenizer(model_directory)
+    ids = tokenizer.encode("hello world ") * 40_000
+    assert beside_others(lambda: tokenizer.decode(ids)) == "hello world " * 40_000
+
+
+def beside_others(function: Callable[[], T]) -> T:
+    """What the function returns, from a thread that must not hold up this one."""
+    begun, found = threading.Event(), []
+
+    def call() -> None:
         begun.set()
-        found.extend(tokenizer(text)["input_ids"] if called else tokenizer.encode(text))
+        found.append(function())
 
-    thread = threading.Thread(target=encode)
+    thread = threading.Thread(target=call)
     thread.start()
     begun.wait()
     turns = 0
@@ -137,4 +152,4 @@ def test_other_threads_go_on_while_a_long_text_is_made_into_tokens(model_directo
         turns += 1
     thread.join()
     assert turns > 10  # one or two, were all held up
-    assert found == tokenizer.encode("hello world ") * 40_000
+    return found[0]

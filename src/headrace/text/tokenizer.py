@@ -24,7 +24,7 @@ from headrace.errors import BadInput
 COMPOSED = 4
 """Characters that NFC makes one of, at most."""
 LONG = 1 << 13
-"""Characters of a text that takes so long that other threads must go on meanwhile."""
+"""Characters of a text, or tokens, that take so long that other threads must go on meanwhile."""
 
 
 class TokenizerError(BadInput):
@@ -85,7 +85,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        if len(ids) < LONG:
+            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)  # lets go of the GIL
+        return str(text)
 
     def least_tokens(self, text: str) -> int:
         """Tokens that a text surely has, told by its length alone; 0 where the tokenizer may leave characters out."""

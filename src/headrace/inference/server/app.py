@@ -35,9 +35,11 @@ from headrace.inference.server import chat_stream, generate
 from headrace.inference.server.chat import Chat, ChatRequest
 from headrace.inference.server.completions import CompletionRequest, Completions
 from headrace.inference.server.generate import GenerateBody, check_ids
+from headrace.inference.server.json_values import holds_more
 from headrace.inference.server.keys import Keys
 from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
-from headrace.inference.server.openai_request import Unsupported, refuse_unsupported
+from headrace.inference.server.openai_request import refuse_unsupported
+from headrace.inference.server.plain_requests import AdapterRequest, DetokenizeRequest, NoFields, TokenizeRequest
 from headrace.inference.server.replies import HEADERS, Handler, answering, body_of, on_bug, on_http_error, reply
 from headrace.inference.server.streaming import EventStream, news_of, unless_gone
 from headrace.rollout.version import Version
@@ -47,44 +49,14 @@ T = TypeVar("T")
 MAX_BODY = 32 << 20
 LONG_BODY = 1 << 16
 """Bytes of a request beyond which its text is made into tokens beside the event loop, where nobody waits for it."""
+OTHER_VALUES = 1 << 17
+"""Texts, keys, lists and objects of a request in JSON. Lists of token ids may be as long as a sequence."""
 LARGE_BODIES = 8
 """Large bodies that are read at the same time; further ones wait in the network."""
 LONGEST_NAME = 256
 """Characters of whatever a request is called by."""
 COUNTED_LENGTHS = 16
 """Texts that are only made into tokens, or back, may be so many times as long as those that are sampled from."""
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """In vLLM's form: a text, or a conversation as it would be sampled from."""
-
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    """Of a text: whether the tokenizer adds what it begins texts with. A conversation has what its format gives it."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Unsupported = None
-    add_generation_prompt: Unsupported = True
-    continue_final_message: Unsupported = False
-    return_token_strs: Unsupported = False
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    tokens: list[int]
-    model: str | None = None
-
-
-class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """In vLLM's form. Unloading needs no path."""
-
-    lora_name: str
-    lora_path: str | None = None
-
-
-class NoFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a call that says everything by its route."""
 
 
 _generate_decoder = msgspec.json.Decoder(GenerateBody)
@@ -201,15 +173,18 @@ class App:
 
     async def detokenize(self, http: HttpRequest) -> Response:
         longest = COUNTED_LENGTHS * self.backend.max_model_len
-        async with self._body(http, _detokenize_decoder) as body:
+        async with self._body(http, _detokenize_decoder, COUNTED_LENGTHS) as body:
             self._adapter(body.model)
             if len(body.tokens) > longest:
                 raise InvalidRequest(
                     f"tokens: {len(body.tokens)} are more than {longest}, the most that are taken here"
                 )
-            check_ids(body.tokens, self.backend.vocab_size, "tokens")
-            text = await self._beside(http, lambda: self._chat.tokenizer.decode(body.tokens))
-        return reply({"prompt": text})
+
+            def text() -> str:
+                check_ids(body.tokens, self.backend.vocab_size, "tokens")
+                return self._chat.tokenizer.decode(body.tokens)
+
+            return reply({"prompt": await self._beside(http, text)})
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._read(http, _generate_decoder)
@@ -238,11 +213,7 @@ class App:
     async def completions(self, http: HttpRequest) -> Response:
         async with self._body(http, _completion_decoder) as body:
             params = self._completions.params(body)
-            for text in _texts(body.prompt):
-                self._refuse_long(text, "prompt")
-            prompts = await self._beside(http, lambda: self._completions.prompts(body))
-            for prompt in prompts:
-                check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, "prompt")
+            prompts = await self._beside(http, lambda: self._prompts(body))
             if not body.echo:
                 body.prompt = []
         asked = [(prompt, each) for prompt in prompts for each in params]
@@ -251,6 +222,15 @@ class App:
             events = self._completions.stream(body, prompts, self._news(generations), len(generations))
             return EventStream(events, generations)
         return reply(self._completions.reply(body, prompts, await self._results(http, generations)))
+
+    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+        """The tokens of each prompt of a completion, of which there may be very many."""
+        for text in _texts(body.prompt):
+            self._refuse_long(text, "prompt")
+        prompts = self._completions.prompts(body)
+        for prompt in prompts:
+            check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, "prompt")
+        return prompts
 
     def _submit(
         self,
@@ -353,12 +333,23 @@ class App:
         return checked
 
     def _body(
-        self, http: HttpRequest, decoder: msgspec.json.Decoder[T], if_empty: bytes = b""
+        self, http: HttpRequest, decoder: msgspec.json.Decoder[T], lengths: int = 1, if_empty: bytes = b""
     ) -> AbstractAsyncContextManager[T]:
-        return body_of(http, decoder, self._max_body, self._large_bodies, if_empty)
+        """A body whose lists of token ids have at most so many times the longest sequence."""
+
+        async def refuse_hopeless(content: bytearray) -> None:
+            longest = self.backend.max_model_len
+            bounds = (lengths * longest, OTHER_VALUES)
+            if len(content) > OTHER_VALUES and await asyncio.to_thread(holds_more, content, *bounds):
+                raise InvalidRequest(
+                    f"the body holds more than a request here can be made of: lists of at most {bounds[0]} token ids "
+                    f"(max_model_len = {longest}), and {OTHER_VALUES} other values"
+                )
+
+        return body_of(http, decoder, self._max_body, self._large_bodies, refuse_hopeless, if_empty)
 
     async def _read(self, http: HttpRequest, decoder: msgspec.json.Decoder[T], if_empty: bytes = b"") -> T:
-        async with self._body(http, decoder, if_empty) as body:
+        async with self._body(http, decoder, if_empty=if_empty) as body:
             return body
 
     async def _beside(self, http: HttpRequest, function: Callable[[], T]) -> T:

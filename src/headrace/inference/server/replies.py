@@ -67,14 +67,22 @@ def error_body(message: str, kind: str) -> ErrorResponse:
 
 @contextlib.asynccontextmanager
 async def body_of(
-    http: HttpRequest, decoder: msgspec.json.Decoder[T], most: int, large: asyncio.Semaphore, if_empty: bytes = b""
+    http: HttpRequest,
+    decoder: msgspec.json.Decoder[T],
+    most: int,
+    large: asyncio.Semaphore,
+    check: Callable[[bytearray], Awaitable[None]] | None = None,
+    if_empty: bytes = b"",
 ) -> AsyncIterator[T]:
     """The request's body, of at most that many bytes, as its type; what is wrong with it is named by its path.
 
-    Large bodies take turns until the caller has made what it needs of them: many at once would be much memory.
+    Large bodies take turns until the caller has made what it needs of them: many at once would be much memory. `check`
+    raises for what shall not even be decoded.
     """
     async with contextlib.AsyncExitStack() as turn:
         content = await _read_at_most(http, most, lambda: turn.enter_async_context(large))
+        if check is not None:
+            await check(content)
         yield _decoded(content or if_empty, decoder)
 
 
