@@ -58,4 +58,6 @@ async def client_of_engine(
 def backend_of(model: Any, model_directory: Path, **options: Any) -> EmbeddedBackend:
     """The embedded engine as the server starts it, small."""
     given = {"max_model_len": 128, "max_running": 8, "eos_token_ids": [258], **options}
-    return EmbeddedBackend(EngineThread(Engine(model, decode=Tokenizer(model_directory).decode, **given)))
+    tokenizer = Tokenizer(model_directory)
+    engine = Engine(model, decode=tokenizer.decode, special_tokens=tokenizer.control_tokens, **given)
+    return EmbeddedBackend(EngineThread(engine))

@@ -153,3 +153,31 @@ async def test_what_the_cache_had_of_each_prompt_is_counted_once_whichever_choic
     *_, last, _ = [event async for event in stream]
     usage = json.loads(last.removeprefix(b"data: "))["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 101}
+
+
+@pytest.mark.parametrize(
+    ("sampled", "reason", "stop", "text"),
+    [
+        ("one EN<|im_start|>D", "stop", "END", "one "),
+        ("one EN<|im_start|>D two", "length", None, "one END two"),  # all that was sampled is there
+    ],
+)
+async def test_text_is_cut_where_the_engine_ended_with_a_stop_string_and_nowhere_else(
+    model_directory: Path, sampled: str, reason: str, stop: str | None, text: str
+) -> None:
+    chat = chat_of(model_directory)
+    completions = Completions("tiny", chat.tokenizer, chat.token_text)
+    ids = chat.tokenizer.encode(sampled)
+    result = Result(ids, [0.0] * len(ids), [], reason, stop)
+
+    async def news() -> AsyncIterator[tuple[int, Piece | Result]]:
+        for token in ids:
+            yield 0, Piece([token], [0.0])
+        yield 0, result
+
+    body = CompletionRequest(prompt="a", stop="END")
+    [choice] = completions.reply(body, [[5]], [result])["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, reason, stop)
+    events = [event async for event in completions.stream(body, [[5]], news(), 1)]
+    chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events[:-1]]
+    assert "".join(chunk["text"] for chunk in chunks) == text

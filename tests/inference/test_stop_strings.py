@@ -1,6 +1,6 @@
 """Stop strings: found in what was sampled, however its tokens cut it, and nowhere else."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ def tokenizer(model_directory: Path) -> Tokenizer:
 class Dictated:
     """An engine whose requests sample what they are told."""
 
-    def __init__(self, model: Any, decode: Any) -> None:
-        self.engine = Engine(model, max_model_len=128, decode=decode)
+    def __init__(self, model: Any, decode: Any, special_tokens: Collection[int] = ()) -> None:
+        self.engine = Engine(model, max_model_len=128, decode=decode, special_tokens=special_tokens)
 
     def run(self, sampled: Sequence[int], stop: list[str], prompt: Sequence[int] = (), **params: Any) -> Result:
         request = self.engine.submit(
@@ -39,7 +39,7 @@ class Dictated:
 
 @pytest.fixture
 def dictated(model: Any, tokenizer: Tokenizer) -> Dictated:
-    return Dictated(model, tokenizer.decode)
+    return Dictated(model, tokenizer.decode, tokenizer.control_tokens)
 
 
 def stopped(result: Result, tokenizer: Tokenizer) -> tuple[str, str, int | str | None]:
@@ -72,6 +72,27 @@ def test_a_request_ends_with_the_token_that_completes_a_stop_string(
     sampled = tokenizer.encode(text)
     assert len(sampled) == len(text.encode())
     assert stopped(dictated.run(sampled, stop), tokenizer) == ending
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "ending"),
+    [
+        ("EN<|im_start|>D two", ["END"], "EN<|im_start|>D"),
+        ("one E<|im_start|><|im_end|>ND<|im_start|> two", ["END"], "one E<|im_start|><|im_end|>ND"),
+        ("E" + "<|im_start|>" * 60 + "ND two", ["END"], "E" + "<|im_start|>" * 60 + "ND"),
+        ("a<|im_start|>b two", ["<|im_start|>"], "a<|im_start|>"),
+        ("a<|im_start|>b two", ["t", "a<|im_start|>b"], "a<|im_start|>b"),
+    ],
+)
+def test_a_stop_string_may_lie_around_special_tokens_or_spell_them(
+    dictated: Dictated, tokenizer: Tokenizer, text: str, stop: list[str], ending: str
+) -> None:
+    assert stopped(dictated.run(tokenizer.encode(text), stop), tokenizer) == (ending, "stop", stop[-1])
+
+
+def test_what_a_special_token_is_called_completes_no_string(dictated: Dictated, tokenizer: Tokenizer) -> None:
+    sampled = tokenizer.encode("EN<|im_start|>")  # whose name is no text
+    assert stopped(dictated.run(sampled, ["END", "start", "EN<"]), tokenizer) == ("EN<|im_start|>", "length", None)
 
 
 def test_a_long_stop_string_after_a_long_text_is_found(dictated: Dictated, tokenizer: Tokenizer) -> None:

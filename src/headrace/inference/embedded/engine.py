@@ -17,7 +17,7 @@ import itertools
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,13 +72,15 @@ class Engine:
         version: Version = INITIAL,
         base: Path | None = None,
         decode: Decode | None = None,
+        special_tokens: Collection[int] = (),
         compile: bool = True,
         graphs: bool = True,
     ) -> None:
         """`base` is the directory that the model was loaded from: adapters are merged with its files.
 
         Without `kv_blocks` the cache has room for `max_running` of the longest requests. `decode` makes text of tokens,
-        for stop strings. Layers are compiled, and on a GPU steps are captured as graphs, unless told not to.
+        for stop strings; `special_tokens` are no part of what is said. Layers are compiled, and on a GPU steps are
+        captured as graphs, unless told not to.
         """
         model.eval()
         self.model = model
@@ -110,7 +112,7 @@ class Engine:
         self._parameters: dict[str, torch.Tensor] = model.state_dict()  # where new weights go, which never moves
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
-        self._stop_strings = None if decode is None else StopStrings(decode)
+        self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)
         self._failed_together = 0
         """Steps in a row that failed, although each of their requests alone did not."""
 

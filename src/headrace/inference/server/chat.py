@@ -21,7 +21,7 @@ from headrace.inference.backend import InvalidRequest, Piece, Result
 from headrace.inference.schema import MOST_ALTERNATIVES, SamplingParams
 from headrace.inference.server.messages import rendered_messages
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
-from headrace.inference.server.text import cut, cut_end
+from headrace.inference.server.text import cut_end
 from headrace.inference.server.token_text import TokenText
 from headrace.text.renderer import shows_tools
 from headrace.text.tokenizer import Tokenizer
@@ -123,10 +123,10 @@ class Chat:
     def message(self, body: ChatRequest, prompt: list[int], result: Result) -> tuple[dict[str, Any], str]:
         """The parsed message, and why it ended."""
         parsed = self.parse(body, prompt, result.token_ids)
-        end = cut_end if isinstance(result.stop_reason, str) else cut
-        message: dict[str, Any] = {"content": end(parsed.content, body.stops)}
+        stops = body.stops if isinstance(result.stop_reason, str) else []
+        message: dict[str, Any] = {"content": cut_end(parsed.content, stops)}
         if parsed.reasoning_content is not None:
-            message["reasoning_content"] = end(parsed.reasoning_content, body.stops)
+            message["reasoning_content"] = cut_end(parsed.reasoning_content, stops)
         calls = _tool_calls(parsed)
         if calls:
             message["tool_calls"] = calls

@@ -102,7 +102,7 @@ class Completions:
         before = self.echoed(body, index, prompt)
         choice: dict[str, Any] = {
             "index": index,
-            "text": before + cut(self.text_of(result.token_ids), body.stops),
+            "text": before + self.said(body, result),
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
             "logprobs": None if body.logprobs is None else self._logprobs(body, prompt, result),
@@ -148,6 +148,10 @@ class Completions:
     def text_of(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def said(self, body: CompletionRequest, result: Result) -> str:
+        """All of the completion, without the stop string that ended it."""
+        return cut(self.text_of(result.token_ids), body.stops if isinstance(result.stop_reason, str) else [])
+
     def echoed(self, body: CompletionRequest, index: int, prompt: list[int]) -> str:
         """The prompt as it was given; one of tokens, as they read."""
         if not body.echo:
@@ -176,7 +180,7 @@ class _Reply:
         body, completions = self._body, self._completions
         if isinstance(found, Result):
             self._progress.complete(found)
-            text = self._text.rest(cut(completions.text_of(found.token_ids), body.stops))
+            text = self._text.rest(completions.said(body, found))
             return self._chunk(text, finish_reason=found.finish_reason, stop_reason=found.stop_reason)
         if body.only_scores or not self._progress.add(found):
             return None

@@ -158,6 +158,7 @@ def load_embedded(
         seed=config.seed,
         base=directory,
         decode=tokenizer.decode,
+        special_tokens=tokenizer.control_tokens,
         compile=config.compile,
     )
     check_engine(engine)

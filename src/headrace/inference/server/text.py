@@ -20,7 +20,10 @@ SHARE = 64
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string in it."""
+    """The text up to the first stop string in it.
+
+    Of a whole reply, only for one that the engine ended with a string: all of any other was asked for.
+    """
     found = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
 
