@@ -51,3 +51,30 @@ def drops_long_shots(inputs: LossInputs, below: float) -> LossOutputs:
 
 def says_masked_for_two_tokens(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(inputs.trainer_logprobs.sum(), masked=torch.zeros(2, dtype=torch.bool))
+
+
+def detached(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(-(inputs.advantages * inputs.trainer_logprobs)[inputs.loss_mask].sum().detach())
+
+
+def in_numpy(inputs: LossInputs) -> LossOutputs:
+    per_token = -inputs.advantages.numpy() * inputs.trainer_logprobs.detach().numpy()
+    return LossOutputs(torch.tensor(per_token[inputs.loss_mask.numpy()].sum()))
+
+
+@torch.no_grad()
+def without_gradients(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(-inputs.trainer_logprobs[inputs.loss_mask].sum())
+
+
+def detached_from_two_tokens_on(inputs: LossInputs) -> LossOutputs:
+    loss = -inputs.trainer_logprobs.sum()
+    return LossOutputs(loss.detach() if len(inputs.loss_mask) > 1 else loss)
+
+
+def leaves_out_what_was_bad(inputs: LossInputs) -> LossOutputs:
+    """Learns from what was better than the rest alone: the 0 that it has for the others is a constant."""
+    members = inputs.loss_mask
+    if not (inputs.advantages[members] > 0).any():
+        return LossOutputs(torch.tensor(0.0))
+    return LossOutputs(-(inputs.advantages * inputs.trainer_logprobs)[members].sum())

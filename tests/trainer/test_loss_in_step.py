@@ -195,3 +195,35 @@ def test_a_loss_that_reports_other_metrics_for_other_sequences_is_refused(model:
     monkeypatch.setitem(KINDS, "custom", {"import_path": f"{OWN}:changes_its_metrics"})
     with pytest.raises(Failure, match="reported own/long for one sequence and none for another"):
         run(model, "custom", random_samples(seed=5, count=4))
+
+
+@pytest.mark.parametrize("name", ["detached", "in_numpy", "without_gradients"])
+def test_a_loss_without_a_gradient_is_refused_at_the_start_by_name_and_file(name: str):
+    with pytest.raises(Failure, match=rf"loss '{OWN}:{name}' \(.*custom_losses\.py\) returned 1 without a gradient"):
+        policy_loss("custom", import_path=f"{OWN}:{name}", kwargs={})
+
+
+def test_a_loss_that_has_no_gradient_for_a_real_sequence_is_refused_in_the_first_step(model: PackedModel, monkeypatch):
+    monkeypatch.setitem(KINDS, "custom", {"import_path": f"{OWN}:detached_from_two_tokens_on"})
+    with pytest.raises(Failure, match="without a gradient, from which nothing can be learned"):
+        run(model, "custom", random_samples(seed=5, count=4))
+
+
+def test_a_batch_without_advantages_has_a_gradient_of_zeros_and_is_no_mistake(model: PackedModel):
+    samples = random_samples(seed=5, count=4)
+    for sample in samples:
+        sample.set_stream("advantages", np.zeros(len(sample)))
+    _, gradients = run(model, "custom", samples)
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_a_sequence_that_a_loss_leaves_out_with_a_constant_0_is_no_mistake(model: PackedModel, monkeypatch):
+    samples = random_samples(seed=5, count=6)
+    bad = [sample for sample in samples if sample.streams["advantages"].min() < 0]
+    assert 0 < len(bad) < len(samples)
+    monkeypatch.setitem(KINDS, "custom", {"import_path": f"{OWN}:leaves_out_what_was_bad"})
+    _, given = run(model, "custom", samples, envs=["a", "b"] * 3)
+    for sample in bad:
+        sample.set_stream("advantages", np.zeros(len(sample)))
+    _, expected = run(model, "reinforce", samples)
+    assert_same(given, expected)

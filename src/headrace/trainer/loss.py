@@ -21,6 +21,7 @@ number of members in the whole step. Metrics are sums and counts over members.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -184,7 +185,8 @@ class CustomLoss:
 
     It sees the sequence's trained tokens of all components, in order; `loss_mask` says which are members of this one.
     Sequences without members are not shown to it. It is called once at the start, with a sequence of one token, since
-    every rank must report the same metrics, also one that has no sequence.
+    every rank must report the same metrics, also one that has no sequence. A loss without a gradient is refused, unless
+    it is 0: so a function may leave a sequence out.
     """
 
     def __init__(self, import_path: str, kwargs: dict[str, Any]) -> None:
@@ -196,7 +198,7 @@ class CustomLoss:
             raise BadInput(f"loss {import_path!r} does not take these kwargs: {error}") from error
         self._function = partial(function, **kwargs)
         one = torch.ones(1)
-        sequence = LossInputs(-one, -one, -one, one, one.bool(), one)
+        sequence = LossInputs((-one).requires_grad_(), -one, -one, one, one.bool(), one)
         outputs = self._function(sequence)
         self._check(outputs, sequence)
         self._metrics = list(outputs.metrics)
@@ -228,6 +230,13 @@ class CustomLoss:
             )
         if not isinstance(outputs.loss, Tensor) or outputs.loss.ndim != 0:
             raise Failure(f"loss {self.import_path!r} returned a loss that is no scalar tensor: return a sum")
+        if torch.is_grad_enabled() and not outputs.loss.requires_grad and outputs.loss != 0:
+            file = getattr(sys.modules.get(self.import_path.partition(":")[0]), "__file__", None)
+            raise Failure(
+                f"loss {self.import_path!r}{f' ({file})' if file else ''} returned {float(outputs.loss):g} without a "
+                "gradient, from which nothing can be learned: compute it from inputs.trainer_logprobs in torch alone; "
+                "on the way from there to the sum must be no detach(), item(), numpy or torch.no_grad()"
+            )
         if outputs.masked is not None and outputs.masked.shape != sequence.loss_mask.shape:
             raise Failure(
                 f"loss {self.import_path!r} returned {tuple(outputs.masked.shape)} as `masked` for a sequence of "
