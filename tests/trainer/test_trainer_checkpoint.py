@@ -163,6 +163,21 @@ def test_only_complete_checkpoints_count_and_the_newest_are_kept(tmp_path: Path)
         checkpoint.read_state(tmp_path / "step-00000100")
 
 
+def test_a_checkpoint_that_falls_on_a_skipped_update_waits_for_the_next_one_unless_it_is_permanent(
+    make_learner: MakeLearner,
+):
+    learner = make_learner(interval=2, permanent_interval=4)
+    due = []
+    for step in range(1, 5):
+        samples = random_samples(step, 4)
+        if step in (2, 4):
+            samples[0].set_stream("advantages", [float("nan")] * len(samples[0]))
+        learner.learn(samples, stopped=lambda: False)
+        due.append(learner.is_checkpoint_due)
+    assert due == [False, False, True, True]
+    assert learner.state.skipped_steps == 2
+
+
 def test_permanent_checkpoints_outlive_their_retirement(tmp_path: Path):
     save(tmp_path, 2, 4, 5, 6, keep_last=1, permanent_interval=4)
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000006"]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from headrace.cli.main import main
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import TrainerConfig, WeightsConfig
+from headrace.errors import Failure
 from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
@@ -170,17 +171,36 @@ def test_a_used_directory_is_not_started_over_by_accident(run: RunDir, tiny_mode
         rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
 
 
+def ship_broken(run: RunDir, *steps: int) -> None:
+    """Batches with an advantage that is no number."""
+    ship(run, *steps)
+    for step in steps:
+        batch = run.batches.read(step)
+        advantages = batch.samples[0].sample.streams["advantages"].copy()
+        advantages[-1] = float("nan")
+        batch.samples[0].sample.streams["advantages"] = advantages
+        announce(run, batch)
+
+
 def test_a_broken_batch_is_skipped_by_the_optimizer_and_counted(run: RunDir, tiny_model: Path, status: Status):
-    ship(run, 1)
-    batch = run.batches.read(1)
-    advantages = batch.samples[0].sample.streams["advantages"].copy()
-    advantages[-1] = float("nan")
-    batch.samples[0].sample.streams["advantages"] = advantages
-    announce(run, batch)
+    ship_broken(run, 1)
     rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
     final, initial = tensors(run.final_model), tensors(tiny_model)
     assert all(torch.equal(final[name], initial[name]) for name in initial)
     assert [record["optim/skipped"] for record in read_metrics(run.metrics)] == [1]
+
+
+def test_updates_that_are_all_skipped_end_the_run_which_is_resumed_from_before_them(
+    run: RunDir, tiny_model: Path, status: Status
+):
+    config = settings(run, tiny_model, max_steps=3, interval=1).model_copy(update={"max_skipped_updates": 2})
+    ship(run, 1)
+    ship_broken(run, 2, 3)
+    seen = "gradients of steps 2 to 3 were not finite.* norms were nan, the losses nan; at step 1.* optim.lr.* step 1,"
+    with pytest.raises(Failure, match=seen):
+        rl.train(config, stopped=threading.Event(), status=status)
+    assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000001"]
+    assert run.batches.steps()[-2:] == [2, 3]
 
 
 def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_step(

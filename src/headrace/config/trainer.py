@@ -218,7 +218,7 @@ class RefKlConfig(Config):
 
 class CheckpointConfig(Config):
     interval: int = Field(50, ge=1)
-    """Steps between checkpoints; the last step always gets one."""
+    """Steps between checkpoints; the last step always gets one. One is put off while updates are skipped."""
     keep_last: int = Field(2, ge=1)
     permanent_interval: int | None = Field(None, ge=1)
     """Checkpoints of steps that this divides are kept for good, in `checkpoints/permanent/`; unset: none."""
@@ -251,6 +251,8 @@ class TrainingConfig(Config):
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     scheduler: SchedulerConfig = Field(default_factory=BasicSchedulerConfig)
     ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    max_skipped_updates: int = Field(20, ge=1)
+    """Updates in a row with gradients that are not finite, and thus skipped, that end the run."""
     attention: Literal["auto", "cudnn", "flash", "sdpa"] = "auto"
     """What computes attention: `sdpa` runs anywhere, the others on a GPU in bfloat16; `cudnn` leaves rows of several
     sequences to `flash`. `auto` is the fastest that there is."""

@@ -6,6 +6,7 @@ Shared by reinforcement learning and supervised training, which differ in where 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from headrace.config.trainer import TrainingConfig
-from headrace.errors import BadInput
+from headrace.errors import BadInput, Failure
 from headrace.rollout.packing import Bin, pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
@@ -25,6 +26,7 @@ from headrace.trainer.model import PackedModel, compute_dtype, initial_model
 from headrace.trainer.optim import Optimizer, update_rule
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.schedule import learning_rate_factor
+from headrace.trainer.skipped_updates import SkippedUpdates
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 
@@ -93,6 +95,8 @@ class Learner:
             offload_state=optim.offload_state,
         )
         self.state = TrainState() if start is None else self._load(start)
+        self._saved_step = self.state.step
+        self._skipped = SkippedUpdates(config.max_skipped_updates)
         self._step = TrainStep(
             self.model,
             self.optimizer,
@@ -136,14 +140,24 @@ class Learner:
     def learn(
         self, samples: list[Sample], *, envs: Sequence[str] = (), traced: bool = False, stopped: Callable[[], bool]
     ) -> StepResult | None:
-        """One optimizer step on all samples; None, with nothing changed, if it was stopped."""
+        """One optimizer step on all samples; None, with nothing changed, if it was stopped.
+
+        Raises when too many in a row have changed nothing, since their gradients were not finite.
+        """
         skipped = self.optimizer.skipped
         result = self._step.run(self._bins(samples), self.learning_rate, envs=envs, traced=traced, stopped=stopped)
         if result is not None:
             self.state.step += 1
             self.state.tokens_trained += result.tokens
             self.state.skipped_steps += self.optimizer.skipped - skipped
+            self._refuse_to_stand_still(result)
         return result
+
+    def _refuse_to_stand_still(self, result: StepResult) -> None:
+        story = self._skipped.look(self.state.step, result.grad_norm, result.metrics.get("loss", math.nan))
+        if story is not None:
+            self.checkpoints.finish(wait=True)  # one that is still being written is from before them
+            raise Failure(f"{story}. A resume goes on after step {self._saved_step}, as it was saved")
 
     def rehearse(self, bins: list[Bin]) -> None:
         """Compile what a step on bins like these takes; nothing is changed."""
@@ -183,8 +197,14 @@ class Learner:
 
     @property
     def is_checkpoint_due(self) -> bool:
-        intervals = (self.config.ckpt.interval, self.config.ckpt.permanent_interval or self.max_steps, self.max_steps)
-        return any(self.state.step % interval == 0 for interval in intervals)
+        """One that falls among skipped updates waits for their end, so that a run that ends of them has not lost those.
+
+        Those that have their step from others, the permanent ones and the last, do not wait.
+        """
+        step, ckpt = self.state.step, self.config.ckpt
+        if any(step % interval == 0 for interval in (ckpt.permanent_interval or self.max_steps, self.max_steps)):
+            return True
+        return not self._skipped.in_a_row and step // ckpt.interval > self._saved_step // ckpt.interval
 
     def begin_checkpoint(self) -> None:
         """Save the state as it is now; the writing goes on beside the steps that follow."""
@@ -193,6 +213,7 @@ class Learner:
             **prefixed(OPTIMIZER, self.optimizer.state_tensors()),
         }
         self.checkpoints.begin(tensors, self.model.write_files, self.state)
+        self._saved_step = self.state.step
 
     def save_final_model(self, path: Path) -> None:
         """A plain model, an adapter merged; where there is one, it is written beside, too."""
