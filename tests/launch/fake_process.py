@@ -59,6 +59,8 @@ if behaviour == "never-up" or (behaviour == "killed-then-never-up" and resumed):
 status.set("working")
 if behaviour == "waits":
     status.begin_wait("batch 7 from the orchestrator")
+if behaviour == "finishes":
+    status.notify(f"{name} has something to say")
 if behaviour == "frozen":
     status.close("thinking")
 if behaviour in ("fails-but-stays", "fails-and-is-killed"):

@@ -17,10 +17,13 @@ from tests.launch.launching import assert_all_gone, events, finish, launch, next
 ALL_WORK = ("inference=works", "trainer=works", "orchestrator=works")
 
 
-def test_a_run_whose_workers_finish_ends_with_0_and_stops_the_service(tmp_path: Path) -> None:
+def test_a_run_whose_workers_finish_says_once_what_they_notified_ends_with_0_and_stops_the_service(
+    tmp_path: Path,
+) -> None:
     code, out, _ = finish(launch(tmp_path, "inference=works", "trainer=finishes", "orchestrator=finishes"))
     assert code == 0
     assert "step 1/5" in out
+    assert [out.count(f"{name}: {name} has something to say") for name in ("trainer", "orchestrator")] == [1, 1]
     assert events(tmp_path)[-1][:2] == ["inference", "ended"]
     assert_all_gone(tmp_path)
 

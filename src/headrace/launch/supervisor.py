@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -56,6 +57,8 @@ class Supervisor:
         """Those that were killed because they had failed and did not end."""
         self._restarts = Restarts(max_restarts, restart_delay)
         self._statuses: dict[str, ProcessStatus] = {}
+        self._notices_said: Counter[int] = Counter()
+        """By process id."""
         self._signals: list[int] = []
         self._watch = Watch(time.time(), patience)
 
@@ -110,6 +113,10 @@ class Supervisor:
             self.history.add(record)
         self._restarts.look(self.history)
         self._statuses = read_status(self._run.status)
+        for status in self._statuses.values():
+            for notice in status.notices[self._notices_said[status.pid] :]:
+                self._view.say(f"{status.process}: {notice}")
+            self._notices_said[status.pid] = len(status.notices)
 
     def _bury(self, ended: list[Process]) -> None:
         """Plan to start again what died; raise if that would not help."""

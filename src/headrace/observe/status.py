@@ -40,6 +40,8 @@ class ProcessStatus(msgspec.Struct):
     waiting_for: str = ""
     waiting_since: float = 0.0
     gauges: dict[str, Any] = msgspec.field(default_factory=dict)
+    notices: list[str] = msgspec.field(default_factory=list)
+    """What its user should know, in the order in which it was said."""
 
 
 class Status:
@@ -66,6 +68,12 @@ class Status:
         self.current.gauges.update(gauges)
         if changed:
             self._write()
+
+    def notify(self, sentence: str) -> None:
+        """Warn in the log of this process, and through its status on the terminal of the run."""
+        log.warning("%s", sentence)
+        self.current.notices.append(sentence)
+        self._write()
 
     def begin_wait(self, what: str) -> int:
         """Show that something is awaited; returns the key with which `end_wait` takes it back."""
