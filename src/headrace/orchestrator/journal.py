@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.environments.data.fingerprint import Fingerprint
 from headrace.errors import BadInput
 from headrace.rollout.batch import check_schema
 
@@ -60,6 +61,13 @@ CREATE TABLE IF NOT EXISTS algorithms (
     PRIMARY KEY (step, env)
 );
 CREATE TABLE IF NOT EXISTS clock (step INTEGER PRIMARY KEY, seconds REAL NOT NULL, eval_tokens INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS data (
+    slot TEXT,           -- train or eval
+    env TEXT,
+    examples INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    PRIMARY KEY (slot, env)
+);
 CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);  -- the processes that have gone on with the run
 """
 
@@ -188,6 +196,12 @@ class Journal:
     def start(self) -> int:
         """The number of the process that goes on with the run now, from 1; a rewind takes none back."""
         return int(self._db.execute("INSERT INTO starts DEFAULT VALUES").lastrowid or 0)
+
+    def exchange_data(self, slot: str, env: str, data: Fingerprint) -> Fingerprint | None:
+        """Remember the tasks of an environment; returns those that it had when the run last started, if it did."""
+        row = self._db.execute("SELECT examples, digest FROM data WHERE slot = ? AND env = ?", (slot, env)).fetchone()
+        self._db.execute("INSERT OR REPLACE INTO data VALUES (?, ?, ?, ?)", (slot, env, data.examples, data.digest))
+        return Fingerprint(*row) if row else None
 
     def commit(self, entries: Entries, shipped: int | None = None) -> None:
         """One transaction. `shipped` is the step whose batch carries the draws that were not dropped."""

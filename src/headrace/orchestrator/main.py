@@ -19,6 +19,7 @@ from headrace.garbage import settled
 from headrace.headers import why_not_sent
 from headrace.inference.client.engine_client import EngineClient
 from headrace.observe.status import Status, wait_for
+from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.loop_watch import watching_the_loop
@@ -77,6 +78,7 @@ async def _run(
             stack.enter_context(only_one(run, "orchestrator"))
             environments = await _load_environments(config, stack)
             journal = stack.enter_context(closing(Journal(run.journal)))
+            tell_changed_tasks(environments, journal, status)
             if config.train.env:
                 _reconcile(run, journal)
                 if config.max_async_level == 0:
