@@ -20,7 +20,9 @@ from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint, sft
+from headrace.trainer.checkpoint import TrainState
 from headrace.trainer.conversation import Conversation
+from headrace.trainer.rows import read_rows
 from headrace.transport.run_dir import RunDir
 from tests.observe.metrics_page import undocumented
 
@@ -141,7 +143,7 @@ def test_rows_that_validation_holds_out_are_never_trained_on(tmp_path: Path):
 
     for most, held in ((100, 5), (3, 3)):
         config = settings(tmp_path / "out", {}, data, validation={"fraction": 0.25, "max_examples": most})
-        training, held_out = sft.open_conversations(config, 0)
+        training, held_out = sft.open_conversations(config, sft.open_rows(config.data), 0)
         trained, validated = answers(islice(training, 45)), answers(held_out)
         assert (len(set(trained)), len(validated)) == (15, held)
         assert not set(trained) & set(validated)
@@ -156,7 +158,9 @@ def test_validation_has_rows_of_its_own_whatever_the_seed_of_the_run(tmp_path: P
     for seed in (0, 1):
         data = {"path": tmp_path / "train.jsonl"}
         config = settings(tmp_path / "out", {}, data, seed=seed, validation=validation)
-        sets.append([c.messages[-1]["content"] for c in sft.open_conversations(config, 0)[1]])
+        sets.append(
+            [c.messages[-1]["content"] for c in sft.open_conversations(config, sft.open_rows(config.data), 0)[1]]
+        )
     assert sets[0] == sets[1]
     assert len(set(sets[0])) == 4 and all(text.startswith("test") for text in sets[0])
 
@@ -193,6 +197,38 @@ def test_training_ends_without_an_orchestrator_and_only_its_last_version_waits_f
     stopped.set()
     training.join()
     assert here.weights.published() == []
+
+
+def write_answers(path: Path, numbers: Iterable[int], **more: Any) -> None:
+    rows = [{**more, "prompt": f"say {number}", "completion": str(number)} for number in numbers]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_a_resumed_run_says_that_its_data_has_changed(tmp_path: Path, tiny_model: Path, status: Status):
+    data, model = {"path": tmp_path / "data.jsonl"}, {"name": str(tiny_model)}
+    write_answers(data["path"], range(6))
+    run(settings(tmp_path / "out", model, data, max_steps=1), status)
+    assert not status.current.notices
+    write_answers(data["path"], range(5))
+    run(settings(tmp_path / "out", model, data, max_steps=1), status, resume="latest")
+    (notice,) = status.current.notices
+    assert notice.startswith(f"{data['path']} has changed since the checkpoint of step 1: 6 examples then, 5 now.")
+
+
+def test_changed_data_is_told_once_and_only_where_it_is_learned(tmp_path: Path, status: Status):
+    path, state = tmp_path / "data.jsonl", TrainState(step=3)
+    said = []
+    for numbers, more in (
+        (range(6), {}),
+        (range(6), {"id": "new"}),
+        ([0, 1, 2, 3, 5, 4], {}),
+        ([0, 1, 2, 3, 5, 4], {}),
+    ):
+        write_answers(path, numbers, **more)
+        sft.tell_changed_rows(read_rows(path), state, status)
+        said.append(len(status.current.notices))
+    assert said == [0, 0, 1, 1]
+    assert "6 examples as before, but not the same, or in another order" in status.current.notices[0]
 
 
 def test_a_hugging_face_dataset_is_trained_on_by_its_name(tmp_path: Path, tiny_model: Path, status: Status):

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from headrace.environments.data.fingerprint import Fingerprint
 from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.trainer.ranks import Ranks
@@ -34,13 +35,14 @@ PERMANENT = "permanent"
 
 
 class TrainState(msgspec.Struct):
-    """What has been done so far. `examples` is the position in the data of supervised training."""
+    """What has been done so far. `examples` is the position in the data of supervised training, `data` its rows."""
 
     step: int = 0
     incarnation: int = 0
     tokens_trained: int = 0
     skipped_steps: int = 0
     examples: int = 0
+    data: Fingerprint | None = None
     schema: int = SCHEMA
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
+from headrace.environments.data.fingerprint import fingerprint
 from headrace.environments.data.tables import Table, dataset_table, dataset_title, directory_tables, file_table
 from headrace.trainer.conversation import Conversation, DataError, columns_read, conversation_of
 
@@ -28,9 +29,13 @@ class Rows:
         self._ends = list(accumulate(map(len, tables)))
         if not len(self):
             raise DataError(f"{name}: has no rows")
-        for table in tables:
-            for row, content in enumerate(table):
-                conversation_of(content, columns, table.where(row))  # the first bad row is an error
+        checked = (
+            conversation_of(content, columns, table.where(row))  # the first bad row is an error
+            for table in tables
+            for row, content in enumerate(table)
+        )
+        self.name = name
+        self.fingerprint = fingerprint([c.messages, c.learned, c.tools] for c in checked)
         log.info("%s: %d rows", name, len(self))
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from headrace.config.sft import SftConfig, SourceConfig
+from headrace.environments.data.fingerprint import BY_POSITION
 from headrace.environments.registry import load_environment
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
@@ -16,6 +17,7 @@ from headrace.rollout.types import Sample
 from headrace.shared_device import EnginesBeside
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.trainer.checkpoint import TrainState
 from headrace.trainer.conversation import Conversation, render
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import ce_loss
@@ -59,7 +61,10 @@ def train(
     if publisher is not None:
         enter_incarnation(learner, run, publisher, resuming=resume is not None)
     status.set("reading the data")
-    conversations, held_out = open_conversations(config, learner.state.examples)
+    rows = open_rows(config.data) if config.data.env is None else None
+    if rows is not None:
+        tell_changed_rows(rows, learner.state, status)
+    conversations, held_out = open_conversations(config, rows, learner.state.examples)
     validation = make_validation(config, learner, [render(conversation, renderer) for conversation in held_out])
     cuts = Cuts(learner.seq_len)
     metrics = MetricsLog(run.metrics, "sft")
@@ -157,13 +162,25 @@ def validate(validation: Validation, learner: Learner, metrics: MetricsLog, stop
         metrics.log(learner.state.step, {"val/loss": loss})
 
 
-def open_conversations(config: SftConfig, position: int) -> tuple[Iterator[Conversation], list[Conversation]]:
-    """What is trained on, from example number `position` on, and what validation holds against it, if anything."""
+def tell_changed_rows(rows: Rows, state: TrainState, status: Status) -> None:
+    """The position of a run that goes on is a number: in other rows it is another place, which nobody would see."""
+    before, state.data = state.data, rows.fingerprint
+    if before is not None and (change := before.change_to(rows.fingerprint)):
+        status.notify(f"{rows.name} has changed since the checkpoint of step {state.step}: {change}. {BY_POSITION}")
+
+
+def open_conversations(
+    config: SftConfig, rows: Rows | None, position: int
+) -> tuple[Iterator[Conversation], list[Conversation]]:
+    """What is trained on, from example number `position` on, and what validation holds against it, if anything.
+
+    Without `rows` it is the demonstrations of an environment.
+    """
     data, validation = config.data, config.validation
-    if data.env is not None:
+    if rows is None:
+        assert data.env is not None
         training = from_environment(load_environment(data.env, data.args), config.seed, position)
     else:
-        rows = open_rows(data)
         if validation is not None and validation.fraction is not None:
             kept, held_out = hold_out(rows, validation.fraction, config.seed)
             return from_rows(kept, config.seed, position), drawn(held_out, validation.max_examples)
