@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.cli.main import main
 from headrace.config.sft import SftConfig
-from headrace.config.trainer import TrainerConfig, WeightsConfig
+from headrace.config.trainer import CustomLossConfig, DefaultLossConfig, TrainerConfig, WeightsConfig
 from headrace.errors import Failure
 from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
@@ -201,6 +201,25 @@ def test_updates_that_are_all_skipped_end_the_run_which_is_resumed_from_before_t
         rl.train(config, stopped=threading.Event(), status=status)
     assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000001"]
     assert run.batches.steps()[-2:] == [2, 3]
+
+
+def test_a_loss_that_is_0_whatever_the_advantages_is_told(run: RunDir, tiny_model: Path, status: Status):
+    own = CustomLossConfig(import_path="tests.trainer.custom_losses:leaves_out_everything")
+    ship(run, 1)
+    config = settings(run, tiny_model, max_steps=1)
+    rl.train(config.model_copy(update={"loss": own}), stopped=threading.Event(), status=status)
+    (notice,) = status.current.notices
+    assert "the gradient of step 1 is 0 although its samples have advantages" in notice
+    assert own.import_path in notice
+
+
+def test_a_gradient_of_0_of_samples_without_advantages_is_right(status: Status):
+    samples = random_samples(1, 2)
+    for sample in samples:
+        sample.set_stream("advantages", [0.0] * len(sample))
+    rl.tell_zero_gradient(1, 0.0, samples, DefaultLossConfig(), status)
+    rl.tell_zero_gradient(1, 0.5, random_samples(1, 2), DefaultLossConfig(), status)
+    assert not status.current.notices
 
 
 def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_step(

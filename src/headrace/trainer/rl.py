@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from headrace.config.trainer import TrainerConfig, WeightsConfig
+from headrace.config.trainer import CustomLossConfig, LossConfig, TrainerConfig, WeightsConfig
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
+from headrace.rollout.types import Sample
 from headrace.shared_device import EnginesBeside
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
@@ -60,7 +62,7 @@ def train(
     metrics = MetricsLog(run.metrics, "trainer")
     if learner.model.compiles and learner.model.device.type == "cuda" and learner.state.step < learner.max_steps:
         compile_now(learner, status)
-    watch = Stopwatch()
+    watch, first = Stopwatch(), learner.state.step + 1
     while (step := learner.state.step + 1) <= learner.max_steps:
         status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
         if not wait_for_batch(learner.ranks, run, acknowledgements, step, status, stopped):
@@ -80,6 +82,8 @@ def train(
             if result is None:
                 break
             watch.lap("time/forward_backward")
+            if step == first:
+                tell_zero_gradient(step, result.grad_norm, samples, config.loss, status)
             if config.probe_tokens:  # before the new weights are out: who loads them finds it
                 probe(config, run, learner, batch)
                 watch.lap("time/probe")
@@ -181,6 +185,20 @@ def wait_for_batch(
         "the orchestrator",
         status,
         stopped=lambda: ranks.any(stopped.is_set()),
+    )
+
+
+def tell_zero_gradient(
+    step: int, grad_norm: float, samples: Sequence[Sample], loss: LossConfig, status: Status
+) -> None:
+    """Say it unless the samples have no advantages. A loss that is a constant shows in the first step already."""
+    advantages = [sample.streams["advantages"] for sample in samples if "advantages" in sample.streams]
+    if grad_norm != 0 or not any(values.any() for values in advantages):
+        return
+    name = loss.import_path if isinstance(loss, CustomLossConfig) else loss.type
+    status.notify(
+        f"the gradient of step {step} is 0 although its samples have advantages, so that nothing was learned: is the "
+        f"loss {name!r} a constant, or does it mask every token?"
     )
 
 
