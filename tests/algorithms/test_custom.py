@@ -69,6 +69,14 @@ def infinite(group: Sequence[RolloutView]) -> list[float]:
     return [float("inf") for _ in group]
 
 
+def by_number(group: Sequence[RolloutView]) -> dict[int, float]:
+    return {number: 5.0 for number, _ in enumerate(group)}
+
+
+def in_words(group: Sequence[RolloutView]) -> str:
+    return "12"
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -76,6 +84,8 @@ def infinite(group: Sequence[RolloutView]) -> list[float]:
         (forgetful, "test_custom:forgetful gave a NoneType for a group of 2 rollouts"),
         (too_short, "test_custom:too_short gave 1 advantages for 2 completion tokens of task task-0"),
         (infinite, "test_custom:infinite gave inf"),
+        (by_number, "test_custom:by_number gave a dict for a group of 2 rollouts"),
+        (in_words, "test_custom:in_words gave a str for a group of 2 rollouts"),
     ],
 )
 async def test_what_cannot_be_credited_names_the_function(function: Any, message: str):

@@ -53,6 +53,14 @@ async def test_an_empty_hint_has_no_tokens():
     assert policy.asked == [([100, 1, 2], 1.0)]
 
 
+@pytest.mark.parametrize("empty", ["", " \n", [], [{"role": "assistant", "content": ""}]])
+async def test_a_template_without_a_demonstration_in_it_is_refused_on_arrival(empty: Any):
+    algorithm = await set_up(Opsd())
+    [view] = survivors([rollout_of([1])], task_of(demonstration=empty))
+    with pytest.raises(ValueError, match="task task-7 of env has an empty demonstration as 'demonstration'"):
+        await algorithm.score_rollout(view)
+
+
 @pytest.mark.parametrize(
     ("data", "found"),
     [
@@ -61,6 +69,8 @@ async def test_an_empty_hint_has_no_tokens():
         ({"info": {"demo": None}, "demo": "outer"}, "outer"),
         ({"info": "a text", "demo": "outer"}, "outer"),
         ({"demo": ""}, ""),
+        ({"info": {"demo": ""}}, ""),
+        ({"info": {"demo": ""}, "demo": "outer"}, "outer"),
     ],
 )
 def test_a_demonstration_is_looked_for_in_info_and_then_at_the_top(data: dict[str, Any], found: str):

@@ -51,6 +51,11 @@ def test_a_mistyped_key_inside_a_union_suggests_a_key_of_that_union():
     assert "trainer.loss.ipo_treshold: unknown key. Did you mean trainer.loss.ipo_threshold?" in line
 
 
+def test_a_key_of_another_type_of_the_same_table_is_told_with_those_that_it_has():
+    line = problem(trainer={"loss": {"type": "cispo", "kl_tau": 0.1}})
+    assert line == "run.toml: trainer.loss.kl_tau: a key of another `type`; this one has type, eps_max"
+
+
 def test_a_key_like_nothing_we_know_suggests_nothing():
     assert problem(zebra=1) == "run.toml: zebra: unknown key."
 

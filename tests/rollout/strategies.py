@@ -35,7 +35,7 @@ def floats32() -> st.SearchStrategy[float]:
 
 
 @st.composite
-def samples(draw: Any, min_length: int = 0, max_length: int = 8, with_advantages: bool = False) -> Sample:
+def samples(draw: Any, min_length: int = 0, max_length: int = 8, trainable: bool = False) -> Sample:
     length = draw(st.integers(min_length, max_length))
     prompt = draw(st.integers(0, length))
 
@@ -52,7 +52,7 @@ def samples(draw: Any, min_length: int = 0, max_length: int = 8, with_advantages
         draw(st.lists(st.tuples(*[st.integers(0, 1000)] * 4), max_size=3)),
     )
     names = draw(st.sets(st.sampled_from(STREAM_NAMES)))
-    for name in names | ({"advantages"} if with_advantages else set()):
+    for name in names | ({"advantages", "ref_logprobs"} if trainable else set()):
         made.set_stream(name, per_token(floats32()))
     return made
 

@@ -31,6 +31,11 @@ def test_equal_rewards_never_carry_a_signal(reward: float, size: int):
     assert not center(np.full(size, reward)).any()
 
 
+@pytest.mark.parametrize("credit", [center, standardize, max_rl])
+def test_rewards_that_differ_by_rounding_alone_carry_no_signal(credit):
+    assert credit(np.array([0.1 + 0.2, 0.3, 0.3, 0.3])).tolist() == [0.0] * 4
+
+
 def test_a_group_of_one_or_none_has_no_credit():
     assert center(np.array([0.7])).tolist() == [0.0]
     assert center(np.array([])).tolist() == []

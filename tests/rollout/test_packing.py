@@ -23,7 +23,7 @@ PER_TOKEN = Cost(1, 0)
 SQUARED = Cost(1, 1)
 QWEN3_0_6B = Cost(1191968768, 114688)
 
-sample_lists = st.lists(samples(min_length=1, max_length=12, with_advantages=True), max_size=9)
+sample_lists = st.lists(samples(min_length=1, max_length=12, trainable=True), max_size=9)
 
 
 def credited(prompt: int, completion: int, advantage: float = 1.0) -> Sample:
@@ -172,7 +172,7 @@ def test_absent_streams_get_their_defaults_where_another_sample_has_them():
 
 
 def test_a_distilled_sample_packs_with_a_credited_one_and_has_no_advantage():
-    distilled = sample(1, 1, rl_weights=[0, 0], ref_kl_weights=[0, 1])
+    distilled = sample(1, 1, rl_weights=[0, 0], ref_kl_weights=[0, 1], ref_logprobs=[0, -1])
     (bin_,) = pack([credited(1, 1), distilled], 4)
     assert bin_.streams["advantages"].tolist() == [1, 1, 0, 0]
     assert bin_.streams["rl_weights"].tolist() == [1, 1, 0, 0]
@@ -187,6 +187,19 @@ def test_streams_that_the_trainer_does_not_know_stay_out_of_bins():
 def test_tokens_in_the_rl_loss_without_advantages_are_refused(streams: dict[str, list[float]]):
     with pytest.raises(ValueError, match=r"sample 1 has \d tokens in the rl loss but no advantages"):
         pack([credited(1, 1), sample(1, 2, **streams)], 8)
+
+
+def test_tokens_in_the_ref_kl_loss_without_a_reference_are_refused_beside_others_that_have_one():
+    scored = sample(1, 1, rl_weights=[0, 0], ref_kl_weights=[0, 1], ref_logprobs=[0, -1])
+    with pytest.raises(ValueError, match=r"sample 1: tokens have ref_kl weights but no ref_logprobs.*\(opd, opsd\)"):
+        pack([scored, sample(1, 1, rl_weights=[0, 0], ref_kl_weights=[0, 1])], 8)
+
+
+def test_a_stream_of_another_length_is_refused_also_where_the_sample_is_cut():
+    short = sample(2, 4, advantages=[0, 0, 1, 2, 3, 4])
+    short.streams["advantages"] = short.streams["advantages"][:4]
+    with pytest.raises(ValueError, match="advantages"):
+        pack([short], 3)
 
 
 def test_a_sample_without_rl_tokens_needs_no_advantages():

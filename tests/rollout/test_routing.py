@@ -46,6 +46,15 @@ def test_weights_on_observations_alone_leave_the_sampled_tokens_at_one():
     assert sample.streams["ce_weights"].tolist() == pytest.approx([0, 0, 1, 1, 0.1, 1])
 
 
+@pytest.mark.parametrize("component", ["ce", "ref_kl"])
+def test_a_sample_that_an_algorithm_gave_no_weight_at_all_is_left_out(component: str):
+    name, sample = f"{component}_weights", observed_sample()
+    sample.set_stream(name, [0] * 6)
+    route_actions(sample, component)
+    assert sample.streams[name].tolist() == [0] * 6
+    assert not sample.streams["rl_weights"].any()
+
+
 def test_other_streams_are_left_alone():
     sample = observed_sample()
     sample.set_stream("ce_weights", [0, 0, 0, 0, 0.1, 0])
@@ -92,4 +101,15 @@ def test_what_a_loss_would_lack_is_said(streams: dict[str, list[float]], why: st
     sample = observed_sample()
     for name, values in streams.items():
         sample.set_stream(name, values)
+    assert why_untrainable(sample) == why
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"), [([1.0] * 6, "the logprob that a token was sampled with is nan"), ([0] * 6, "")]
+)
+def test_a_token_that_was_sampled_with_no_number_is_not_trained(weights: list[float], why: str):
+    sample = observed_sample()
+    sample.logprobs[3] = math.nan
+    sample.set_stream("advantages", [0.5] * 6)
+    sample.set_stream("rl_weights", weights)
     assert why_untrainable(sample) == why

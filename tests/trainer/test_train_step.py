@@ -178,8 +178,13 @@ def test_metrics_are_split_by_environment(directory: Path):
         alone, _ = run(directory, [s for s, e in zip(samples, envs, strict=True) if e == env])
         for name in ("loss", "entropy", "mismatch_kl"):
             assert result.metrics[f"{name}/{env}"] == pytest.approx(alone.metrics[name], rel=1e-4)
+    mixed = make_sample([5, 6, 7, 8], 1, advantages=[0, 1, 1, 0], ce_weights=[0, 0, 0, 0.5])
+    beside, _ = run(directory, [*samples, mixed], envs=(*envs, "both"))
+    alone, _ = run(directory, [mixed])
+    assert beside.metrics["loss/both"] == pytest.approx(alone.metrics["loss"], rel=1e-4)
     same, _ = run(directory, samples, envs=("letters",) * 6)
-    assert not any("letters" in name for name in same.metrics)
+    own = {name: value for name, value in same.metrics.items() if "letters" in name}
+    assert own == {f"{name}/letters": same.metrics[name] for name in ("loss", "entropy")}
 
 
 def test_stopping_between_micro_batches_changes_nothing(directory: Path):

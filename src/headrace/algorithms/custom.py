@@ -11,7 +11,7 @@ Left out on purpose: calls to other models and a state from group to group. They
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from headrace.algorithms.base import Algorithm, RolloutView
@@ -32,7 +32,8 @@ class Custom(Algorithm):
 
     def _entries(self, group: Sequence[RolloutView]) -> list[Any]:
         given = self._function(group)
-        entries = list(given) if isinstance(given, Iterable) else None
+        in_order = isinstance(given, Iterable) and not isinstance(given, Mapping | Set | str | bytes)
+        entries = list(given) if in_order else None
         if entries is None or len(entries) != len(group):
             what = f"a {type(given).__name__}" if entries is None else f"{len(entries)} entries"
             raise ValueError(

@@ -24,14 +24,10 @@ from headrace.algorithms.length_penalty import Efficiency, LengthPenalty
 from headrace.algorithms.tally import Tally
 from headrace.algorithms.user_function import name_of, numbers
 from headrace.rollout.cohort import Cohort
-from headrace.rollout.credit import center, standardize
+from headrace.rollout.credit import ROUNDING, center, standardize
 
 Term = Callable[[Sequence[RolloutView]], Any]
 """A bonus, one number for each rollout of the group, in units of reward."""
-
-
-ROUNDING = 1e-12
-"""Credit that is smaller, relative to the largest term, is what subtractions have left over."""
 
 
 class GroupCredit:

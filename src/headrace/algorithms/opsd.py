@@ -56,19 +56,26 @@ class Opsd(Algorithm):
 
     async def score_rollout(self, rollout: RolloutView) -> None:
         """Nothing to credit, but what lacks a demonstration is told on arrival, and not when its batch ships."""
-        demonstration(rollout.task, self._demo_key)
+        if not self._demonstration(rollout.task).strip() and self._template != PLACEHOLDER:
+            raise ValueError(
+                f"task {rollout.task.key} of {rollout.task.env} has an empty demonstration as {self._demo_key!r}: opsd "
+                "would learn from the words around it alone; fill it in, or take the task out of the data"
+            )
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
         hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
-        told = [await hints.of(demonstration(survivor.task, self._demo_key)) for survivor in batch]
+        told = [await hints.of(self._demonstration(survivor.task)) for survivor in batch]
         await distil(batch, told, self._scorer, self.tally)
+
+    def _demonstration(self, task: Task) -> str:
+        return demonstration(task, self._demo_key)
 
 
 def demonstration(task: Task, key: str) -> str:
     """The task's demonstration as a text: under `key` in its `info`, else at its top level."""
     info = task.data.get("info")
-    found: Any = info.get(key) if isinstance(info, dict) else None
-    found = task.data.get(key) if found is None else found
+    inner: Any = info.get(key) if isinstance(info, dict) else None
+    found = inner or task.data.get(key, inner)  # one that is empty hides none
     if isinstance(found, str):
         return found
     if isinstance(found, list) and all(isinstance(message, dict) for message in found):

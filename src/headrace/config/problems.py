@@ -28,6 +28,8 @@ def _explain(kind: type[BaseModel], problem: Any, place: _Place) -> str:
     name = ".".join(str(part) for part in place.path) or "configuration"
     if problem["type"] == "extra_forbidden":
         close = _nearest(kind, place)
+        if close == _without_positions(place.path):
+            return f"{name}: a key of another `type`; this one has {', '.join(place.known)}"
         return f"{name}: unknown key." + (f" Did you mean {close}?" if close else "")
     if problem["type"] == "missing":
         return f"{name}: required, and not set"
@@ -75,6 +77,11 @@ def _nearest(kind: type[BaseModel], place: _Place) -> str | None:
     everywhere = [".".join(path) for path in _paths(kind)]
     exact = [path for path in everywhere if path.split(".")[-1] in (wrong, ours)]
     return exact[0] if exact else None
+
+
+def _without_positions(path: list[Any]) -> str:
+    """A key as explanations name it: the same for every entry of a list."""
+    return ".".join(part for part in path if isinstance(part, str))
 
 
 class _Place(NamedTuple):

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+ROUNDING = 1e-12
+"""What is smaller, relative to the numbers that it comes from, is what arithmetic has left over."""
+
 
 def baseline(values: np.ndarray, lengths: np.ndarray | None = None) -> float:
     """The mean; with `lengths`, sum(length * value) / sum(length). Where nobody has any length, the mean again."""
@@ -19,9 +22,12 @@ def baseline(values: np.ndarray, lengths: np.ndarray | None = None) -> float:
 
 
 def center(values: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray:
-    """Values minus their baseline; exactly zero where all are equal, so that rounding never looks like a signal."""
+    """Values minus their baseline; exactly zero where all are equal, so that rounding never looks like a signal.
+
+    Nor does that of the values themselves: .1 + .2 is as good as .3.
+    """
     values = np.asarray(values, np.float64)
-    if values.size == 0 or values.max() == values.min():
+    if values.size == 0 or np.ptp(values) <= ROUNDING * np.abs(values).max():
         return np.zeros_like(values)
     return np.asarray(values - baseline(values, lengths))
 

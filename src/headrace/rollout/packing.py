@@ -28,6 +28,11 @@ STREAM_DEFAULTS: dict[str, float] = {
 }
 """What a token carries in a bin where its own sample lacks the stream but another sample has it."""
 
+MISSING_REFERENCE = (
+    "tokens have ref_kl weights but no ref_logprobs: these come from the algorithms that score with a reference model "
+    "(opd, opsd); use one of them, or leave ref_kl_weights out"
+)
+
 NO_SAMPLE = -1
 """The entry of `Bin.sources` for padding."""
 
@@ -160,14 +165,13 @@ def _halves(bin_: list[int], costs: list[int]) -> tuple[list[int], list[int]]:
 
 def _prepare(samples: list[Sample], seq_len: int) -> list[Sample]:
     """Truncated, every stream alike, and fit to train on."""
-    prepared = [sample.truncated(seq_len) for sample in samples]
-    for index, sample in enumerate(prepared):
+    for index, sample in enumerate(samples):
         _check_trainable(sample, index)
-    return prepared
+    return [sample.truncated(seq_len) for sample in samples]
 
 
 def _check_trainable(sample: Sample, index: int) -> None:
-    """An rl token without an advantage has no loss: the producer forgot it."""
+    """A token without what its loss reads is one that the producer forgot; in a bin it would have another's default."""
     sample.check()
     if len(sample) == 0:
         raise ValueError(f"sample {index} has no tokens")
@@ -178,6 +182,8 @@ def _check_trainable(sample: Sample, index: int) -> None:
             f"sample {index} has {int(members.sum())} tokens in the rl loss but no advantages: its algorithm must "
             "assign credit, or set rl_weights to 0"
         )
+    if np.any(sample.streams.get("ref_kl_weights", 0.0)) and "ref_logprobs" not in sample.streams:
+        raise ValueError(f"sample {index}: {MISSING_REFERENCE}")
 
 
 def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -> Bin:

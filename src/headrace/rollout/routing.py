@@ -16,8 +16,8 @@ def route_actions(sample: Sample, component: Literal["rl", "ce", "ref_kl"]) -> N
     """Send the sampled tokens to `component`.
 
     `rl` is where they go by themselves, without any stream. For another one they leave rl, and get weight 1.0 there.
-    Weights that an algorithm has written hold: those in rl, those on tokens that nobody sampled, and, where any sampled
-    token of the sample has one, those of all its sampled tokens, the zeros too.
+    Weights that an algorithm has written hold, zeros too. Only where all that it chose are tokens that nobody sampled
+    has it said nothing of those that were.
     """
     if component == "rl":
         return
@@ -25,10 +25,15 @@ def route_actions(sample: Sample, component: Literal["rl", "ce", "ref_kl"]) -> N
     if "rl_weights" not in sample.streams:
         sample.set_stream("rl_weights", nothing)
     name = f"{component}_weights"
-    written = sample.streams.get(name, nothing)
-    if not np.any(written[sample.mask]):
-        written = np.where(sample.mask, np.float32(1), written)
-    sample.set_stream(name, written)
+    written = sample.streams.get(name)
+    if written is None or says_nothing_of_actions(written, sample.mask):
+        others = nothing if written is None else written
+        sample.set_stream(name, np.where(sample.mask, np.float32(1), others))
+
+
+def says_nothing_of_actions(weights: np.ndarray, mask: np.ndarray) -> bool:
+    """Whether weights choose tokens, but none that was sampled."""
+    return bool(np.any(weights)) and not np.any(weights[mask])
 
 
 def why_untrainable(sample: Sample) -> str:
@@ -45,4 +50,7 @@ def why_untrainable(sample: Sample) -> str:
         values = streams[name][trained] if name in streams else nothing
         if not np.isfinite(values).all():
             return f"a token's {name} are {values[~np.isfinite(values)][0]}"
+    sampled_with = sample.logprobs[in_rl | in_ref_kl]
+    if not np.isfinite(sampled_with).all():
+        return f"the logprob that a token was sampled with is {sampled_with[~np.isfinite(sampled_with)][0]}"
     return ""

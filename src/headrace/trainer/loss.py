@@ -33,11 +33,8 @@ from torch import Tensor
 
 from headrace.errors import BadInput, Failure
 from headrace.imports import load
+from headrace.rollout.packing import MISSING_REFERENCE
 
-MISSING_REFERENCE = (
-    "tokens have ref_kl weights but no ref_logprobs: these come from the algorithms that score with a reference model "
-    "(opd, opsd); use one of them, or leave ref_kl_weights out"
-)
 Metrics = dict[str, tuple[Tensor, Tensor]]
 """Sum and count by name."""
 TAKEN_METRICS = {"loss", "entropy"}

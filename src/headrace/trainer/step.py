@@ -91,7 +91,10 @@ class TrainStep:
             loss.backward()  # type: ignore[no-untyped-call]
             computed += batch.row.token_ids.shape[1]
         trained, computed = self.ranks.sum([tokens.real, computed])
-        return StepResult(sums.means(self.ranks), self._update(lr), trained, computed, trace)
+        metrics = sums.means(self.ranks)
+        if len(set(envs)) == 1:  # what all have is what it has
+            metrics |= {f"{name}/{envs[0]}": metrics[name] for name in ("loss", "entropy") if name in metrics}
+        return StepResult(metrics, self._update(lr), trained, computed, trace)
 
     def rehearse(self, bins: list[Bin]) -> None:
         """The passes of a step, as one micro-batch, for nothing but what they compile."""
@@ -139,7 +142,8 @@ class TrainStep:
                 with torch.no_grad():
                     part = replace(inputs, loss_mask=inputs.loss_mask & inside)
                     outputs = self.losses[component](part)
-                sums.add({"loss": (outputs.loss, part.loss_mask.sum()), **outputs.metrics}, f"/{env}")
+                sums.add(outputs.metrics, f"/{env}")
+                sums.add({"loss": (outputs.loss, part.loss_mask.sum())}, f"/{env}", part=component)
         sums.add_total("loss", total.detach())
         if trace is not None:
             trace.watch(batch.scored, logprobs, entropy, masked)
@@ -166,14 +170,15 @@ class _Sums:
     """Sums and counts by name, left on the device until the step is over."""
 
     def __init__(self) -> None:
-        self._pairs: dict[str, Tensor] = {}
+        self._pairs: dict[tuple[str, str], Tensor] = {}
         self._totals: dict[str, Tensor] = {}
 
-    def add(self, metrics: Metrics, suffix: str = "") -> None:
+    def add(self, metrics: Metrics, suffix: str = "", *, part: str = "") -> None:
+        """A mean may be made of several parts, each with its own count, which add up."""
         for name, (total, count) in metrics.items():
             pair = torch.stack([total.detach().double(), count.double().to(total.device)])
-            name += suffix
-            self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
+            key = (name + suffix, part)
+            self._pairs[key] = self._pairs[key] + pair if key in self._pairs else pair
 
     def add_total(self, name: str, value: Tensor) -> None:
         """A quantity whose parts, over micro-batches and ranks, add up to the value itself."""
@@ -184,5 +189,8 @@ class _Sums:
         """Over all ranks, which have the same names."""
         pairs = ranks.add_up(torch.stack(list(self._pairs.values()))).tolist()
         totals = ranks.add_up(torch.stack(list(self._totals.values()))).tolist()
-        means = {name: total / count for name, (total, count) in zip(self._pairs, pairs, strict=True) if count}
+        means: dict[str, float] = {}
+        for (name, _), (total, count) in zip(self._pairs, pairs, strict=True):
+            if count:
+                means[name] = means.get(name, 0.0) + total / count
         return {**means, **dict(zip(self._totals, totals, strict=True))}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS, Bin
-from headrace.trainer.loss import MISSING_REFERENCE, PackedInputs
+from headrace.trainer.loss import PackedInputs
 from headrace.trainer.row import Kernel, Row, common_prefix, make_row, on_device
 
 COMPONENTS = ("rl", "ce", "ref_kl")
@@ -36,7 +36,6 @@ class StepTokens:
     """The flat arrays of a step. Absent streams stay absent: plain RL ships none and pays for none."""
 
     def __init__(self, bins: list[Bin]) -> None:
-        _check_references(bins)
         self.lengths = np.concatenate([bin.lengths for bin in bins])
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
         self.sources = np.concatenate([bin.sources for bin in bins])
@@ -175,10 +174,3 @@ class TokenTrace:
 def _joined(bins: list[Bin], name: str) -> np.ndarray:
     default = STREAM_DEFAULTS[name]
     return np.concatenate([b.streams.get(name, np.full(len(b.token_ids), default, np.float32)) for b in bins])
-
-
-def _check_references(bins: list[Bin]) -> None:
-    """A bin without the stream would be filled with zeros, which are valid logprobs."""
-    for bin in bins:
-        if np.any(bin.streams.get("ref_kl_weights", 0.0)) and "ref_logprobs" not in bin.streams:
-            raise ValueError(MISSING_REFERENCE)

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.environments.base import EpisodeError
 from headrace.environments.probe.signal import Prediction
+from headrace.rollout.fitness import total_reward
 from headrace.rollout.types import Message, Rollout
 
 
@@ -144,4 +145,4 @@ def rewards_of(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[floa
             raise EpisodeError("invalid_reward", f"rewards {given} do not sum to a finite number")
     names = dict.fromkeys(name for rollout in trained for name in rollout.rewards)
     by_name = {name: sum(float(r.rewards.get(name, 0.0)) for r in trained) / len(trained) for name in names}
-    return by_name, [float(sum(rollout.rewards.values())) for rollout in trained]
+    return by_name, [total_reward(rollout.rewards) for rollout in trained]
