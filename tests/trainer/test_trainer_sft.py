@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -254,3 +255,13 @@ def test_stop_ends_training_without_a_final_model(tmp_path: Path, tiny_model: Pa
     stopped.set()
     path = sft.train(settings(tmp_path / "out", {"name": str(tiny_model)}, ENV), stopped=stopped, status=status)
     assert not path.exists()
+
+
+def test_tools_that_the_chat_template_leaves_out_are_told(tmp_path: Path, tiny_model: Path, status: Status):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}")
+    data, tool = {"path": tmp_path / "data.jsonl"}, {"type": "function", "function": {"name": "add", "parameters": {}}}
+    write_answers(data["path"], range(2), tools=[tool])
+    run(settings(tmp_path / "out", {"name": str(model)}, data, max_steps=1, renderer={"name": "default"}), status)
+    (notice,) = status.current.notices
+    assert notice.startswith(f"{data['path']} has tools, but the model's chat template has no place for them")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from headrace.environments.data.fingerprint import fingerprint
 from headrace.environments.data.tables import Table, dataset_table, dataset_title, directory_tables, file_table
@@ -29,14 +30,19 @@ class Rows:
         self._ends = list(accumulate(map(len, tables)))
         if not len(self):
             raise DataError(f"{name}: has no rows")
-        checked = (
-            conversation_of(content, columns, table.where(row))  # the first bad row is an error
-            for table in tables
-            for row, content in enumerate(table)
-        )
         self.name = name
-        self.fingerprint = fingerprint([c.messages, c.learned, c.tools] for c in checked)
+        self.have_tools = False
+        """Whether any row says which tools there are."""
+        self.fingerprint = fingerprint(self._checked())
         log.info("%s: %d rows", name, len(self))
+
+    def _checked(self) -> Iterator[list[Any]]:
+        """What is read of each row, once, before anything is trained: the first bad row is an error."""
+        for table in self._tables:
+            for row, content in enumerate(table):
+                conversation = conversation_of(content, self._columns, table.where(row))
+                self.have_tools = self.have_tools or bool(conversation.tools)
+                yield [conversation.messages, conversation.learned, conversation.tools]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
