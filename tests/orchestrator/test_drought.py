@@ -18,39 +18,52 @@ def group(kept: int = 0, *, failed: int = 0, dropped: str = "", size: int = 2) -
     return ScoredGroup(Kind.TRAIN, Group("g", Task("maze", {}), size, 0), rollouts, lost, arrived=size)
 
 
+def failed(size: int) -> ScoredGroup:
+    return group(failed=size, size=size)
+
+
 def test_failures_in_a_row_end_a_run_with_the_last_of_them():
-    drought = Drought(max_failures=4, max_empty_batches=None, environments={"maze"})
-    assert drought.on_group(group(failed=2), 1, rollouts_per_batch=100) is None
-    told = drought.on_group(group(failed=2), 1, rollouts_per_batch=100)
+    drought = Drought(max_empty_batches=None, environments={"maze"})
+    assert drought.on_group(failed(16), 1, rollouts_per_batch=16) is None
+    told = drought.on_group(failed(16), 1, rollouts_per_batch=16)
     assert told == (
-        "4 episodes in a row failed and none succeeded; the last, in environment 'maze': timeout: no answer to 1"
+        "32 episodes in a row failed and none succeeded; the last, in environment 'maze': timeout: no answer to 15"
     )
 
 
+@pytest.mark.parametrize(("size", "rollouts_per_batch"), [(16, 64), (64, 2)])
+def test_it_takes_two_batches_of_failures_and_a_batch_holds_whole_groups(size: int, rollouts_per_batch: int):
+    drought = Drought(max_empty_batches=None, environments={"maze"})
+    for _ in range(128 // size - 1):
+        assert drought.on_group(failed(size), 1, rollouts_per_batch) is None
+    assert drought.on_group(failed(size), 1, rollouts_per_batch) is not None
+
+
 def test_one_success_starts_the_count_of_failures_anew():
-    drought = Drought(max_failures=4, max_empty_batches=None, environments={"maze"})
-    for scored in (group(failed=2), group(kept=1, failed=1), group(failed=2)):
-        assert drought.on_group(scored, 1, rollouts_per_batch=100) is None
+    drought = Drought(max_empty_batches=None, environments={"maze"})
+    for scored in (failed(16), group(kept=1, failed=1), failed(16)):
+        assert drought.on_group(scored, 1, rollouts_per_batch=16) is None
 
 
 def test_as_long_as_one_environment_has_not_failed_the_others_failures_do_not_end_the_run():
-    drought = Drought(max_failures=4, max_empty_batches=None, environments={"maze", "slow"})
+    drought = Drought(max_empty_batches=None, environments={"maze", "slow"})
     for _ in range(10):
-        assert drought.on_group(group(failed=2), 1, rollouts_per_batch=100) is None
-    slow = group(failed=2)
+        assert drought.on_group(failed(16), 1, rollouts_per_batch=16) is None
+    slow = failed(16)
     slow.group = msgspec.structs.replace(slow.group, task=Task("slow", {}))
-    assert "22 episodes in a row failed" in str(drought.on_group(slow, 1, rollouts_per_batch=100))
+    assert "176 episodes in a row failed" in str(drought.on_group(slow, 1, rollouts_per_batch=16))
 
 
 def test_those_who_failed_with_another_are_no_failures_of_their_own():
-    drought = Drought(max_failures=2, max_empty_batches=None, environments={"maze"})
-    scored = group(failed=2)
+    drought = Drought(max_empty_batches=None, environments={"maze"})
+    assert drought.on_group(failed(16), 1, rollouts_per_batch=16) is None
+    scored = failed(16)
     scored.dropped[1] = (scored.dropped[1][0], GROUP_FAILED)
-    assert drought.on_group(scored, 1, rollouts_per_batch=100) is None
+    assert drought.on_group(scored, 1, rollouts_per_batch=16) is None
 
 
 def test_groups_that_leave_nothing_are_an_empty_batch_when_they_would_have_filled_one():
-    drought = Drought(max_failures=100, max_empty_batches=1, environments={"maze"})
+    drought = Drought(max_empty_batches=1, environments={"maze"})
     assert drought.on_group(group(dropped="zero_advantage"), 7, rollouts_per_batch=4) is None
     told = drought.on_group(group(dropped="zero_advantage"), 7, rollouts_per_batch=4)
     assert told == (
@@ -60,13 +73,13 @@ def test_groups_that_leave_nothing_are_an_empty_batch_when_they_would_have_fille
 
 
 def test_a_group_with_something_left_forgets_what_was_lost_before():
-    drought = Drought(max_failures=100, max_empty_batches=1, environments={"maze"})
+    drought = Drought(max_empty_batches=1, environments={"maze"})
     for scored in (group(dropped="filter"), group(kept=2), group(dropped="filter")):
         assert drought.on_group(scored, 1, rollouts_per_batch=4) is None
 
 
 def test_only_a_batch_that_ships_ends_a_row_of_empty_ones():
-    drought = Drought(max_failures=100, max_empty_batches=2, environments={"maze"})
+    drought = Drought(max_empty_batches=2, environments={"maze"})
     empty = TrainBatch([group(kept=2)], dropped=[(Rollout(), "too_long"), (Rollout(), "too_long")])
     full = TrainBatch([group(kept=2)], kept=[Rollout()])
     assert drought.on_batch(empty, 1) is None
@@ -81,13 +94,13 @@ def test_only_a_batch_that_ships_ends_a_row_of_empty_ones():
 
 
 def test_without_a_limit_empty_batches_go_on_for_ever():
-    drought = Drought(max_failures=100, max_empty_batches=None, environments={"maze"})
+    drought = Drought(max_empty_batches=None, environments={"maze"})
     empty = TrainBatch([group(kept=2)], dropped=[(Rollout(), "too_long")])
     assert [drought.on_batch(empty, 1) for _ in range(50)] == [None] * 50
 
 
 def test_as_long_as_batches_stay_empty_it_says_why_and_ever_more_rarely(caplog: pytest.LogCaptureFixture):
-    drought = Drought(max_failures=100, max_empty_batches=None, environments={"maze"})
+    drought = Drought(max_empty_batches=None, environments={"maze"})
     assert drought.story is None
     for _ in range(9):
         drought.on_group(group(dropped="zero_advantage"), 1, rollouts_per_batch=2)
@@ -111,7 +124,7 @@ def test_the_likely_cause_follows_from_the_reason_and_the_rewards():
 
 
 def test_the_cause_is_judged_by_all_that_was_lost_not_by_the_last_group():
-    drought = Drought(max_failures=32, max_empty_batches=1, environments={"maze"})
+    drought = Drought(max_empty_batches=1, environments={"maze"})
     alike = [group(dropped="zero_advantage"), group(dropped="zero_advantage")]
     for rollout, _ in alike[1].dropped:
         rollout.reward = 1.0
@@ -121,7 +134,7 @@ def test_the_cause_is_judged_by_all_that_was_lost_not_by_the_last_group():
 
 
 def test_a_group_without_anything_to_train_can_be_the_one_that_fills_an_empty_batch():
-    drought = Drought(max_failures=32, max_empty_batches=1, environments={"maze"})
+    drought = Drought(max_empty_batches=1, environments={"maze"})
     assert drought.on_group(group(dropped="zero_advantage", size=3), 1, rollouts_per_batch=4) is None
     told = drought.on_group(group(), 1, rollouts_per_batch=4)
     assert told is not None and "(not_trainable 2, zero_advantage 3); every reward was 0" in told

@@ -224,7 +224,7 @@ def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_
     journal.close()
     with sqlite3.connect(path) as db:  # as it was then
         db.executescript(
-            "DROP TABLE algorithms; DROP TABLE starts;"
+            "DROP TABLE algorithms; DROP TABLE starts; ALTER TABLE draws DROP COLUMN credited_tokens;"
             "CREATE TABLE algorithms (step INTEGER, env TEXT, state TEXT NOT NULL, PRIMARY KEY (step, env));"
             "INSERT INTO algorithms VALUES (1, 'env', '[1]'); PRAGMA user_version=2;"
         )
@@ -237,3 +237,17 @@ def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_
         journal.close()
         assert Journal(old).algorithm_states() == {"env": learned("[2]")}
         assert sqlite3.connect(old).execute("PRAGMA user_version").fetchone() == (JOURNAL_SCHEMA,)
+
+
+def test_a_journal_of_schema_3_goes_on_with_lengths_that_nobody_knows(tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    journal.commit(entries(draws(0), shipped(0)), shipped=1)
+    journal.close()
+    with sqlite3.connect(path) as db:  # as it was then
+        db.executescript("ALTER TABLE draws DROP COLUMN credited_tokens; PRAGMA user_version=3;")
+    journal = Journal(path)
+    longer = shipped(1)
+    longer.credit, longer.credited_tokens = 1, 70
+    journal.commit(entries(draws(1), longer), shipped=2)
+    assert [(lesson.step, lesson.tokens) for lesson in journal.lessons()] == [(1, 0), (2, 70)]

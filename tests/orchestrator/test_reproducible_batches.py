@@ -9,9 +9,9 @@ import pytest
 from headrace.inference.schema import Health
 from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.evaluation import EvalSource
-from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.journal import Journal, Lesson
 from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.pipeline import Pipeline
+from headrace.orchestrator.pipeline import Pipeline, RunFailed
 from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import (
     Action,
@@ -52,16 +52,18 @@ class World:
     With `reports` engines say now and then how they are, and the limit on episodes follows.
     """
 
-    def __init__(self, setup: str, timing: int, *, reports: bool = False) -> None:
-        given = {"batch_size": None, "token_batch_size": None, "max_inflight": 64, **SETUPS[setup]}
+    def __init__(self, setup: str, timing: int, *, reports: bool = False, tokens_before: int = 0, **more: int) -> None:
+        given = {"batch_size": None, "token_batch_size": None, "max_inflight": 64, **SETUPS[setup], **more}
         settings = Settings(max_steps=4, seq_len=32, max_async_level=0, **given)
         tasks = [TrainTasks(env, [Task(env, {"n": n}) for n in range(20)], 1.0) for env in settings.group_sizes]
         journal = Journal(Path(":memory:"))
         ledger = Ledger(journal.totals(), journal.clock(), journal.next_credit(), 0.0)
+        past = [Lesson(0, "a", "an earlier process", [0.0] * 4, step=1, tokens=tokens_before)] if tokens_before else []
         concurrency = Concurrency(settings.max_inflight, 8) if reports else None
         self.pipeline = Pipeline(
             *(settings, TrainSource(tasks, 5), EvalSource([], {}), ledger, Version(0, 0), 1, 0.0),
             concurrency=concurrency,
+            past=past,
         )
         self.reports = reports
         self.limits: set[int] = set()
@@ -70,6 +72,8 @@ class World:
         self.inflight: list[Episode] = []
         self.batches: list[list[int]] = []
         self.credited: list[int] = []
+        self.first_waves: dict[int, int] = {}
+        """By step, the episodes that it began with."""
 
     def play(self) -> list[list[int]]:
         """The draws of each batch."""
@@ -78,6 +82,7 @@ class World:
             now += 1.0
             events = [event for action in actions for event in self.carry_out(action)]
             if not events and self.inflight:
+                self.first_waves.setdefault(self.pipeline.step, len(self.inflight))
                 episode = self.inflight.pop(self.random.randrange(len(self.inflight)))
                 events = [Arrival(episode, self.rollouts_of(episode)), *self.report()]
             actions = [action for event in events or [Tick()] for action in self.pipeline.handle(event, now)]
@@ -96,7 +101,7 @@ class World:
                 self.inflight.append(action.episode)
             case ProcessGroup():
                 self.credited.append(action.group.draw_id)
-                lost = self.setup == "every fifth group lost" and action.group.draw_id % 5 == 3
+                lost = self.loses(action.group.draw_id)
                 kept = [] if lost else action.rollouts
                 dropped = [(rollout, "zero_advantage") for rollout in action.rollouts] if lost else []
                 scored = ScoredGroup(action.kind, action.group, kept, dropped, arrived=len(action.rollouts))
@@ -111,6 +116,9 @@ class World:
             case Load():
                 return [Loaded(action.version)]
         return []
+
+    def loses(self, draw: int) -> bool:
+        return self.setup == "every fifth group lost" and draw % 5 == 3
 
     def rollouts_of(self, episode: Episode) -> list[Rollout]:
         content = random.Random(episode.name)
@@ -145,3 +153,29 @@ def test_at_level_0_groups_are_credited_in_the_order_in_which_they_were_drawn(se
         world = World(setup, timing)
         world.play()
         assert world.credited == list(range(len(world.credited)))
+
+
+def test_at_level_0_every_step_but_the_first_begins_with_what_a_batch_by_tokens_takes():
+    world = World("batches by tokens", timing=0)
+    world.play()
+    first, *others = world.first_waves.values()
+    assert first == 12  # 300 tokens, should all be 32 long, in groups of 4
+    assert len(others) == 3
+    assert all(24 <= wave <= 32 for wave in others)  # they are 4 to 20 long
+
+
+def test_a_run_that_goes_on_knows_the_lengths_that_earlier_processes_have_seen():
+    world = World("batches by tokens", timing=0, tokens_before=4 * 15)
+    world.play()
+    assert world.first_waves[1] == 20  # 300 tokens, 15 each
+
+
+def test_a_batch_by_tokens_is_empty_when_as_many_rollouts_are_lost_as_one_takes():
+    class Fruitless(World):
+        def loses(self, draw: int) -> bool:
+            return True
+
+    world = Fruitless("batches by tokens", timing=0, max_empty_batches=2)
+    with pytest.raises(RunFailed, match="2 batches in a row without a signal"):
+        world.play()
+    assert 12 <= len(world.credited) <= 16  # 300 tokens are some 25 rollouts of 4 to 20: 6 to 8 groups of 4

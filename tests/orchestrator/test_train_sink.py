@@ -43,11 +43,36 @@ def test_a_batch_by_tokens_holds_whole_groups_too():
     assert (sink.rollouts, sink.tokens) == (2, 10)
 
 
-def test_a_batch_by_tokens_is_judged_by_the_lengths_seen_and_never_thought_full_before_it_is():
+def test_a_batch_by_tokens_is_judged_by_the_lengths_credited_also_while_the_sink_is_empty():
     sink = TrainSink(batch_size=None, token_batch_size=100, seq_len=50)
     assert sink.rollouts_per_batch == 2  # nothing seen: rollouts may be as long as seq_len
-    sink.add(group("a", size=3, tokens=30))
-    assert sink.rollouts_per_batch == 4  # 90 tokens in three: a fourth will do
+    sink.credited(step=1, rollouts=4, tokens=40)
+    assert (sink.rollouts, sink.rollouts_per_batch) == (0, 10)
+
+
+def test_lengths_of_the_step_before_count_until_the_next_and_those_before_them_no_more():
+    sink = TrainSink(batch_size=None, token_batch_size=100, seq_len=50)
+    sink.credited(step=1, rollouts=4, tokens=4)
+    sink.credited(step=3, rollouts=1, tokens=20)  # nothing was credited in step 2
+    assert sink.rollouts_per_batch == 21  # 5 rollouts have 24 tokens
+    sink.credited(step=4, rollouts=1, tokens=30)
+    assert sink.rollouts_per_batch == 4  # 2 rollouts have 50 tokens
+
+
+def test_what_is_missing_is_counted_in_tokens_and_never_nothing_before_the_batches_are_full():
+    sink = TrainSink(batch_size=None, token_batch_size=100, seq_len=50)
+    sink.credited(step=1, rollouts=10, tokens=200)
+    sink.add(group("a", size=9, tokens=11))
+    assert (sink.missing(1), sink.missing(2)) == (1, 6)  # 1 token, and 101: 20 in each
+    sink.add(group("b", size=1, tokens=1))
+    assert (sink.missing(1), sink.missing(2)) == (0, 5)
+
+
+def test_of_a_batch_by_rollouts_those_are_missing_that_are_not_here():
+    sink = TrainSink(batch_size=4, token_batch_size=None, seq_len=64)
+    sink.credited(step=1, rollouts=1, tokens=1)
+    sink.add(group("a", size=3))
+    assert (sink.rollouts_per_batch, sink.missing(1), sink.missing(2)) == (4, 1, 5)
 
 
 def test_dropped_groups_no_longer_count():

@@ -17,16 +17,17 @@ from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 log = logging.getLogger(__name__)
 
 NO_ADVANTAGE = "zero_advantage"
+FAILURES = 32
+"""Failed episodes in a row that end a run, unless two batches are more."""
 
 
 class Drought:
-    """`max_failures` failed episodes in a row end a run, and so do `max_empty_batches` empty batches, if it is set.
+    """Failed episodes in a row end a run, and so do `max_empty_batches` empty batches, if it is set.
 
     As long as one of the `environments` has not failed, it may only be slower than those that have.
     """
 
-    def __init__(self, max_failures: int, max_empty_batches: int | None, environments: Set[str]) -> None:
-        self._max_failures = max_failures
+    def __init__(self, max_empty_batches: int | None, environments: Set[str]) -> None:
         self._max_empty_batches = max_empty_batches
         self._environments = environments
         self._failures: Counter[str] = Counter()
@@ -53,7 +54,8 @@ class Drought:
             self._failures.clear()
         else:
             self._failures[scored.group.task.env] += len(errors)
-        if self._failures.total() >= self._max_failures and self._environments <= self._failures.keys():
+        batch = max(rollouts_per_batch, scored.group.size)  # it holds whole groups
+        if self._failures.total() >= max(FAILURES, 2 * batch) and self._environments <= self._failures.keys():
             last = errors[-1]
             assert last.error is not None
             return (

@@ -25,9 +25,12 @@ from headrace.rollout.batch import check_schema
 
 log = logging.getLogger(__name__)
 
-JOURNAL_SCHEMA = 3
+JOURNAL_SCHEMA = 4
 OLDEST_SCHEMA = 2
-"""It says nothing about whose an algorithm's state is, and is brought up to date when a run goes on."""
+"""It says nothing about whose an algorithm's state is; 3 says nothing about the lengths of what was credited.
+
+Both are brought up to date when a run goes on.
+"""
 
 GROUP_FAILED = "group_failed"
 """The reason of a rollout that was good, in a group that could not be scored for want of another."""
@@ -47,6 +50,7 @@ CREATE TABLE IF NOT EXISTS draws (
     reason TEXT,         -- why it was dropped
     rollouts INTEGER NOT NULL DEFAULT 0,
     tokens INTEGER NOT NULL DEFAULT 0,
+    credited_tokens INTEGER NOT NULL DEFAULT 0,  -- of what was credited, prompts included
     credit INTEGER,      -- its place in the order of credit
     rewards TEXT         -- what was credited: [[agent, reward], ...]
 );
@@ -94,6 +98,8 @@ class Outcome(msgspec.Struct):
     credit: int | None = None
     rewards: list[tuple[str, float]] = msgspec.field(default_factory=list)
     """Agent and reward of each rollout, in the order in which the algorithm saw them."""
+    credited_tokens: int = 0
+    """Of these rollouts, prompts included."""
 
 
 class Lesson(msgspec.Struct):
@@ -108,6 +114,10 @@ class Lesson(msgspec.Struct):
     """Its episodes, if nothing was credited because all of them failed."""
     story: str = ""
     """Why they failed, for people; the journal does not tell."""
+    step: int = 0
+    """The batch that was being collected."""
+    tokens: int = 0
+    """Of what was credited, prompts included; 0: nobody knows."""
 
 
 class Totals(msgspec.Struct):
@@ -184,9 +194,7 @@ class Journal:
         _check(self._db, path)
         self._db.executescript(_TABLES)
         with _transaction(self._db):
-            if _schema(self._db) == OLDEST_SCHEMA:
-                self._db.execute("ALTER TABLE algorithms ADD COLUMN algorithm TEXT")
-            self._db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
+            _upgrade(self._db)
 
     def close(self) -> None:
         self._db.close()
@@ -258,11 +266,11 @@ class Journal:
     def _seal(self, outcome: Outcome, step: int) -> None:
         rewards = None if outcome.credit is None else msgspec.json.encode(outcome.rewards).decode()
         changed = self._db.execute(
-            "UPDATE draws SET state=?, reason=?, step=?, rollouts=?, tokens=?, credit=?, rewards=? "
+            "UPDATE draws SET state=?, reason=?, step=?, rollouts=?, tokens=?, credit=?, rewards=?, credited_tokens=? "
             "WHERE id=? AND state='drawn'",
             (
                 "dropped" if outcome.reason else "shipped", outcome.reason or None, step,
-                outcome.rollouts, outcome.tokens, outcome.credit, rewards, outcome.draw,
+                outcome.rollouts, outcome.tokens, outcome.credit, rewards, outcome.credited_tokens, outcome.draw,
             ),
         )  # fmt: skip
         if changed.rowcount != 1:
@@ -318,16 +326,17 @@ class Journal:
     def lessons(self) -> Iterator[Lesson]:
         """Of every draw that has ended: those that were credited, in that order, then the others as they were drawn."""
         rows = self._db.execute(
-            "SELECT id, env, task_key, rollouts, reason, rewards, "
+            "SELECT id, env, task_key, step, rollouts, reason, rewards, credited_tokens, "
             "id IN (SELECT draw FROM drops WHERE reason = ?) FROM draws WHERE step IS NOT NULL "
             "ORDER BY credit IS NULL, credit, id",
             (GROUP_FAILED,),
         )
-        for draw, env, key, rollouts, reason, rewards, partly in rows:
+        for draw, env, key, step, rollouts, reason, rewards, tokens, partly in rows:
             if rewards is not None:
-                yield Lesson(draw, env, key, [reward for _, reward in _decode_rewards(rewards)])
+                credited = [reward for _, reward in _decode_rewards(rewards)]
+                yield Lesson(draw, env, key, credited, step=step, tokens=tokens)
             else:
-                yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts)
+                yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
 
     def next_credit(self) -> int:
         """The place in the order of credit that comes next."""
@@ -375,17 +384,28 @@ def fork(source: Path, target: Path, step: int) -> None:
         origin.backup(copy)
         _check(copy, source)
         with _transaction(copy):
+            _upgrade(copy)
             _rewind(copy, step)
     finally:
         origin.close()
         copy.close()
 
 
+def _upgrade(db: sqlite3.Connection) -> None:
+    """What an older version has not written yet."""
+    schema = _schema(db)
+    if schema == OLDEST_SCHEMA:
+        db.execute("ALTER TABLE algorithms ADD COLUMN algorithm TEXT")
+    if 0 < schema < 4:
+        db.execute("ALTER TABLE draws ADD COLUMN credited_tokens INTEGER NOT NULL DEFAULT 0")
+    db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
+
+
 def _rewind(db: sqlite3.Connection, step: int) -> None:
     db.execute("DELETE FROM drops WHERE draw IN (SELECT id FROM draws WHERE step > ?)", (step,))
     db.execute(
-        "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, rewards=NULL "
-        "WHERE step > ?",
+        "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, rewards=NULL, "
+        "credited_tokens=0 WHERE step > ?",
         (step,),
     )
     for table in ("steps", "algorithms", "clock"):

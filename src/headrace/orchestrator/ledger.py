@@ -68,6 +68,7 @@ class Ledger:
         self._drop_rollouts(outcome, scored.dropped)
         if scored.credited:
             outcome.credit, outcome.rewards = self._next_credit, scored.credited
+            outcome.credited_tokens = scored.credited_tokens
             self._next_credit += 1
             entry = _Entry(scored.group.task.env, outcome, scored.state)
             self._credited.append(entry)

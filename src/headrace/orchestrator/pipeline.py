@@ -106,9 +106,7 @@ class Pipeline:
         self._published = version
         self._loading = False
         self._final_eval_queued = False
-        self._drought = Drought(
-            max(32, 2 * (settings.batch_size or 0)), settings.max_empty_batches, frozenset(settings.group_sizes)
-        )
+        self._drought = Drought(settings.max_empty_batches, frozenset(settings.group_sizes))
         self._evals_reported = 0
         self._start = start
         self._next_task_at = now
@@ -272,7 +270,7 @@ class Pipeline:
         """Rollouts that are missing for every batch that could ship at the current version."""
         last = min(self.version.step + 1 + self.settings.max_async_level, self.settings.max_steps)
         batches = last - self.step + 1 - (self._in_hand is not None)
-        return max(0, batches * self.sink.rollouts_per_batch - self.sink.rollouts) if batches > 0 else 0
+        return self.sink.missing(batches) if batches > 0 else 0
 
     def _may_begin(self) -> bool:
         """Whether the rate allows another task to begin, be it of training or of evaluation."""
@@ -335,7 +333,7 @@ class Pipeline:
 
     def _hear(self, scored: ScoredGroup) -> None:
         """What became of a training group, for the draws to come."""
-        self._note(lesson_of(scored))
+        self._note(lesson_of(scored, self.step))
         if not self._demand.in_waves:
             self._source.learn()
 
@@ -343,6 +341,8 @@ class Pipeline:
         self._source.hear(lesson)
         if lesson.rewards and lesson.env in self.settings.group_sizes:
             self._demand.credited(len(lesson.rewards), self.settings.group_sizes[lesson.env])
+            if lesson.tokens:
+                self.sink.credited(lesson.step, len(lesson.rewards), lesson.tokens)
 
     def _on_loaded(self, version: Version) -> None:
         if version.incarnation > self.version.incarnation:

@@ -69,6 +69,13 @@ class ScoredGroup(msgspec.Struct, eq=False):
         return sum(len(sample) for rollout in self.rollouts for sample in rollout.samples)
 
     @property
+    def credited_tokens(self) -> int:
+        """Of all that was credited, prompts included, whether or not it is left."""
+        dropped = (rollout for rollout, _ in self.dropped if rollout.error is None)
+        credited = [*self.rollouts, *dropped] if self.credited else []
+        return sum(len(sample) for rollout in credited for sample in rollout.samples)
+
+    @property
     def oldest_version(self) -> int:
         versions = [rollout.oldest_version for rollout in self.rollouts]
         return min((version for version in versions if version is not None), default=self.group.opened_version)

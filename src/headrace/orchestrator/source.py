@@ -113,10 +113,11 @@ class TrainSource:
             )  # fmt: skip
 
 
-def lesson_of(scored: ScoredGroup) -> Lesson:
+def lesson_of(scored: ScoredGroup, step: int) -> Lesson:
     """What a finished training group says about the draws to come."""
     task = scored.group.task
-    lesson = Lesson(scored.group.draw_id, task.env, task.key, [reward for _, reward in scored.credited])
+    rewards = [reward for _, reward in scored.credited]
+    lesson = Lesson(scored.group.draw_id, task.env, task.key, rewards, step=step, tokens=scored.credited_tokens)
     errors = [rollout.error for rollout, _ in scored.dropped if rollout.error is not None]
     if not scored.reason and len(errors) == scored.arrived and all(error.reason != GROUP_FAILED for error in errors):
         lesson.failed = scored.arrived

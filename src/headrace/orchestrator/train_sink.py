@@ -5,11 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 
 
+class _Lengths(msgspec.Struct):
+    rollouts: int = 0
+    tokens: int = 0
+
+
 class TrainSink:
-    """A batch is full at `batch_size` rollouts or at `token_batch_size` tokens, whichever of the two is set."""
+    """A batch is full at `batch_size` rollouts or at `token_batch_size` tokens, whichever of the two is set.
+
+    How many rollouts make a batch by tokens is judged by the lengths of those credited in this step and the one before:
+    lengths change as the policy does. Until the first are known, each may be as long as `seq_len`.
+    """
 
     def __init__(self, batch_size: int | None, token_batch_size: int | None, seq_len: int) -> None:
         self._batch_size = batch_size
@@ -18,6 +29,10 @@ class TrainSink:
         self._ready: list[ScoredGroup] = []
         self.rollouts = 0
         self.tokens = 0
+        self._step = 0
+        self._seen = _Lengths()
+        self._seen_before = _Lengths()
+        """Of `_step`, and of the step before it that had any."""
 
     @property
     def full(self) -> bool:
@@ -25,13 +40,21 @@ class TrainSink:
 
     @property
     def rollouts_per_batch(self) -> int:
-        """How many make a batch; for batches by tokens, judged by the length of those that are here."""
+        """How many make a batch, as far as that is known."""
+        return self._batch_size if self._batch_size is not None else self._rollouts_in(self._token_batch_size or 0)
+
+    def missing(self, batches: int) -> int:
+        """How many more it takes for so many batches; at least 1 as long as they are not full."""
         if self._batch_size is not None:
-            return self._batch_size
-        assert self._token_batch_size is not None
-        per_token = self.rollouts / self.tokens if self.tokens else 1 / self._seq_len
-        estimate = math.ceil(self._token_batch_size * per_token)
-        return estimate if self.full else max(estimate, self.rollouts + 1)
+            return max(0, batches * self._batch_size - self.rollouts)
+        return self._rollouts_in(max(0, batches * (self._token_batch_size or 0) - self.tokens))
+
+    def credited(self, step: int, rollouts: int, tokens: int) -> None:
+        """So long were those of a group, whatever becomes of them. Kept by step, so that no order within it matters."""
+        if step > self._step:
+            self._step, self._seen_before, self._seen = step, self._seen, _Lengths()
+        self._seen.rollouts += rollouts
+        self._seen.tokens += tokens
 
     def add(self, scored: ScoredGroup) -> bool:
         """Keep a group of which something is left. True if there is enough for a batch now."""
@@ -66,6 +89,11 @@ class TrainSink:
                     self._count(taken, -1)
                 return TrainBatch(groups)
         return None
+
+    def _rollouts_in(self, tokens: int) -> int:
+        rollouts = self._seen.rollouts + self._seen_before.rollouts
+        seen = self._seen.tokens + self._seen_before.tokens
+        return math.ceil(tokens * rollouts / seen) if seen else math.ceil(tokens / self._seq_len)
 
     def _fills(self, rollouts: int, tokens: int) -> bool:
         if self._batch_size is not None:
