@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.rollout.credit import baseline, center, max_rl, standardize
+from headrace.rollout.fitness import LARGEST_REWARD
 from tests.rollout.strategies import FIXED
 
 
@@ -34,6 +35,18 @@ def test_equal_rewards_never_carry_a_signal(reward: float, size: int):
 @pytest.mark.parametrize("credit", [center, standardize, max_rl])
 def test_rewards_that_differ_by_rounding_alone_carry_no_signal(credit):
     assert credit(np.array([0.1 + 0.2, 0.3, 0.3, 0.3])).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("credit", [center, standardize, max_rl])
+@pytest.mark.parametrize("rewards", [(1.0, -1.0), (1.0, 0.0, 0.0), (1.0, -0.5, -0.5 + 1e-9)])
+def test_the_credit_of_the_largest_rewards_can_be_kept_as_float32(credit, rewards: tuple[float, ...]):
+    assert np.isfinite(credit(LARGEST_REWARD * np.array(rewards)).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("rewards", [(1.0, -1.0, 1e-300), (0.1, 0.2, -0.3)])
+def test_a_mean_that_is_rounding_alone_is_not_divided_by(rewards: tuple[float, ...]):
+    assert np.mean(rewards) > 0
+    assert max_rl(np.array(rewards)).tolist() == [0.0] * 3
 
 
 def test_a_group_of_one_or_none_has_no_credit():

@@ -38,7 +38,8 @@ def standardize(values: np.ndarray, lengths: np.ndarray | None = None, epsilon: 
 
 
 def max_rl(rewards: np.ndarray) -> np.ndarray:
-    """Rewards minus their mean, over the mean; zero where the mean is not positive."""
+    """Rewards minus their mean, over the mean; zero where the mean is not positive, or no more than rounding."""
     rewards = np.asarray(rewards, np.float64)
     mean = baseline(rewards)
-    return center(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+    positive = mean > ROUNDING * np.abs(rewards).max(initial=0.0)
+    return center(rewards) / mean if positive else np.zeros_like(rewards)

@@ -16,6 +16,9 @@ import numpy as np
 
 from headrace.rollout.types import Message, Rollout, RolloutError, Sample, Turn, printable
 
+LARGEST_REWARD = 1e30
+"""Credit is kept as float32, which ends at 3e38: differences, weights and bonuses of rewards must fit as well."""
+
 
 def rollouts_of(returned: Any) -> list[Rollout]:
     """What `run()` returned, if it is what it should be."""
@@ -39,9 +42,8 @@ def check(rollout: Rollout, scored_later: bool, in_words: bool = False) -> None:
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
     elif not scored_later:
         rollout.reward = total_reward(rollout.rewards)
-        if not math.isfinite(rollout.reward):
-            words = f"rewards {rollout.rewards} do not sum to a finite number"
-            rollout.error, rollout.reward = RolloutError("invalid_reward", words), math.nan
+        if why := why_no_reward(rollout.rewards):
+            rollout.error, rollout.reward = RolloutError("invalid_reward", why), math.nan
 
 
 def total_reward(rewards: dict[str, float]) -> float:
@@ -50,6 +52,16 @@ def total_reward(rewards: dict[str, float]) -> float:
         return math.fsum(rewards.values()) if rewards else math.nan
     except (OverflowError, ValueError):  # beyond all numbers, or infinite in both directions
         return math.nan
+
+
+def why_no_reward(rewards: dict[str, float]) -> str:
+    """What is wrong with their sum; empty if nothing is."""
+    total = total_reward(rewards)
+    if not math.isfinite(total):
+        return f"rewards {rewards} do not sum to a finite number"
+    if abs(total) > LARGEST_REWARD:
+        return f"rewards {rewards} sum to {total:g}: beyond {LARGEST_REWARD:g} nothing can be credited"
+    return ""
 
 
 def clean(rollout: Rollout) -> None:
