@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.types import Rollout, RolloutError, Sample, Task, Turn
+from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Sample, Task, Turn
 from tests.rollout.strategies import FIXED, sample, samples
 
 
@@ -149,3 +149,11 @@ def test_a_rollout_is_as_old_as_its_oldest_token():
     assert Rollout(turns=turns).completion_tokens == 3
     assert Rollout(turns=turns[2:]).oldest_version is None
     assert Rollout().oldest_version is None
+
+
+def test_tokens_that_no_version_sampled_do_not_hide_the_age_of_those_that_one_did():
+    by_hand = Turn([1], [2, 3], [-1.0, -1.0], [NOT_SAMPLED, NOT_SAMPLED], 1.0)
+    half = Turn([1], [2, 3, 4], [-1.0, -1.0, -1.0], [NOT_SAMPLED, 7, 8], 1.0)
+    for turns in ([by_hand, half], [half, by_hand]):
+        assert (Rollout(turns=turns).oldest_version, Rollout(turns=turns).newest_version) == (7, 8)
+    assert (Rollout(turns=[by_hand]).oldest_version, Rollout(turns=[by_hand]).newest_version) == (None, None)

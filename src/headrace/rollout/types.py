@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -204,13 +205,18 @@ class Rollout(msgspec.Struct):
     @property
     def oldest_version(self) -> int | None:
         """The version of the oldest weights that sampled any of its tokens; None if the policy sampled none."""
-        oldest = min((int(turn.versions.min()) for turn in self.turns if len(turn.versions)), default=NOT_SAMPLED)
-        return None if oldest == NOT_SAMPLED else oldest
+        return min((int(versions.min()) for versions in self._versions()), default=None)
 
     @property
     def newest_version(self) -> int | None:
-        newest = max((int(turn.versions.max()) for turn in self.turns if len(turn.versions)), default=NOT_SAMPLED)
-        return None if newest == NOT_SAMPLED else newest
+        return max((int(versions.max()) for versions in self._versions()), default=None)
+
+    def _versions(self) -> Iterator[np.ndarray]:
+        """Those of each turn that has any: of some tokens, or of all, the environment may be the author."""
+        for turn in self.turns:
+            versions = turn.versions[turn.versions != NOT_SAMPLED]
+            if len(versions):
+                yield versions
 
     @property
     def mean_advantage(self) -> float | None:
