@@ -103,6 +103,24 @@ class Careless(ReverseText):
         return [rollout]
 
 
+class Forger(ReverseText):
+    """Changes the tokens that were sampled, and returns the first rollout of all again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[Rollout] = []
+
+    async def run(self, task, context):
+        (rollout,) = await super().run(task, context)
+        self.returned.append(rollout)
+        match len(self.returned) % 4:
+            case 2:
+                rollout.turns[0].completion_ids[0] = 10**9
+            case 3:
+                return self.returned[:1]
+        return [rollout]
+
+
 class Unscorable(ReverseText):
     """A judge that is never there."""
 
@@ -311,6 +329,18 @@ async def test_what_cannot_be_recorded_costs_its_episode_and_names_the_environme
     assert "algorithm" not in drops
     assert "metric 'score' is None, not a number" in caplog.text
     assert "SystemExit" in caplog.text
+
+
+async def test_turns_that_no_trainer_could_use_and_a_rollout_given_twice_cost_their_episodes(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    location = "tests.orchestrator.test_orchestrator:Forger"
+    pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "forger"}]})
+    await pipeline.finish()
+    assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
+    assert {"invalid_rollout", "environment"} <= Journal(pipeline.run.journal).totals().drops.keys()
+    assert "turn 0: completion_ids hold 1000000000, and the model has 320 tokens" in caplog.text
+    assert "run() returned a Rollout that it has returned before" in caplog.text
 
 
 async def test_an_environment_that_can_never_score_a_group_ends_the_run_with_its_error(

@@ -3,10 +3,11 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
-from headrace.rollout.fitness import LARGEST_REWARD, check, total_reward
-from headrace.rollout.types import Rollout, RolloutError, Turn
+from headrace.rollout.fitness import LARGEST_REWARD, check, rollouts_of, total_reward
+from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Turn
 
 
 def rollout(**fields: Any) -> Rollout:
@@ -44,3 +45,58 @@ def test_the_largest_reward_is_a_reward():
     large = rollout(rewards={"r": -LARGEST_REWARD})
     check(large, scored_later=False)
     assert (large.error, large.reward) == (None, -LARGEST_REWARD)
+
+
+GOOD: dict[str, Any] = {
+    "prompt_ids": [0, 9],
+    "completion_ids": [9, 0],
+    "logprobs": [-50.0, 1e-6],  # what rounding leaves of 0
+    "versions": [NOT_SAMPLED, 3],
+    "temperature": 0.1,
+}
+GOOD_TURN = Turn(**GOOD)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"prompt_ids": [0, 10]}, "prompt_ids hold 10, and the model has 10 tokens"),
+        ({"completion_ids": [10**9, 1]}, "completion_ids hold 1000000000, and the model has 10 tokens"),
+        ({"completion_ids": [1, -5]}, "completion_ids hold -5, and the model has 10 tokens"),
+        ({"logprobs": [-1.0, math.nan]}, "logprobs hold nan, which is no logarithm of a probability above 0"),
+        ({"logprobs": [-math.inf, -1.0]}, "logprobs hold -inf, which is no logarithm of a probability above 0"),
+        ({"logprobs": [0.5, -1.0]}, "logprobs hold 0.5, which is no logarithm of a probability above 0"),
+        ({"versions": [0, -2]}, "versions hold -2; the first is 0, and -1 is for what no version sampled"),
+        ({"temperature": 0.0}, "the temperature is 0, and must be above 0"),
+        ({"temperature": math.nan}, "the temperature is nan, and must be above 0"),
+        ({"temperature": math.inf}, "the temperature is inf, and must be above 0"),
+    ],
+)
+def test_a_turn_that_no_trainer_could_use_is_an_error_of_its_rollout_where_it_is_trained(
+    wrong: dict[str, Any], words: str
+):
+    def checked(vocab_size: int | None = None, **fields: Any) -> RolloutError | None:
+        made = rollout(turns=[GOOD_TURN, Turn(**GOOD | wrong)], **fields)
+        check(made, scored_later=False, vocab_size=vocab_size)
+        return made.error
+
+    assert checked(vocab_size=10) == RolloutError("invalid_rollout", f"turn 1: {words}")
+    assert checked() is None  # an evaluation may be greedy, and trains nobody
+    assert checked(vocab_size=10, trainable=False) is None
+
+
+def test_turns_at_the_edge_of_what_can_be_trained_on_are_fit():
+    every_second = np.array([3, 99, 4, 99], np.int32)[::2]
+    edge = rollout(turns=[GOOD_TURN, Turn([], every_second, [-1.0, -1.0], [0, 0], 1.0), Turn([], [], [], [], 1.0)])
+    check(edge, scored_later=False, vocab_size=10)
+    assert edge.error is None
+
+
+def test_a_rollout_is_returned_once():
+    first, second = rollout(), rollout()
+    assert rollouts_of([first, second]) == [first, second]
+    with pytest.raises(ValueError, match="a Rollout that it has returned before: make a new one each time"):
+        rollouts_of([first, first])
+    first.group_id = "that of an earlier episode"
+    with pytest.raises(ValueError, match="returned before"):
+        rollouts_of([first])

@@ -56,6 +56,8 @@ class EpisodeRunner(msgspec.Struct):
     process: Callable[[Rollout, Task], Awaitable[None]] | None = None
     in_words: bool = False
     """Whether the line tells no tokens, as that of a server which speaks OpenAI's interface alone."""
+    vocab_size: int | None = None
+    """Of the model that is trained on what arrives; None: none is."""
 
 
 class _Running:
@@ -162,7 +164,7 @@ class Dispatcher:
             runner.line.close(episode.group.id)
         for rollout in rollouts:
             _stamp(rollout, episode)
-            check(rollout, runner.environment.scores_groups, runner.in_words)
+            check(rollout, runner.environment.scores_groups, runner.in_words, runner.vocab_size)
         try:
             for rollout in rollouts:
                 if runner.process is not None:

@@ -26,3 +26,8 @@ class Model(msgspec.Struct):
     def longest(self) -> int:
         """Tokens that a sequence may have on every engine, prompt and completion together."""
         return min(health.max_model_len for health in self.engines)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it has embeddings for; a tokenizer may know fewer."""
+        return min(health.vocab_size for health in self.engines)

@@ -109,7 +109,13 @@ def wire(
         processing,
         eval_processing,
         {
-            (kind, name): EpisodeRunner(environment, lines[kind, name], entry.timeout, process[kind])
+            (kind, name): EpisodeRunner(
+                environment,
+                lines[kind, name],
+                entry.timeout,
+                process[kind],
+                vocab_size=model.vocab_size if kind is Kind.TRAIN else None,
+            )
             for (kind, name), (entry, environment, _) in environments.items()
         },
         model.watcher,

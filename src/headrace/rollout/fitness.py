@@ -8,16 +8,18 @@ what cannot be recorded is put back to its default, and the rollout becomes an e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headrace.rollout.types import Message, Rollout, RolloutError, Sample, Turn, printable
+from headrace.rollout.types import NOT_SAMPLED, Message, Rollout, RolloutError, Sample, Turn, printable
 
 LARGEST_REWARD = 1e30
 """Credit is kept as float32, which ends at 3e38: differences, weights and bonuses of rewards must fit as well."""
+ABOVE_ZERO = 1e-3
+"""What rounding may add to the logarithm of a probability."""
 
 
 def rollouts_of(returned: Any) -> list[Rollout]:
@@ -27,23 +29,52 @@ def rollouts_of(returned: Any) -> list[Rollout]:
     for member in returned:
         if not isinstance(member, Rollout):
             raise TypeError(f"run() must return a list of Rollout, not a list with {_named(member)} in it")
+    # What arrives is changed: its group, its samples and its credit are written into it.
+    if any(member.group_id for member in returned) or len({id(member) for member in returned}) < len(returned):
+        raise ValueError("run() returned a Rollout that it has returned before: make a new one each time")
     return list(returned)
 
 
-def check(rollout: Rollout, scored_later: bool, in_words: bool = False) -> None:
+def check(rollout: Rollout, scored_later: bool, in_words: bool = False, vocab_size: int | None = None) -> None:
     """Set `reward`, or `error` if it is unfit. An environment that scores groups gives rewards when all are in.
 
-    `in_words`: who answered tells no tokens, and nobody is going to train on them.
+    `in_words`: who answered tells no tokens, and nobody is going to train on them. `vocab_size` is that of the model
+    that is trained on them, if one is.
     """
     clean(rollout)
     if rollout.error is not None:
         return
     if rollout.trainable and not in_words and not rollout.completion_tokens:
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
+    elif rollout.trainable and vocab_size is not None and (why := why_untrainable(rollout.turns, vocab_size)):
+        rollout.error = RolloutError("invalid_rollout", why)
     elif not scored_later:
         rollout.reward = total_reward(rollout.rewards)
         if why := why_no_reward(rollout.rewards):
             rollout.error, rollout.reward = RolloutError("invalid_reward", why), math.nan
+
+
+def why_untrainable(turns: Sequence[Turn], vocab_size: int) -> str:
+    """What no trainer could compute with, in turns that an environment made or changed; empty if nothing."""
+    for number, turn in enumerate(turns):
+        if why := _why_untrainable(turn, vocab_size):
+            return f"turn {number}: {why}"
+    return ""
+
+
+def _why_untrainable(turn: Turn, vocab_size: int) -> str:
+    for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
+        if ids.view(np.uint32).max(initial=0) >= vocab_size:  # a negative one is very large so
+            return f"{name} hold {ids[(ids < 0) | (ids >= vocab_size)][0]}, and the model has {vocab_size} tokens"
+    logprobs = turn.logprobs
+    if not (logprobs.min(initial=0.0) > -math.inf and logprobs.max(initial=0.0) <= ABOVE_ZERO):  # nor is NaN either
+        unfit = logprobs[~((logprobs > -math.inf) & (logprobs <= ABOVE_ZERO))]
+        return f"logprobs hold {unfit[0]:g}, which is no logarithm of a probability above 0"
+    if turn.versions.min(initial=0) < NOT_SAMPLED:
+        return f"versions hold {turn.versions.min()}; the first is 0, and {NOT_SAMPLED} is for what no version sampled"
+    if not 0 < turn.temperature < math.inf:
+        return f"the temperature is {turn.temperature:g}, and must be above 0"
+    return ""
 
 
 def total_reward(rewards: dict[str, float]) -> float:
