@@ -458,6 +458,16 @@ async def test_an_episode_with_several_agents_comes_to_the_mean_over_those_that_
     }
 
 
+async def test_an_evaluation_of_which_only_scripted_agents_finished_has_no_versions_and_still_a_score():
+    scripted = Rollout(agent="house", trainable=False, reward=1.0)
+    batch, group = EvalBatch("poker", 0, 1), Group("g", Task("poker", {}), 1, 0)
+    members = [scripted, Rollout(error=RolloutError("empty"))]
+    batch.groups.append(await EvalProcessing({"poker": Environment()}).process_group(group, members))
+    await EvalProcessing({}).process_batch(batch)
+    assert (batch.metrics["eval/poker/avg@1"], batch.metrics["eval/poker/errors"]) == (0.0, 1.0)
+    assert not any("version" in name for name in batch.metrics)
+
+
 async def test_training_rewards_are_told_apart_by_agent_where_there_are_several():
     members = [rollout(reward) for reward in (1.0, 0.0, 0.5)]
     members[0].agent, members[1].agent, members[2].agent = "first", "second", "second"

@@ -131,14 +131,14 @@ def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
     for agent in agents if len(agents) > 1 else ():
         values[f"{agent}/avg@{k}"] = _mean([r.reward for r in finished if r.agent == agent and r.trainable])
     if finished:
-        oldest = [version for rollout in finished if (version := rollout.oldest_version) is not None]
-        newest = [version for rollout in finished if (version := rollout.newest_version) is not None]
         values |= {
             "truncated": sum(rollout.truncated for rollout in finished) / len(finished),
-            "version/min": min(oldest),
-            "version/max": max(newest),
             **spread("decode_len", (rollout.completion_tokens for rollout in finished)),
         }
+        oldest = [version for rollout in finished if (version := rollout.oldest_version) is not None]
+        newest = [version for rollout in finished if (version := rollout.newest_version) is not None]
+        if oldest and newest:  # what a script plays has no sampled token
+            values |= {"version/min": min(oldest), "version/max": max(newest)}
         for name in {name for rollout in finished for name in rollout.metrics}:
             known = [rollout.metrics[name] for rollout in finished if name in rollout.metrics]
             values[f"metrics/{name}"] = sum(known) / len(known)
