@@ -140,11 +140,22 @@ async def test_a_filter_that_is_not_enforced_only_counts():
     assert scored.filter_hits == {"pre_filters/zero_advantage": 2}
 
 
-async def test_the_first_filter_that_matches_wins():
-    always = Filter("always", lambda r: True, enforce=False)
-    scored = await process(make(pre=[always, ZERO_ADVANTAGE]), rollout(1), rollout(1))
-    assert len(scored.rollouts) == 2
+async def test_the_first_enforced_filter_that_matches_is_the_reason_and_the_last_to_count():
+    always, after = (Filter(name, lambda r: True, enforce=True) for name in ("always", "after"))
+    scored = await process(make(pre=[always, after]), rollout(1), rollout(1))
+    assert [reason for _, reason in scored.dropped] == ["always"] * 2
     assert scored.filter_hits == {"pre_filters/always": 2}
+
+
+async def test_a_filter_that_only_monitors_counts_and_hides_nothing_from_one_that_is_enforced():
+    watching = Filter("watching", lambda r: True, enforce=False)
+    processing = make(post=[watching, ZERO_ADVANTAGE])
+    alike = await process(processing, rollout(1), rollout(1))
+    batch = TrainBatch([alike, await process(processing, rollout(1), rollout(0))])
+    await processing.process_batch(batch)
+    assert [reason for _, reason in batch.dropped] == ["zero_advantage"] * 2
+    assert len(batch.kept) == 2
+    assert batch.filter_hits == {"filters/watching": 4, "filters/zero_advantage": 2}
 
 
 async def test_rollouts_are_cut_to_the_sequence_length():

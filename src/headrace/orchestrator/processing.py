@@ -317,16 +317,24 @@ def _without_errors(kind: Kind, group: Group, rollouts: Sequence[Rollout]) -> Sc
 def _apply(
     filters: Sequence[Filter], rollouts: Iterable[Rollout], slot: str, hits: dict[str, int]
 ) -> tuple[list[Rollout], list[tuple[Rollout, str]]]:
-    """Keep or drop each rollout by the first filter that matches; count matches as `SLOT/NAME`, enforced or not."""
+    """Which of the rollouts stay, and which go for what reason."""
     kept: list[Rollout] = []
     dropped: list[tuple[Rollout, str]] = []
     for rollout in rollouts:
-        match = next((entry for entry in filters if entry.matches(rollout)), None)
-        if match is not None:
-            key = f"{slot}/{match.name}"
-            hits[key] = hits.get(key, 0) + 1
-        if match is not None and match.enforce:
-            dropped.append((rollout, match.name))
-        else:
+        reason = _why_dropped(rollout, filters, slot, hits)
+        if reason is None:
             kept.append(rollout)
+        else:
+            dropped.append((rollout, reason))
     return kept, dropped
+
+
+def _why_dropped(rollout: Rollout, filters: Sequence[Filter], slot: str, hits: dict[str, int]) -> str | None:
+    """The first enforced filter that matches. Matches up to it are counted as `SLOT/NAME`, enforced or not."""
+    for entry in filters:
+        if entry.matches(rollout):
+            key = f"{slot}/{entry.name}"
+            hits[key] = hits.get(key, 0) + 1
+            if entry.enforce:
+                return entry.name
+    return None
