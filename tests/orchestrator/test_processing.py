@@ -182,6 +182,28 @@ async def test_scores_that_are_not_numbers_are_errors_of_their_rollouts():
     assert [reason for _, reason in scored.dropped] == ["invalid_reward"] * 2
 
 
+def score_all_but_one(fails: Callable[[Rollout], Any]) -> Callable[[Rollout], Any]:
+    """1 for everyone, but for the one that has 5 tokens."""
+    return lambda r: fails(r) if r.completion_tokens == 5 else setattr(r, "rewards", {"r": 1.0})
+
+
+@pytest.mark.parametrize("rewards", [{"r": math.nan}, {"r": "high"}, {}])
+@pytest.mark.parametrize("kind", [TrainProcessing, EvalProcessing])
+async def test_one_score_that_is_no_number_costs_a_group_that_is_scored_together(kind: type, rewards: dict[str, Any]):
+    environment = Odd(score_all_but_one(lambda r: setattr(r, "rewards", rewards)))
+    processing = make(environment=environment) if kind is TrainProcessing else EvalProcessing({"env": environment})
+    scored = await process(processing, rollout(math.nan, tokens=5), rollout(math.nan), rollout(math.nan))
+    assert scored.rollouts == []
+    assert [reason for _, reason in scored.dropped] == ["invalid_reward", "group_failed", "group_failed"]
+
+
+async def test_a_member_that_its_environment_marks_as_failed_while_scoring_costs_itself_alone():
+    environment = Odd(score_all_but_one(lambda r: setattr(r, "error", RolloutError("reward_no_number"))))
+    scored = await process(make(environment=environment), rollout(math.nan, tokens=5), rollout(math.nan))
+    assert [r.reward for r in scored.rollouts] == [1.0]
+    assert [reason for _, reason in scored.dropped] == ["reward_no_number"]
+
+
 async def test_an_environment_that_fails_to_score_costs_the_group_and_not_the_run():
     scored = await process(make(environment=Broken()), rollout(math.nan), rollout(math.nan))
     assert scored.rollouts == []

@@ -122,7 +122,10 @@ class Environment:
         raise NotImplementedError
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Set `rewards` (and `metrics`) on the rollouts of one group, once all its episodes are in."""
+        """Set `rewards` (and `metrics`) on the rollouts of one group, once all its episodes are in.
+
+        One that is left without a finite number costs the group; one that gets an `error`, itself alone.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not score groups")
 
     @property

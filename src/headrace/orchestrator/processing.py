@@ -29,7 +29,7 @@ from headrace.orchestrator.evaluation import epoch_metrics
 from headrace.orchestrator.gate import GATED, Gate
 from headrace.orchestrator.journal import GROUP_FAILED, AlgorithmState
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
-from headrace.rollout.fitness import check
+from headrace.rollout.fitness import INVALID_REWARD, INVALID_ROLLOUT, check
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.routing import route_actions, why_untrainable
 from headrace.rollout.types import Group, Rollout, RolloutError, Task
@@ -55,6 +55,8 @@ class Filter(msgspec.Struct):
 class GroupScores:
     """Rewards from environments that score groups. One failed member costs the group: it cannot be scored without.
 
+    So does one whose score is no number. One that the environment itself marks as failed while it scores does not: it
+    has scored the others in that knowledge, as the rewards of the hackable layer do.
     `timeouts` are those of an episode, by environment: scoring its group may take as long. `in_words`: rollouts have no
     tokens.
     """
@@ -75,15 +77,17 @@ class GroupScores:
         environment = self._environments[group.task.env]
         if not environment.scores_groups:
             return
-        failed = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
-        if failed is not None:
-            _fail(rollouts, RolloutError(GROUP_FAILED, f"another member of the group failed: {failed.reason}"))
+        if failed := [rollout.error for rollout in rollouts if rollout.error is not None]:
+            _fail(rollouts, _because_of(failed[0]))
             return
         error = await self._score(environment, group.task.env, rollouts)
         if error is not None:
             _fail(rollouts, error)
         for rollout in rollouts:  # also after a failure, which may have come halfway
             check(rollout, scored_later=False, in_words=self._in_words)
+        errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+        if unfit := [error for error in errors if error.reason in (INVALID_REWARD, INVALID_ROLLOUT)]:
+            _fail(rollouts, _because_of(unfit[0]))
 
     async def _score(self, environment: Environment, env: str, rollouts: Sequence[Rollout]) -> RolloutError | None:
         """Why the group could not be scored: whatever a user's environment raises costs its group, not the run."""
@@ -118,6 +122,10 @@ def _is_being_cancelled() -> bool:
     """Whether somebody cancelled this task, rather than the code in it itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _because_of(failed: RolloutError) -> RolloutError:
+    return RolloutError(GROUP_FAILED, f"another member of the group failed: {failed.reason}")
 
 
 def _fail(rollouts: Iterable[Rollout], error: RolloutError) -> None:

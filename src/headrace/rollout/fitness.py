@@ -21,6 +21,9 @@ LARGEST_REWARD = 1e30
 ABOVE_ZERO = 1e-3
 """What rounding may add to the logarithm of a probability."""
 
+INVALID_REWARD = "invalid_reward"
+INVALID_ROLLOUT = "invalid_rollout"
+
 
 def rollouts_of(returned: Any) -> list[Rollout]:
     """What `run()` returned, if it is what it should be."""
@@ -47,11 +50,11 @@ def check(rollout: Rollout, scored_later: bool, in_words: bool = False, vocab_si
     if rollout.trainable and not in_words and not rollout.completion_tokens:
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
     elif rollout.trainable and vocab_size is not None and (why := why_untrainable(rollout.turns, vocab_size)):
-        rollout.error = RolloutError("invalid_rollout", why)
+        rollout.error = RolloutError(INVALID_ROLLOUT, why)
     elif not scored_later:
         rollout.reward = total_reward(rollout.rewards)
         if why := why_no_reward(rollout.rewards):
-            rollout.error, rollout.reward = RolloutError("invalid_reward", why), math.nan
+            rollout.error, rollout.reward = RolloutError(INVALID_REWARD, why), math.nan
 
 
 def why_untrainable(turns: Sequence[Turn], vocab_size: int) -> str:
@@ -102,7 +105,7 @@ def clean(rollout: Rollout) -> None:
             setattr(rollout, field, read(field, getattr(rollout, field)))
         except Exception as error:  # also what a user's own type raises when it is looked at
             setattr(rollout, field, getattr(Rollout(), field))
-            reason = "invalid_reward" if field == "rewards" else "invalid_rollout"
+            reason = INVALID_REWARD if field == "rewards" else INVALID_ROLLOUT
             rollout.error = rollout.error or RolloutError(reason, str(error))
 
 
