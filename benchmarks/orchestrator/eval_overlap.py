@@ -97,7 +97,7 @@ class SimulatedRun:
         settings = Settings(FOREVER, BATCH, None, 512, {"train": GROUP}, PERMITS, max_async_level=async_level)
         tasks, evals = ([Task(name, {"n": n}) for n in range(EVAL_EPISODES)] for name in ("train", "heldout"))
         source = TrainSource([TrainTasks("train", tasks, 1.0)], seed)
-        eval_source = EvalSource([EvalEnv("heldout", evals, interval, group_size=1)], {"heldout": 0})
+        eval_source = EvalSource([EvalEnv("heldout", evals, interval, group_size=1)], {"heldout": Version(0, 0)})
         ledger = Ledger(Totals(), Clock(), 0, self.now)
         self.pipeline = Pipeline(settings, source, eval_source, ledger, Version(0, 0), 1, self.now)
 

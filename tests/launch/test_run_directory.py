@@ -9,6 +9,7 @@ import pytest
 
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints, decide, hold, refuse_shorter
+from headrace.observe.history import History
 from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
 
@@ -129,6 +130,14 @@ def test_an_older_checkpoint_on_purpose_forks_a_new_run(run: Path) -> None:
     steps = sqlite3.connect(fork / "journal.sqlite").execute("SELECT MAX(step) FROM steps").fetchone()
     assert steps == (5,)
     assert list(checkpoints(run)) == [5, 10]  # the old run is as it was
+
+
+def test_what_a_fork_evaluates_counts_however_often_the_run_before_it_was_resumed(run: Path) -> None:
+    MetricsLog(run / "metrics.jsonl", "orchestrator").log(5, {"eval/heldout/avg@1": 0.5, "progress/incarnation": 3})
+    decide(run, "5", False).apply()
+    metrics = run.with_name("run-from-5") / "metrics.jsonl"
+    MetricsLog(metrics, "orchestrator").log(6, {"eval/heldout/avg@1": 0.6, "progress/incarnation": 1})
+    assert History(read_metrics(metrics)).held_out() == [(5, 0.5), (6, 0.6)]
 
 
 def test_a_fork_does_not_overwrite_an_earlier_one(run: Path) -> None:

@@ -25,6 +25,10 @@ def evaluated(version: int, **scores: float) -> dict[str, Any]:
     return {"step": version, "time": float(version), "process": "orchestrator", **values}
 
 
+def of(incarnation: int, *records: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**record, "progress/incarnation": incarnation} for record in records]
+
+
 def test_the_tail_hands_out_each_record_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path)
@@ -51,6 +55,20 @@ def test_a_step_made_again_after_a_resume_replaces_itself_and_what_followed() ->
     history.add(step(6, 0.9))
     assert history.train_reward()[-2:] == [(5, 0.5), (6, 0.9)]
     assert history.held_out() == [(0, 0.0)]
+
+
+FIRST_LINEAGE = of(0, *(trained(n, 1.0) for n in range(1, 9)), *(evaluated(n, a=0.1 * n) for n in (0, 2, 4, 6)))
+
+
+def test_a_version_that_is_evaluated_again_before_its_step_is_recorded_again_keeps_that_evaluation() -> None:
+    history = History([*FIRST_LINEAGE, *of(1, evaluated(4, a=0.9), trained(4, 1.0))])
+    assert history.held_out() == [(0, 0.0), (2, 0.2), (4, 0.9)]
+
+
+def test_an_evaluation_that_outlives_its_lineage_counts_up_to_where_the_next_one_began() -> None:
+    history = History([*FIRST_LINEAGE, *of(1, trained(4, 1.0)), *of(0, evaluated(8, a=0.8), evaluated(3, a=0.3))])
+    assert history.held_out() == [(0, 0.0), (2, 0.2), (3, 0.3)]
+    assert history.incarnation == 1
 
 
 def test_a_second_record_of_the_newest_step_adds_to_it() -> None:

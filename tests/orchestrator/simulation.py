@@ -139,7 +139,7 @@ class Simulation:
         self.broken = rng.random() < 0.15
         self.trainer = _Trainer(self, crash_rate=rng.choice([0.0, 0.1, 0.3]))
         self.engine = Version(0, 0)
-        self.evaluated: dict[str, int] = {}
+        self.evaluated: dict[str, Version] = {}
         self.kills = kills
         self.processes = 0
         self.shipped: dict[int, list[int]] = {}
@@ -547,13 +547,14 @@ class _Process:
 
     def _check_eval(self, report: ReportEval) -> None:
         batch = report.batch
-        self.world.evaluated[batch.env] = batch.version
+        before = self.world.evaluated.get(batch.env, batch.version)
+        self.world.evaluated[batch.env] = max(before, batch.version)
         (env,) = [env for env in self.world.eval_envs if env.name == batch.env]
         assert len(batch.groups) == len(env.tasks)
         assert all(group.arrived == env.group_size for group in batch.groups)
         if env.pinned and any(group.rollouts for group in batch.groups):
             prefix = f"eval/{batch.env}/version"
-            assert batch.metrics[f"{prefix}/min"] == batch.metrics[f"{prefix}/max"] == batch.version
+            assert batch.metrics[f"{prefix}/min"] == batch.metrics[f"{prefix}/max"] == batch.version.step
 
     def _check_rate(self) -> None:
         limit = self.world.settings.tasks_per_minute

@@ -20,7 +20,7 @@ from headrace.config.run import RunConfig
 from headrace.environments.base import Environment
 from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import BadInput, Failure
-from headrace.observe.metrics import read_metrics
+from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.observe.status import Status
 from headrace.orchestrator import main
 from headrace.orchestrator.audit import violations
@@ -607,6 +607,27 @@ async def test_rollouts_are_dumped_with_their_credit_and_drop_reason(tmp_path: P
     assert len(kept) == sum(len({e.rollout for e in b.samples}) for b in pipeline.trainer.batches)
     assert all(row["samples"][0]["advantages"][-1] != 0 for row in kept)
     assert {row["drop_reason"] for row in rows} <= {None, "zero_advantage", "max_steps"}
+
+
+async def test_what_a_lost_lineage_evaluated_is_evaluated_again_if_the_trainer_was_back_first(
+    tmp_path: Path, tiny_model: Path
+):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    pipeline.config.train.env = []
+    for version in range(STEPS + 1):
+        MetricsLog(pipeline.run.metrics, "orchestrator").log(version, {"eval/heldout/avg@1": -1.0})
+    pipeline.trainer.incarnation = 1
+    pipeline.trainer.publish(1)
+    status = Status(pipeline.run.status, "orchestrator")
+    async with pipeline.engine:
+        running = asyncio.create_task(main._run(pipeline.config, pipeline.run, status))
+        while pipeline.run.weights.acknowledged() is None:
+            await asyncio.sleep(0.005)
+        pipeline.trainer.publish(STEPS)
+        assert await asyncio.wait_for(running, 60)
+    status.close("ended")
+    assert [version for version, score in pipeline.records("eval/heldout/avg@1").items() if score >= 0] == [STEPS]
+    assert pipeline.records("progress/incarnation") == {STEPS: 1}
 
 
 async def test_without_an_environment_to_train_on_it_evaluates_what_is_published_until_the_last_version(

@@ -23,6 +23,7 @@ from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
 from headrace.orchestrator.step_metrics import step_metrics
 from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
+from headrace.rollout.version import Version
 
 ZERO_ADVANTAGE = Filter("zero_advantage", has_no_advantage, enforce=True)
 
@@ -438,7 +439,7 @@ async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():
 
     first = [episode(0, 1.0, [0, 0]), episode(1, 0.5, [0, 1])]
     second = [episode(0, 0.0, [1]), Rollout(episode=1, error=RolloutError("timeout"))]
-    batch = EvalBatch("heldout", 0, 2)
+    batch = EvalBatch("heldout", Version(0, 0), 2)
     for number, members in enumerate((first, second)):
         batch.groups.append(await processing.process_group(Group(f"g{number}", Task("heldout", {}), 2, 0), members))
     await processing.process_batch(batch)
@@ -456,7 +457,7 @@ async def test_an_episode_is_right_by_what_is_called_correct_whatever_else_it_ea
             episode=number, reward=reward, rewards={"all": reward}, metrics={"correct": correct}, turns=[turn]
         )
 
-    batch = EvalBatch("heldout", 0, 2)
+    batch = EvalBatch("heldout", Version(0, 0), 2)
     processing = EvalProcessing({"heldout": Environment()})
     for number, members in enumerate(([episode(0, 2.5, 0.0), episode(1, 1.0, 0.0)], [episode(0, 0.5, 1.0)])):
         group = Group(f"g{number}", Task("heldout", {}), len(members), 0)
@@ -470,7 +471,7 @@ async def test_an_episode_with_several_agents_comes_to_the_mean_over_those_that_
         turn = Turn([1], [2], [0.0], [0], 1.0)
         return Rollout(episode=episode, agent=agent, reward=reward, trainable=trainable, turns=[turn])
 
-    batch = EvalBatch("poker", 0, 3)
+    batch = EvalBatch("poker", Version(0, 0), 3)
     members = [
         *(seat(0, "first", 1.0), seat(0, "second", 0.0), seat(0, "house", 9.0, trainable=False)),
         *(seat(1, "first", 1.0), seat(1, "second", 1.0)),
@@ -493,7 +494,7 @@ async def test_an_episode_with_several_agents_comes_to_the_mean_over_those_that_
 
 async def test_an_evaluation_of_which_only_scripted_agents_finished_has_no_versions_and_still_a_score():
     scripted = Rollout(agent="house", trainable=False, reward=1.0)
-    batch, group = EvalBatch("poker", 0, 1), Group("g", Task("poker", {}), 1, 0)
+    batch, group = EvalBatch("poker", Version(0, 0), 1), Group("g", Task("poker", {}), 1, 0)
     members = [scripted, Rollout(error=RolloutError("empty"))]
     batch.groups.append(await EvalProcessing({"poker": Environment()}).process_group(group, members))
     await EvalProcessing({}).process_batch(batch)

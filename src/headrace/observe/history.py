@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 Curve = list[tuple[int, float]]
 
+INCARNATION = "progress/incarnation"
+"""In records of what was trained or evaluated: the lineage of the weights. A trainer that goes back begins another."""
+
 
 class Tail:
     """Hands out the records that were appended since the last call."""
@@ -56,6 +59,10 @@ class History:
         """The last value of every metric."""
         self.moves = 0
         """Records that show the run moving: steps and evaluations, not gauges on a time axis."""
+        self.incarnation = 0
+        """The newest lineage of weights that anything is known of."""
+        self._began = 0
+        """The first step of that lineage that was recorded."""
         self._first_time: float | None = None
         for record in records:
             self.add(record)
@@ -65,24 +72,36 @@ class History:
         self.latest.update(record)
         if self._first_time is None:
             self._first_time = float(record["time"])
+        incarnation = int(record.get(INCARNATION, self.incarnation))
+        if incarnation > self.incarnation:
+            self.incarnation, self._began = incarnation, step
+            self._lose_evals(step)
         if "progress/rollouts" in record:
             self._put(self.steps, step, record)
         if "loss" in record:
             self._put(self.trained, step, record)
+        if incarnation == self.incarnation or step < self._began:  # else the trainer went back while it was under way
+            self._add_evaluations(step, record)
+        self.moves += any(key in ("progress/rollouts", "loss") or key.startswith("eval/") for key in record)
+
+    def _add_evaluations(self, step: int, record: Record) -> None:
         for name, value in _evaluations(record):
             self.evals.setdefault(name, {})[step] = value
             self.eval_failures.setdefault(name, {})[step] = float(record.get(f"eval/{name}/errors", 0.0))
-        self.moves += any(key in ("progress/rollouts", "loss") or key.startswith("eval/") for key in record)
 
     def _put(self, series: dict[int, Record], step: int, record: Record) -> None:
         """Append. A step that comes again after a resume replaces itself and all that had followed it."""
-        if series and next(reversed(series)) > step:
-            for versions in self.evals.values():
-                for lost in [version for version in versions if version >= step]:
-                    del versions[lost]
+        if INCARNATION not in record and series and next(reversed(series)) > step:  # else its lineage has said so
+            self._lose_evals(step)
         while series and next(reversed(series)) > step:
             series.popitem()
         series[step] = {**series.get(step, {}), **record}
+
+    def _lose_evals(self, step: int) -> None:
+        """Weights from `step` on are made anew."""
+        for versions in self.evals.values():
+            for lost in [version for version in versions if version >= step]:
+                del versions[lost]
 
     @property
     def step(self) -> int:

@@ -11,6 +11,7 @@ from headrace.errors import BadInput
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup
 from headrace.rollout.types import Group, Rollout, Task
+from headrace.rollout.version import Version
 
 CORRECT = "correct"
 """The reward or metric that says whether an episode is right, where an environment has one."""
@@ -29,37 +30,53 @@ class EvalEnv(msgspec.Struct):
     """Whether a group's episodes start at once: the environment scores them against each other."""
 
 
+NEVER = Version(0, -1)
+
+
 class EvalSource:
     """Decides at which versions each environment is evaluated, and makes the groups of one epoch."""
 
-    def __init__(self, environments: Sequence[EvalEnv], evaluated: Mapping[str, int]) -> None:
-        """`evaluated`: by environment, the last version that was evaluated or shall not be; none: version 0 is due."""
+    def __init__(
+        self, environments: Sequence[EvalEnv], evaluated: Mapping[str, Version], *, again_on_resume: bool = False
+    ) -> None:
+        """`evaluated`: by environment, the last version that was evaluated or shall not be; none: version 0 is due.
+
+        `again_on_resume`: whether a version that was evaluated is so again when the trainer goes on from it.
+        """
         for env in environments:
             if not env.tasks:
                 raise BadInput(f"evaluation environment {env.name!r} has no tasks")
         self._environments = environments
-        self._evaluated = {env.name: evaluated.get(env.name, -1) for env in environments}
+        self._evaluated = {env.name: evaluated.get(env.name, NEVER) for env in environments}
+        self._again_on_resume = again_on_resume
         self._ids = itertools.count()
 
-    def due(self, version: int) -> list[EvalEnv]:
+    def follow(self, version: Version) -> None:
+        """The engines sample from `version`. If it begins a lineage, what others had evaluated after it is lost."""
+        kept = version.step
+        if self._again_on_resume and kept:  # of version 0 another key decides
+            kept -= 1
+        for name, done in self._evaluated.items():
+            if version.incarnation > done.incarnation:
+                self._evaluated[name] = Version(version.incarnation, min(done.step, kept))
+
+    def due(self, version: Version) -> list[EvalEnv]:
         """Environments for which a multiple of the interval has been reached since they were last evaluated."""
         return [
-            env for env in self._environments if version // env.interval > self._evaluated[env.name] // env.interval
+            env
+            for env in self._environments
+            if version.step // env.interval > self._evaluated[env.name].step // env.interval
         ]
 
-    def overdue_at_end(self, version: int) -> list[EvalEnv]:
+    def overdue_at_end(self, version: Version) -> list[EvalEnv]:
         """Environments that the final version has not been evaluated on."""
-        return [env for env in self._environments if self._evaluated[env.name] < version]
+        return [env for env in self._environments if self._evaluated[env.name].step < version.step]
 
-    def rewind(self, version: int) -> None:
-        """The trainer went back to `version`: what was evaluated after it belongs to a lineage that is lost."""
-        self._evaluated = {name: min(done, version) for name, done in self._evaluated.items()}
-
-    def open(self, env: EvalEnv, version: int) -> list[Group]:
+    def open(self, env: EvalEnv, version: Version) -> list[Group]:
         """The groups of one epoch over an environment."""
         self._evaluated[env.name] = version
         return [
-            Group(f"eval-{env.name}-{next(self._ids)}", task, env.group_size, version, together=env.together)
+            Group(f"eval-{env.name}-{next(self._ids)}", task, env.group_size, version.step, together=env.together)
             for task in env.tasks
         ]
 
@@ -85,7 +102,7 @@ class EvalSink:
         """Whether an open epoch must be sampled from the current weights to its end."""
         return bool(self._pinned)
 
-    def open(self, env: EvalEnv, version: int, groups: Sequence[Group]) -> None:
+    def open(self, env: EvalEnv, version: Version, groups: Sequence[Group]) -> None:
         batch = EvalBatch(env.name, version, env.group_size)
         epoch = _Epoch(batch, len(groups), env.pinned)
         self._epoch_of.update({group.id: epoch for group in groups})

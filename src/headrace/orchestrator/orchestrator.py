@@ -212,12 +212,13 @@ class Orchestrator:
         )  # fmt: skip
 
     def _report_eval(self, batch: EvalBatch) -> None:
-        self.metrics.log(batch.version, batch.metrics)
+        version = batch.version
+        self.metrics.log(version.step, {**batch.metrics, "progress/incarnation": version.incarnation})
         scores = {name.split("/")[-1]: value for name, value in batch.metrics.items() if "@" in name}
         words = ", ".join(f"{name} {value:.4g}" for name, value in sorted(scores.items()))
         failed = batch.metrics[f"eval/{batch.env}/errors"]
         told = f"{words}; {failed:.0%} of its episodes failed, and count as 0" if failed else words
-        log.info("evaluated %s at version %d: %s", batch.env, batch.version, told)
+        log.info("evaluated %s at version %d: %s", batch.env, version.step, told)
 
     # -- beside the loop ------------------------------------------------------------------------------------------
 

@@ -345,8 +345,6 @@ class Pipeline:
                 self.sink.credited(lesson.step, len(lesson.rewards), lesson.tokens)
 
     def _on_loaded(self, version: Version) -> None:
-        if version.incarnation > self.version.incarnation:
-            self._eval_source.rewind(version.step)
         self.version = version
         self._loading = False
         self._queue_due_evals()
@@ -363,9 +361,9 @@ class Pipeline:
             self._actions.append(Load(self._published))
 
     def _queue_due_evals(self) -> None:
-        version = self.version.step
-        self._final_eval_queued = version >= self.settings.max_steps
-        source = self._eval_source
+        version, source = self.version, self._eval_source
+        self._final_eval_queued = version.step >= self.settings.max_steps
+        source.follow(version)
         for env in source.overdue_at_end(version) if self._final_eval_queued else source.due(version):
             groups = source.open(env, version)
             self.eval_sink.open(env, version, groups)

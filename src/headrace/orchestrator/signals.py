@@ -103,7 +103,7 @@ class EvalBatch(msgspec.Struct, eq=False):
     """One finished epoch over an evaluation environment. Processing fills in `metrics`, named `eval/ENV/...`."""
 
     env: str
-    version: int
+    version: Version
     group_size: int
     groups: list[ScoredGroup] = msgspec.field(default_factory=list)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)

@@ -41,6 +41,7 @@ from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
 from headrace.rollout.types import Rollout, Task
+from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 
 Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]
@@ -233,18 +234,17 @@ def _eval_source(config: OrchestratorConfig, environments: Environments, run: Ru
                 together=environment.scores_groups,
             )
         )
-    return EvalSource(evals, _evaluated(config, run))
+    return EvalSource(evals, _evaluated(config, run), again_on_resume=not defaults.skip_eval_on_resume)
 
 
-def _evaluated(config: OrchestratorConfig, run: RunDir) -> dict[str, int]:
-    """By environment, the last version that needs no evaluation."""
+def _evaluated(config: OrchestratorConfig, run: RunDir) -> dict[str, Version]:
+    """By environment, the last version that needs no evaluation, as far as is recorded."""
     names = [env.name for env in config.eval.env]
-    resumed = run.latest_checkpoint_step()
-    if resumed and not config.eval.skip_eval_on_resume:
-        return dict.fromkeys(names, resumed - 1)
-    done = {} if config.eval.eval_base_model else dict.fromkeys(names, 0)
-    evals = History(Tail(run.metrics).read()).evals  # without those of a lineage that was lost
-    return done | {name: max(evals[name]) for name in names if evals.get(name)}
+    done = {} if config.eval.eval_base_model else dict.fromkeys(names, Version(0, 0))
+    history = History(Tail(run.metrics).read())
+    return done | {
+        name: Version(history.incarnation, max(history.evals[name])) for name in names if history.evals.get(name)
+    }
 
 
 def _sampler(config: OrchestratorConfig, model: Model, kind: Kind, env: EnvConfig, drift: Drift) -> Sampler:

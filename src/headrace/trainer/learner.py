@@ -189,6 +189,7 @@ class Learner:
             "optim/lr": lr,
             "optim/grad_norm": result.grad_norm,
             "optim/skipped": self.state.skipped_steps,
+            "progress/incarnation": self.state.incarnation,
             "progress/tokens_trained": self.state.tokens_trained,
             "perf/trained_tokens_per_second": result.tokens / seconds,
             "perf/computed_tokens": result.computed_tokens,
