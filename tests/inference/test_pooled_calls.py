@@ -17,9 +17,12 @@ from headrace.inference.client.errors import (
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
+    failure_of,
 )
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server.main import bind, url_of
+from headrace.inference.server.replies import error_reply
+from headrace.inference.weights.errors import WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import Endpoint, write_endpoint
 from tests.inference.engine_stand_in import EngineStandIn
@@ -69,6 +72,26 @@ async def test_an_engine_that_is_about_to_end_has_its_requests_made_elsewhere() 
         async with client_of([ending.url, other.url], retry_for=5.0) as client:
             await generate(client, times=8)
         assert (ending.asked, other.asked) == (breaker.FAILURES, 8)
+
+
+@pytest.mark.parametrize("status", [502, 504])
+async def test_an_engine_that_restarts_behind_a_gateway_costs_time_and_nothing_else(status: int) -> None:
+    def gateway() -> web.Response:
+        return web.Response(text="<html>upstream</html>", status=status)
+
+    answers = [None, gateway(), gateway()]
+    async with EngineStandIn(lambda: answers.pop()) as engine, client_of([engine.url], retry_for=5.0) as client:
+        await generate(client)
+        assert engine.asked == 3
+    async with EngineStandIn(gateway) as engine, client_of([engine.url], retry_for=0.1) as client:
+        with pytest.raises(EngineUnavailable, match=rf"upstream</html> \(HTTP {status}\) \(tried for 0\.1 s\)"):
+            await generate(client)
+
+
+def test_a_502_of_our_own_server_is_final_since_the_weights_would_not_come_again() -> None:
+    ours = error_reply(WeightsUnreachable("the trainer is gone"))
+    failure = failure_of("http://engine", ours.status_code, dict(ours.headers), bytes(ours.body))
+    assert isinstance(failure, EngineFailed) and "the trainer is gone" in str(failure)
 
 
 async def test_a_connection_that_breaks_while_the_answer_is_awaited_costs_nothing() -> None:

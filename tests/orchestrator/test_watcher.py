@@ -11,7 +11,7 @@ from aiohttp import web
 
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineFailed
-from headrace.inference.schema import Health, UpdateWeightsRequest
+from headrace.inference.schema import SCHEMA_HEADER, Health, UpdateWeightsRequest
 from headrace.observe.status import Status
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.version import Version
@@ -46,7 +46,7 @@ class LinkedEngine(StandInEngine):
             return web.json_response({"error": {"message": "no such directory", "type": "x"}}, status=400)
         if Version(body.incarnation, body.step) in self.gone:
             error = {"message": "the trainer cannot be reached", "type": "bad_gateway"}
-            return web.json_response({"error": error}, status=502)
+            return web.json_response({"error": error}, status=502, headers={SCHEMA_HEADER: "1"})
         return await super().update_weights(request)
 
 

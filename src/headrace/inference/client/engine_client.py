@@ -1,10 +1,10 @@
 """The orchestrator's line to the engines: typed calls, typed errors, and what is tried again.
 
 Sampling and scoring change nothing on an engine, so a request that got no answer may be made again, of another engine
-first: where none could be reached, was about to end (503) or had no room (429), for `retry_for` seconds after the first
-failure; where none answered in time, once of every other engine, since the same one would take as long again. What an
-engine answered is final: a request that it refuses or fails at would fare no better elsewhere. Weights are the same
-whoever asks for them twice. Which engine is asked is the pool's decision.
+first: where none could be reached, also behind a gateway (502, 504), was about to end (503) or had no room (429), for
+`retry_for` seconds after the first failure; where none answered in time, once of every other engine, since the same one
+would take as long again. What an engine answered is final: a request that it refuses or fails at would fare no better
+elsewhere. Weights are the same whoever asks for them twice. Which engine is asked is the pool's decision.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from headrace.errors import Failure
-from headrace.inference.schema import ErrorResponse
+from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse
 
+GATEWAY = (502, 504)
+"""What a gateway or load balancer says while the engine behind it is away, or does not answer it."""
 USUAL_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 """Seconds for which an engine wants to be left alone, unless it says for how long, and at most."""
@@ -41,13 +43,18 @@ class EngineBusy(EngineCallError):
 
 
 def failure_of(url: str, status: int, headers: dict[str, str], content: bytes) -> EngineCallError:
-    """The error that a reply other than 200 stands for."""
+    """The error that a reply other than 200 stands for.
+
+    A 502 or 504 is a gateway's, and passes as soon as the engine behind it is back. One of our own servers, which its
+    header tells, means an update whose weights did not come: the same would not come again. A 500 is no gateway's word
+    but the engine's: weights that are not finite, say, which every try would find again.
+    """
     try:
         message = msgspec.json.decode(content, type=ErrorResponse).error.message
     except msgspec.DecodeError:  # not one of ours: a proxy, or another server altogether
         message = content[:200].decode(errors="replace")
-    if status == 503:
-        return EngineUnavailable(f"the engine at {url} is not available: {message}")
+    if status == 503 or (status in GATEWAY and SCHEMA_HEADER.lower() not in headers):
+        return EngineUnavailable(f"the engine at {url} is not available: {message} (HTTP {status})")
     words = f"{message} (HTTP {status} from {url})"
     if status in (401, 403):
         words += (
