@@ -35,7 +35,7 @@ from headrace.transport.weights import read_marker
 
 ANSWERS = 64
 """Different answers to choose from: the members of a group then get different rewards."""
-VERSION = "VERSION"
+VERSION = "987654321-0"
 """Stands in an encoded answer where the version goes."""
 
 

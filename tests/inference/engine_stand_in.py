@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -42,6 +43,8 @@ class EngineStandIn:
         self.sessions: list[str | None] = []
         self.hold: asyncio.Event | None = None
         """Answers wait for it, if there is one."""
+        self.version = "0-0"
+        """By its /health."""
 
     async def __aenter__(self) -> EngineStandIn:
         application = web.Application()
@@ -67,7 +70,8 @@ class EngineStandIn:
 
     async def _health(self, request: web.Request) -> web.Response:
         self._note(request)
-        return _json(Health("ok", "0-0", "tiny", 0, 0, False, self.capacity, 64, 300))
+        health = Health("ok", "0-0", "tiny", 0, 0, False, self.capacity, 64, 300)
+        return _json(msgspec.to_builtins(health) | {"version": self.version})  # which may be none
 
     async def _update(self, request: web.Request) -> web.Response:
         self._note(request)
@@ -98,5 +102,5 @@ class EngineStandIn:
         )
 
 
-def _json(body: msgspec.Struct) -> web.Response:
+def _json(body: msgspec.Struct | dict[str, Any]) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -19,7 +19,7 @@ from headrace.inference.client.errors import (
     EngineUnavailable,
     failure_of,
 )
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import SCHEMA_HEADER, SamplingParams
 from headrace.inference.server.main import bind, url_of
 from headrace.inference.server.replies import error_reply
 from headrace.inference.weights.errors import WeightsUnreachable
@@ -123,6 +123,65 @@ async def test_a_failure_that_was_answered_is_final_and_soon_others_are_asked_in
         assert all(isinstance(outcome, EngineFailed) for outcome in failed)
         assert len(failed) == sick.asked == 20  # half of those that were sent at once, and none later
         assert well.asked == 26
+
+
+SAMPLED = {
+    "token_ids": [5],
+    "finish_reason": "stop",
+    "logprobs": {"content": [{"logprob": -0.5}]},
+    "weight_versions": [{"version": "0-0", "start": 0, "end": 1}],
+}
+
+
+@pytest.mark.parametrize(
+    ("choices", "complaint"),
+    [
+        ([], "it has 0 choices instead of one"),
+        ([SAMPLED | {"weight_versions": [{"version": "new", "start": 0, "end": 1}]}], "'new' is not a policy version"),
+        ([SAMPLED | {"weight_versions": [{"version": "0-0", "start": 3, "end": 1}]}], r"no tokens \[3, 1\)"),
+        ([SAMPLED | {"weight_versions": None}], "no logprobs or no weight_versions"),
+        ([SAMPLED | {"token_ids": [5, 6]}], "different lengths"),
+        ([SAMPLED | {"truncated_logprobs": [-0.1, -0.2]}], "different lengths"),
+    ],
+)
+async def test_a_completion_that_does_not_fit_together_is_a_failure_of_its_engine(
+    choices: list[Any], complaint: str
+) -> None:
+    engine = EngineStandIn(lambda: web.json_response({"choices": choices}))
+    async with engine, client_of([engine.url]) as client:
+        with pytest.raises(EngineFailed, match=f"{engine.url}/inference/v1/generate cannot be used: .*{complaint}"):
+            await generate(client)
+
+
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        ([None, {"9": {"logprob": -1.0}}], "does not score token 2, at position 1"),
+        ([None, None], "does not score token 2, at position 1"),
+        ([None], "scores 1 of 2 tokens"),
+    ],
+)
+async def test_scores_of_other_tokens_are_a_failure_of_the_engine(tables: list[Any], complaint: str) -> None:
+    answer = {"request_id": "r", "choices": [{"index": 0, **SAMPLED, "logprobs": None}], "prompt_logprobs": tables}
+    async with EngineStandIn(lambda: web.json_response(answer)) as engine, client_of([engine.url]) as client:
+        with pytest.raises(EngineFailed, match=f"{engine.url}/inference/v1/generate cannot be used: it {complaint}"):
+            await client.score([1, 2])
+
+
+@pytest.mark.parametrize("schema", ["abc", "2", "-1"])
+async def test_an_answer_of_a_schema_that_is_not_known_is_a_failure_of_its_engine(schema: str) -> None:
+    engine = EngineStandIn(lambda: web.json_response({}, headers={SCHEMA_HEADER: schema}))
+    async with engine, client_of([engine.url]) as client:
+        with pytest.raises(EngineFailed, match=f"{engine.url}.* it is of schema {schema}, and this version"):
+            await generate(client)
+
+
+async def test_a_report_with_a_version_that_is_none_is_a_failure_of_its_engine_alone() -> None:
+    async with EngineStandIn() as sick, EngineStandIn() as well, client_of([sick.url, well.url]) as client:
+        sick.version = "main"
+        with pytest.raises(EngineFailed, match=f"{sick.url}/health cannot be used: 'main' is not a policy version"):
+            await client.health()
+        assert list(await client.answering()) == [well.url]
 
 
 async def test_one_engine_that_fails_at_everything_says_so_every_time() -> None:

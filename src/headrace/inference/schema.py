@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.rollout.batch import SCHEMA
+from headrace.rollout.version import Version
 
 SCHEMA_HEADER = "X-Headrace-Schema"
 """Response header that carries the schema number."""
@@ -111,6 +112,11 @@ class WeightVersionSpan(msgspec.Struct):
     start: int
     end: int
 
+    def __post_init__(self) -> None:
+        Version.parse(self.version)
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"there are no tokens [{self.start}, {self.end})")
+
 
 class GenerateChoice(msgspec.Struct):
     index: int
@@ -189,6 +195,9 @@ class Health(msgspec.Struct):
     stands_still: bool = False
     """Whether the engine waits for the trainer, whose turn it is on the device that they share."""
     schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        Version.parse(self.version)
 
 
 class ErrorDetail(msgspec.Struct):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from headrace.inference.client.errors import EngineFailed
 from headrace.inference.schema import GenerateResponse, WeightVersionSpan
 from headrace.rollout.version import Version
+
+T = TypeVar("T")
 
 
 class Completion(msgspec.Struct):
@@ -59,17 +61,21 @@ class _Choice(msgspec.Struct):
     truncated_logprobs: list[float] | None = None
 
 
-class Generated(msgspec.Struct):
+class _Generated(msgspec.Struct):
     """Of a `GenerateResponse`, what a completion needs: most of the whole is text that says the token ids again."""
 
     choices: list[_Choice]
 
 
-def completion_of(response: Generated) -> Completion:
-    """Raises `EngineFailed` for an answer that does not fit together."""
-    choice = response.choices[0]
+_generated = msgspec.json.Decoder(_Generated)
+_scored = msgspec.json.Decoder(GenerateResponse)
+
+
+def read_completion(content: bytes) -> Completion:
+    """Raises `msgspec.DecodeError` or ValueError for an answer that is none, or does not fit together."""
+    choice = _only(_generated.decode(content).choices)
     if choice.logprobs is None or choice.weight_versions is None:
-        raise EngineFailed("the engine's answer has no logprobs or no weight_versions: it cannot serve a policy")
+        raise ValueError("it has no logprobs or no weight_versions: this server cannot serve a policy")
     completion = Completion(
         choice.token_ids,
         [entry.logprob for entry in choice.logprobs.content],
@@ -78,19 +84,31 @@ def completion_of(response: Generated) -> Completion:
         choice.truncated_logprobs,
     )
     covered = sum(span.end - span.start for span in completion.spans)
-    if not len(completion.token_ids) == len(completion.logprobs) == covered:
-        raise EngineFailed("the engine's answer has token_ids, logprobs and weight_versions of different lengths")
+    truncated = completion.logprobs if completion.truncated_logprobs is None else completion.truncated_logprobs
+    if not len(completion.token_ids) == len(completion.logprobs) == len(truncated) == covered:
+        raise ValueError("its token_ids, logprobs and weight_versions have different lengths")
     return completion
 
 
-def scores_of(response: GenerateResponse, token_ids: list[int]) -> Scores:
-    """Raises `EngineFailed` unless there is one for each of these tokens."""
-    entries = response.prompt_logprobs or []
-    scores = [0.0 if entry is None else entry[token].logprob for entry, token in zip(entries, token_ids, strict=False)]
-    if len(scores) != len(token_ids):
-        raise EngineFailed(f"the engine scored {len(scores)} of {len(token_ids)} tokens")
-    spans = response.choices[0].weight_versions  # prompt and first token come out of one step of the engine
+def read_scores(content: bytes, token_ids: Sequence[int]) -> Scores:
+    """Raises `msgspec.DecodeError` or ValueError unless there is one for each of these tokens."""
+    response = _scored.decode(content)
+    tables = response.prompt_logprobs or []
+    if len(tables) != len(token_ids):
+        raise ValueError(f"it scores {len(tables)} of {len(token_ids)} tokens")
+    scores = [0.0]
+    for place, (table, token) in enumerate(zip(tables[1:], token_ids[1:], strict=True), 1):
+        if table is None or token not in table:
+            raise ValueError(f"it does not score token {token}, at position {place}")
+        scores.append(table[token].logprob)
+    spans = _only(response.choices).weight_versions  # prompt and first token come out of one step of the engine
     return Scores(scores, Version.parse(spans[0].version) if spans else None)
+
+
+def _only(choices: Sequence[T]) -> T:
+    if len(choices) != 1:
+        raise ValueError(f"it has {len(choices)} choices instead of one")
+    return choices[0]
 
 
 def expand_versions(spans: Sequence[WeightVersionSpan]) -> list[Version]:

@@ -14,12 +14,13 @@ import math
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from headrace.inference.client.completion import Completion, Generated, Scores, completion_of, scores_of
+from headrace.inference.client.completion import Completion, Scores, read_completion, read_scores
 from headrace.inference.client.errors import (
     EngineBusy,
     EngineCallError,
@@ -36,7 +37,6 @@ from headrace.inference.schema import (
     SCHEMA_HEADER,
     SESSION_HEADER,
     GenerateRequest,
-    GenerateResponse,
     Health,
     SamplingParams,
     UpdateWeightsRequest,
@@ -48,6 +48,11 @@ from headrace.transport.endpoint import Endpoint, read_endpoints
 
 T = TypeVar("T")
 K = TypeVar("K")
+Read = Callable[[bytes], T]
+"""Makes a result of an answer's body. Raises `msgspec.DecodeError` or ValueError where it is none."""
+
+_read_health = msgspec.json.Decoder(Health).decode
+_read_acknowledgement = msgspec.json.Decoder(UpdateWeightsResponse).decode
 
 HEALTH_TIMEOUT = 5.0
 LOOK = 3.0
@@ -98,14 +103,14 @@ class EngineClient:
         """Sample one completion."""
         sampling = msgspec.structs.replace(sampling, logprobs=0)
         body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt)
-        return completion_of(await self._call_one("/inference/v1/generate", body, Generated, session))
+        return await self._call_one("/inference/v1/generate", body, read_completion, session)
 
     async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:
         """The logprob of every token after those before it, computed anew. An engine needs room for one token more."""
         # A seed of its own: the engine's other requests sample as if this one had not been.
         sampling = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0, seed=0)
         body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, urgent=urgent)
-        return scores_of(await self._call_one("/inference/v1/generate", body, GenerateResponse), token_ids)
+        return await self._call_one("/inference/v1/generate", body, partial(read_scores, token_ids=token_ids))
 
     async def health(self) -> list[Health]:
         """How each engine is, asked once: an engine that does not answer raises."""
@@ -129,10 +134,10 @@ class EngineClient:
 
     async def pause(self) -> None:
         """Hold all requests where they are, on every engine."""
-        await self._call_all("/pause", None, Health)
+        await self._call_all("/pause", None, _read_health)
 
     async def resume(self) -> None:
-        await self._call_all("/resume", None, Health)
+        await self._call_all("/resume", None, _read_health)
 
     async def update_weights(self, path: Path, version: Version, engines: Collection[str] | None = None) -> str:
         """Move every engine to a published version; returns the checksum that they all acknowledge.
@@ -141,7 +146,7 @@ class EngineClient:
         are asked once.
         """
         body = UpdateWeightsRequest(_absolute(path), version.incarnation, version.step)
-        answers = await self._call_all("/update_weights", body, UpdateWeightsResponse, engines)
+        answers = await self._call_all("/update_weights", body, _read_acknowledgement, engines)
         checksums = {answer.checksum for answer in answers}
         if len(checksums) != 1 or any(Version(a.incarnation, a.step) != version for a in answers):
             raise EngineFailed(f"engines acknowledge different weights for version {version}: {answers}")
@@ -152,7 +157,7 @@ class EngineClient:
             self._looking.cancel()
         await self._http.close()
 
-    async def _call_one(self, route: str, body: msgspec.Struct, kind: type[T], session: str | None = None) -> T:
+    async def _call_one(self, route: str, body: msgspec.Struct, read: Read[T], session: str | None = None) -> T:
         """Ask the session's engine, or the one with the least to do, and others where that gives no answer."""
         tries = Tries(self._retry_for)
         self._look_around()
@@ -164,7 +169,7 @@ class EngineClient:
                 self._look_around()
                 continue
             try:
-                return await self._attempt(engine, route, body, kind, session)
+                return await self._attempt(engine, route, body, read, session)
             except (EngineUnavailable, EngineBusy, EngineTimeout) as error:
                 tries.fail(engine, error, time.monotonic())
                 self._read_endpoints()  # it may have come back elsewhere
@@ -175,12 +180,12 @@ class EngineClient:
                 # Else another process is there now, which wants another key.
 
     async def _attempt(
-        self, engine: PooledEngine, route: str, body: msgspec.Struct, kind: type[T], session: str | None
+        self, engine: PooledEngine, route: str, body: msgspec.Struct, read: Read[T], session: str | None
     ) -> T:
         """One request, and what it says of the engine. A long time says nothing: whether it lives, /health tells."""
         engine.in_flight += 1
         try:
-            answer = await self._request(engine.url, route, body, kind, self._timeout, session=session)
+            answer = await self._request(engine.url, route, body, read, self._timeout, session=session)
         except EngineUnavailable as error:
             self._pool.unreachable(engine, str(error), time.monotonic())
             raise
@@ -196,7 +201,7 @@ class EngineClient:
         return answer
 
     async def _call_all(
-        self, route: str, body: msgspec.Struct | None, kind: type[T], engines: Collection[str] | None = None
+        self, route: str, body: msgspec.Struct | None, read: Read[T], engines: Collection[str] | None = None
     ) -> list[T]:
         """Ask every engine until it has answered, or some engines once. Each such call may be repeated without harm.
 
@@ -212,7 +217,7 @@ class EngineClient:
         async def attempt() -> list[T]:
             urls = wanted() if engines is None else engines
             left = [url for url in urls if url not in answers]
-            new, failures = await _ask(left, lambda url: self._command(url, route, body, kind))
+            new, failures = await _ask(left, lambda url: self._command(url, route, body, read))
             answers.update(new)
             if failures:  # first of all one that another try would not mend
                 raise min(failures.values(), key=lambda failure: isinstance(failure, EngineUnavailable))
@@ -220,10 +225,10 @@ class EngineClient:
 
         return await self._persist(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
 
-    async def _command(self, url: str, route: str, body: msgspec.Struct | None, kind: type[T]) -> T:
+    async def _command(self, url: str, route: str, body: msgspec.Struct | None, read: Read[T]) -> T:
         """One request that changes an engine; if it cannot be reached, that is remembered."""
         try:
-            return await self._request(url, route, body, kind, self._timeout, admin=True)
+            return await self._request(url, route, body, read, self._timeout, admin=True)
         except EngineUnavailable as error:
             if (engine := self._pool.engines.get(url)) is not None:
                 self._pool.unreachable(engine, str(error), time.monotonic())
@@ -266,7 +271,7 @@ class EngineClient:
         return {engine.url: health for engine, health in answers.items()}
 
     async def _ask_health(self, engine: PooledEngine) -> Health:
-        return await self._request(engine.url, "/health", None, Health, HEALTH_TIMEOUT)
+        return await self._request(engine.url, "/health", None, _read_health, HEALTH_TIMEOUT)
 
     def _current(self) -> Sequence[PooledEngine]:
         """All that there are, as of now."""
@@ -287,7 +292,7 @@ class EngineClient:
         url: str,
         route: str,
         body: msgspec.Struct | None,
-        kind: type[T],
+        read: Read[T],
         timeout: float,
         *,
         admin: bool = False,
@@ -306,15 +311,13 @@ class EngineClient:
             raise EngineTimeout(f"{url}{route} gave no answer within {timeout:g} s") from error
         except Unreachable as error:
             raise EngineUnavailable(f"the engine at {url} cannot be reached: {error}") from error
-        schema = told.get(SCHEMA_HEADER.lower())
-        if schema is not None and int(schema) > SCHEMA:
-            raise EngineFailed(f"the engine at {url} speaks schema {schema}; this version understands up to {SCHEMA}")
-        if status != 200:
-            raise failure_of(url, status, told, content)
         try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineFailed(f"{url}{route} answered what no engine of ours does: {error}") from error
+            _check_schema(told.get(SCHEMA_HEADER.lower()))
+            if status == 200:
+                return read(content)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise EngineFailed(f"the answer of {url}{route} cannot be used: {error}") from error
+        raise failure_of(url, status, told, content)
 
 
 async def _ask(whom: Collection[K], ask: Callable[[K], Awaitable[T]]) -> tuple[dict[K, T], dict[K, EngineCallError]]:
@@ -330,6 +333,11 @@ async def _ask(whom: Collection[K], ask: Callable[[K], Awaitable[T]]) -> tuple[d
         else:
             answers[engine] = outcome
     return answers, failures
+
+
+def _check_schema(schema: str | None) -> None:
+    if schema is not None and not (schema.isdecimal() and int(schema) <= SCHEMA):
+        raise ValueError(f"it is of schema {schema}, and this version understands up to {SCHEMA}")
 
 
 def _absolute(path: Path) -> str:

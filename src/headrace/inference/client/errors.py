@@ -51,7 +51,7 @@ def failure_of(url: str, status: int, headers: dict[str, str], content: bytes) -
     """
     try:
         message = msgspec.json.decode(content, type=ErrorResponse).error.message
-    except msgspec.DecodeError:  # not one of ours: a proxy, or another server altogether
+    except (msgspec.DecodeError, UnicodeDecodeError):  # not one of ours: a proxy, or another server altogether
         message = content[:200].decode(errors="replace")
     if status == 503 or (status in GATEWAY and SCHEMA_HEADER.lower() not in headers):
         return EngineUnavailable(f"the engine at {url} is not available: {message} (HTTP {status})")
