@@ -22,6 +22,7 @@ from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.journal import Journal
+from headrace.orchestrator.lifetimes import Lifetimes
 from headrace.orchestrator.loop_watch import watching_the_loop
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.pipeline import RunFailed
@@ -76,7 +77,7 @@ async def _run(
     async with AsyncExitStack() as stack:
         try:
             stack.enter_context(only_one(run, "orchestrator"))
-            environments = await _load_environments(config, stack)
+            environments = await _load_environments(config, status, stack)
             journal = stack.enter_context(closing(Journal(run.journal)))
             tell_changed_tasks(environments, journal, status)
             if config.train.env:
@@ -127,9 +128,11 @@ def _key(variable: str) -> str | None:
     return key
 
 
-async def _load_environments(config: OrchestratorConfig, stack: AsyncExitStack) -> Environments:
+async def _load_environments(config: OrchestratorConfig, status: Status, stack: AsyncExitStack) -> Environments:
     """Started, and closed with the stack. Those with `workers` run in processes of their own."""
     loaded: Environments = {}
+    lifetimes = Lifetimes(status)
+    stack.push_async_callback(lifetimes.close)
     slots: list[tuple[Kind, Sequence[EnvConfig]]] = [(Kind.TRAIN, config.train.env), (Kind.EVAL, config.eval.env)]
     for kind, entries in slots:
         for entry in entries:
@@ -139,8 +142,7 @@ async def _load_environments(config: OrchestratorConfig, stack: AsyncExitStack) 
             if entry.workers:
                 limits = WorkerLimits(max_memory_mb=entry.worker_memory_mb)
                 environment = WorkerPool(environment, entry.id, entry.args, size=entry.workers, limits=limits)
-            stack.push_async_callback(environment.close)
-            await environment.start()
+            await lifetimes.start(f"the {kind} environment {entry.name}", environment)
             loaded[kind, entry.name] = (entry, environment, tasks)
     return loaded
 
