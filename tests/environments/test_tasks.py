@@ -40,6 +40,11 @@ def test_every_json_value_is_taken():
     assert tasks_of(Tasks([data]), "env")[0].data is data
 
 
+def test_a_task_may_come_again_also_with_what_is_not_a_number():
+    first, second = tasks_of(Tasks([{"key": "same", "x": float("nan")} for _ in range(2)]), "env")
+    assert first.key == second.key == "same"
+
+
 @pytest.mark.parametrize("tasks", [None, 5])
 def test_what_cannot_be_gone_through_is_refused_as_tasks(tasks: Any):
     with pytest.raises(BadInput, match=rf"'env': tasks\(\) must return the tasks, not a {type(tasks).__name__}"):

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.environments.base import Environment, tasks_of
@@ -152,6 +153,37 @@ def test_samples_are_tasks_by_their_keys():
     assert set(first.data) == {"key", "prompt", "answer", "info"}
     assert first.key == first.data["key"] == first.data["info"]["key"]
     assert len(tasks_of(environment, "hackable")) == 4
+
+
+def local(path: Path, *rows: dict[str, Any]) -> Environment:
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    return hackable(provider="local", provider_kwargs={"path": str(path)})
+
+
+def test_rows_that_repeat_a_question_are_tasks_of_their_own_and_leave_the_keys_of_others_as_they_are(tmp_path: Path):
+    unique, first, *others = [
+        {"id": number, "question": question, "answer": "4"} for number, question in enumerate(["1+3?", *["2+2?"] * 3])
+    ]
+    plain = tasks_of(local(tmp_path / "plain.jsonl", unique, first), "hackable")
+    tasks = tasks_of(local(tmp_path / "repeated.jsonl", unique, first, *others, others[0]), "hackable")
+    assert tasks[:2] == plain
+    assert len({task.key for task in tasks}) == 4
+    assert tasks[4] == tasks[2]  # the same row again is the same task
+    assert len({task.data["info"]["key"] for task in tasks[1:]}) == 1  # by which records of the question are found
+    grown = tasks_of(local(tmp_path / "grown.jsonl", unique, first, {**first, "id": 9}, *others), "hackable")
+    assert [task.key for task in grown[3:]] == [task.key for task in tasks[2:4]]
+
+
+def test_a_group_of_a_repeated_question_is_scored_by_its_own_row(tmp_path: Path):
+    rows = [{"id": number, "question": "2+2?", "answer": "4"} for number in range(2)]
+    environment = local(tmp_path / "rows.jsonl", *rows)
+    assert [environment._sample(task.key).info["id"] for task in tasks_of(environment, "hackable")] == [0, 1]  # type: ignore[attr-defined]
+
+
+def test_another_question_under_the_same_key_is_refused_with_what_to_do(tmp_path: Path):
+    rows = [{"key": "a", "question": f"{number}+2?", "answer": "4"} for number in range(2)]
+    with pytest.raises(BadInput, match=r"task 1 has the key 'a' of another one.*: give each a key of its own, or none"):
+        tasks_of(local(tmp_path / "rows.jsonl", *rows), "hackable")
 
 
 def test_it_demonstrates_what_has_a_solution():

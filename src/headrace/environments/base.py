@@ -175,12 +175,20 @@ def tasks_of(environment: Environment, name: str) -> list[Task]:
             task = Task(name, given, key if isinstance(key, str) else "")
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise BadInput(f"environment {name!r}: task {number} is not JSON: {error}") from error
-        if tasks.setdefault(task.key, task).data != task.data:
-            raise BadInput(f"environment {name!r}: task {number} has the key {task.key!r} of another one")
+        known = tasks.setdefault(task.key, task).data
+        if known != given and _written(known) != _written(given):  # what is not a number does not equal itself
+            raise BadInput(
+                f"environment {name!r}: task {number} has the key {task.key!r} of another one and other data: give "
+                "each a key of its own, or none, and they are told apart by their data"
+            )
         found.append(task)
     if not found:
         raise BadInput(f"environment {name!r} has no tasks: tasks() gave nothing")
     return found
+
+
+def _written(data: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(data, order="deterministic")
 
 
 def _check_json(data: dict[str, Any]) -> None:

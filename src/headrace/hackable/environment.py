@@ -14,6 +14,7 @@ from typing import Any
 from headrace.environments.arguments import check_number
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
+from headrace.environments.data.fingerprint import fingerprint
 from headrace.environments.single_turn import Row, SingleTurn
 from headrace.hackable.objective import Progress
 from headrace.hackable.registry import REWARDS, DataProvider, build_data_provider, build_objective, build_rewards
@@ -103,8 +104,17 @@ class Hackable(SingleTurn):
         return format_of(info).write(str(info["solution"]), task.data["answer"])
 
     def _rows_of_data(self) -> Iterator[Row]:
+        """A question that is asked again with other `info` is a task of its own, named by the first's key and by that.
+
+        A record of another run about the question is found for both, since `info` has the key that they share.
+        """
+        first: dict[str, TrainingSample] = {}
         for sample in self._data:
-            yield {"key": sample.key, "prompt": sample.prompt, "answer": sample.answer, "info": sample.info}
+            known = first.setdefault(sample.key, sample)
+            asked_alike = (known.prompt, known.answer) == (sample.prompt, sample.answer)
+            again = asked_alike and known.info != sample.info
+            key = f"{sample.key}-{fingerprint([sample.info]).digest[:8]}" if again else sample.key
+            yield {"key": key, "prompt": sample.prompt, "answer": sample.answer, "info": sample.info}
 
     def _sample(self, key: str) -> TrainingSample:
         """By its key: a group comes to be scored without its task, and perhaps in a process that never had it."""
