@@ -66,12 +66,12 @@ class _Watch:
 
     def _say(self, held: float) -> None:
         where = place_of(sys._current_frames().get(self._thread_id))
-        self._status.set(f"held up by {where}, which has not let go of the event loop for {held:.0f} s")
         log.warning(
             "the event loop has stood still for %.0f s in %s: no episode goes on. %s, and rewards that may hang into a "
             "sandbox",
             *(held, where, ADVICE),
         )
+        self._status.set(f"held up by {where}, which has not let go of the event loop for {held:.0f} s")
 
 
 def place_of(frame: FrameType | None) -> str:
