@@ -49,7 +49,7 @@ def check(rollout: Rollout, scored_later: bool, in_words: bool = False, vocab_si
         return
     if rollout.trainable and not in_words and not rollout.completion_tokens:
         rollout.error = RolloutError("empty", "the rollout has no sampled token")
-    elif rollout.trainable and vocab_size is not None and (why := why_untrainable(rollout.turns, vocab_size)):
+    elif rollout.trainable and vocab_size is not None and (why := why_unusable(rollout.turns, vocab_size)):
         rollout.error = RolloutError(INVALID_ROLLOUT, why)
     elif not scored_later:
         rollout.reward = total_reward(rollout.rewards)
@@ -57,15 +57,15 @@ def check(rollout: Rollout, scored_later: bool, in_words: bool = False, vocab_si
             rollout.error, rollout.reward = RolloutError(INVALID_REWARD, why), math.nan
 
 
-def why_untrainable(turns: Sequence[Turn], vocab_size: int) -> str:
+def why_unusable(turns: Sequence[Turn], vocab_size: int) -> str:
     """What no trainer could compute with, in turns that an environment made or changed; empty if nothing."""
     for number, turn in enumerate(turns):
-        if why := _why_untrainable(turn, vocab_size):
+        if why := _why_unusable(turn, vocab_size):
             return f"turn {number}: {why}"
     return ""
 
 
-def _why_untrainable(turn: Turn, vocab_size: int) -> str:
+def _why_unusable(turn: Turn, vocab_size: int) -> str:
     for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
         if ids.view(np.uint32).max(initial=0) >= vocab_size:  # a negative one is very large so
             return f"{name} hold {ids[(ids < 0) | (ids >= vocab_size)][0]}, and the model has {vocab_size} tokens"
