@@ -133,10 +133,10 @@ def test_an_older_checkpoint_on_purpose_forks_a_new_run(run: Path) -> None:
 
 
 def test_what_a_fork_evaluates_counts_however_often_the_run_before_it_was_resumed(run: Path) -> None:
-    MetricsLog(run / "metrics.jsonl", "orchestrator").log(5, {"eval/heldout/avg@1": 0.5, "progress/incarnation": 3})
+    MetricsLog(run / "metrics.jsonl", "orchestrator").log(5, {"eval/heldout/avg@1": 0.5, "eval/incarnation": 3})
     decide(run, "5", False).apply()
     metrics = run.with_name("run-from-5") / "metrics.jsonl"
-    MetricsLog(metrics, "orchestrator").log(6, {"eval/heldout/avg@1": 0.6, "progress/incarnation": 1})
+    MetricsLog(metrics, "orchestrator").log(6, {"eval/heldout/avg@1": 0.6, "eval/incarnation": 1})
     assert History(read_metrics(metrics)).held_out() == [(5, 0.5), (6, 0.6)]
 
 

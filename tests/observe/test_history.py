@@ -26,7 +26,8 @@ def evaluated(version: int, **scores: float) -> dict[str, Any]:
 
 
 def of(incarnation: int, *records: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**record, "progress/incarnation": incarnation} for record in records]
+    names = {"trainer": "progress/incarnation", "orchestrator": "eval/incarnation"}
+    return [{**record, names[record["process"]]: incarnation} for record in records]
 
 
 def test_the_tail_hands_out_each_record_once_and_waits_for_whole_lines(tmp_path: Path) -> None:

@@ -627,7 +627,7 @@ async def test_what_a_lost_lineage_evaluated_is_evaluated_again_if_the_trainer_w
         assert await asyncio.wait_for(running, 60)
     status.close("ended")
     assert [version for version, score in pipeline.records("eval/heldout/avg@1").items() if score >= 0] == [STEPS]
-    assert pipeline.records("progress/incarnation") == {STEPS: 1}
+    assert pipeline.records("eval/incarnation") == {STEPS: 1}
 
 
 async def test_without_an_environment_to_train_on_it_evaluates_what_is_published_until_the_last_version(

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.launch.errors import BadRequest
-from headrace.observe.history import INCARNATION, Tail
+from headrace.observe.history import INCARNATIONS, Tail
 from headrace.transport.files import MARKER, link_tree, write_directory
 from headrace.transport.lock import is_held, lock
 from headrace.transport.run_dir import RunDir
@@ -184,7 +184,8 @@ def _fork(source: RunDir, target: RunDir, step: int) -> None:
     with open(target.metrics, "wb") as file:
         for record in Tail(source.metrics).read():
             if record["step"] <= step:
-                record.pop(INCARNATION, None)  # the fork counts its own: an old one must not look newer than those
+                for name in INCARNATIONS:  # the fork counts its own: an old one must not look newer than those
+                    record.pop(name, None)
                 file.write(msgspec.json.encode(record) + b"\n")
     if source.journal.is_file():
         from headrace.orchestrator.journal import fork

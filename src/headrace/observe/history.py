@@ -14,8 +14,9 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 Curve = list[tuple[int, float]]
 
-INCARNATION = "progress/incarnation"
-"""In records of what was trained or evaluated: the lineage of the weights. A trainer that goes back begins another."""
+INCARNATIONS = ("progress/incarnation", "eval/incarnation")
+"""In records of what was trained and of what was evaluated: the lineage of the weights. A trainer that goes back begins
+another. No two processes write the same name: monitors do not tell them apart."""
 
 
 class Tail:
@@ -72,7 +73,7 @@ class History:
         self.latest.update(record)
         if self._first_time is None:
             self._first_time = float(record["time"])
-        incarnation = int(record.get(INCARNATION, self.incarnation))
+        incarnation = _incarnation(record, self.incarnation)
         if incarnation > self.incarnation:
             self.incarnation, self._began = incarnation, step
             self._lose_evals(step)
@@ -91,7 +92,8 @@ class History:
 
     def _put(self, series: dict[int, Record], step: int, record: Record) -> None:
         """Append. A step that comes again after a resume replaces itself and all that had followed it."""
-        if INCARNATION not in record and series and next(reversed(series)) > step:  # else its lineage has said so
+        has_said_so = any(name in record for name in INCARNATIONS)
+        if not has_said_so and series and next(reversed(series)) > step:
             self._lose_evals(step)
         while series and next(reversed(series)) > step:
             series.popitem()
@@ -129,6 +131,10 @@ class History:
             if len(known) == len(environments):
                 points.append((version, sum(known.values()) / len(known)))
         return points
+
+
+def _incarnation(record: Record, otherwise: int) -> int:
+    return int(next((record[name] for name in INCARNATIONS if name in record), otherwise))
 
 
 def _evaluations(record: Record) -> Iterator[tuple[str, float]]:

@@ -213,7 +213,7 @@ class Orchestrator:
 
     def _report_eval(self, batch: EvalBatch) -> None:
         version = batch.version
-        self.metrics.log(version.step, {**batch.metrics, "progress/incarnation": version.incarnation})
+        self.metrics.log(version.step, {**batch.metrics, "eval/incarnation": version.incarnation})
         scores = {name.split("/")[-1]: value for name, value in batch.metrics.items() if "@" in name}
         words = ", ".join(f"{name} {value:.4g}" for name, value in sorted(scores.items()))
         failed = batch.metrics[f"eval/{batch.env}/errors"]
