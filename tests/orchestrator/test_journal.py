@@ -217,17 +217,23 @@ def test_every_start_of_a_run_has_a_number_of_its_own_whatever_is_rewound(tmp_pa
     assert Journal(tmp_path / "fork" / "journal.sqlite").start() == 4
 
 
-def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_path: Path):
-    path = tmp_path / "journal.sqlite"
+def write_old_journal(path: Path, as_it_was_then: str) -> None:
+    """One that has shipped a step; the script takes out what later schemas brought."""
     journal = Journal(path)
     journal.commit(entries(draws(0), shipped(0)), shipped=1)
     journal.close()
-    with sqlite3.connect(path) as db:  # as it was then
-        db.executescript(
-            "DROP TABLE algorithms; DROP TABLE starts; ALTER TABLE draws DROP COLUMN credited_tokens;"
-            "CREATE TABLE algorithms (step INTEGER, env TEXT, state TEXT NOT NULL, PRIMARY KEY (step, env));"
-            "INSERT INTO algorithms VALUES (1, 'env', '[1]'); PRAGMA user_version=2;"
-        )
+    with sqlite3.connect(path) as db:
+        db.executescript(as_it_was_then)
+
+
+def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    write_old_journal(
+        path,
+        "DROP TABLE algorithms; DROP TABLE starts; ALTER TABLE draws DROP COLUMN credited_tokens;"
+        "CREATE TABLE algorithms (step INTEGER, env TEXT, state TEXT NOT NULL, PRIMARY KEY (step, env));"
+        "INSERT INTO algorithms VALUES (1, 'env', '[1]'); PRAGMA user_version=2;",
+    )
     Journal(path, read_only=True).close()
     fork(path, tmp_path / "fork" / "journal.sqlite", step=1)
     for old in (path, tmp_path / "fork" / "journal.sqlite"):
@@ -241,11 +247,7 @@ def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_
 
 def test_a_journal_of_schema_3_goes_on_with_lengths_that_nobody_knows(tmp_path: Path):
     path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
-    journal.commit(entries(draws(0), shipped(0)), shipped=1)
-    journal.close()
-    with sqlite3.connect(path) as db:  # as it was then
-        db.executescript("ALTER TABLE draws DROP COLUMN credited_tokens; PRAGMA user_version=3;")
+    write_old_journal(path, "ALTER TABLE draws DROP COLUMN credited_tokens; PRAGMA user_version=3;")
     journal = Journal(path)
     longer = shipped(1)
     longer.credit, longer.credited_tokens = 1, 70

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.environments.data.fingerprint import fingerprint
 from headrace.errors import BadInput
 from headrace.rollout.types import Message, Rollout, Task, Turn
 
@@ -176,7 +177,7 @@ def tasks_of(environment: Environment, name: str) -> list[Task]:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise BadInput(f"environment {name!r}: task {number} is not JSON: {error}") from error
         known = tasks.setdefault(task.key, task).data
-        if known != given and _written(known) != _written(given):  # what is not a number does not equal itself
+        if known != given and fingerprint([known]) != fingerprint([given]):  # what is no number does not equal itself
             raise BadInput(
                 f"environment {name!r}: task {number} has the key {task.key!r} of another one and other data: give "
                 "each a key of its own, or none, and they are told apart by their data"
@@ -185,10 +186,6 @@ def tasks_of(environment: Environment, name: str) -> list[Task]:
     if not found:
         raise BadInput(f"environment {name!r} has no tasks: tasks() gave nothing")
     return found
-
-
-def _written(data: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(data, order="deterministic")
 
 
 def _check_json(data: dict[str, Any]) -> None:

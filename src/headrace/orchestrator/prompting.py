@@ -17,7 +17,7 @@ from headrace.environments.base import EpisodeError, PromptTooLong, ToolCall
 from headrace.environments.replies import MALFORMED, NO_JSON, NO_NAME, NOT_CLOSED, tool_call
 from headrace.rollout.types import Message, Turn
 from headrace.text.prompt import Prompt, Prompts, text_length
-from headrace.text.renderer import shows_tools
+from headrace.text.renderer import NO_PLACE_FOR_TOOLS, shows_tools
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -111,10 +111,7 @@ class Prompter:
                 "renderer.name that knows the model",
             )
         if not shows_tools(self.renderer):
-            log.warning(
-                "an environment offers tools, but the policy's chat template has no place for them: the policy is not "
-                "told of them. Describe them in the prompt, or train a model whose template shows tools"
-            )
+            log.warning("an environment offers tools, but the policy's chat template %s", NO_PLACE_FOR_TOOLS)
         self._has_checked_tools = True
 
     def _check_room(self, tokens: int, least: str = "") -> None:

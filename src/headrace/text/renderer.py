@@ -57,6 +57,13 @@ def make_renderer(
     return create_renderer(tokenizer, _config(name, options))
 
 
+NO_PLACE_FOR_TOOLS = (
+    "has no place for them, so that the model does not see them: describe them in a message, or take a model whose "
+    "template shows tools"
+)
+"""What is said, after whose template it is, where `shows_tools` says no."""
+
+
 def shows_tools(renderer: Renderer) -> bool:
     """Whether a prompt tells the model of its tools: many templates have no place for them, and leave them out.
 

@@ -15,7 +15,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.types import Sample
 from headrace.shared_device import EnginesBeside
-from headrace.text.renderer import make_renderer, shows_tools
+from headrace.text.renderer import NO_PLACE_FOR_TOOLS, make_renderer, shows_tools
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
 from headrace.trainer.conversation import Conversation, render
@@ -65,10 +65,7 @@ def train(
     if rows is not None:
         tell_changed_rows(rows, learner.state, status)
         if rows.have_tools and not shows_tools(renderer):
-            status.notify(
-                f"{rows.name} has tools, but the model's chat template has no place for them: the model is not told of "
-                "them. Describe them in the messages, or train a model whose template shows tools"
-            )
+            status.notify(f"{rows.name} has tools, but the model's chat template {NO_PLACE_FOR_TOOLS}")
     conversations, held_out = open_conversations(config, rows, learner.state.examples)
     validation = make_validation(config, learner, [render(conversation, renderer) for conversation in held_out])
     cuts = Cuts(learner.seq_len)

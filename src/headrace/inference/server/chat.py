@@ -23,7 +23,7 @@ from headrace.inference.server.messages import rendered_messages
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.text import cut_end
 from headrace.inference.server.token_text import TokenText
-from headrace.text.renderer import shows_tools
+from headrace.text.renderer import NO_PLACE_FOR_TOOLS, shows_tools
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,7 @@ class Chat:
         if body.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced here")
         if _tools(body) and not self._shows_tools:
-            raise InvalidRequest(
-                "tools: the chat template of this model has no place for tools, so that it would not see them: "
-                "describe them in a message, or serve a model whose template shows tools"
-            )
+            raise InvalidRequest(f"tools: the chat template of this model {NO_PLACE_FOR_TOOLS}")
 
     @functools.cached_property
     def _shows_tools(self) -> bool:
