@@ -1,11 +1,18 @@
-"""Errors that explain themselves: their message is complete, and the command line prints it without a traceback."""
+"""Errors that explain themselves: the command line prints their message without a traceback."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
 
 AGAIN = os.EX_TEMPFAIL
 """The exit status (75) of a process that can go on if it is started again: the engine under a server died."""
+
+LONGEST_VALUE = 100
+"""Characters of a value that a message shows."""
 
 
 class Failure(Exception):
@@ -13,4 +20,67 @@ class Failure(Exception):
 
 
 class BadInput(Failure):
-    """What was asked for cannot be done as asked; nothing has been started or changed."""
+    """Something that the user gave cannot be used; nothing has been started or changed.
+
+    The message is made of the fields, as `file:line: key = value: fact. Fix`, without those that are not set.
+    Tests assert on the fields, so that wording stays free to improve.
+    """
+
+    def __init__(
+        self,
+        fact: str,
+        *,
+        key: str | None = None,
+        value: Any = None,
+        fix: str | None = None,
+        file: Path | str | None = None,
+        line: int | None = None,
+    ) -> None:
+        super().__init__(fact)
+        self.fact = fact
+        """What is wrong with the value, or with the file."""
+        self.key = key
+        """The key, option or argument as the user wrote it: `trainer.optim.lr`, `--trainer.optim.lr`, `MODEL`."""
+        self.value = value
+        """What the user gave; None: nothing."""
+        self.fix = fix
+        """What to do about it: a sentence."""
+        self.file = file
+        """The file at fault, or the one in which the key is written."""
+        self.line = line
+        """The line in it, from 1."""
+        self.problems: tuple[BadInput, ...] = (self,)
+        """Several problems that were found together; otherwise this one."""
+
+    @classmethod
+    def combine(cls, problems: Sequence[BadInput]) -> Self:
+        """Make one error of several: its fields are those of the first."""
+        first = problems[0]
+        error = cls(first.fact, key=first.key, value=first.value, fix=first.fix, file=first.file, line=first.line)
+        if len(problems) > 1:
+            error.problems = tuple(problems)
+        return error
+
+    def __str__(self) -> str:
+        if len(self.problems) > 1:
+            return "\n".join(str(problem) for problem in self.problems)
+        place = "" if self.file is None else f"{self.file}: " if self.line is None else f"{self.file}:{self.line}: "
+        shown = "" if self.value is None else shown_value(self.value)
+        what = f"{self.key} = {shown}" if self.key and shown else self.key or shown
+        fact = self.fact if self.fix is None else f"{self.fact.rstrip('.')}. {self.fix}"
+        return f"{place}{what}: {fact}" if what else f"{place}{fact}"
+
+
+class InvalidValue(BadInput, ValueError):
+    """A validator of the configuration refuses a value; `key` is relative to the validator's section."""
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as a run file would write it, cut to `LONGEST_VALUE` characters."""
+    if isinstance(value, Path):
+        return str(value)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
