@@ -33,6 +33,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"type": "opsd", "demo_key": "worked"},
     {"type": "sft"},
     {"type": "rlcsd"},
+    {"type": "rlcsd", "length_penalty": "linear"},
+    {"type": "rlcsd", "length_penalty": {"type": "overlong", "max_tokens": 40, "cache_tokens": 20}},
     {"type": "rae"},
     {"type": "hierarchical_grpo", "episode_agents": ["b"]},
     {"type": "custom", "import_path": "tests.algorithms.test_conformance:ranks"},

@@ -43,6 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "grpo", "terms": [f"{HERE}:even", f"{HERE}:slow"]}, "term .*:slow' is an async function"),
     ({"type": "echo", "terms": [f"{HERE}:slow"]}, "term .*:slow' is an async function"),
     ({"type": "echo", "filter": f"{HERE}:slow"}, "filter of echo .*:slow' is an async function"),
+    ({"type": "rlcsd", "terms": [f"{HERE}:slow"]}, "term .*:slow' is an async function"),
     ({"type": "rlcsd", "hint_filter": f"{HERE}:gone"}, "hint_filter of rlcsd .*:gone' cannot be imported"),
 ]
 
@@ -66,7 +67,7 @@ def test_code_that_cannot_work_is_refused_without_and_with_an_algorithm_to_make(
         {"type": f"{HERE}:Touchy", "kwargs": {"decay": 1}},
         {"type": "custom", "import_path": f"{HERE}:even", "kwargs": {"share": 0.5}},
         {"type": "echo", "terms": [f"{HERE}:even"], "filter": f"{HERE}:even"},
-        {"type": "rlcsd", "hint_filter": f"{HERE}:even"},
+        {"type": "rlcsd", "terms": [f"{HERE}:even"], "hint_filter": f"{HERE}:even"},
     ],
 )
 def test_looking_for_code_runs_none_of_it(settings: dict[str, Any]):

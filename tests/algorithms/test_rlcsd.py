@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from headrace.algorithms import rlcsd
+from headrace.algorithms.group_credit import GroupCredit
+from headrace.algorithms.length_penalty import Overlong
 from headrace.algorithms.rlcsd import Rlcsd
 from headrace.algorithms.siblings import response_text
 from headrace.errors import BadInput
@@ -69,6 +71,18 @@ async def test_base_credit_is_standardized_over_the_group():
     equal = group_of([0.3] * 6)
     await algorithm.score_group(survivors(equal))
     assert all(credit(rollout) == [0, 0, 0] for rollout in equal)
+
+
+async def test_penalty_and_terms_are_centered_beside_the_standardized_reward():
+    def bonus(group: Sequence[Any]) -> list[float]:
+        return [0.5, 0.0, 0.0, 0.5]
+
+    credited = GroupCredit(normalize="std", penalty=Overlong(max_tokens=3, cache_tokens=2), terms=[bonus])
+    algorithm = await set_up(Rlcsd(credit=credited))
+    group = [*group_of([1, 1], length=3), *group_of([0, 0], length=2)]
+    await algorithm.score_group(survivors(group))
+    # p = 1, 1, .5, .5, centered .25; the bonus centered .25: neither is divided by the deviation of .5
+    assert [credit(rollout)[0] for rollout in group] == pytest.approx([1, 0.5, -1, -0.5], abs=1e-5)
 
 
 async def test_the_worked_example_of_the_spec():

@@ -110,6 +110,7 @@ ALGORITHMS: list[Any] = [
     {"type": "sft", "teacher": TEACHER},
     {"type": "sft", "sampling": {"source": TEACHER}},
     "rlcsd",
+    {"type": "rlcsd", "length_penalty": "linear", "terms": ["a.b:c"]},
     {"type": "rlcsd", "advantage": {"lam": 0.1, "hint_filter": "a:b"}, "normalization": "rollout_mean"},
     {"type": "rae", "decay": 0.9},
     {"type": "hierarchical_grpo", "episode_agents": ["solver"]},

@@ -78,7 +78,7 @@ def make_algorithm(config: AlgoConfig, *, seq_len: int, connect: Connect) -> Alg
         case SftAlgoConfig():
             return Sft()
         case RlcsdConfig():
-            return _rlcsd(config, connect)
+            return _rlcsd(config, seq_len, connect)
         case RaeConfig():
             return Rae(config.decay)
         case HierarchicalGrpoConfig():
@@ -100,6 +100,7 @@ def check_imports(config: AlgoConfig) -> None:
             _terms(config)
             _echo_filter(config)
         case RlcsdConfig():
+            _terms(config)
             _hint_filter(config)
         case CustomAlgoConfig():
             _function(config, "algorithm")
@@ -107,7 +108,7 @@ def check_imports(config: AlgoConfig) -> None:
             _imported_class(config)
 
 
-def _group_credit(config: GrpoConfig | EchoConfig, seq_len: int) -> GroupCredit:
+def _group_credit(config: GrpoConfig | EchoConfig | RlcsdConfig, seq_len: int) -> GroupCredit:
     return GroupCredit(
         normalize=config.normalize,
         length_weighted=config.length_weighted_baseline,
@@ -116,7 +117,7 @@ def _group_credit(config: GrpoConfig | EchoConfig, seq_len: int) -> GroupCredit:
     )
 
 
-def _terms(config: GrpoConfig | EchoConfig) -> list[Callable[..., Any]]:
+def _terms(config: GrpoConfig | EchoConfig | RlcsdConfig) -> list[Callable[..., Any]]:
     return [_function(term, "term") for term in config.terms]
 
 
@@ -141,9 +142,10 @@ def make_penalty(config: LengthPenaltyConfig, seq_len: int) -> LengthPenalty:
             assert_never(config)
 
 
-def _rlcsd(config: RlcsdConfig, connect: Connect) -> Rlcsd:
+def _rlcsd(config: RlcsdConfig, seq_len: int, connect: Connect) -> Rlcsd:
     return Rlcsd(
         _reference(config.teacher, connect),
+        credit=_group_credit(config, seq_len),
         correct_threshold=config.correct_threshold,
         min_contrast_gap=config.min_contrast_gap,
         num_negative_hints=config.num_negative_hints,

@@ -1,11 +1,12 @@
 """RLCSD (arXiv 2606.11709): group credit, modulated per token by a contrast of correct and incorrect hints.
 
-    A   = (r - mean(r)) / (std(r) + 1e-6)            over the group, for every token
+    A   = (r - mean(r)) / (std(r) + 1e-6)            over the group, for every token; plus length penalty and terms
     e_t = log p(t | correct hint) - log mean_k p(t | incorrect hint k)
     x_t = lam * tanh(e_t / tau)                      M: tokens with |x| > delta, U: the rest
     A_t = A + x_t on M, or 0 where that would turn the sign of A; A on U
 
-A hint is the whole response of a sibling in the batch. All are told in one template, so that what it changes about the
+A is the sum that `headrace.algorithms.group_credit` makes with normalize = "std": penalty and terms are centered and
+not divided. A hint is the whole response of a sibling in the batch. All are told in one template, so that what it changes about the
 style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after the hint. U and M are
 then normalized each on its own (`headrace.rollout.contrast`). A rollout that has no correct or no incorrect sibling, or
 whose teacher fails, keeps its plain credit, all of it on U, and is counted.
@@ -22,12 +23,12 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
+from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.hints import Hints, check_template
 from headrace.algorithms.scoring import Scorer, open_scorer
 from headrace.algorithms.siblings import Siblings, replies, response_text
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.contrast import contrast, fold, modulate, rollout_mean
-from headrace.rollout.credit import standardize
 from headrace.rollout.hinted import hinted_length
 from headrace.rollout.types import Rollout
 
@@ -49,6 +50,7 @@ class Rlcsd(Algorithm):
         self,
         teacher: Reference | None = None,
         *,
+        credit: GroupCredit | None = None,
         correct_threshold: float = 1.0,
         min_contrast_gap: float = 0.0,
         num_negative_hints: int = 4,
@@ -62,6 +64,7 @@ class Rlcsd(Algorithm):
         max_concurrent: int = 32,
     ) -> None:
         self._teacher = teacher
+        self._credit = credit or GroupCredit(normalize="std")
         self._siblings = Siblings(correct_threshold, min_contrast_gap, num_negative_hints, hint_filter)
         self._modulate = partial(modulate, lam=lam, tau=tau, delta=delta)
         self._eta = eta
@@ -87,8 +90,7 @@ class Rlcsd(Algorithm):
             )
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        rewards = np.array([rollout.reward for rollout in group])
-        for rollout, advantage in zip(group, standardize(rewards), strict=True):
+        for rollout, advantage in zip(group, self._credit.of(group, self.tally), strict=True):
             rollout.assign_advantages(float(advantage))
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:

@@ -58,18 +58,23 @@ class _AlgoConfig(Config):
         return self
 
 
-class _GroupCreditConfig(_AlgoConfig):
-    """Reward minus the group's baseline, plus terms that are centered by the same baseline."""
+class _CreditTermsConfig(_AlgoConfig):
+    """Reward minus the group's mean, plus terms that are centered by their own means."""
 
     COMPARES = True
+
+    length_penalty: LengthPenaltyConfig | None = None
+    terms: list[ImportConfig] = Field(default_factory=list)
+    """Functions of the group that give a bonus for each rollout, one more term of credit each."""
+
+
+class _GroupCreditConfig(_CreditTermsConfig):
+    """Reward minus the group's baseline, plus terms that are centered by the same baseline."""
 
     normalize: Literal["std"] | None = None
     """`std`: divide the centered reward by the group's standard deviation."""
     length_weighted_baseline: bool = False
     """The baseline is the mean over tokens, not over rollouts."""
-    length_penalty: LengthPenaltyConfig | None = None
-    terms: list[ImportConfig] = Field(default_factory=list)
-    """Functions of the group that give a bonus for each rollout, one more term of credit each."""
 
     @model_validator(mode="after")
     def _one_baseline(self) -> Self:
@@ -208,11 +213,12 @@ class SftAlgoConfig(_AlgoConfig):
         return self
 
 
-class RlcsdConfig(_AlgoConfig):
+class RlcsdConfig(_CreditTermsConfig):
     """Standardized group credit, modulated per token by what correct and incorrect siblings would have made of it."""
 
-    COMPARES = True
     RENDERER_FOR = "puts hints before each sample"
+    normalize: ClassVar[Literal["std"]] = "std"
+    length_weighted_baseline: ClassVar[bool] = False
 
     type: Literal["rlcsd"] = "rlcsd"
     teacher: ModelReference = "policy"

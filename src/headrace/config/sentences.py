@@ -112,7 +112,7 @@ SENTENCES: dict[str, str] = {
     "SamplingConfig.top_k": "Sample from this many of the likeliest tokens; -1: from all.",
     "SamplingConfig.max_tokens": "Tokens that one turn may have.",
     "_AlgoConfig.sampling": "Which model plays the episodes that are learned from.",
-    "_GroupCreditConfig.length_penalty": "What length costs a rollout; unset: nothing.",
+    "_CreditTermsConfig.length_penalty": "What length costs a rollout; unset: nothing.",
     "OpdConfig.teacher": "The model that is learned from.",
     "OpdConfig.max_concurrent": "Requests to the teacher at once.",
     "OpsdConfig.teacher": "The model that scores with the demonstration before it.",

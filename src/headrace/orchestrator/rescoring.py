@@ -32,6 +32,7 @@ from headrace.config.algorithms import (
     GrpoConfig,
     ImportedAlgoConfig,
     OpsdConfig,
+    RlcsdConfig,
 )
 from headrace.config.length_penalty import LengthPenaltyConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig, ZeroAdvantageConfig, filter_name
@@ -184,7 +185,7 @@ async def _desk(
 
 
 def _may_look_at_tasks(algo: AlgoConfig) -> bool:
-    if isinstance(algo, GrpoConfig | EchoConfig):
+    if isinstance(algo, GrpoConfig | EchoConfig | RlcsdConfig):
         return bool(algo.terms)
     return isinstance(algo, OpsdConfig | CustomAlgoConfig | ImportedAlgoConfig)
 

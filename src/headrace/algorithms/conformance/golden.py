@@ -141,6 +141,12 @@ GOLDEN: dict[str, tuple[Golden, ...]] = {
     "rlcsd": (
         # Nobody is correct, so there is no contrast: mean .5, standard deviation .5
         Golden(_group([1, 1, 0, 0]), [1, 1, -1, -1], {"correct_threshold": 2.0}),
+        # p = .0125, .025, .0125, .025 is centered around .01875, and not divided by the deviation
+        Golden(
+            _group([1, 1, 0, 0], [100, 200, 100, 200]),
+            [1.00625, 0.99375, -0.99375, -1.00625],
+            {"correct_threshold": 2.0, **_with(type="linear")},
+        ),
         # e = .048751, -.0002, .879885, so the second token alone is not modulated, and counts threefold
         Golden(_siblings, [[0, -1.2, 0]], model=_contrasting),
     ),

@@ -59,7 +59,9 @@ def promises_of(config: AlgoConfig, algorithm: Algorithm) -> Promises:
         case OpdConfig() | OpsdConfig() | SftAlgoConfig():
             return Promises(frozenset({ORDER}), dict.fromkeys((SHIFT, ZERO_SUM, SIGNS), "it gives no credit"))
         case RlcsdConfig():
-            return Promises(frozenset(PROMISES))
+            base = _of_group_credit(config)
+            reasons = {name: reason for name, reason in base.reasons.items() if name != SIGNS}
+            return msgspec.structs.replace(base, kept=base.kept | {SIGNS}, reasons=reasons)
         case RaeConfig():
             before = "credit is measured from what was earned before"
             return Promises(reasons={SHIFT: before, ZERO_SUM: before, SIGNS: _FINAL}, reward_alone=False)
@@ -69,7 +71,7 @@ def promises_of(config: AlgoConfig, algorithm: Algorithm) -> Promises:
             return _of_own(algorithm)
 
 
-def _of_group_credit(config: GrpoConfig | EchoConfig) -> Promises:
+def _of_group_credit(config: GrpoConfig | EchoConfig | RlcsdConfig) -> Promises:
     kept, reasons = {ZERO_SUM}, {SIGNS: _FINAL}
     penalty = config.length_penalty
     if isinstance(penalty, LinearPenaltyConfig):
