@@ -13,6 +13,8 @@ from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.run import RunConfig
+from headrace.config.sft import SftConfig
+from headrace.launch import local
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import (
     check_ports,
@@ -78,6 +80,39 @@ def test_where_the_engines_are_elsewhere_no_server_is_started_and_all_of_them_ar
     assert trainer.env[VISIBLE] == "0,1"
     assert orchestrator.argv[-2:] == ["--servers", "2"]
     assert on_this_machine(config) == ["no server is started here: the engines are at http://one:8000, http://two:8000"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "trainer_threads"),
+    [
+        ({}, "8"),
+        ({"launch": {"trainer_processes": 2}}, "4"),
+        ({"launch": {"threads": 3}}, "3"),
+        ({"eval": {"env": [{"id": "reverse-text"}]}}, "4"),
+    ],
+)
+def test_an_sft_trainer_uses_every_core_unless_an_engine_computes_beside_it(
+    tree: dict[str, Any], trainer_threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(VISIBLE, "")
+    monkeypatch.setattr(local, "usable_cores", lambda: 8)
+    given = {"output_dir": str(tmp_path), "max_steps": 1, "seq_len": 64, "data": {"env": "reverse-text"}}
+    config = SftConfig.model_validate({**given, "model": {"name": "tiny"}, **tree})
+    specs = {spec.name: spec for spec in processes_of(config, RunDir(tmp_path), resume=False)}
+    assert specs["trainer"].env["OMP_NUM_THREADS"] == trainer_threads
+    assert [spec.env["OMP_NUM_THREADS"] for name, spec in specs.items() if name == "inference"] == ["4"] * (
+        "eval" in tree
+    )
+
+
+def test_threads_that_use_every_core_wait_without_spinning_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert local.trainer_process(RunDir(tmp_path), 1, (), None, False, alone=True).env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in local.trainer_process(RunDir(tmp_path), 1, (), None, False).env
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "OMP_WAIT_POLICY" not in local.trainer_process(RunDir(tmp_path), 1, (), None, False, alone=True).env
 
 
 def test_only_vllm_spreads_a_server_over_gpus(monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,8 @@ class LaunchConfig(Config):
     its KV cache up where memory is short; or both at once, each within a part of the memory. Unset: in turns, but for
     evaluation beside SFT, where nobody would ever wait. `alternate` does the same on a machine without GPUs."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of each rank and of each server; unset: half the cores, divided by their number."""
+    """CPU threads of each rank and of each server; unset: half the cores divided by their number, all of them for SFT
+    without evaluation, where only the trainer computes."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds until every process must be up; they count anew when one is started again. vLLM has its own on top."""
     stop_timeout: float = Field(10.0, gt=0)

@@ -84,7 +84,7 @@ def processes_of(config: RunConfig | SftConfig, run: RunDir, resume: bool) -> li
     if has_servers(config):
         return processes(limits, config.inference, run, resume, trainer_waits=isinstance(config, RunConfig))
     ranks, gpus = place_trainer(visible_gpus(), limits.trainer_processes)
-    trainer = trainer_process(run, ranks, gpus, limits.threads, resume)
+    trainer = trainer_process(run, ranks, gpus, limits.threads, resume, alone=isinstance(config, SftConfig))
     if isinstance(config, SftConfig):
         return [trainer]
     return [trainer, orchestrator_process(run, config.orchestrator.client.base_url, None)]
@@ -173,12 +173,25 @@ def server_process(
 
 
 def trainer_process(
-    run: RunDir, ranks: int, gpus: Sequence[str], cores: int | None, resume: bool, sharing: Sharing | None = None
+    run: RunDir,
+    ranks: int,
+    gpus: Sequence[str],
+    cores: int | None,
+    resume: bool,
+    sharing: Sharing | None = None,
+    *,
+    alone: bool = False,
 ) -> ProcessSpec:
-    """The trainer, of an RL run or an SFT run. The others need no word to continue."""
+    """The trainer, of an RL run or an SFT run. The others need no word to continue.
+
+    `alone`: nothing else of the run computes, so the ranks use every core.
+    """
     first = _headrace("trainer", str(run.root), *_option("--ranks", range(ranks)), *_told(sharing))
     again = [*first, "--resume"]
-    environment = {**threads(cores or max(1, half_the_cores() // ranks)), **seeing(gpus)}
+    shared = usable_cores() if alone else half_the_cores()
+    environment = {**threads(cores or max(1, shared // ranks)), **seeing(gpus)}
+    if alone and "OMP_WAIT_POLICY" not in os.environ:  # spinning threads are slow when another program needs a core
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     return ProcessSpec("trainer", again if resume else first, environment, restart_argv=again)
 
 
@@ -202,10 +215,17 @@ def _headrace(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "headrace", *arguments]
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def half_the_cores() -> int:
-    """Threads for a process that computes: threads spin for each other, so that one core busy elsewhere stalls all."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // 2)
+    """Return the threads of a process that computes beside another.
+
+    Threads spin while they wait for each other, so that one core busy elsewhere stalls all.
+    """
+    return max(1, usable_cores() // 2)
 
 
 def threads(count: int) -> dict[str, str]:
