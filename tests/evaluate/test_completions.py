@@ -9,7 +9,7 @@ from headrace.evaluate.completions import Completion, CompletionsFile, Thinking,
 from headrace.rollout.types import Rollout, RolloutError, Turn
 
 THINKING = Thinking(
-    "<think>", "</think>", lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len
+    lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len
 )
 """One token per letter."""
 
@@ -23,9 +23,11 @@ def rollout(text: str, **fields: object) -> Rollout:
     return made
 
 
-def line(*rollouts: Rollout, correct: str | None = None) -> Completion:
+def line(
+    *rollouts: Rollout, correct: str | None = None, tags: tuple[str, str] = ("<think>", "</think>")
+) -> Completion:
     tokens = sum(rollout.completion_tokens for rollout in counted_of(rollouts))
-    return completion_of("k", 0, rollouts, THINKING, correct, tokens)
+    return completion_of("k", 0, rollouts, THINKING, tags, correct, tokens)
 
 
 def test_an_answer_is_right_by_the_component_that_says_so_and_in_format_by_another():
@@ -57,6 +59,11 @@ def test_a_component_that_nobody_reports_is_refused_with_those_that_are():
 def test_thoughts_are_measured_in_tokens_and_words(text: str, tokens: int | None, words: int | None):
     given = line(rollout(text, reward=0.0))
     assert (given.tokens, given.thinking_tokens, given.thinking_words) == (len(text), tokens, words)
+
+
+def test_thoughts_are_found_by_the_tags_that_were_asked_for():
+    given = line(rollout("[reason]six and two[/reason]8", reward=0.0), tags=("[reason]", "[/reason]"))
+    assert (given.thinking_tokens, given.thinking_words) == (11, 3)
 
 
 def test_thoughts_that_the_renderer_told_apart_count_where_there_are_no_tags():

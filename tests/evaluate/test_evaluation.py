@@ -9,10 +9,14 @@ import pytest
 
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
+from headrace.environments.registry import load_environment
+from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.evaluate.evaluation import Evaluation, evaluate
+from headrace.evaluate.evaluation import Evaluation, evaluate, examples_of
 from headrace.evaluate.exam import Conditions
 from headrace.evaluate.models import Candidate
+from headrace.hackable import samples
+from headrace.hackable.samples import TrainingSample
 from headrace.rollout.types import Rollout, Task
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import read_endpoints
@@ -36,7 +40,7 @@ def asked(output: Path, model: Path, **changes: Any) -> Evaluation:
         "sampling": {"temperature": 1.0},
     } | changes
     conditions = Conditions(
-        given["samples"], given["sampling"], None, None, ("<think>", "</think>"), None, 8, None, str(model)
+        given["samples"], given["sampling"], None, None, None, None, 8, None, str(model)
     )
     return Evaluation(output, given["env"], given["args"], 0, 6, conditions, {}, [], "HEADRACE_API_KEY")
 
@@ -116,6 +120,44 @@ async def test_a_model_that_cannot_be_evaluated_is_named_and_the_others_go_on(ti
         engine.broken = False
         (whole,) = await evaluate(asked(tmp_path / "other", tiny_model), [at(run)], silent)  # they are tried again
         assert not whole.result.failure and not whole.result.errors
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "pairs"),
+    [
+        ("reverse-text", {}, [("<think>", "</think>")]),
+        ("strict-math", {"data": "arithmetic", "opening": "[r]", "closing": "[/r]"}, [("[r]", "[/r]")]),
+        ("hackable", {"provider": f"{__name__}:tagged"}, [("<think>", "</think>"), ("[r]", "[/r]")]),
+    ],
+)
+def test_the_tags_of_thoughts_are_those_of_the_environment_or_of_its_tasks(
+    env: str, args: dict[str, Any], pairs: list[tuple[str, str]], tmp_path: Path
+):
+    evaluation = asked(tmp_path, tmp_path, env=env, args=args)
+    environment = load_environment(env, args)
+    assert examples_of(environment, evaluation).pairs == pairs
+    pool = WorkerPool(environment, env, args, size=1)
+    assert examples_of(pool, evaluation).pairs == pairs
+    given = evaluation.conditions._replace(tags=("<a>", "</a>"))
+    assert examples_of(environment, evaluation._replace(conditions=given)).pairs == [("<a>", "</a>")]
+
+
+def tagged(**kwargs: Any) -> list[TrainingSample]:
+    return [samples.asked(f"{n} + 1?", str(n + 1), {}, tags=["[r]", "[/r]"] if n else None) for n in (0, 1, 2)]
+
+
+class MissingTag(Environment):
+    def tasks(self) -> list[dict[str, Any]]:
+        return [{"word": "river"}]
+
+    def thinking_tags(self, task: Task) -> tuple[str, str]:
+        return "<think>", ""
+
+
+def test_tags_that_an_environment_gives_must_be_two_texts(tmp_path: Path):
+    with pytest.raises(BadInput) as error:
+        examples_of(MissingTag(), asked(tmp_path, tmp_path))
+    assert (error.value.key, error.value.value) == ("MissingTag.thinking_tags", ("<think>", ""))
 
 
 class Duel(Environment):

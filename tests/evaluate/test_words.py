@@ -38,11 +38,11 @@ def silent(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
 
 
 def asked(output: Path, tokenizer: Path | None = None, **conditions: Any) -> Evaluation:
-    given: dict[str, Any] = {"sampling": {"temperature": 0.0, "max_tokens": 32}, "seq_len": None} | conditions
+    given: dict[str, Any] = {"sampling": {"temperature": 0.0, "max_tokens": 32}, "seq_len": None, "tags": None}
+    given |= conditions
     made = Conditions(
         samples=1,
         seed=7,
-        tags=("<think>", "</think>"),
         correct=None,
         concurrency=4,
         timeout=None,
@@ -100,6 +100,17 @@ async def test_what_the_server_does_not_count_is_left_out(tmp_path: Path):
     assert "words of thinking, mean" in next(path for path in written if path.name == "accuracy-length.svg").read_text()
     with pytest.raises(BadInput, match="give --tokenizer DIR"):
         zero_shot_of(outcome.scored)
+
+
+async def test_tags_that_no_completion_has_are_named_in_a_notice(tmp_path: Path):
+    async with OpenAIStandIn(lambda request: "[r]one two[/r]RIVER") as server:
+        with one_model(server) as candidate:
+            (unmatched,) = await evaluate(asked(tmp_path / "a"), [candidate], silent)
+            (matched,) = await evaluate(asked(tmp_path / "b", tags=("[r]", "[/r]")), [candidate], silent)
+    (notice,) = unmatched.result.notices
+    assert "<think>...</think>" in notice
+    assert matched.result.notices == []
+    assert matched.result.estimates["thinking_words"].value == 2.0
 
 
 async def test_a_tokenizer_that_is_given_counts_thoughts(tmp_path: Path, tiny_model: Path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from headrace.cli.arguments import importable
 
 if TYPE_CHECKING:
     from headrace.evaluate.evaluation import Evaluation
+    from headrace.evaluate.results import Result
 
 PIPE_WIDTH = 160
 """Columns where there is no terminal to fit into."""
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     reading = parser.add_argument_group("how they are read")
     reading.add_argument("--correct", metavar="NAME", help="the reward or metric that is 1 where an answer is right")
     reading.add_argument(
-        "--think-tags", metavar="TAG", nargs=2, default=("<think>", "</think>"), help="[<think> </think>]"
+        "--think-tags", metavar=("OPENING", "CLOSING"), nargs=2, help="around thoughts [the environment's]"
     )
     running = parser.add_argument_group("what runs")
     running.add_argument("--timeout", metavar="S", type=float, help="seconds of one episode [any]")
@@ -110,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     if any(not result.failure for result in results):
         console.print(as_table(title, results))
     print(f"wrote {', '.join(map(str, files))}")
+    for notice, names in notices_of(results).items():
+        print(f"headrace: {', '.join(names)}: {notice}", file=sys.stderr)
     failed = [result for result in results if result.failure]
     for result in failed:
         print(f"headrace: {result.name} was not evaluated: {result.failure}", file=sys.stderr)
@@ -140,7 +143,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         sampling.model_dump(exclude_none=True),
         arguments.seq_len,
         arguments.seed,
-        tuple(arguments.think_tags),
+        arguments.think_tags and tuple(arguments.think_tags),
         arguments.correct,
         arguments.concurrency,
         arguments.timeout,
@@ -162,6 +165,15 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
 
 def default_output(environment: str) -> Path:
     return Path("outputs/eval") / re.sub("[/:]", "-", environment)
+
+
+def notices_of(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Each notice once, with the models that it is about."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        for notice in result.notices:
+            found.setdefault(notice, []).append(result.name)
+    return found
 
 
 def _told(evaluation: Evaluation) -> dict[str, Any]:

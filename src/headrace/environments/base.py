@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.environments.data.fingerprint import fingerprint
+from headrace.environments.strict_format import THINKING_TAGS
 from headrace.errors import BadInput
 from headrace.rollout.types import Message, Rollout, Task, Turn
 
@@ -139,6 +140,10 @@ class Environment:
 
     async def close(self) -> None:
         """Give back what `start` or an episode opened."""
+
+    def thinking_tags(self, task: Task) -> tuple[str, str]:
+        """Return the tags around the thoughts of a reply to this task; `headrace eval` measures what is between."""
+        return THINKING_TAGS
 
     def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
         """The best reply to this conversation. It makes an environment probeable and able to demonstrate its tasks."""

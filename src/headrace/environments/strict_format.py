@@ -12,6 +12,8 @@ from typing import NamedTuple
 from headrace.environments.arguments import BadArgument
 
 BOX = r"\boxed{"
+THINKING_TAGS = ("<think>", "</think>")
+"""The tags around thoughts, where an environment does not choose others."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -23,7 +25,7 @@ class StrictCompletion(NamedTuple):
 class StrictFormat:
     """`opening` and `closing` are the tags around the thoughts."""
 
-    def __init__(self, opening: str = "<think>", closing: str = "</think>") -> None:
+    def __init__(self, opening: str = THINKING_TAGS[0], closing: str = THINKING_TAGS[1]) -> None:
         self.opening = opening
         self.closing = closing
         texts = all(isinstance(tag, str) and tag for tag in (opening, closing))
@@ -31,6 +33,10 @@ class StrictFormat:
             raise BadArgument(
                 f"tags must be two different texts, neither in the other, not {opening!r} and {closing!r}"
             )
+
+    @property
+    def tags(self) -> tuple[str, str]:
+        return self.opening, self.closing
 
     @property
     def instructions(self) -> str:

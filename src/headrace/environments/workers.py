@@ -62,6 +62,9 @@ class WorkerPool(Environment):
     def tasks(self) -> Iterable[dict[str, Any]]:
         return self._environment.tasks()
 
+    def thinking_tags(self, task: Task) -> tuple[str, str]:
+        return self._environment.thinking_tags(task)
+
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         return self._environment.demonstrations(seed)
 

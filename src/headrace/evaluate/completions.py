@@ -50,8 +50,6 @@ class Completion(Scored):
 class Thinking(NamedTuple):
     """How thoughts are found in what was written, and measured."""
 
-    opening: str
-    closing: str
     written: Callable[[Rollout], list[str]]
     """The text of every turn, thoughts included."""
     counted: Callable[[str], int] | None
@@ -63,13 +61,14 @@ def completion_of(
     sample: int,
     rollouts: Sequence[Rollout],
     thinking: Thinking,
+    tags: tuple[str, str],
     correct: str | None,
     tokens: int | None,
 ) -> Completion:
     """An episode's rollouts as one line: those of the agents that are trained count, or all where none is.
 
-    It is right if what is named `correct` (unset: `CORRECT`, or else the whole reward) is at least 1. `tokens` is
-    how many its replies took.
+    It is right if what is named `correct` (unset: `CORRECT`, or else the whole reward) is at least 1. `tags` are
+    those around thoughts; `tokens` is how many its replies took.
     """
     conversations = {rollout.agent: rollout.messages for rollout in rollouts}
     counted = counted_of(rollouts)
@@ -85,7 +84,7 @@ def completion_of(
         raise BadInput(f"--correct {correct}: the environment reports no such reward or metric (it reports: {names})")
     right = told.get(correct or CORRECT, reward)
     formatted = told.get(FORMAT)
-    thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking)) is not None]
+    thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking, tags)) is not None]
     return Completion(
         key,
         sample,
@@ -106,13 +105,14 @@ def counted_of(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if rollout.trainable] or list(rollouts)
 
 
-def thoughts_of(rollout: Rollout, thinking: Thinking) -> str | None:
+def thoughts_of(rollout: Rollout, thinking: Thinking, tags: tuple[str, str]) -> str | None:
     """All that was thought: between the tags, to the end where they are not closed, or what the renderer told apart."""
+    opening, closing = tags
     found = []
     for written in thinking.written(rollout):
-        _, opened, rest = written.partition(thinking.opening)
+        _, opened, rest = written.partition(opening)
         if opened:
-            found.append(rest.partition(thinking.closing)[0].strip())
+            found.append(rest.partition(closing)[0].strip())
     told = [str(message["reasoning_content"]) for message in rollout.messages if message.get("reasoning_content")]
     return "\n".join(found or told) if found or told else None
 

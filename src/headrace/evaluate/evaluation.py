@@ -19,9 +19,9 @@ from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput, Failure
 from headrace.evaluate.completions import CompletionsFile, Scored
-from headrace.evaluate.exam import Conditions, examine, missing
+from headrace.evaluate.exam import Conditions, Examples, Tags, examine, missing
 from headrace.evaluate.models import Candidate
-from headrace.evaluate.results import Result, result_of
+from headrace.evaluate.results import Result, result_of, unmatched_tags
 from headrace.evaluate.serving import engine_urls, serving
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
@@ -46,7 +46,7 @@ class Evaluation(NamedTuple):
     serve_options: Sequence[str]
     key_var: str
 
-    def settings(self, candidate: Candidate, weights: Any) -> dict[str, Any]:
+    def settings(self, candidate: Candidate, weights: Any, tags: Sequence[Tags]) -> dict[str, Any]:
         """What its episodes depend on. More examples or samples are only more of the same."""
         given = self.conditions
         return {
@@ -57,7 +57,7 @@ class Evaluation(NamedTuple):
             "sampling": given.sampling,
             "seq_len": given.seq_len,
             "seed": given.seed,
-            "tags": list(given.tags),
+            "tags": list(tags[0]) if len(tags) == 1 else [list(pair) for pair in tags],
             "correct": given.correct,
             "renderer": self.renderer,
             **({} if given.endpoint_model is None else {"endpoint_model": given.endpoint_model}),
@@ -71,24 +71,39 @@ class Outcome(NamedTuple):
 
 async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress) -> list[Outcome]:
     """In the order of the candidates."""
+    environment = load_environment(evaluation.env, evaluation.args)
+    examples = examples_of(environment, evaluation)
     for candidate in candidates:  # before the first of them takes an hour
-        await _settings(evaluation, candidate)
+        await _settings(evaluation, candidate, examples)
     async with AsyncExitStack() as stack:
-        environment = load_environment(evaluation.env, evaluation.args)
-        tasks = list({task.key: task for task in tasks_of(environment, evaluation.env)}.values())
-        tasks = tasks[: evaluation.num_examples]
         if evaluation.workers:
             environment = WorkerPool(environment, evaluation.env, evaluation.args, size=evaluation.workers)
         stack.push_async_callback(environment.close)
         await environment.start()
-        return [await _evaluate(evaluation, candidate, environment, tasks, progress) for candidate in candidates]
+        return [await _evaluate(evaluation, candidate, environment, examples, progress) for candidate in candidates]
+
+
+def examples_of(environment: Environment, evaluation: Evaluation) -> Examples:
+    """The tasks that are asked for, each once, with the tags around thoughts: those given, else the environment's."""
+    tasks = list({task.key: task for task in tasks_of(environment, evaluation.env)}.values())[: evaluation.num_examples]
+    given = evaluation.conditions.tags
+    return Examples(tasks, {task.key: given or _tags(environment, task) for task in tasks})
+
+
+def _tags(environment: Environment, task: Task) -> Tags:
+    tags: Any = environment.thinking_tags(task)
+    if not (isinstance(tags, tuple | list) and len(tags) == 2 and all(isinstance(tag, str) and tag for tag in tags)):
+        raise BadInput(
+            "must be two texts, the tags around thoughts", key=f"{type(environment).__name__}.thinking_tags", value=tags
+        )
+    return tags[0], tags[1]
 
 
 async def _evaluate(
-    evaluation: Evaluation, candidate: Candidate, environment: Environment, tasks: Sequence[Task], progress: Progress
+    evaluation: Evaluation, candidate: Candidate, environment: Environment, examples: Examples, progress: Progress
 ) -> Outcome:
-    folder = evaluation.output / candidate.name
-    settings, given = await _settings(evaluation, candidate), evaluation.conditions
+    folder, tasks = evaluation.output / candidate.name, examples.tasks
+    settings, given = await _settings(evaluation, candidate, examples), evaluation.conditions
     write_atomically(folder / "settings.json", msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
     with closing(CompletionsFile(folder / "completions.jsonl")) as done:
         left = missing(tasks, given.samples, done, together=environment.scores_groups)
@@ -99,7 +114,7 @@ async def _evaluate(
                     renderer = _renderer_of(candidate) | evaluation.renderer
                     options = candidate, evaluation.serve_options, evaluation.key_var, folder / "serve.log"
                     async with serving(*options) as served:
-                        await examine(environment, tasks, served, renderer, given, done, ended)
+                        await examine(environment, examples, served, renderer, given, done, ended)
         except (Failure, EngineCallError) as error:
             return Outcome(Result(candidate.name, candidate.source, failure=str(error)), [])
         scored = [done.scored[task.key, sample] for task in tasks for sample in range(given.samples)]
@@ -108,14 +123,15 @@ async def _evaluate(
         reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
         return Outcome(Result(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), [])
     result.run, result.step = str(candidate.run or ""), candidate.step
+    result.notices = list(filter(None, [unmatched_tags(scored, examples.pairs)]))
     return Outcome(result, scored)
 
 
-async def _settings(evaluation: Evaluation, candidate: Candidate) -> dict[str, Any]:
+async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Examples) -> dict[str, Any]:
     """What its episodes are made under; refused if those that it has were made otherwise."""
     is_served = candidate.kind == "endpoint"
     weights = await _served(candidate, evaluation.key_var) if is_served else _age(candidate)
-    return _agreed(evaluation.output / candidate.name, evaluation.settings(candidate, weights))
+    return _agreed(evaluation.output / candidate.name, evaluation.settings(candidate, weights, examples.pairs))
 
 
 def _agreed(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

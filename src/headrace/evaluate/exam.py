@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,23 @@ RETRY_FOR = 20.0
 REPLY_TIMEOUT = 1800.0
 
 
+Tags = tuple[str, str]
+"""What stands before and after the thoughts of a reply."""
+
+
+class Examples(NamedTuple):
+    """What every model is asked."""
+
+    tasks: Sequence[Task]
+    tags: Mapping[str, Tags]
+    """By task key, those around thoughts."""
+
+    @property
+    def pairs(self) -> list[Tags]:
+        """Every pair of tags once, in the order of the tasks."""
+        return list(dict.fromkeys(self.tags.values()))
+
+
 class Conditions(NamedTuple):
     """What is the same for every model."""
 
@@ -45,8 +62,8 @@ class Conditions(NamedTuple):
     seq_len: int | None
     """Tokens of a conversation; unset: what the server takes."""
     seed: int | None
-    tags: tuple[str, str]
-    """Around thoughts."""
+    tags: Tags | None
+    """Around thoughts; unset: those of the environment."""
     correct: str | None
     """The reward or metric that says whether an answer is right."""
     concurrency: int
@@ -75,7 +92,7 @@ class Way(NamedTuple):
 
 async def examine(
     environment: Environment,
-    tasks: Sequence[Task],
+    examples: Examples,
     served: Served,
     renderer: dict[str, Any],
     conditions: Conditions,
@@ -86,10 +103,12 @@ async def examine(
     async with _way(served, renderer, conditions) as way:
 
         def keep(episode: Episode, rollouts: Sequence[Rollout]) -> None:
-            key, sample, tokens = episode.group.task.key, episode.index, way.tokens(episode, rollouts)
-            done.append(completion_of(key, sample, rollouts, way.thinking, conditions.correct, tokens))
+            key, tokens = episode.group.task.key, way.tokens(episode, rollouts)
+            tags, correct = examples.tags[key], conditions.correct
+            done.append(completion_of(key, episode.index, rollouts, way.thinking, tags, correct, tokens))
             progress()
 
+        tasks = examples.tasks
         exam = Exam(environment, tasks[0].env, way.line, conditions.timeout, conditions.concurrency, keep)
         left = missing(tasks, conditions.samples, done, together=environment.scores_groups)
         await exam.run([(task, left[task.key]) for task in tasks if task.key in left])
@@ -152,7 +171,7 @@ def _in_tokens(sampler: Sampler, conditions: Conditions) -> Way:
     def tokens(episode: Episode, rollouts: Sequence[Rollout]) -> int:
         return sum(rollout.completion_tokens for rollout in counted_of(rollouts))
 
-    thinking = Thinking(*conditions.tags, written, lambda text: len(prompter.tokenizer.encode(text)))
+    thinking = Thinking(written, lambda text: len(prompter.tokenizer.encode(text)))
     return Way(sampler, thinking, tokens)
 
 
@@ -188,7 +207,7 @@ def _in_words(model: ServedModel, conditions: Conditions) -> Way:
         texts = [text for rollout in counted_of(rollouts) for text in written(rollout)]
         return None if count is None else sum(map(count, texts))
 
-    return Way(line, Thinking(*conditions.tags, written, count), tokens)
+    return Way(line, Thinking(written, count), tokens)
 
 
 def _directory(given: str | None, told: str) -> Path:

@@ -31,6 +31,8 @@ class Result(msgspec.Struct):
     """The run that it is of, where it is of one."""
     step: int | None = None
     """After which of the run's optimizer steps, for a checkpoint."""
+    notices: list[str] = msgspec.field(default_factory=list)
+    """What makes a number mean less than it seems to."""
 
     @property
     def accuracy(self) -> Estimate:
@@ -65,6 +67,14 @@ def result_of(name: str, source: str, scored: Sequence[Scored], samples: int) ->
     estimates = {measure: estimate(known) for measure, known in values.items() if known}
     errors = Counter(episode.error for episode in scored if episode.error)
     return Result(name, source, len(groups), samples, estimates, dict(sorted(errors.items())))
+
+
+def unmatched_tags(scored: Sequence[Scored], pairs: Sequence[tuple[str, str]]) -> str | None:
+    """Return the notice that no completion has thoughts between these tags; None where one has."""
+    if any(episode.thinking_words is not None for episode in scored):
+        return None
+    looked_for = " or ".join(f"{opening}...{closing}" for opening, closing in pairs)
+    return f"no completion has {looked_for}: thinking is not measured. --think-tags OPENING CLOSING sets other tags."
 
 
 def _means(groups: Iterable[Sequence[Scored]], read: Callable[[Scored], float | None]) -> list[float]:

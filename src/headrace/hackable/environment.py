@@ -96,6 +96,9 @@ class Hackable(SingleTurn):
         await self._scorer.close()
         await super().close()
 
+    def thinking_tags(self, task: Task) -> tuple[str, str]:
+        return format_of(task.data["info"]).tags
+
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         """The solution as thoughts, then the answer; for samples whose `info` has a `solution`."""
         info = task.data["info"]

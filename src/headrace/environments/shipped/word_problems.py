@@ -17,7 +17,8 @@ from headrace.environments.rewards.numeric import Numeric
 from headrace.environments.rewards.symbolic import Symbolic
 from headrace.environments.shipped.arithmetic import sums
 from headrace.environments.single_turn import Row, SingleTurn
-from headrace.environments.strict_format import StrictFormat
+from headrace.environments.strict_format import THINKING_TAGS, StrictFormat
+from headrace.rollout.types import Task
 
 ASK = "Think step by step, then write the final answer in \\boxed{}."
 SOURCES: dict[str, Callable[..., Iterable[Row]]] = {"gsm8k": gsm8k, "math": math, "arithmetic": sums}
@@ -60,8 +61,8 @@ class StrictMath(SingleTurn):
     def __init__(
         self,
         data: str = "gsm8k",
-        opening: str = "<think>",
-        closing: str = "</think>",
+        opening: str = THINKING_TAGS[0],
+        closing: str = THINKING_TAGS[1],
         format_reward: float = 0.2,
         demonstrate_mistakes: float = 0.0,
         **rows: Any,
@@ -69,6 +70,7 @@ class StrictMath(SingleTurn):
         check_choice("data", data, SOURCES)
         check_number("format_reward", format_reward, 0, 10)
         strict = StrictFormat(opening, closing)
+        self._tags = strict.tags
 
         def boxed(text: str) -> str | None:
             completion = strict.parse(text)
@@ -91,6 +93,9 @@ class StrictMath(SingleTurn):
             raw=True,
             demonstrate_mistakes=demonstrate_mistakes,
         )
+
+    def thinking_tags(self, task: Task) -> tuple[str, str]:
+        return self._tags
 
 
 def _question(row: Row) -> str:
