@@ -1,4 +1,4 @@
-"""What each rank of a test runs, under torchrun or alone: a step on each batch of a directory, and what came of it."""
+"""Run by each rank of a test, under torchrun or alone: takes a step on each batch of a directory, saves the results."""
 
 import json
 import sys
@@ -19,16 +19,19 @@ from headrace.trainer.rl import losses
 from headrace.trainer.step import TrainStep
 from headrace.trainer.token_table import write_token_table
 
+LR = 1e-3
+
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class Keeping(Optimizer):
-    """Keeps the gradients of the last step, as they were before clipping."""
+    """Keeps the parameters and the gradients of the last step, as they were before clipping."""
 
     def step(self, lr: float) -> float:
-        self.kept = {name: whole(p.grad).clone() for name, p in self.parameters.items() if p.grad is not None}
+        self.before = {f"before.{name}": whole(p.detach()).clone() for name, p in self.parameters.items()}
+        self.gradients = {f"gradient.{name}": whole(p.grad).clone() for name, p in self.parameters.items()}
         return super().step(lr)
 
 
@@ -45,15 +48,15 @@ def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any
         bins = pack(samples, 32)
         if ranks.size > 1:
             bins = pack_for_worker(ranks.index, samples, 32, ranks.size, model.cost)
-        result = step.run(bins, 1e-3, envs=envs, traced=True)
+        result = step.run(bins, LR, envs=envs, traced=True)
         assert result is not None and result.trace is not None
         write_token_table(output / f"{path.name}.tokens", result.trace, batch, ranks)
-        tensors = {f"gradient.{name}": gradient for name, gradient in optimizer.kept.items()}
-        tensors |= {f"parameter.{name}": whole(p.detach()) for name, p in model.named_parameters().items()}
+        after = {f"after.{name}": whole(p.detach()) for name, p in model.named_parameters().items()}
+        tensors = {**optimizer.before, **optimizer.gradients, **after}
         if ranks.first:
             save_file({name: t.contiguous() for name, t in tensors.items()}, output / f"{path.name}.safetensors")
-            told = {"metrics": result.metrics, "norm": result.grad_norm, "tokens": result.tokens}
-            (output / f"{path.name}.json").write_text(json.dumps(told))
+            report = {"metrics": result.metrics, "norm": result.grad_norm, "tokens": result.tokens}
+            (output / f"{path.name}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
