@@ -12,10 +12,12 @@ import yaml
 from headrace.cli.config import kind_of
 from headrace.cli.main import main
 from headrace.config.base import dump, load
+from headrace.config.paths import cache_directory
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.environments.registry import load_environment
 from headrace.launch.saved_config import pin
+from headrace.launch.variables import set_variables
 from tests.hackable.files import SPEC, load_tree, run_of, small, write_store
 
 
@@ -48,7 +50,12 @@ def test_the_file_of_the_page_is_a_run(tmp_path: Path):
         "seed": 0,
         "groups_per_step": 16.0,
     }
-    assert config.launch.env == {"HF_HOME": str(store / "hf"), "HF_HUB_OFFLINE": "1"}
+    assert config.launch.env == {
+        "HEADRACE_CACHE": str(store),
+        "HF_HOME": str(store / "hf"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    assert config.launch.storage_root == store
 
 
 def test_what_it_comes_to_is_a_run_file_that_says_the_same(tmp_path: Path):
@@ -223,6 +230,46 @@ def test_a_relative_path_is_beside_the_file_or_under_the_storage_root(tmp_path: 
     config = run_of(tmp_path, **changes)
     assert config.orchestrator.train.env[0].args["provider_kwargs"]["path"] == str(tmp_path / "train.jsonl")
     assert config.output_dir == store / "mine"
+
+
+@pytest.mark.parametrize("root", ["cache", "./cache", "../here/cache", "ABSOLUTE"])
+def test_a_path_that_names_the_storage_root_is_not_put_under_it_again(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = tmp_path / "here"
+    cache = here / "cache"
+    (cache / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    root = root.replace("ABSOLUTE", str(cache))
+    (tmp_path / "files").mkdir()
+
+    def loaded(prefix: str) -> tuple[object, ...]:
+        reward = {"tokenizer_name": f"{prefix}models/tiny", "cache_dir": f"{prefix}models"}
+        config = run_of(
+            tmp_path / "files",
+            model=f"{prefix}models/tiny",
+            objective={"kwargs": {"enable_length_penalty": True}},
+            rewards={"kwargs": {"length_penalty_reward": reward}},
+            storage={"cache_dir": root},
+            output_dir=f"{prefix}artifacts/runs/mine",
+        )
+        assert config.output_dir is not None
+        kwargs = config.orchestrator.train.env[0].args["reward_kwargs"]["length_penalty_reward"]
+        places = [config.model.name, kwargs["tokenizer_name"], kwargs["cache_dir"], config.output_dir.resolve()]
+        return tuple(str(place) for place in places)
+
+    expected = (*[str(cache / "models" / "tiny")] * 2, str(cache / "models"), str(cache / "artifacts/runs/mine"))
+    assert loaded("") == loaded(f"{root}/") == expected
+
+
+def test_a_model_that_the_run_makes_is_kept_among_the_models_of_its_storage_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("HEADRACE_CACHE", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    config = run_of(tmp_path, storage={"cache_dir": str(tmp_path / "root")})
+    set_variables(config.launch)
+    assert cache_directory() / "models" == tmp_path / "root" / "models"
 
 
 def test_a_run_is_offline_unless_something_is_to_be_had_from_the_hub_alone(tmp_path: Path):

@@ -11,7 +11,15 @@ import pytest
 from headrace.config.base import ConfigError, dump, load
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
-from headrace.launch.saved_config import changes, pin, read_rl_run, read_run, read_sampled_run, save
+from headrace.launch.saved_config import (
+    changes,
+    evaluation_directory,
+    pin,
+    read_rl_run,
+    read_run,
+    read_sampled_run,
+    save,
+)
 from headrace.transport.run_dir import RunDir
 
 TEXT = """
@@ -60,6 +68,15 @@ def test_a_run_directory_that_was_moved_is_where_it_is_now(config: RunConfig, tm
     save(pin(config, tmp_path / "before", "model"), RunDir(tmp_path / "before"))
     (tmp_path / "before").rename(tmp_path / "after")
     assert read_rl_run(tmp_path / "after").trainer.output_dir == tmp_path / "after"
+
+
+def test_evaluation_goes_below_the_storage_root_of_the_run(config: RunConfig, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(pin(config, run, "model"), RunDir(run))
+    assert evaluation_directory(run, "gsm8k") == evaluation_directory(None, "gsm8k") == Path("outputs/eval/gsm8k")
+    config.launch.env = {"HEADRACE_CACHE": str(tmp_path / "root")}
+    save(pin(config, run, "model"), RunDir(run))
+    assert evaluation_directory(run, "mine:Env") == tmp_path / "root/artifacts/eval/mine-Env"
 
 
 def test_changes_are_listed_by_key_and_shared_keys_once(config: RunConfig, tmp_path: Path) -> None:

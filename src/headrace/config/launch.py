@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from headrace.config.base import Config
+from headrace.config.paths import CACHE_VARIABLE
+
+EXPORTED_WINS = ("HF_HUB_OFFLINE", "WANDB_MODE")
+"""Variables of `env` that a run file does not change where the user has exported them."""
+
+
+def without_exported(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a run file that take effect beside those that the user has exported."""
+    return {name: value for name, value in env.items() if not (name in EXPORTED_WINS and os.environ.get(name))}
 
 
 class LaunchConfig(Config):
@@ -31,8 +43,15 @@ class LaunchConfig(Config):
     stop_timeout: float = Field(10.0, gt=0)
     """Seconds that a process gets to end in order before it is killed."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for all processes of the run, and for what is looked up before they start."""
+    """Environment variables for all processes of the run, and for what is looked up before they start. `WANDB_MODE` and
+    `HF_HUB_OFFLINE` that you have exported win."""
     env_from: dict[str, str] = Field(default_factory=dict)
     """More of them, by the variable here that has the value: `HF_TOKEN = "MY_TOKEN"`; values are not kept anywhere."""
     max_restarts: int = Field(3, ge=0)
     """How often in a row, without progress of the run, a process that was killed is started again."""
+
+    @property
+    def storage_root(self) -> Path | None:
+        """The storage root of the run (`storage.cache_dir`), absolute; None where its file names none."""
+        root = self.env.get(CACHE_VARIABLE)
+        return None if root is None else Path(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +72,16 @@ def read_run(path: Path) -> RunConfig | SftConfig:
     if path.is_dir() and config.model.name is not None:
         config = pin(config, path, config.model.name)
     return config
+
+
+def evaluation_directory(run: Path | None, name: str) -> Path:
+    """Return where `headrace eval` writes unless `--output` is given; `name` is that of the environment.
+
+    `artifacts/eval/NAME` of the storage root of `run`, the first run that is evaluated; `outputs/eval/NAME` where it
+    has no storage root, or no run is evaluated (None).
+    """
+    root = None if run is None else read_run(run).launch.storage_root
+    return (Path("outputs") if root is None else root / "artifacts") / "eval" / re.sub("[/:]", "-", name)
 
 
 def read_rl_run(path: Path) -> RunConfig:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from headrace.config.launch import LaunchConfig
+from headrace.config.launch import LaunchConfig, without_exported
 
 
 def set_variables(launch: LaunchConfig) -> list[str]:
-    """Before anything is imported that reads them. Returns what to tell the user."""
-    os.environ.update(launch.env)
+    """Set the variables, before anything is imported that reads them. Returns notices for the user."""
+    os.environ.update(without_exported(launch.env))
     notices = []
     for name, source in launch.env_from.items():
         if source in os.environ:

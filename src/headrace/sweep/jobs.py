@@ -12,9 +12,6 @@ from headrace.config.sft import SftConfig
 from headrace.sweep.plan import Planned
 from headrace.sweep.words import words
 
-RUNS = ("artifacts", "runs")
-"""Where a run goes under a storage root."""
-
 
 class Job(NamedTuple):
     name: str
@@ -27,12 +24,16 @@ class Job(NamedTuple):
 def default_directory(
     common: Mapping[str, Any], kind: type[RunConfig] | type[SftConfig], files: Sequence[Path], sweep: Sequence[Path]
 ) -> Path:
-    """Among the sweeps of the storage root, if the run goes among its runs; it is called as the sweep's files are."""
+    """Return `artifacts/sweeps/NAME` of the run file's storage root, with the name of the sweep's files."""
     config, _ = load(kind, files, words(common))
-    if config.output_dir is None or config.output_dir.parts[-3:-1] != RUNS:
-        where = " + ".join(map(str, sweep))
-        raise ConfigError(f"{where}: output_dir: say where the sweep shall keep its runs")
-    return config.output_dir.parents[1] / "sweeps" / "-".join(file.stem for file in sweep)
+    if (root := config.launch.storage_root) is None:
+        raise ConfigError(
+            "required, since the run file has no storage.cache_dir",
+            key="output_dir",
+            fix="Set it to the folder for the runs of the sweep.",
+            file=" + ".join(map(str, sweep)),
+        )
+    return root / "artifacts" / "sweeps" / "-".join(file.stem for file in sweep)
 
 
 def jobs_of(

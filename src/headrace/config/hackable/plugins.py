@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.config.launch import without_exported
 from headrace.errors import BadInput
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def number_of_samples(name: str, kwargs: Kwargs, seed: int, variables: Mapping[s
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    variables = without_exported(variables)
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.config.hackable.sections import AuthConfig
+from headrace.config.paths import CACHE_VARIABLE
 
 MODELS, DATASETS = "models", "datasets"
 MODEL_KWARG = "tokenizer_name"
@@ -27,8 +28,8 @@ class Places(NamedTuple):
 
     def existing(self, given: str, inside: str = "") -> Path | None:
         path = Path(given).expanduser()
-        base = self.root or Path.cwd()
-        found = [place / path for place in (*self.folders, base, *([base / inside] if inside else []))]
+        beside = [folder / path for folder in self.folders]
+        found = [*beside, self._below_root(path), (self.root or Path.cwd()) / inside / path]
         return next((place.resolve() for place in found if given and place.exists()), None)
 
     def model(self, given: str) -> str:
@@ -36,7 +37,13 @@ class Places(NamedTuple):
         return str(self.existing(given, MODELS) or given)
 
     def under_root(self, given: str) -> str:
-        return str(((self.root or Path.cwd()) / Path(given).expanduser()).resolve())
+        return str(self._below_root(Path(given).expanduser()).resolve())
+
+    def _below_root(self, path: Path) -> Path:
+        """Join a path to the root, unless it names the root itself: under `cache`, `cache/models` is `models`."""
+        here = Path.cwd()
+        root = self.root or here
+        return here / path if root.is_relative_to(here) and (here / path).is_relative_to(root) else root / path
 
     def in_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """With the paths among them resolved: those that are called so."""
@@ -61,7 +68,7 @@ def may_be_on_the_hub(kwarg: str) -> bool:
 
 def variables(root: Path | None, *, offline: bool) -> dict[str, str]:
     """What every process of the run finds in its environment."""
-    home = {} if root is None else {"HF_HOME": str(root / "hf")}
+    home = {} if root is None else {CACHE_VARIABLE: str(root), "HF_HOME": str(root / "hf")}
     return home | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
