@@ -93,6 +93,44 @@ def test_a_run_of_its_own_is_gsm8k_math_by_level_or_the_miniature():
     assert trained.args["reward_kwargs"]["gsm8k_correctness_reward"] == {"symbolic": True}
 
 
+def test_llama_trains_in_bfloat16_below_its_storage_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "cache"
+    from_hub, _ = load(RunConfig, [EXAMPLE / "llama32-3b.yaml"])
+    assert from_hub.model.name == "meta-llama/Llama-3.2-3B-Instruct"
+    assert from_hub.launch.env == {"HEADRACE_CACHE": str(root), "HF_HOME": str(root / "hf")}
+    (root / "models/meta-llama/Llama-3.2-3B-Instruct").mkdir(parents=True)
+    (root / "datasets/openai/gsm8k").mkdir(parents=True)
+    config, _ = load(RunConfig, [EXAMPLE / "llama32-3b.yaml"])
+    assert config.model.name == str(root / "models/meta-llama/Llama-3.2-3B-Instruct")
+    assert {section.model.dtype for section in (config, config.trainer, config.inference)} == {"bfloat16"}
+    assert config.output_dir == root / "artifacts/runs/gsm8k-llama32-3b"
+    (trained,), (held_out,) = config.orchestrator.train.env, config.orchestrator.eval.env
+    assert trained.args["reward_kwargs"]["length_penalty_reward"] == {"cache_dir": str(root / "models")}
+    for env, split in ((trained, "train"), (held_out, "test")):
+        assert env.args["provider_kwargs"] == {"source": str(root / "datasets/openai/gsm8k"), "split": split}
+    assert config.launch.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_llama_has_the_run_of_the_base_file():
+    base, llama = (load(RunConfig, [EXAMPLE / f"{name}.yaml"])[0] for name in ("base", "llama32-3b"))
+    assert (
+        llama.orchestrator.train.env[0].args["objective_kwargs"]
+        == base.orchestrator.train.env[0].args["objective_kwargs"]
+    )
+    for key in ("max_steps", "seq_len"):
+        assert getattr(llama, key) == getattr(base, key)
+    for key in ("optim", "scheduler", "ckpt", "loss"):
+        assert getattr(llama.trainer, key) == getattr(base.trainer, key)
+
+
+@pytest.mark.parametrize(
+    "command", [command for command in commands() if command[0] in ("rl", "sweep")], ids=shlex.join
+)
+def test_what_the_page_starts_passes_a_dry_run(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert main([*command, "--dry-run"]) == 0
+
+
 def test_the_miniature_has_the_objective_of_the_full_size(thoughts: ModuleType):
     full, _ = load(RunConfig, [EXAMPLE / "base.yaml"])
     small, _ = load(RunConfig, [EXAMPLE / "base.yaml", MINIATURE / "rl.yaml"])
