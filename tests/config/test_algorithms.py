@@ -71,9 +71,7 @@ def test_a_mistyped_key_suggests_nothing_that_only_another_type_has():
     assert line == "orchestrator.algo.length_penalty.coeff: unknown key."
 
 
-@pytest.mark.parametrize(
-    "kind", ["max_rl", "reward", "opd", "opsd", "sft", "rae", "hierarchical_grpo", "custom"]
-)
+@pytest.mark.parametrize("kind", ["max_rl", "reward", "opd", "opsd", "sft", "rae", "hierarchical_grpo", "custom"])
 def test_a_length_penalty_on_an_algorithm_that_has_none_says_which_have_one(kind: str):
     given = {"type": kind, "length_penalty": "linear"}
     refused("orchestrator.algo", f"{kind} has no length_penalty: it is a key of grpo and echo and rlcsd alone", given)

@@ -8,9 +8,7 @@ from headrace.errors import BadInput
 from headrace.evaluate.completions import Completion, CompletionsFile, Thinking, completion_of, counted_of
 from headrace.rollout.types import Rollout, RolloutError, Turn
 
-THINKING = Thinking(
-    lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len
-)
+THINKING = Thinking(lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len)
 """One token per letter."""
 
 
@@ -23,9 +21,7 @@ def rollout(text: str, **fields: object) -> Rollout:
     return made
 
 
-def line(
-    *rollouts: Rollout, correct: str | None = None, tags: tuple[str, str] = ("<think>", "</think>")
-) -> Completion:
+def line(*rollouts: Rollout, correct: str | None = None, tags: tuple[str, str] = ("<think>", "</think>")) -> Completion:
     tokens = sum(rollout.completion_tokens for rollout in counted_of(rollouts))
     return completion_of("k", 0, rollouts, THINKING, tags, correct, tokens)
 

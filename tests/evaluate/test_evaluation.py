@@ -39,9 +39,7 @@ def asked(output: Path, model: Path, **changes: Any) -> Evaluation:
         "samples": 2,
         "sampling": {"temperature": 1.0},
     } | changes
-    conditions = Conditions(
-        given["samples"], given["sampling"], None, None, None, None, 8, None, str(model)
-    )
+    conditions = Conditions(given["samples"], given["sampling"], None, None, None, None, 8, None, str(model))
     return Evaluation(output, given["env"], given["args"], 0, 6, conditions, {}, [], "HEADRACE_API_KEY")
 
 

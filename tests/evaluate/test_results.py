@@ -5,10 +5,12 @@ import io
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from headrace.evaluate.completions import Scored
-from headrace.evaluate.report import as_csv
+from headrace.evaluate.report import as_csv, as_length_table, sampling_line
 from headrace.evaluate.results import Result, ZeroShot, result_of, zero_shot_of
 
 EPISODES = [
@@ -59,6 +61,33 @@ def test_the_zero_shot_record_has_a_line_per_example_that_was_answered():
     assert zero_shot_of([Scored("c", 0, True, thinking_tokens=5), Scored("d", 0, error="engine")]) == [
         ZeroShot("c", True, 5)
     ]
+
+
+def test_lengths_have_a_median_a_deviation_and_quantiles_over_episodes():
+    lengths = result_of("m", "models/m", EPISODES, samples=2).lengths
+    # Of 10, 20, 30: quantiles lie between neighbours in proportion, the deviation is sqrt(200 / 3).
+    assert msgspec.structs.asdict(lengths["tokens"]) == pytest.approx(
+        {"median": 20, "std": 8.16497, "min": 10, "p5": 11, "p25": 15, "p75": 25, "p95": 29, "max": 30}, abs=1e-5
+    )
+    assert (lengths["thinking_tokens"].median, lengths["thinking_words"].std) == (10.0, 1.0)
+    assert result_of("m", "models/m", [Scored("a", 0, tokens=None)], samples=1).lengths == {}
+
+
+def test_csv_and_terminal_have_the_spread_of_lengths_beside_the_mean():
+    results = [result_of("m", "models/m", EPISODES, 2), Result("n", "models/n", failure="does not load")]
+    known, failed = csv.DictReader(io.StringIO(as_csv(results)))
+    assert (known["tokens"], known["tokens_median"], known["tokens_p95"]) == ("22.5", "20.0", "29.0")
+    assert (known["thinking_words_min"], failed["tokens_median"]) == ("3.0", "")
+    console = Console(width=160, file=io.StringIO())
+    console.print(as_length_table(results))
+    row = next(line for line in console.file.getvalue().splitlines() if "tokens" in line)
+    assert " ".join(row.replace("│", "").split()) == "m tokens 22.5 20.0 8.2 10.0 11.0 15.0 25.0 29.0 30.0"
+
+
+def test_the_sampling_settings_are_one_line():
+    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": None, "min_p": 0.1, "max_tokens": None}
+    line = sampling_line({"sampling": sampling, "samples": 8, "seed": 3, "seq_len": None})
+    assert line == "sampling: temperature = 0.8, top_p = 0.9, max_tokens = unset, n = 8, seed = 3, min_p = 0.1"
 
 
 def test_a_table_of_values_has_every_model_those_that_failed_included():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headrace.evaluate.evaluation import Evaluation
     from headrace.evaluate.results import Result
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 PIPE_WIDTH = 160
 """Columns where there is no terminal to fit into."""
 
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.evaluate.evaluation import evaluate
     from headrace.evaluate.models import find_models
     from headrace.evaluate.own_environment import own_environment
-    from headrace.evaluate.report import as_table, write_report
+    from headrace.evaluate.report import as_length_table, as_table, sampling_line, write_report
     from headrace.evaluate.results import zero_shot_of
     from headrace.launch.own_code import find_code_of
     from headrace.observe.logs import setup_logging
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
     results = [outcome.result for outcome in outcomes]
     title = f"{subject}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
-    about = {"environment": evaluation.env, "args": evaluation.args, **_told(evaluation)}
+    about = {"environment": evaluation.env, "args": evaluation.args, **settings_of(evaluation)}
     files = write_report(evaluation.output, title, about, results)
     if arguments.zero_shot is not None and outcomes[0].scored:
         lines = b"".join(msgspec.json.encode(line) + b"\n" for line in zero_shot_of(outcomes[0].scored))
@@ -110,6 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if any(not result.failure for result in results):
         console.print(as_table(title, results))
+        if any(result.lengths for result in results):
+            console.print(as_length_table(results))
+        console.print(sampling_line(about), soft_wrap=True)
     print(f"wrote {', '.join(map(str, files))}")
     for notice, names in notices_of(results).items():
         print(f"headrace: {', '.join(names)}: {notice}", file=sys.stderr)
@@ -128,7 +132,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
 
     if arguments.samples > 1 and arguments.temperature == 0:
         raise BadInput("--samples: those of temperature 0 are all alike; set --temperature, or leave --samples out")
-    named = {key: getattr(arguments, key) for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
+    named = {key: getattr(arguments, key) for key in SAMPLING}
     given = {key: value for key, value in named.items() if value is not None}
     sampling, _ = validate(SamplingConfig, given, "command line")
     renderer = dict(arguments.renderer)
@@ -176,9 +180,16 @@ def notices_of(results: Sequence[Result]) -> dict[str, list[str]]:
     return found
 
 
-def _told(evaluation: Evaluation) -> dict[str, Any]:
+def settings_of(evaluation: Evaluation) -> dict[str, Any]:
+    """How replies were sampled, as `results.json` has it; null where an option was not set."""
     given = evaluation.conditions
-    return {"sampling": given.sampling, "seq_len": given.seq_len, "seed": given.seed, "renderer": evaluation.renderer}
+    return {
+        "sampling": {key: given.sampling.get(key) for key in SAMPLING},
+        "samples": given.samples,
+        "seed": given.seed,
+        "seq_len": given.seq_len,
+        "renderer": evaluation.renderer,
+    }
 
 
 @contextmanager

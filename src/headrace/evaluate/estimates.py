@@ -1,4 +1,4 @@
-"""Numbers of an evaluation with their uncertainty: pass@k and bootstrap intervals. Pure functions."""
+"""Numbers of an evaluation: pass@k, means with bootstrap intervals, and how lengths are spread. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ class Estimate(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """How the values of single episodes are spread; `p5` is the quantile below which 5% of them are."""
+
+    median: float
+    std: float
+    min: float
+    p5: float
+    p25: float
+    p75: float
+    p95: float
+    max: float
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -51,3 +64,10 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     means = np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(axis=1) for size in sizes])
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(float(array.mean()), float(low), float(high))
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Return quantiles, with linear interpolation, and the standard deviation (divided by n, not n - 1)."""
+    array = np.asarray(values, np.float64)
+    least, p5, p25, median, p75, p95, most = np.quantile(array, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist()
+    return Spread(median, float(array.std()), least, p5, p25, p75, p95, most)

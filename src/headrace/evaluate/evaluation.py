@@ -123,6 +123,7 @@ async def _evaluate(
         reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
         return Outcome(Result(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), [])
     result.run, result.step = str(candidate.run or ""), candidate.step
+    result.thinking_tags = examples.pairs
     result.notices = list(filter(None, [unmatched_tags(scored, examples.pairs)]))
     return Outcome(result, scored)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from headrace.evaluate.charts import accuracy_chart, length_chart
 from headrace.evaluate.curves import curves_of
+from headrace.evaluate.estimates import Spread
 from headrace.evaluate.results import Result
 from headrace.transport.files import write_atomically
 
@@ -50,12 +51,14 @@ def write_report(output: Path, title: str, about: dict[str, Any], results: Seque
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    """A row per model; each measure with the ends of its interval, failures by reason."""
+    """A row per model; each measure with the ends of its interval, lengths with their spread, failures by reason."""
     measures = list(dict.fromkeys(measure for result in results for measure in result.estimates))
     reasons = sorted({reason for result in results for reason in result.errors})
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     ends = [column for measure in measures for column in (measure, f"{measure}_low", f"{measure}_high")]
+    lengths = [measure for measure in measures if any(measure in result.lengths for result in results)]
+    ends += [f"{measure}_{field}" for measure in lengths for field in Spread.__struct_fields__]
     errors = [f"error/{reason}" for reason in reasons]
     writer.writerow(["model", "source", "examples", "samples", *ends, *errors, "failure"])
     for result in results:
@@ -63,6 +66,8 @@ def as_csv(results: Sequence[Result]) -> str:
         for measure in measures:
             found = result.estimates.get(measure)
             row += ["", "", ""] if found is None else [found.value, found.low, found.high]
+        for measure in lengths:
+            row += [getattr(result.lengths.get(measure), field, "") for field in Spread.__struct_fields__]
         row += [result.errors.get(reason, 0) for reason in reasons]
         writer.writerow([*row, result.failure])
     return file.getvalue()
@@ -78,6 +83,27 @@ def as_table(title: str, results: Sequence[Result]) -> Table:
         table.add_column(name, justify="right")
     for result in known:
         table.add_row(Text(result.name), *(_cell(result, name) for name in columns))
+    return table
+
+
+def sampling_line(about: Mapping[str, Any]) -> str:
+    """Return the settings that replies were sampled with, in one line; of those that are rarely set, the set ones."""
+    always = {key: about["sampling"][key] for key in ("temperature", "top_p", "max_tokens")}
+    rare = {key: about["sampling"][key] for key in ("top_k", "min_p")} | {"seq_len": about["seq_len"]}
+    settings = always | {"n": about["samples"], "seed": about["seed"]}
+    settings |= {key: value for key, value in rare.items() if value is not None}
+    return "sampling: " + ", ".join(f"{key} = {'unset' if value is None else value}" for key, value in settings.items())
+
+
+def as_length_table(results: Sequence[Result]) -> Table:
+    """For a terminal: a row per model and measure of length, over single episodes."""
+    table = Table(Column("model", overflow="fold"), "length", title="lengths")
+    for name in ("mean", *Spread.__struct_fields__):
+        table.add_column(name, justify="right")
+    for result in results:
+        for measure, spread in result.lengths.items():
+            values = [result.estimates[measure].value, *msgspec.structs.astuple(spread)]
+            table.add_row(Text(result.name), measure, *(f"{value:.1f}" for value in values))
     return table
 
 

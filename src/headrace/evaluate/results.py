@@ -13,7 +13,14 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.evaluate.completions import Scored
-from headrace.evaluate.estimates import Estimate, estimate, ks_of, pass_at_k
+from headrace.evaluate.estimates import Estimate, Spread, estimate, ks_of, pass_at_k, spread_of
+
+LENGTH_OF: dict[str, Callable[[Scored], float | None]] = {
+    "tokens": lambda episode: episode.tokens,
+    "thinking_tokens": lambda episode: episode.thinking_tokens,
+    "thinking_words": lambda episode: episode.thinking_words,
+}
+"""Measures of length, of which more than the mean is told."""
 
 
 class Result(msgspec.Struct):
@@ -25,12 +32,16 @@ class Result(msgspec.Struct):
     samples: int = 0
     """Of each example."""
     estimates: dict[str, Estimate] = msgspec.field(default_factory=dict)
+    lengths: dict[str, Spread] = msgspec.field(default_factory=dict)
+    """By measure, over the episodes that have it."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
     failure: str = ""
     run: str = ""
     """The run that it is of, where it is of one."""
     step: int | None = None
     """After which of the run's optimizer steps, for a checkpoint."""
+    thinking_tags: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    """Those between which thoughts were looked for."""
     notices: list[str] = msgspec.field(default_factory=list)
     """What makes a number mean less than it seems to."""
 
@@ -52,9 +63,7 @@ def result_of(name: str, source: str, scored: Sequence[Scored], samples: int) ->
     whole = [[episode for episode in group if not episode.error] for group in groups]
     readings: dict[str, Callable[[Scored], float | None]] = {
         "format": lambda episode: episode.in_format,
-        "tokens": lambda episode: episode.tokens,
-        "thinking_tokens": lambda episode: episode.thinking_tokens,
-        "thinking_words": lambda episode: episode.thinking_words,
+        **LENGTH_OF,
         "thinks": lambda episode: episode.thinking_words is not None,
         "truncated": lambda episode: episode.truncated,
     }
@@ -66,7 +75,16 @@ def result_of(name: str, source: str, scored: Sequence[Scored], samples: int) ->
         values[f"metric/{part}"] = _means(whole, lambda episode, part=part: episode.metrics.get(part))  # type: ignore[misc]
     estimates = {measure: estimate(known) for measure, known in values.items() if known}
     errors = Counter(episode.error for episode in scored if episode.error)
-    return Result(name, source, len(groups), samples, estimates, dict(sorted(errors.items())))
+    return Result(name, source, len(groups), samples, estimates, lengths_of(scored), dict(sorted(errors.items())))
+
+
+def lengths_of(scored: Sequence[Scored]) -> dict[str, Spread]:
+    """Return how each measure of length is spread over the episodes that ended and have it."""
+    ended = [episode for episode in scored if not episode.error]
+    values = {
+        name: [value for episode in ended if (value := read(episode)) is not None] for name, read in LENGTH_OF.items()
+    }
+    return {name: spread_of(known) for name, known in values.items() if known}
 
 
 def unmatched_tags(scored: Sequence[Scored], pairs: Sequence[tuple[str, str]]) -> str | None:
