@@ -162,8 +162,8 @@ def test_dry_run_of_what_this_machine_cannot_do_says_so_and_prints_it(
 @pytest.mark.parametrize(
     ("argument", "value", "words"),
     [
-        ("--trainer.optim.lrr", "1", "trainer.optim.lrr: unknown key. Did you mean trainer.optim.lr?"),
-        ("--trainer.optim.lr", "-1", "trainer.optim.lr: Input should be greater than 0 (got -1)"),
+        ("--trainer.optim.lrr", "1", "--trainer.optim.lrr: unknown key. Did you mean trainer.optim.lr?"),
+        ("--trainer.optim.lr", "-1", "--trainer.optim.lr = -1: must be greater than 0"),
         ("--max_steps", "0", "max_steps"),
         ("--model.name", "/no/such/model", "no such directory"),
     ],

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from headrace.config.base import Tree, load, merge, validate
+import pytest
+
+from headrace.config.base import ConfigError, Tree, load, merge, validate
 from headrace.config.run import RunConfig
+from headrace.errors import BadInput
 
 
 def minimal(**changes: Any) -> Tree:
@@ -23,6 +26,19 @@ def minimal(**changes: Any) -> Tree:
 def run(**changes: Any) -> RunConfig:
     """The minimal run with changes, validated."""
     return validate(RunConfig, minimal(**changes), "run.toml")[0]
+
+
+def refusals(**changes: Any) -> tuple[BadInput, ...]:
+    """The problems of the minimal run with changes."""
+    with pytest.raises(ConfigError) as refused:
+        run(**changes)
+    return refused.value.problems
+
+
+def refusal(**changes: Any) -> BadInput:
+    """The only problem of the minimal run with changes."""
+    (problem,) = refusals(**changes)
+    return problem
 
 
 def algo(given: Any, **orchestrator: Any) -> Any:

@@ -8,7 +8,7 @@ from headrace.config.algorithms import sampling_source
 from headrace.config.base import ConfigError, validate
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.run import RunConfig
-from tests.config.run_files import algo, minimal, run
+from tests.config.run_files import algo, minimal, refusal, run
 
 URL = "http://host:8001/v1"
 TEACHER = {"name": "teacher", "base_url": URL}
@@ -103,20 +103,22 @@ def test_what_an_own_class_takes_goes_in_kwargs(key: str, message: str):
 
 
 @pytest.mark.parametrize(
-    ("given", "key", "message"),
+    ("given", "key", "value", "wanted"),
     [
-        ({"type": "echo", "roles": {"tool": False}}, ".roles.tool", "a table is expected, not false"),
-        ({"type": "echo", "roles": 0.1}, ".roles", "a table is expected, not 0.1"),
-        ({"length_penalty": False}, ".length_penalty", "a table is expected, not false"),
-        ({"terms": "a.b:c"}, ".terms", "a list is expected, not 'a.b:c'"),
-        ({"type": "opsd", "teacher": 3}, ".teacher", "a table is expected, not 3"),
-        (["x"], "", "a table is expected, not ['x']"),
-        (False, "", "a table is expected, not false"),
+        ({"type": "echo", "roles": {"tool": False}}, ".roles.tool", False, "table"),
+        ({"type": "echo", "roles": 0.1}, ".roles", 0.1, "table"),
+        ({"length_penalty": False}, ".length_penalty", False, "table"),
+        ({"terms": "a.b:c"}, ".terms", "a.b:c", "list"),
+        ({"type": "opsd", "teacher": 3}, ".teacher", 3, "table"),
+        (["x"], "", ["x"], "table"),
+        (False, "", False, "table"),
     ],
     ids=str,
 )
-def test_a_value_where_a_table_belongs_is_told_in_plain_words(given: Any, key: str, message: str):
-    assert problem(given) == f"orchestrator.algo{key}: {message}"
+def test_a_value_where_a_table_belongs_is_refused_by_what_is_wanted(given: Any, key: str, value: Any, wanted: str):
+    error = refusal(orchestrator={"algo": given})
+    assert (error.key, error.value) == (f"orchestrator.algo{key}", value)
+    assert wanted in error.fact
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_value_where_a_table_belongs_is_told_in_plain_words(given: Any, key: s
     ids=str,
 )
 def test_a_number_that_makes_no_sense_is_refused_under_its_key(given: Any, key: str):
-    assert problem(given).partition(":")[0].endswith(f".{key}")
+    assert (refusal(orchestrator={"algo": given}).key or "").endswith(f".{key}")
 
 
 def test_a_frozen_model_says_where_it_is_served():
@@ -292,4 +294,5 @@ def test_a_group_of_one_gets_a_notice_where_credit_is_relative(kind: str, warned
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_a_baseline_that_grows_or_never_moves_is_refused(decay: float):
-    refused("orchestrator.algo.decay", "should be", {"type": "rae", "decay": decay})
+    error = refusal(orchestrator={"algo": {"type": "rae", "decay": decay}})
+    assert (error.key, error.value) == ("orchestrator.algo.decay", decay)

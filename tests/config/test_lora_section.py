@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, dump, load
+from headrace.config.base import dump, load
 from headrace.config.sft import SftConfig
-from tests.config.run_files import MINIMAL, load_text, run
+from tests.config.run_files import MINIMAL, load_text, refusals, run
 
 
 def test_every_parameter_is_trained_unless_lora_is_asked_for():
@@ -39,9 +39,7 @@ def test_targets_are_all_layers_or_a_list_and_come_back(tmp_path: Path, targets:
     ],
 )
 def test_a_wrong_key_or_value_is_refused(lora: dict[str, Any], key: str):
-    with pytest.raises(ConfigError) as refusal:
-        run(trainer={"lora": lora})
-    assert all(line.startswith(f"run.toml: trainer.lora.{key}: ") for line in str(refusal.value).splitlines())
+    assert {error.key for error in refusals(trainer={"lora": lora})} == {f"trainer.lora.{key}"}
 
 
 def test_supervised_training_takes_it_too():

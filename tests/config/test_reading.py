@@ -42,13 +42,15 @@ def test_an_override_steps_into_a_list_by_index(tmp_path: Path):
 
 @pytest.mark.parametrize("index", ["1", "-1", "first"])
 def test_an_override_outside_a_list_names_the_list_and_its_length(tmp_path: Path, index: str):
-    with pytest.raises(ConfigError, match=r"orchestrator\.train\.env is a list of 1"):
+    with pytest.raises(ConfigError, match=r"orchestrator\.train\.env is a list of 1") as refused:
         load_text(tmp_path, MINIMAL, f"--orchestrator.train.env.{index}.ratio", "2")
+    assert (refused.value.key or "").startswith("--orchestrator.train.env.")
 
 
 def test_an_override_below_a_value_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="max_steps is a value, not a section"):
+    with pytest.raises(ConfigError) as refused:
         load_text(tmp_path, MINIMAL, "--max_steps.lr", "2")
+    assert refused.value.key == "--max_steps.lr"
 
 
 @pytest.mark.parametrize(
@@ -85,24 +87,19 @@ def test_a_flag_before_another_key_is_true():
     assert parse_overrides(["--a.b", "--c", "1"]) == [(["a", "b"], True), (["c"], 1)]
 
 
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ("--max_steps", "a whole number is expected, not true"),
-        ("--trainer.optim.lr", "a number is expected, not true"),
-        ("--model.name", "Input should be a valid string (got true"),
-    ],
-)
-def test_a_key_whose_value_was_forgotten_is_told_what_that_means(tmp_path: Path, argument: str, expected: str):
+@pytest.mark.parametrize("argument", ["--max_steps", "--trainer.optim.lr", "--model.name"])
+def test_a_key_whose_value_was_forgotten_says_so(tmp_path: Path, argument: str):
     with pytest.raises(ConfigError) as refused:
         load_text(tmp_path, MINIMAL, argument)
-    assert f"{argument.removeprefix('--')}: {expected}, which {argument} without a value means" in str(refused.value)
+    assert (refused.value.key, refused.value.value) == (argument, True)
+    assert "without a value" in (refused.value.fix or "")
 
 
 def test_true_and_false_in_a_file_are_no_numbers(tmp_path: Path):
     text = MINIMAL.replace("max_steps = 10", "max_steps = true\nseed = false")
-    with pytest.raises(ConfigError, match=r"max_steps: a whole number is expected, not true.*\n.*seed: .* not false"):
+    with pytest.raises(ConfigError) as refused:
         load_text(tmp_path, text)
+    assert [(error.key, error.value) for error in refused.value.problems] == [("max_steps", True), ("seed", False)]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +114,15 @@ def test_a_flag_alone_is_true_for_keys_that_take_it(
 
 @pytest.mark.parametrize("arguments", [["lr", "1"], ["--x", "1", "2"], ["-x", "1"], ["--"]])
 def test_what_is_no_override_is_refused_by_name(arguments: list[str]):
-    with pytest.raises(ConfigError, match=r"overrides are written --section\.key value"):
+    with pytest.raises(ConfigError) as refused:
         parse_overrides(arguments)
+    assert refused.value.key in arguments
+
+
+def test_an_override_given_twice_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        parse_overrides(["--max-steps", "3", "--seed", "1", "--max_steps=4"])
+    assert refused.value.key == "--max_steps"
 
 
 def test_text_that_happens_to_hold_a_line_break_is_not_cut_short():
@@ -126,21 +130,141 @@ def test_text_that_happens_to_hold_a_line_break_is_not_cut_short():
 
 
 def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"absent\.toml: no such file"):
+    with pytest.raises(ConfigError) as refused:
         load(RunConfig, [tmp_path / "absent.toml"])
+    assert refused.value.file == tmp_path / "absent.toml"
 
 
-@pytest.mark.parametrize("content", [b"max_steps = \n", b"a = 1\na = 2\n", b"\xff\xfe"])
-def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes):
-    path = tmp_path / "run.toml"
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("run.toml", b"max_steps = \n", 1),
+        ("run.toml", b"a = 1\nb = 1\na = 2\n", 3),
+        ("run.toml", b"seed = 1\nmax_steps = = 3\n", 2),
+        ("run.toml", "max_steps = 3\n".encode("utf-16"), None),
+        ("run.toml", "seed = 1\n# prüfung\n".encode("latin-1"), 2),
+        ("run.toml", b'{"max_steps": 3}\n', None),
+        ("run.json", b'{"max_steps": 3}\n', None),
+        ("run.yml", b"a: 1\na: 2\n", 2),
+        ("run.yml", b"a: 1\nb: {c: 1, 'c': 2}\n", 2),
+        ("run.yml", b"a: &a {b: 1, b: 2}\nc:\n  <<: *a\n", 1),
+        ("run.yml", b"a: &a {b: 1}\nc:\n  <<: *a\n  b: 2\n  b: 3\n", 5),
+        ("run.yaml", b"seed: 1\na: [1\n", 3),
+        ("run.yaml", b"a: b: c\n", 1),
+        ("run.yaml", b"a: \x07\n", None),
+        ("run.yaml", b"- a\n", None),
+        ("run.yaml", "a: 1\n".encode("utf-16"), None),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path: Path, name: str, content: bytes, line: int | None):
+    path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"run\.toml: not valid TOML"):
+    with pytest.raises(ConfigError) as refused:
         load(RunConfig, [path])
+    assert (refused.value.file, refused.value.line) == (path, line)
 
 
-def test_invalid_toml_says_in_which_line(tmp_path: Path):
-    with pytest.raises(ConfigError, match="line 2"):
-        load_text(tmp_path, "seed = 1\nmax_steps = = 3\n")
+def test_a_byte_order_mark_is_skipped(tmp_path: Path):
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load(RunConfig, [tmp_path / "run.toml"])[0].max_steps == 10
+
+
+def test_a_directory_is_refused_with_the_file_in_it(tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        load(RunConfig, [tmp_path])
+    assert refused.value.file == tmp_path
+    (tmp_path / "config.toml").write_text(MINIMAL)
+    with pytest.raises(ConfigError) as refused:
+        load(RunConfig, [tmp_path])
+    assert str(tmp_path / "config.toml") in (refused.value.fix or "")
+
+
+def test_an_override_without_its_dashes_is_recognized():
+    with pytest.raises(ConfigError) as refused:
+        load(RunConfig, [Path("max_steps=3")])
+    assert "--max_steps 3" in (refused.value.fix or "")
+
+
+def test_a_single_table_where_a_list_of_tables_belongs_says_how_to_write_it(tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        load_text(tmp_path, MINIMAL.replace("[[orchestrator.train.env]]", "[orchestrator.train.env]"))
+    assert refused.value.key == "orchestrator.train.env"
+    assert "[[orchestrator.train.env]]" in (refused.value.fix or "")
+
+
+def test_a_wrong_value_is_blamed_on_the_source_that_it_came_from(tmp_path: Path):
+    base = write(tmp_path, "base.toml", MINIMAL + "[trainer.optim]\nlr = 1e-4\n")
+    more = write(tmp_path, "more.toml", "seq_len = 1\n[trainer.optim]\nweight_decay = -1\n")
+    with pytest.raises(ConfigError) as refused:
+        load(RunConfig, [base, more], ["--trainer.optim.lr", "-1", "--max_stepz", "3"])
+    problems = {(error.file, error.key) for error in refused.value.problems}
+    assert problems == {
+        (more, "seq_len"),
+        (more, "trainer.optim.weight_decay"),
+        (None, "--trainer.optim.lr"),
+        (None, "--max_stepz"),
+    }
+
+
+def test_a_missing_key_is_missed_in_all_files(tmp_path: Path):
+    base = write(tmp_path, "base.toml", MINIMAL.replace("max_steps = 10", ""))
+    with pytest.raises(ConfigError) as refused:
+        load(RunConfig, [base])
+    assert refused.value.file == str(base)
+
+
+def test_null_takes_back_what_an_earlier_source_set(tmp_path: Path):
+    base = write(tmp_path, "base.toml", MINIMAL + "[trainer.optim]\nlr = 1e-4\n[trainer.lora]\nr = 4\n[wandb]\n")
+    toml = write(tmp_path, "more.toml", 'wandb = "null"\ntrainer.optim.lr = "null"\n')
+    yaml = write(tmp_path, "more.yaml", "wandb: null\ntrainer: {optim: {lr: null}}\n")
+    for more in (toml, yaml):
+        config, _ = load(RunConfig, [base, more], ["--trainer.lora", "null"])
+        assert (config.wandb, config.trainer.lora) == (None, None)
+        assert config.trainer.optim.lr == load(RunConfig, [base], ["--trainer.optim.lr=null"])[0].trainer.optim.lr
+    config, _ = load(RunConfig, [base], ["--trainer.lora", "null", "--trainer.lora.r", "null"])
+    assert config.trainer.lora is None
+
+
+def test_null_in_arguments_of_own_code_is_a_value(tmp_path: Path):
+    text = "orchestrator: {train: {env: [{id: a, args: {limit: null}}]}}\n"
+    more = write(tmp_path, "more.yaml", text)
+    config, _ = load(RunConfig, [write(tmp_path, "base.toml", MINIMAL), more])
+    assert config.orchestrator.train.env[0].args == {"limit": None}
+
+
+def test_a_later_type_replaces_the_keys_of_the_earlier_one_alone(tmp_path: Path):
+    text = MINIMAL + '[trainer.optim]\ntype = "sgd"\nlr = 1e-4\nmomentum = 0.5\n[trainer.loss]\nkl_tau = 0.1\n'
+    config, _ = load_text(tmp_path, text, "--trainer.optim.type", "adamw", "--trainer.loss.type", "cispo")
+    assert (config.trainer.optim.type, config.trainer.optim.lr) == ("adamw", 1e-4)
+    assert config.trainer.loss.type == "cispo"
+
+
+def test_a_misspelt_key_is_refused_though_a_later_source_changes_the_type(tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        load_text(tmp_path, MINIMAL + "[trainer.loss]\nkl_tua = 0.1\n", "--trainer.loss.type", "cispo")
+    assert refused.value.key == "trainer.loss.kl_tua"
+
+
+def test_a_key_of_another_type_beside_the_later_type_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        load_text(tmp_path, MINIMAL, "--trainer.loss.type", "cispo", "--trainer.loss.kl_tau", "0.1")
+    assert refused.value.key == "--trainer.loss.kl_tau"
+
+
+def test_a_later_choice_of_the_model_replaces_the_earlier_one(tmp_path: Path):
+    base = write(tmp_path, "base.toml", MINIMAL.replace('model.name = "models/tiny"', 'model.sft = "sft.toml"'))
+    assert load(RunConfig, [base])[0].model.sft == tmp_path / "sft.toml"
+    config, _ = load(RunConfig, [base], ["--model.name", "models/other"])
+    assert (config.model.name, config.model.sft, config.trainer.model.name) == ("models/other", None, "models/other")
+    more = write(tmp_path, "more.toml", '[model]\ninit = "tiny"\n')
+    config, _ = load(RunConfig, [base, more])
+    assert (config.model.init, config.model.sft) == ("tiny", None)
+
+
+def test_two_choices_in_one_source_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        load_text(tmp_path, MINIMAL, "--model.sft", "sft.toml", "--model.init", "tiny")
+    assert (refused.value.key or "").startswith("--model")
 
 
 def test_text_beyond_ascii_is_read(tmp_path: Path):
@@ -183,20 +307,3 @@ early: {<<: *inner}
     both = {"lr": 3, "seed": 2, "steps": 7}
     rest = {"deep": {"inner": more}, "early": more}
     assert parse_yaml(text) == {"base": base, "more": more, "most": most, "both": both, **rest}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\na: 2\n", "not valid YAML: 'a' is given twice"),
-        ("a: 1\nb: {c: 1, 'c': 2}\n", r"not valid YAML: 'c' is given twice\s+in .*line 2"),
-        ("a: &a {b: 1, b: 2}\nc:\n  <<: *a\n", "not valid YAML: 'b' is given twice"),
-        ("a: &a {b: 1}\nc:\n  <<: *a\n  b: 2\n  b: 3\n", "not valid YAML: 'b' is given twice"),
-        ("a: [1\n", "not valid YAML"),
-        ("- a\n", "a run file is a table of keys, not list"),
-    ],
-)
-def test_a_file_that_is_no_yaml_table_is_named(tmp_path: Path, text: str, message: str):
-    (tmp_path / "run.yml").write_text(text)
-    with pytest.raises(ConfigError, match=rf"run\.yml: {message}"):
-        load(RunConfig, [tmp_path / "run.yml"])

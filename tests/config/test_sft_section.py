@@ -75,7 +75,9 @@ def test_demonstrations_have_no_fraction_to_hold_out():
 
 @pytest.mark.parametrize("fraction", [0, 1, 1.5])
 def test_a_fraction_is_between_nothing_and_everything(fraction: float):
-    assert problem({"path": "a.jsonl"}, validation={"fraction": fraction}).startswith("sft.toml: validation.fraction: ")
+    assert problem({"path": "a.jsonl"}, validation={"fraction": fraction}).startswith(
+        "sft.toml: validation.fraction = "
+    )
 
 
 def test_paths_of_data_and_validation_are_relative_to_their_file(tmp_path: Path):

@@ -36,10 +36,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--grid.trainer.optim.lrr", "[1]"], "rl.toml: trainer.optim.lrr: unknown key. Did you mean"),
+        (["--grid.trainer.optim.lrr", "[1]"], "--trainer.optim.lrr: unknown key. Did you mean"),
         (["--grid.max_steps", "[2, 0]"], "headrace: lr=0.0001,max_steps=0,seed=0: "),
         (["--grid.trainer.optim.betas", "[3]"], "trainer.optim.betas"),
-        (["--grids", "1"], "sweep.yaml: grids: unknown key. Did you mean grid?"),
+        (["--grids", "1"], "--grids: unknown key. Did you mean grid?"),
         (["--run", "gone.toml"], "gone.toml: no such file"),
         (
             ["--eval.env", "reverse-text", "--eval.smaples", "2"],

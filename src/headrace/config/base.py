@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +13,14 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from headrace.config.habits import fold_habits
-from headrace.config.problems import NoNumber, explain_all, kinds_of
+from headrace.config.leaves import leaves
+from headrace.config.origins import COMMAND_LINE, Origins
+from headrace.config.problems import NoNumber, explain_all, kinds_of, sections_at, types_of
 from headrace.config.yaml_text import parse_yaml
 from headrace.errors import BadInput
+
+OWN_ARGUMENTS = ("args", "kwargs")
+"""Tables whose values go to the user's own code as they are written."""
 
 Tree = dict[str, Any]
 T = TypeVar("T", bound="Config")
@@ -28,6 +35,8 @@ class Config(BaseModel):
 
     PATHS_OF_FILE: ClassVar[tuple[str, ...]] = ()
     """Dotted keys that hold a path, or a list of them, relative to the file they are written in."""
+    ALTERNATIVES: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of dotted keys of which one is given: a later source that gives one replaces what earlier ones chose."""
     FILLED_FROM: ClassVar[dict[str, str]] = {}
     """Dotted keys that take another key's value where they have none of their own."""
 
@@ -62,29 +71,39 @@ class Config(BaseModel):
 
 def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) -> tuple[T, list[str]]:
     """Read `files` left to right, apply `--key value` overrides, validate. Returns the tree and notices to show."""
+    where = " + ".join(str(file) for file in files) or COMMAND_LINE
+    origins = Origins(where)
     tree: Tree = {}
     for file in files:
         content = read_file(file)
         anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
+        written = leaves(content)
+        drop_alternatives(kind, tree, written)
         merge(tree, content)
         drop_filled(tree, kind.FILLED_FROM)
-    for path, value in parse_overrides(overrides):
-        put(tree, path, value)
+        origins.record(written, file)
+    typed = parse_overrides(overrides)
+    drop_alternatives(kind, tree, {".".join(path): value for path, value in typed})
+    for path, value in typed:
+        if value is None:
+            drop(tree, path)
+        else:
+            put(tree, path, value)
     anchor_paths(tree, kind.PATHS_OF_FILE, Path.cwd())  # those that were typed
-    where = " + ".join(str(file) for file in files) or "command line"
-    tree, notices = kind.translated(tree, files, where)
-    config, more = validate(kind, tree, where)
+    origins.record((".".join(path) for path, _ in typed), COMMAND_LINE)
+    tree, notices = kind.translated(_without_nulls(tree), files, where)
+    config, more = validate(kind, tree, origins)
     return config, notices + more
 
 
-def validate(kind: type[T], tree: Tree, where: str) -> tuple[T, list[str]]:
-    """Check a plain tree against its type."""
+def validate(kind: type[T], tree: Tree, where: str | Origins) -> tuple[T, list[str]]:
+    """Check a plain tree against its type; `where` its values were written is named in errors."""
     notices = fold_habits(tree)
     try:
         config = kind.model_validate(tree)
     except ValidationError as error:
-        problems = explain_all(kind, error, kind.FILLED_FROM)
-        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems)) from error
+        origins = Origins(where) if isinstance(where, str) else where
+        raise ConfigError.combine(explain_all(kind, error, kind.FILLED_FROM, origins)) from error
     return config, notices + config.notices()
 
 
@@ -94,27 +113,77 @@ def dump(config: Config) -> str:
 
 
 def read_file(path: Path) -> Tree:
-    """A run file: YAML by its name's end, else TOML."""
+    """Read a run file: YAML by its name's end, else TOML, where the text "null" stands for YAML's null."""
+    text = _read_text(path)
     if path.suffix not in (".yaml", ".yml"):
-        return read_toml(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
+        tree = _texts_to_nulls(_parse_toml(text, path))
+        assert isinstance(tree, dict)
+        return tree
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        tree = parse_yaml(text)
+    except BadInput as error:
+        raise ConfigError(error.fact, file=path, line=error.line) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a run file is a table of keys, not {type(tree).__name__}")
+        raise ConfigError(f"a run file is a table of keys, not a {type(tree).__name__}", file=path)
     return tree
 
 
 def read_toml(path: Path) -> Tree:
+    return _parse_toml(_read_text(path), path)
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a run file, which may begin with a byte order mark."""
+    if path.is_dir():
+        own = path / "config.toml"
+        fix = f"Name its file: {own}" if own.is_file() else "Name a run file in it."
+        raise ConfigError("a directory, not a run file", file=path, fix=fix)
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
+        key, separator, value = str(path).partition("=")
+        raise ConfigError("no such file", file=path, fix=f"To set a key, write --{key} {value}" if separator else None)
+    content = path.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError("the text is UTF-16", file=path, fix="Save the file as UTF-8.")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"byte {content[error.start]:#x} is not UTF-8", file=path, line=line, fix="Save the file as UTF-8."
+        ) from error
+
+
+def _parse_toml(text: str, path: Path) -> Tree:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        if text.lstrip().startswith("{"):
+            fix = "Write the run file as TOML, or name it .yaml: YAML reads JSON."
+            raise ConfigError("JSON, not TOML", file=path, fix=fix) from error
+        place = re.search(r"line (\d+)", str(error))
+        raise ConfigError(f"not valid TOML: {error}", file=path, line=int(place[1]) if place else None) from error
+
+
+def _texts_to_nulls(tree: Any) -> Any:
+    """Read the text "null" as null, which TOML lacks; arguments for the user's own code stay as they are."""
+    if isinstance(tree, dict):
+        return {key: value if key in OWN_ARGUMENTS else _texts_to_nulls(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_texts_to_nulls(value) for value in tree]
+    return None if tree == "null" else tree
+
+
+def _without_nulls(tree: Any) -> Any:
+    """Drop the keys that a later source took back with null."""
+    if isinstance(tree, list):
+        return [_without_nulls(value) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: value if key in OWN_ARGUMENTS else _without_nulls(value)
+        for key, value in tree.items()
+        if value is not None or key == "renderer"  # there null is a value: no renderer
+    }
 
 
 def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
@@ -147,10 +216,41 @@ def _drop_equal(section: Tree, name: str, value: Any) -> None:
         del section[name]
 
 
+def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]) -> None:
+    """Drop from `tree` the choices that a later source replaces; `written` has that source's values by dotted key.
+
+    Of a group of alternatives the ones that the source does not give go. Where it changes a table's `type`, the keys go
+    that belong to other types alone.
+    """
+    for group in kind.ALTERNATIVES:
+        chosen = {key for key in group if any(f"{name}.".startswith(f"{key}.") for name in written)}
+        for key in set(group) - chosen if chosen else ():
+            drop(tree, key.split("."))
+    for key, value in written.items():
+        *parents, name = key.split(".")
+        table = value_at(tree, parents) if name == "type" else None
+        if isinstance(table, dict) and table.get("type") != value:
+            sections = sections_at(kind, parents)
+            own = {field for section in sections if value in types_of(section) for field in section.model_fields}
+            others = {field for section in sections for field in section.model_fields} - own
+            for field in others & table.keys() if own else ():
+                del table[field]
+
+
+def drop(tree: Tree, path: Sequence[str]) -> None:
+    """Remove a dotted key, if it is there."""
+    section = value_at(tree, path[:-1])
+    if isinstance(section, dict):
+        section.pop(path[-1], None)
+
+
 def value_at(tree: Any, path: Sequence[str]) -> Any:
-    """What a tree has there; None where it has nothing."""
+    """What a tree has there; None where it has nothing. A number steps into a list."""
     for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
+        if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
+            tree = tree[int(key)]
+        else:
+            tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
@@ -164,22 +264,27 @@ def merge(base: Tree, update: Tree) -> None:
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
-    """`--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`; a key without a value is true."""
-    result: list[tuple[list[str], Any]] = []
+    """Read `--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`; a key without a value is true."""
+    result: dict[str, Any] = {}
     pending = list(arguments)
     while pending:
         key = pending.pop(0)
         if not key.startswith("--") or len(key) < 3:
-            raise ConfigError(f"unexpected argument {key!r}: overrides are written --section.key value")
+            raise ConfigError("unexpected argument", key=key, fix="Overrides are written --section.key value")
         name, separator, text = key[2:].partition("=")
         if not separator and pending and not pending[0].startswith("--"):
             text, separator = pending.pop(0), "="
-        result.append((name.replace("-", "_").split("."), parse_value(text) if separator else True))
-    return result
+        name = name.replace("-", "_")
+        if name in result:
+            raise ConfigError("given twice", key=f"--{name}", fix="Give it once.")
+        result[name] = parse_value(text) if separator else True
+    return [(name.split("."), value) for name, value in result.items()]
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value where it is one (numbers, booleans, lists, quoted strings), else the text itself."""
+    """Return a TOML value where it is one (numbers, booleans, lists, quoted strings), None for null, else the text."""
+    if text == "null":
+        return None
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -195,12 +300,14 @@ def put(tree: Tree, path: list[str], value: Any) -> None:
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
                 name = ".".join(path[:depth])
-                raise ConfigError(f"--{'.'.join(path)}: {name} is a list of {len(node)}; give an index below that")
+                raise ConfigError(
+                    f"{name} is a list of {len(node)}", key=f"--{'.'.join(path)}", fix="Give an index below that."
+                )
             index: Any = int(key)
         elif isinstance(node, dict):
             index = key
         else:
-            raise ConfigError(f"--{'.'.join(path)}: {'.'.join(path[:depth])} is a value, not a section")
+            raise ConfigError(f"{'.'.join(path[:depth])} is a value, not a section", key=f"--{'.'.join(path)}")
         if last:
             node[index] = value
         else:

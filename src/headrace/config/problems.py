@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: the key as it was written, and for an unknown one the nearest known."""
+"""Explain what is wrong with a configuration: the key and its source, and for an unknown key the nearest known one."""
 
 from __future__ import annotations
 
@@ -10,44 +10,73 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, Tag, ValidationError
 
 from headrace.config.habits import OTHER_NAMES
+from headrace.config.origins import COMMAND_LINE, Origins
+from headrace.errors import BadInput, InvalidValue
 
 
-def explain_all(kind: type[BaseModel], error: ValidationError, filled_from: Mapping[str, str]) -> list[str]:
+def explain_all(
+    kind: type[BaseModel], error: ValidationError, filled_from: Mapping[str, str], origins: Origins
+) -> list[BadInput]:
     """Every problem once: not again for a key that `filled_from` says has its value from another."""
-    found: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], BadInput] = {}
     for problem in error.errors():
         place = _trace(kind, problem)
         name = ".".join(str(part) for part in place.path)
-        origins = [f"{s}{name.removeprefix(t)}" for t, s in filled_from.items() if f"{name}.".startswith(f"{t}.")]
-        if not any((origin, problem["type"]) in found for origin in origins):
-            found[name, problem["type"]] = _explain(kind, problem, place)
+        sources = [f"{s}{name.removeprefix(t)}" for t, s in filled_from.items() if f"{name}.".startswith(f"{t}.")]
+        if not any((source, problem["type"]) in found for source in sources):
+            found[name, problem["type"]] = _located(_explain(kind, problem, place), origins)
     return list(found.values())
 
 
-def _explain(kind: type[BaseModel], problem: Any, place: _Place) -> str:
-    name = ".".join(str(part) for part in place.path) or "configuration"
+def _located(problem: BadInput, origins: Origins) -> BadInput:
+    """Name the file in which the key is written; a key from the command line is named as an option."""
+    source = origins.of(problem.key or "")
+    if source != COMMAND_LINE:
+        problem.file = source
+    elif problem.key:
+        problem.key = f"--{problem.key}"
+    return problem
+
+
+def _explain(kind: type[BaseModel], problem: Any, place: _Place) -> BadInput:
+    """Turn a problem of pydantic into an error whose key is the whole dotted one."""
+    name = ".".join(str(part) for part in place.path)
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidValue):
+        key = ".".join(part for part in (name, cause.key) if part)
+        return BadInput(cause.fact, key=key, value=cause.value, fix=cause.fix, file=cause.file, line=cause.line)
     if problem["type"] == "extra_forbidden":
         close = _nearest(kind, place)
         if close == _without_positions(place.path):
-            return f"{name}: a key of another `type`; this one has {', '.join(place.known)}"
-        return f"{name}: unknown key." + (f" Did you mean {close}?" if close else "")
+            return BadInput("a key of another `type`", key=name, fix=f"This one has {', '.join(place.known)}.")
+        return BadInput("unknown key.", key=name, fix=f"Did you mean {close}?" if close else None)
     if problem["type"] == "missing":
-        return f"{name}: required, and not set"
-    if problem["type"] in _EXPECTED:
-        return f"{name}: {_EXPECTED[problem['type']]} is expected, not {_shown(problem['input'], name)}"
-    message = problem["msg"].removeprefix("Value error, ")
+        return BadInput("required, and not set", key=name)
     if problem["type"] == "value_error":
-        return f"{name}: {message}" if place.path else message
-    return f"{name}: {message} (got {_shown(problem['input'], name)})"
+        return BadInput(problem["msg"].removeprefix("Value error, "), key=name)
+    return _wrong_value(problem, name)
+
+
+def _wrong_value(problem: Any, name: str) -> BadInput:
+    """Explain a value of the wrong type or out of range."""
+    value = problem["input"].given if isinstance(problem["input"], NoNumber) else problem["input"]
+    fact = _EXPECTED.get(problem["type"]) or problem["msg"].replace("Input should be", "must be")
+    fix = None
+    if value is True:
+        fix = f"--{name} without a value means true: give it one."
+    elif problem["type"] == "list_type" and isinstance(value, dict):
+        fix = f"Write [[{name}]], once for each entry."
+        value = None
+    return BadInput(fact, key=name or "configuration", value=value, fix=fix)
 
 
 _EXPECTED = {
-    "model_type": "a table",
-    "model_attributes_type": "a table",
-    "dict_type": "a table",
-    "list_type": "a list",
-    "int_type": "a whole number",
-    "float_type": "a number",
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "dict_type": "must be a table",
+    "list_type": "must be a list",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
 }
 """By pydantic's name of a problem: what it wants, where it would speak of its own classes."""
 
@@ -56,14 +85,6 @@ class NoNumber(NamedTuple):
     """Stands for true or false where a number belongs, since pydantic would take them for 1 and 0."""
 
     given: bool
-
-
-def _shown(value: Any, name: str) -> str:
-    if isinstance(value, NoNumber):
-        value = value.given
-    if value is True:
-        return f"true, which --{name} without a value means"
-    return "false" if value is False else repr(value)
 
 
 def _nearest(kind: type[BaseModel], place: _Place) -> str | None:
@@ -137,11 +158,15 @@ def _members(annotation: Any, tags: tuple[str, ...] = ()) -> Iterator[_Member]:
         for member in get_args(annotation):
             yield from _members(member)
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        kind = annotation.model_fields.get("type")
-        own = get_args(kind.annotation) if kind is not None and get_origin(kind.annotation) is Literal else ()
-        yield _Member(annotation, (*tags, *own))
+        yield _Member(annotation, (*tags, *types_of(annotation)))
     elif annotation is not types.NoneType:
         yield _Member(annotation, tags)
+
+
+def types_of(section: type[BaseModel]) -> tuple[Any, ...]:
+    """The values of `type` that choose this section among its alternatives; none where it has no such key."""
+    field = section.model_fields.get("type")
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
 def kinds_of(annotation: Any) -> set[Any]:
@@ -158,12 +183,18 @@ def _paths(kind: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tupl
 
 def fields_at(kind: type[BaseModel], path: Iterable[str]) -> list[str]:
     """The keys of the section at `path`."""
+    return [name for section in sections_at(kind, path) for name in section.model_fields]
+
+
+def sections_at(kind: type[BaseModel], path: Iterable[str]) -> list[type[BaseModel]]:
+    """The section types that may stand at `path`; positions in lists do not matter."""
     sections = [kind]
     for part in path:
-        sections = [
-            child for section in sections if part in section.model_fields for child in sections_of(section, part)
-        ]
-    return [name for section in sections for name in section.model_fields]
+        if not part.isdecimal():
+            sections = [
+                child for section in sections if part in section.model_fields for child in sections_of(section, part)
+            ]
+    return sections
 
 
 def sections_of(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:

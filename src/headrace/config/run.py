@@ -55,6 +55,7 @@ class TensorboardConfig(Config):
 
 class RunConfig(Config):
     PATHS_OF_FILE = ("model.sft",)
+    ALTERNATIVES = (("model.name", "model.init", "model.sft"),)
     FILLED_FROM = {target: source for source, targets in SHARED.items() for target in targets}  # noqa: RUF012
 
     output_dir: Path

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from headrace.errors import BadInput
+
 FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 
 MERGE = "tag:yaml.org,2002:merge"
@@ -33,9 +35,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain tree that a YAML document says; raises ValueError with the place of what is wrong."""
+    """Return the plain tree of a YAML document; raise `BadInput` with the line of what is wrong."""
     try:
         tree = yaml.load(text, _Loader)  # a safe loader: it makes plain values alone
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        column = "" if mark is None else f" (column {mark.column + 1})"
+        words = ", ".join(part for part in (error.context, error.problem) if part)
+        raise BadInput(f"not valid YAML: {words}{column}", line=None if mark is None else mark.line + 1) from error
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise BadInput(f"not valid YAML: {error}") from error
     return {} if tree is None else tree

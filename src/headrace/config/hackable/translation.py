@@ -37,6 +37,7 @@ from headrace.config.hackable.sections import (
 )
 from headrace.config.hackable.storage import Places, may_be_on_the_hub, tokens, variables
 from headrace.config.hackable.trainer import contradictions, trackers, typed_trainer
+from headrace.config.origins import Origins
 from headrace.config.problems import explain_all
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput
@@ -67,7 +68,7 @@ def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], where: st
     try:
         given = HackableConfig.model_validate(own)
     except ValidationError as error:
-        raise _refusal(problems + explain_all(HackableConfig, error, {}), where) from error
+        raise _refusal([*problems, *explain_all(HackableConfig, error, {}, Origins(where))], where) from error
     if problems:
         raise _refusal(problems, where)
     translation = _Translation(given, written, files)
@@ -86,8 +87,8 @@ def _without_nulls(tree: Tree) -> Tree:
     }
 
 
-def _refusal(problems: Sequence[str], where: str) -> ConfigError:
-    return ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
+def _refusal(problems: Sequence[str | BadInput], where: str) -> ConfigError:
+    return ConfigError.combine([BadInput(entry, file=where) if isinstance(entry, str) else entry for entry in problems])
 
 
 class _Translation:
