@@ -13,7 +13,6 @@ import pytest
 from headrace.environments.data.tables import DataError
 from headrace.errors import BadInput
 from headrace.hackable import TrainingSample, build_data_provider
-from headrace.hackable.data import interleaved
 from headrace.hackable.samples import format_of
 from tests.hackable.completions import STRICT
 
@@ -73,22 +72,6 @@ def test_arithmetic_is_right_and_the_same_for_a_seed():
     assert all(str(eval(sample.prompt)) == sample.answer for sample in found)
     held_out = samples("arithmetic", 3, split="eval", num_tasks=50, operations="+-*", instructions="")
     assert not {sample.prompt for sample in found} & {sample.prompt for sample in held_out}
-
-
-def test_interleaving_keeps_each_order_and_spreads_both_evenly():
-    few, many = [{"n": n} for n in "ab"], [{"n": n} for n in "123456"]
-    assert "".join(row["n"] for row in interleaved(few, many)) == "1a234b56"
-
-
-def test_the_curriculum_has_both_data_sets_and_gets_harder():
-    found = samples("gsm8k_math_curriculum", gsm8k_source=GSM8K, math_source=MATH, split="test")
-    sources = [sample.info["source"] for sample in found]
-    assert (sources.count("gsm8k"), sources.count("math")) == (50, 50)
-    assert sources[:4] == ["gsm8k", "math", "gsm8k", "math"]
-    levels = [sample.info["level"] for sample in found if sample.info["source"] == "math"]
-    assert levels == sorted(levels)
-    assert found == samples("gsm8k_math_curriculum", gsm8k_source=GSM8K, math_source=MATH, split="test")
-    assert found != samples("gsm8k_math_curriculum", 1, gsm8k_source=GSM8K, math_source=MATH, split="test")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -51,7 +51,7 @@ def test_every_kwarg_of_an_objective_and_of_a_provider_has_a_sentence_of_its_own
         ("storage.cache_dir", ("The root", "type     path or unset")),
         ("auth.hf_token", ("The variable that holds", 'default  "HF_TOKEN"')),
         ("objective.kwargs", ("kwargs:", "length_penalty_lambda  ")),
-        ("rewards.kwargs.length_penalty_reward", ("tokenizer_name  Whose tokens",)),
+        ("rewards.kwargs.length_penalty_reward", ("count_malformed  Whether the mean",)),
     ],
 )
 def test_a_key_is_explained(key: str, facts: tuple[str, ...], capsys: pytest.CaptureFixture[str]):

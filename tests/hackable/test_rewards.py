@@ -103,6 +103,13 @@ async def test_a_malformed_completion_earns_no_brevity_and_leaves_the_mean_alone
     assert reward(*batch([*MALFORMED])) == [0.0] * 5
 
 
+async def test_malformed_completions_may_count_in_the_mean_and_score_0_all_the_same():
+    reward = build_reward("length_penalty_reward", {"count_malformed": True})
+    # mean of 1, 0, 0 and 7 is 2; without the malformed it is 4
+    assert reward(*batch([thought(1), *MALFORMED[:2], thought(7)])) == [0.5, 0.0, 0.0, 0.0]
+    assert reward(*batch([*MALFORMED])) == [0.0] * 5
+
+
 async def test_groups_are_of_a_size_or_of_equal_prompts():
     completions = [thought(words) for words in (1, 3, 2, 6, 9)]
     prompts = ["a", "a", "b", "b", "a"]

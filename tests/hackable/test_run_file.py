@@ -11,7 +11,7 @@ import yaml
 
 from headrace.cli.config import kind_of
 from headrace.cli.main import main
-from headrace.config.base import dump, load
+from headrace.config.base import ConfigError, dump, load
 from headrace.config.paths import cache_directory
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
@@ -211,6 +211,34 @@ def test_a_provider_that_declares_its_order_is_drawn_in_order(tmp_path: Path):
     curriculum = run_of(tmp_path, data={"provider": "gsm8k_math_curriculum"}).orchestrator.train.env[0].curriculum
     assert curriculum.sampler is not None and curriculum.sampler.type == "in_order"
     assert run_of(tmp_path).orchestrator.train.env[0].curriculum.sampler is None
+
+
+def test_the_providers_of_a_curriculum_are_found_and_checked_as_one_alone_is(tmp_path: Path):
+    store = write_store(tmp_path)
+    parts = [{"provider": "gsm8k", "kwargs": {"source": "train.jsonl", "limit": "1"}}, {"provider": "arithmetic"}]
+    data = {"provider": "curriculum", "kwargs": {"providers": parts}}
+    config = run_of(tmp_path, data=data, model="tiny", storage={"cache_dir": str(store)})
+    (env,) = config.orchestrator.train.env
+    assert env.args["provider_kwargs"]["providers"] == [
+        {"provider": "gsm8k", "kwargs": {"source": str(store / "datasets" / "train.jsonl"), "limit": 1}},
+        {"provider": "arithmetic", "kwargs": {}},
+    ]
+    assert env.curriculum.sampler is not None and env.curriculum.sampler.type == "in_order"
+    assert config.launch.env["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ({"provider": "gsm9k"}, "data.kwargs.providers.0.provider"),
+        ({"provider": "gsm8k", "kwargs": {"sources": "x"}}, "data.kwargs.providers.0.kwargs.sources"),
+        ({"provider": "gsm8k", "share": -1}, "data.kwargs.providers.0.share"),
+    ],
+)
+def test_what_is_wrong_with_a_part_of_a_curriculum_is_named_by_its_key(tmp_path: Path, part: Any, key: str):
+    with pytest.raises(ConfigError) as error:
+        run_of(tmp_path, data={"provider": "curriculum", "kwargs": {"providers": [part]}})
+    assert key in str(error.value)
 
 
 def test_environments_of_the_run_file_stand_beside_the_one_that_is_made(tmp_path: Path):

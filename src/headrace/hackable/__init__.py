@@ -1,6 +1,6 @@
 """For changing one file and seeing a curve: data providers, rewards and objectives as small plugins. No torch."""
 
-from headrace.hackable import adapted_rewards, data, objectives, rewards
+from headrace.hackable import adapted_rewards, curriculum, data, objectives, rewards
 from headrace.hackable.objective import Objective, Progress
 from headrace.hackable.registry import (
     DataProvider,
@@ -31,6 +31,7 @@ __all__ = [
     "build_objective",
     "build_reward",
     "build_rewards",
+    "curriculum",
     "data",
     "in_order",
     "objectives",

@@ -20,7 +20,7 @@ from headrace.environments.data.math import math as math_rows
 from headrace.environments.data.rows import Row, located_rows
 from headrace.environments.data.tables import DataError
 from headrace.environments.shipped.arithmetic import sums
-from headrace.hackable.registry import in_order, register_data_provider
+from headrace.hackable.registry import register_data_provider
 from headrace.hackable.samples import TrainingSample, asked
 
 Tags = Sequence[str] | None
@@ -59,28 +59,6 @@ def math(
     """Competition problems of some levels and subjects. `info` has `solution`, `level` and `subject`."""
     rows = math_rows(source, split, levels, subjects, None, columns)
     return _asked(_chosen(rows, limit, shuffle, seed), instructions, tags)
-
-
-@register_data_provider
-@in_order
-def gsm8k_math_curriculum(
-    gsm8k_source: str = GSM8K,
-    math_source: str = MATH,
-    split: str = "train",
-    levels: Sequence[int] | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    instructions: str | None = None,
-    tags: Tags = None,
-) -> Iterator[TrainingSample]:
-    """Both, spread evenly from beginning to end: GSM8K in a random order, MATH from its easiest level to its hardest.
-
-    `info` has the `source` of each, "gsm8k" or "math".
-    """
-    words = [{**row, "source": "gsm8k"} for row in _chosen(gsm8k_rows(gsm8k_source, split), None, True, seed)]
-    hard = [{**row, "source": "math"} for row in _chosen(math_rows(math_source, split, levels), None, True, seed)]
-    hard.sort(key=lambda row: row["level"] or 0)  # keeps the random order within a level
-    return _asked(islice(interleaved(words, hard), limit), instructions, tags)
 
 
 @register_data_provider
@@ -152,14 +130,6 @@ def arithmetic(
     """Sums, differences and products of whole numbers, made up. No question is in both splits, "train" and "eval"."""
     rows = sums(split, num_tasks, digits, operations, seed)
     return _asked(({**row, "solution": f"{row['question']}={row['answer']}"} for row in rows), instructions, tags)
-
-
-def interleaved(*several: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each in its order, all of them spread evenly: every part of the result has its share of each."""
-    places = [
-        ((index + 0.5) / len(rows), which, index) for which, rows in enumerate(several) for index in range(len(rows))
-    ]
-    return (several[which][index] for _, which, index in sorted(places))
 
 
 def _chosen(rows: Rows, limit: int | None, shuffle: bool, seed: int) -> Rows:

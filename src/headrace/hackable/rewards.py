@@ -13,7 +13,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from headrace.environments.arguments import BadArgument, check_whole
+from headrace.environments.arguments import BadArgument, check_flag, check_whole
 from headrace.environments.rewards.base import warn_of_count
 from headrace.hackable.correctness import Correctness
 from headrace.hackable.registry import register_reward
@@ -62,22 +62,30 @@ class CorrectnessReward:
 class LengthPenaltyReward:
     """How much shorter than its group's mean a completion thinks: max(0, 1 - L / mean L), L in tokens or in words.
 
-    Malformed completions score 0 and are left out of the mean; where it is 0, all score 0. A group is `group_size`
-    completions, or those in a row whose prompts are equal. Tokens are those of `tokenizer_name`, a directory, one in
-    `cache_dir`, or a model on the hub; without it words are counted.
+    Malformed completions score 0 and are left out of the mean; with `count_malformed` they count in it, with L = 0.
+    Where the mean is 0, all score 0. A group is `group_size` completions, or those in a row whose prompts are equal.
+    Tokens are those of `tokenizer_name`, a directory, one in `cache_dir`, or a model on the hub; without it words are
+    counted.
     """
 
     def __init__(
-        self, tokenizer_name: str | None = None, group_size: int | None = None, cache_dir: str | None = None
+        self,
+        tokenizer_name: str | None = None,
+        group_size: int | None = None,
+        cache_dir: str | None = None,
+        count_malformed: bool = False,
     ) -> None:
         if group_size is not None:
             check_whole("group_size", group_size, 1)
+        check_flag("count_malformed", count_malformed)
         self._group_size = group_size
+        self._count_malformed = count_malformed
         self._length = length_in(tokenizer_name, cache_dir)
 
     def __call__(self, prompts: Texts, completions: Texts, answers: Texts, infos: Infos) -> list[float]:
         lengths = thinking_lengths(completions, infos, self._length)
-        return [score for group in groups(prompts, self._group_size) for score in brevity(lengths[group])]
+        batch = groups(prompts, self._group_size)
+        return [score for group in batch for score in brevity(lengths[group], self._count_malformed)]
 
 
 def groups(prompts: Texts, group_size: int | None) -> list[slice]:
@@ -88,9 +96,9 @@ def groups(prompts: Texts, group_size: int | None) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def brevity(lengths: Sequence[int | None]) -> list[float]:
-    """max(0, 1 - L / mean L) of one group, None being no length."""
-    known = [length for length in lengths if length is not None]
+def brevity(lengths: Sequence[int | None], count_malformed: bool = False) -> list[float]:
+    """Return max(0, 1 - L / mean L) of one group. None: malformed, which scores 0 whether the mean counts it or not."""
+    known = [length or 0 for length in lengths if length is not None or count_malformed]
     mean = sum(known) / len(known) if known else 0.0
     return [max(0.0, 1 - length / mean) if length is not None and mean else 0.0 for length in lengths]
 

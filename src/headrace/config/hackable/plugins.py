@@ -45,6 +45,13 @@ class Plugin(NamedTuple):
         return {name: p for name, p in inspect.signature(found).parameters.items() if name not in given}
 
     @property
+    def is_curriculum(self) -> bool:
+        """Whether its kwargs name other data providers."""
+        from headrace.hackable.curriculum import curriculum
+
+        return self.registry.find(self.name) is curriculum
+
+    @property
     def takes_any(self) -> bool:
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
 

@@ -223,8 +223,26 @@ class _Translation:
         if not found(plugin, key, self.problems):
             return {}
         values = self._places.in_kwargs(normalized(plugin, kwargs, self.problems, needed=needed))
+        if plugin.is_curriculum and "providers" in values:
+            values["providers"] = self._parts(values["providers"], plugin.key)
         self._hub_is_asked |= needed and asks_the_hub(plugin, values, may_be_on_the_hub)
         return values
+
+    def _parts(self, providers: Any, key: str) -> Any:
+        """The providers of a curriculum, each with kwargs that are known to be taken."""
+        from headrace.hackable.curriculum import read_parts
+
+        try:
+            parts = read_parts(providers)
+        except BadInput as error:
+            self.problems.append(f"{key}.{error}")
+            return providers
+        checked = []
+        for number, (entry, part) in enumerate(zip(providers, parts, strict=True)):
+            place = f"{key}.providers.{number}"
+            kwargs = self._checked(provider_named(part.provider, f"{place}.kwargs"), part.kwargs, f"{place}.provider")
+            checked.append({**entry, "kwargs": kwargs})
+        return checked
 
     def _max_steps(self, args: dict[str, Any], groups_per_step: float | None) -> int | None:
         trainer = self.given.trainer
