@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.observe.metrics import read_metrics
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import REPOSITORY, headrace, start, wait_until, write_run_file
 
@@ -71,7 +72,7 @@ def count(run: RunDir, metric: str) -> int:
 def trained_components(run: RunDir) -> dict[str, set[str]]:
     """By environment, the losses that the tokens of shipped rollouts went to."""
     found: dict[str, set[str]] = {}
-    for file in run.rollouts.iterdir():
+    for file in RolloutKind.TRAIN.files(run.rollouts).values():
         for row in pq.read_table(file).to_pylist():
             if row["drop_reason"] is None:
                 names = {name for sample in row["samples"] for name in components(sample)}

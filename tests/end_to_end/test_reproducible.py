@@ -5,6 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, start, write_run_file
 
@@ -22,6 +23,9 @@ def test_at_level_0_the_same_seed_gives_the_same_rollouts_and_the_same_model_to_
         code, output = finish(start("rl", file, "--orchestrator.max_async_level", 0, "--seed", 5))
         assert code == 0, output
     first, second = ((run.final_model / "model.safetensors").read_bytes() for run in runs)
-    tables = [[pq.read_table(path).select(COMPARED) for path in sorted(run.rollouts.iterdir())] for run in runs]
+    tables = [
+        [pq.read_table(path).select(COMPARED) for path in RolloutKind.TRAIN.files(run.rollouts).values()]
+        for run in runs
+    ]
     assert tables[0] == tables[1]
     assert first == second

@@ -17,7 +17,7 @@ from headrace.hub.checksums import Checksum, git_of, sha256_of
 from headrace.launch.run_directory import checkpoints
 from headrace.launch.saved_config import read_run
 from headrace.observe.summary import summarize
-from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.rollout.types import Rollout
 from headrace.transport.run_dir import RunDir
 from tests.hub.conftest import KEY, write_checkpoint, write_model
@@ -196,8 +196,10 @@ def test_data_is_pushed_by_file_and_by_folder(hub: Hub, tmp_path: Path, capsys: 
 
 def test_rollouts_of_a_run_are_a_dataset(hub: Hub, run: Path, tmp_path: Path):
     write_rollouts(run / "rollouts", 1, [Rollout()], [], keep_last=1)
+    write_eval_rollouts(run / "rollouts" / "eval-step-00000001.parquet", 1, [Rollout()])
     assert headrace("push", run, "team/rollouts", "--rollouts") == 0
-    assert "data/step-00000001.parquet" in hub.files("datasets/team/rollouts")
+    files = hub.files("datasets/team/rollouts")
+    assert {"data/step-00000001.parquet", "data/eval-step-00000001.parquet"} <= set(files)
 
 
 def test_the_card_tells_what_is_known(hub: Hub, run: Path):

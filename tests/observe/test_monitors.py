@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,8 +18,9 @@ from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.observe.history import Record
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.monitors import Forwarder, MonitorError, as_text, forwarding, read_samples, spread_over
-from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.rollout.types import Rollout, RolloutError, Sample
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 
@@ -28,6 +30,7 @@ class Collector:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.samples: dict[int, list[Record]] = {}
+        self.evaluated: list[tuple[str, int, list[float]]] = []
         self.broken = False
 
     def send(self, records: list[Record]) -> None:
@@ -35,7 +38,10 @@ class Collector:
             raise ConnectionError("the monitor's server is down")
         self.steps += [record["step"] for record in records]
 
-    def send_samples(self, step: int, samples: list[Record]) -> None:
+    def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
+        if name != "samples":
+            self.evaluated.append((name, step, [sample["reward"] for sample in samples]))
+            return
         assert step not in self.samples
         self.samples[step] = samples
 
@@ -206,12 +212,32 @@ def test_rollouts_of_every_nth_step_are_shown_once_and_later_files_too(tmp_path:
     assert list(monitor.samples) == [2, 4, 6]
 
 
+def evaluate(run: RunDir, step: int, env: str, *rewards: float) -> None:
+    rollouts = [msgspec.structs.replace(rollout_of(reward), env=env) for reward in rewards]
+    write_eval_rollouts(RolloutKind.EVAL.path(run.rollouts, step), step, rollouts)
+
+
+def test_every_evaluation_of_every_environment_is_shown_once_in_whatever_order_they_end(tmp_path: Path) -> None:
+    run, monitor = RunDir(tmp_path), Collector()
+    evaluate(run, 20, "quick", 0.0, 1.0, 0.5)
+    evaluate(run, 10, "slow", 0.0)
+    with Forwarder(run, "collector", monitor, interval=0.01, eval_samples=2):
+        pass
+    assert monitor.evaluated == [("eval/slow/samples", 10, [0.0]), ("eval/quick/samples", 20, [0.0, 1.0])]
+    evaluate(run, 10, "late", 0.25)  # its version's file has been read already
+    evaluate(run, 20, "quick", 0.75)  # again, after a resume
+    with Forwarder(run, "collector", monitor, interval=0.01, eval_samples=2):
+        pass
+    assert monitor.evaluated[2:] == [("eval/late/samples", 10, [0.25])]
+
+
 def test_no_rollouts_are_shown_when_none_are_asked_for(tmp_path: Path) -> None:
     run, monitor = RunDir(tmp_path), Collector()
     dump(run, 10)
+    evaluate(run, 10, "e", 1.0)
     with Forwarder(run, "collector", monitor, interval=0.01, samples=0):
         pass
-    assert not monitor.samples
+    assert not monitor.samples and not monitor.evaluated
 
 
 def test_samples_are_spread_over_rewards_and_leave_out_what_failed(tmp_path: Path) -> None:

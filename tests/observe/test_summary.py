@@ -11,9 +11,10 @@ from headrace.cli.main import main
 from headrace.observe.environments import EnvironmentReport, ends
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.summary import duration, summarize, text, write_summary
-from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.rollout.types import Rollout, RolloutError
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 
@@ -58,6 +59,11 @@ def test_failed_episodes_of_an_evaluation_and_skipped_steps_are_told(run: RunDir
     shown = text(run, summarize(run))
     assert "3 of these changed nothing: their gradient was not finite" in shown
     assert "reverse-text: 75% of the episodes of its last evaluation failed, and count as 0" in shown
+    failed = Rollout(env="reverse-text", error=RolloutError("environment", "ValueError: no such tool"))
+    write_eval_rollouts(RolloutKind.EVAL.path(run.rollouts, 7), 7, [failed, Rollout(env="reverse-text", reward=0.4)])
+    (entry,) = summarize(run).environments
+    assert entry.eval_error == "environment: ValueError: no such tool" and entry.error is None
+    assert entry.eval_error in text(run, summarize(run))
 
 
 def test_with_evaluations_reward_is_held_out_first_and_last(run: RunDir) -> None:

@@ -26,11 +26,13 @@ from headrace.orchestrator import main
 from headrace.orchestrator.audit import violations
 from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.pipeline import RunFailed
+from headrace.orchestrator.rollout_files import RolloutFiles
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version, staleness
 from headrace.transport.batches import BatchStore
 from headrace.transport.lock import only_one
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 from tests.observe.metrics_page import undocumented
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
@@ -205,6 +207,13 @@ async def test_a_run_ships_every_step_evaluates_on_time_and_accounts_for_every_d
     first, second, last = sorted(pipeline.records("eval/heldout/avg@1"))
     assert (first, last) == (0, STEPS)
     assert second in (2, 3)  # the stand-in trains in no time: version 2 may be passed over
+    files = RolloutFiles(pipeline.run.rollouts, RolloutKind.EVAL)
+    assert files.steps() == [first, second, last]
+    played = [saved.rollout for saved in files.read(last)]
+    assert len({rollout.task_key for rollout in played}) == len(played) == 8
+    assert all(rollout.env == "heldout" and rollout.samples and rollout.messages for rollout in played)
+    mean = sum(rollout.reward for rollout in played) / len(played)
+    assert mean == pytest.approx(pipeline.records("eval/heldout/avg@1")[last])
     states = Journal(pipeline.run.journal).states()
     assert states.pop("drawn", 0) == 0
     assert states["shipped"] >= STEPS  # groups with a signal; the rest were dropped with a reason
@@ -600,7 +609,7 @@ async def test_a_batch_that_is_gone_is_made_anew_from_the_same_prompts(
 async def test_rollouts_are_dumped_with_their_credit_and_drop_reason(tmp_path: Path, tiny_model: Path):
     pipeline = Pipeline(tmp_path, tiny_model)
     await pipeline.finish()
-    tables = [pq.read_table(path).to_pylist() for path in sorted(pipeline.run.rollouts.glob("*.parquet"))]
+    tables = [pq.read_table(path).to_pylist() for path in RolloutKind.TRAIN.files(pipeline.run.rollouts).values()]
     assert len(tables) == STEPS
     rows = [row for table in tables for row in table]
     kept = [row for row in rows if row["drop_reason"] is None]

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BadInput
-from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.orchestrator.rollout_files import RolloutFiles, SavedRollout
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.observations import observed_roles
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
+from headrace.transport.rollouts import RolloutKind
 from tests.rollout.strategies import FIXED, STREAM_NAMES, assert_same, floats32
 
 FEW = settings(FIXED, max_examples=15)
@@ -186,8 +187,67 @@ def test_the_steps_on_disk_are_listed_in_order_and_one_that_is_gone_is_named(tmp
     files = RolloutFiles(tmp_path)
     assert files.steps() == [1, 2, 10]
     assert files.columns(10, ["group_id", "drop_reason"]) == [{"group_id": "10-0", "drop_reason": None}]
-    with pytest.raises(BadInput, match=r"step-00000003.parquet is gone: .*orchestrator.keep_rollouts"):
+    with pytest.raises(BadInput) as gone:
         files.read(3)
+    assert gone.value.file == tmp_path / "step-00000003.parquet" and "orchestrator.keep_rollouts" in gone.value.fact
     (tmp_path / "step-00000003.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(BadInput, match=r"step-00000003.parquet is not a readable Parquet file"):
+    with pytest.raises(BadInput) as damaged:
         files.read(3)
+    assert damaged.value.file == tmp_path / "step-00000003.parquet"
+
+
+def test_an_evaluation_reads_back_with_samples_and_beside_training(tmp_path: Path) -> None:
+    turns = [turn([1, 2], [3]), turn([1, 2, 3, 4], [5])]
+    played = Rollout(env="e", task_key="t", episode=0, reward=0.5, rewards={"a": 0.5}, turns=turns)
+    failed = Rollout(env="e", task_key="t", episode=1, turns=turns, error=RolloutError("timeout", "after 60 s"))
+    write_eval_rollouts(RolloutKind.EVAL.path(tmp_path, 7), 7, [failed, played])
+    write_rollouts(tmp_path, 1, [Rollout()], [], keep_last=1)
+    files = RolloutFiles(tmp_path, RolloutKind.EVAL)
+    assert (files.steps(), RolloutFiles(tmp_path).steps()) == ([7], [1])
+    first, second = (saved.rollout for saved in files.read(7))
+    (sample,) = first.samples
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5] and len(first.turns) == 2
+    assert (first.reward, first.rewards, first.stop_reason) == (0.5, {"a": 0.5}, "stop")
+    assert second.error == failed.error and not second.samples
+    assert not played.samples, "what is merged for the file does not stay in memory"
+
+
+def keys(directory: Path, step: int) -> list[tuple[str, str, int]]:
+    rows = RolloutFiles(directory, RolloutKind.EVAL).columns(step, ["env", "task_key", "episode", "reward"])
+    return [(row["env"], row["task_key"], row["reward"]) for row in rows]
+
+
+def test_environments_of_one_version_share_a_file_and_replace_their_own_rows(tmp_path: Path) -> None:
+    path = RolloutKind.EVAL.path(tmp_path, 4)
+
+    def evaluate(env: str, *rewards: float, add: bool = False) -> None:
+        rollouts = [Rollout(env=env, task_key=f"t{n}", episode=0, reward=reward) for n, reward in enumerate(rewards)]
+        write_eval_rollouts(path, 4, rollouts, add=add)
+
+    evaluate("a", 0.0, 0.0)
+    evaluate("b", 1.0)
+    assert keys(tmp_path, 4) == [("a", "t0", 0.0), ("a", "t1", 0.0), ("b", "t0", 1.0)]
+    evaluate("a", 0.5)  # again after a resume, with fewer tasks
+    assert keys(tmp_path, 4) == [("b", "t0", 1.0), ("a", "t0", 0.5)]
+    write_eval_rollouts(path, 4, [Rollout(env="b", task_key="t9", episode=0, reward=2.0)], add=True)
+    evaluate("b", 3.0, add=True)
+    assert keys(tmp_path, 4) == [("a", "t0", 0.5), ("b", "t9", 2.0), ("b", "t0", 3.0)]
+
+
+def test_a_damaged_file_of_an_evaluation_is_replaced(tmp_path: Path) -> None:
+    path = RolloutKind.EVAL.path(tmp_path, 4)
+    path.write_bytes(b"PAR1 and then nothing")
+    write_eval_rollouts(path, 4, [Rollout(env="a", task_key="t", reward=1.0)])
+    assert keys(tmp_path, 4) == [("a", "t", 1.0)]
+    pq.write_table(pq.read_table(path).drop_columns(["seconds"]), path)  # as another version wrote it
+    write_eval_rollouts(path, 4, [Rollout(env="b", task_key="t", reward=0.0)])
+    assert keys(tmp_path, 4) == [("b", "t", 0.0)]
+
+
+def test_the_two_writers_do_not_remove_what_the_other_is_writing(tmp_path: Path) -> None:
+    writing = tmp_path / "eval-step-00000004.tmp"
+    writing.write_bytes(b"half")
+    write_rollouts(tmp_path, 1, [Rollout()], [], keep_last=1)
+    assert writing.exists()
+    write_eval_rollouts(RolloutKind.EVAL.path(tmp_path, 5), 5, [Rollout()])
+    assert not writing.exists()

@@ -220,7 +220,7 @@ class OrchestratorConfig(Config):
     """Completions scored again per version: so many that it sampled alone, and as many that it only ended; 0: none."""
     log_loop_interval: float = Field(5.0, gt=0)
     keep_rollouts: int = Field(1000, ge=1)
-    """Steps whose rollouts stay on disk."""
+    """Steps, and evaluated versions, whose rollouts stay on disk."""
     algo: AlgoConfig = Field(default_factory=GrpoConfig)
     renderer: OrchestratorRendererConfig = Field(default_factory=OrchestratorRendererConfig)
     client: ClientConfig = Field(default_factory=ClientConfig)

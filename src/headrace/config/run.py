@@ -44,6 +44,8 @@ class WandbConfig(Config):
     """Rollouts shown in a table, from the worst reward to the best; 0: no table."""
     samples_interval: int = Field(10, ge=1)
     """Steps from one table to the next."""
+    eval_samples: int = Field(8, ge=0)
+    """Rollouts of each evaluation of an environment shown in a table of their own; 0: no table."""
 
 
 class TensorboardConfig(Config):
@@ -51,6 +53,8 @@ class TensorboardConfig(Config):
     samples: int = Field(8, ge=0)
     """As in `[wandb]`."""
     samples_interval: int = Field(10, ge=1)
+    eval_samples: int = Field(8, ge=0)
+    """As in `[wandb]`."""
 
 
 class RunConfig(Config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from typing import Any
 
 from headrace import __version__
@@ -10,6 +11,7 @@ from headrace.config.base import read_toml
 from headrace.config.leaves import leaves
 from headrace.hub.places import CONFIG, RUN
 from headrace.observe.summary import rows, summarize, title
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 LOADING = """```python
@@ -79,14 +81,28 @@ def dataset_card(name: str, repo: str) -> str:
     return "\n".join([*_head({}, ["headrace"]), f"# {name}", "", *_pulling(f"--dataset {repo}", name)])
 
 
-def rollouts_card(run: str, repo: str) -> str:
+def rollouts_card(run: str, repo: str, files: Sequence[str]) -> str:
+    """Training and evaluation are two splits, so that what loads the dataset does not mix them."""
     sentence = (
-        f"What the run {run} sampled: a file per optimizer step, a row per rollout, with its messages, rewards, tokens "
-        "and logprobs, and why it was dropped, if it was."
+        f"What the run {run} sampled: a file per optimizer step (`train`) or evaluated version (`eval`), a row per "
+        "rollout, with its messages, rewards, tokens and logprobs, and why it was dropped, if it was."
     )
+    patterns = {"train": f"data/{RolloutKind.TRAIN}*.parquet", "eval": f"data/{RolloutKind.EVAL}*.parquet"}
+    splits = [
+        line
+        for split, pattern in patterns.items()
+        if any(fnmatch(file, pattern) for file in files)
+        for line in (f"  - split: {split}", f"    path: {pattern}")
+    ]
+    mark, *head = _head({}, ["headrace", "rollouts"])
     return "\n".join(
         [
-            *_head({}, ["headrace", "rollouts"]),
+            mark,
+            "configs:",
+            "- config_name: default",
+            "  data_files:",
+            *splits,
+            *head,
             f"# {run}: rollouts",
             "",
             sentence,

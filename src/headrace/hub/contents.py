@@ -21,6 +21,7 @@ from headrace.hub.secrets import refuse_secrets
 from headrace.launch.run_directory import checkpoints, in_use
 from headrace.observe.summary import title
 from headrace.transport.files import MARKER
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 ROOT = "./"
@@ -145,11 +146,11 @@ def contents_of_dataset(source: Path, repo: str) -> Contents:
 
 
 def contents_of_rollouts(directory: Path, repo: str) -> Contents:
-    """What a run has sampled, a file per step."""
+    """What a run has sampled: a file per step, and one per evaluated version."""
     run = RunDir(directory)
-    found = sorted(run.rollouts.glob("step-*.parquet"))
+    found = [path for kind in RolloutKind for path in kind.files(run.rollouts).values()]
     if not found:
-        raise BadInput(f"{directory} has saved no rollouts")
+        raise BadInput("this run has saved no rollouts", file=directory)
     files: dict[str, Content] = {f"data/{path.name}": path for path in found}
     name = f"{title(run)}-rollouts"
-    return Contents("dataset", name, files, rollouts_card(title(run), repo), ["data/"])
+    return Contents("dataset", name, files, rollouts_card(title(run), repo, sorted(files)), ["data/"])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headrace.observe.history import Curve, History
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 ENDS = 5
@@ -40,6 +42,8 @@ class EnvironmentReport(msgspec.Struct):
     eval_end: float | None = None
     eval_failed: float = 0.0
     """The share of episodes of the last evaluation that failed, and count as 0."""
+    eval_error: str | None = None
+    """The message that most of them had."""
     errors: dict[str, str] = msgspec.field(default_factory=dict)
     """By reason, the message that those of the newest steps which failed for it had most often."""
 
@@ -48,7 +52,7 @@ def report(run: RunDir, history: History) -> list[EnvironmentReport]:
     """Those that were trained on first, as the run file has them."""
     algorithms = _algorithms(run)
     drawn, dropped = _counts(run)
-    errors = _errors(run)
+    errors = _errors(list(RolloutKind.TRAIN.files(run.rollouts).values())[-NEWEST_FILES:])
     names = dict.fromkeys([*algorithms, *drawn, *sorted(history.evals)])
     return [
         _with_rewards(
@@ -58,21 +62,26 @@ def report(run: RunDir, history: History) -> list[EnvironmentReport]:
                 drawn.get(name, 0),
                 int(sum(float(record.get(f"rollouts/{name}", 0)) for record in history.steps.values())),
                 dropped.get(name, {}),
-                next((f"{reason}: {words}" for reason, words in errors.get(name, {}).items()), None),
+                _commonest(errors.get(name, {})),
                 errors=errors.get(name, {}),
             ),
             history,
+            run,
         )
         for name in names
     ]
 
 
-def _with_rewards(entry: EnvironmentReport, history: History) -> EnvironmentReport:
+def _with_rewards(entry: EnvironmentReport, history: History, run: RunDir) -> EnvironmentReport:
     if curve := history.train_reward(entry.name):
         entry.reward_start, entry.reward_end = ends(curve)
     if scores := sorted(history.evals.get(entry.name, {}).items()):
         entry.eval_start, entry.eval_end = scores[0][1], scores[-1][1]
-        entry.eval_failed = history.eval_failures[entry.name][scores[-1][0]]
+        last = scores[-1][0]
+        entry.eval_failed = history.eval_failures[entry.name][last]
+        file = RolloutKind.EVAL.path(run.rollouts, last)
+        if entry.eval_failed and file.exists():
+            entry.eval_error = _commonest(_errors([file]).get(entry.name, {}))
     return entry
 
 
@@ -110,12 +119,16 @@ def _counts(run: RunDir) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
         return journal.drawn_per_env(), journal.drops_per_env()
 
 
-def _errors(run: RunDir) -> dict[str, dict[str, str]]:
-    """By environment, the commonest message of each reason for failures in the newest files, the commonest first."""
+def _commonest(errors: dict[str, str]) -> str | None:
+    return next((f"{reason}: {words}" for reason, words in errors.items()), None)
+
+
+def _errors(files: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """By environment, the commonest message of each reason for failures in these files, the commonest first."""
     import pyarrow.parquet as pq
 
     found: dict[str, Counter[tuple[str, str]]] = {}
-    for file in sorted(run.rollouts.glob("step-*.parquet"))[-NEWEST_FILES:]:
+    for file in files:
         table = pq.read_table(file, columns=["env", "error_reason", "error"])
         for row in table.to_pylist():
             if row["error"]:  # what was cancelled has no story to tell
@@ -159,8 +172,8 @@ def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
     return [
         *(sentence for entry in failed for sentence in _failures_of(entry)),
         *(
-            f"{entry.name}: {entry.eval_failed:.0%} of the episodes of its last evaluation failed, and count as 0: "
-            "logs/orchestrator.log says with what"
+            f"{entry.name}: {entry.eval_failed:.0%} of the episodes of its last evaluation failed, and count as 0, "
+            f"{f'most often with {entry.eval_error}' if entry.eval_error else 'logs/orchestrator.log says with what'}"
             for entry in entries
             if entry.eval_failed
         ),

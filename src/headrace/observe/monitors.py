@@ -1,11 +1,12 @@
 """Hands the run's metrics, and a few of its rollouts, on to Weights & Biases and TensorBoard.
 
 One thread follows `metrics.jsonl`, into which every process of the run writes, so that one monitor run shows them all
-and no process waits for a monitor. Tables of rollouts come from the Parquet files of the steps. How far each monitor
-has come is kept in the run directory: a restart goes on from there. Only a kill between handing something on and
-noting it makes the last of it appear twice, at the same step.
+and no process waits for a monitor. Tables of rollouts come from the Parquet files of the steps and of the evaluations.
+How far each monitor has come is kept in the run directory: a restart goes on from there. Only a kill between handing
+something on and noting it makes the last of it appear twice, at the same step. An evaluation that is made again is not
+shown again.
 
-Left out on purpose: system statistics, and tables of evaluation, whose rollouts are in no file.
+Left out on purpose: system statistics.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.config.base import read_toml
@@ -29,6 +31,7 @@ from headrace.errors import BadInput
 from headrace.observe.history import Record, Tail
 from headrace.observe.metrics import read_metrics
 from headrace.transport.files import write_atomically
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -52,7 +55,7 @@ class Monitor(Protocol):
 
     def send(self, records: list[Record]) -> None: ...
 
-    def send_samples(self, step: int, samples: list[Record]) -> None: ...
+    def send_samples(self, name: str, step: int, samples: list[Record]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -69,7 +72,8 @@ def forwarding(run: RunDir, wandb: WandbConfig | None, tensorboard: TensorboardC
 
 
 def _forwarder(run: RunDir, name: str, monitor: Monitor, config: WandbConfig | TensorboardConfig) -> Forwarder:
-    return Forwarder(run, name, monitor, samples=config.samples, samples_interval=config.samples_interval)
+    options = config.model_dump(include={"samples", "samples_interval", "eval_samples"})
+    return Forwarder(run, name, monitor, **options)
 
 
 class Forwarder:
@@ -84,11 +88,15 @@ class Forwarder:
         *,
         samples: int = 0,
         samples_interval: int = 1,
+        eval_samples: int = 0,
     ) -> None:
         self._name, self._monitor, self._interval = name, monitor, interval
-        self._mark, self._samples_mark = (run.root / "monitors" / f"{name}.{kind}" for kind in ("offset", "samples"))
+        kinds = ("offset", "samples", "eval-samples")
+        self._mark, self._samples_mark, self._eval_mark = (run.root / "monitors" / f"{name}.{kind}" for kind in kinds)
         self._tail = Tail(run.metrics, _read_mark(self._mark))
         self._samples = SampleReader(run.rollouts, samples, samples_interval, _read_mark(self._samples_mark))
+        shown = msgspec.json.decode(self._eval_mark.read_bytes()) if self._eval_mark.exists() else []
+        self._eval_samples = EvalSampleReader(run.rollouts, eval_samples, {(step, env) for step, env in shown})
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
 
@@ -114,8 +122,11 @@ class Forwarder:
             self._monitor.send(records)
             write_atomically(self._mark, str(self._tail.offset).encode())
         for step, samples in self._samples.read():
-            self._monitor.send_samples(step, samples)
+            self._monitor.send_samples("samples", step, samples)
             write_atomically(self._samples_mark, str(step).encode())
+        for step, env, samples in self._eval_samples.read():
+            self._monitor.send_samples(f"eval/{env}/samples", step, samples)
+            write_atomically(self._eval_mark, msgspec.json.encode(sorted(self._eval_samples.shown)))
 
 
 class SampleReader:
@@ -126,8 +137,7 @@ class SampleReader:
         self._step = step
 
     def read(self) -> Iterator[tuple[int, list[Record]]]:
-        for path in sorted(self._directory.glob("step-*.parquet")) if self._count else ():
-            step = int(path.stem.removeprefix("step-"))
+        for step, path in RolloutKind.TRAIN.files(self._directory).items() if self._count else ():
             if step <= self._step or step % self._interval:
                 continue
             self._step = step
@@ -139,10 +149,47 @@ class SampleReader:
             yield step, samples
 
 
+class EvalSampleReader:
+    """Hands out rollouts of every evaluated version and environment that is not in `shown`, and adds it there.
+
+    A version's file grows as its environments end their evaluations, in any order.
+    """
+
+    def __init__(self, directory: Path, count: int, shown: set[tuple[int, str]]) -> None:
+        self._directory, self._count = directory, count
+        self.shown = shown
+        self._times: dict[Path, int] = {}
+        """When each file that has been read was last written."""
+
+    def read(self) -> Iterator[tuple[int, str, list[Record]]]:
+        for step, path in RolloutKind.EVAL.files(self._directory).items() if self._count else ():
+            try:
+                written = path.stat().st_mtime_ns
+                if self._times.get(path) == written:
+                    continue
+                table = _read_table(path)
+            except FileNotFoundError:
+                log.info("%s: not shown, keep_rollouts had it deleted first", path)
+                continue
+            self._times[path] = written
+            envs = np.array(table.column("env").to_pylist(), object)
+            for env in dict.fromkeys(envs):
+                if (step, env) not in self.shown:
+                    self.shown.add((step, env))
+                    yield step, env, _samples_in(table.take(np.flatnonzero(envs == env)), self._count, seed=step)
+
+
 def read_samples(path: Path, count: int, seed: int) -> list[Record]:
     """Some rollouts of a step, worst reward first, messages as text. Those that failed have no reward and stay out."""
+    return _samples_in(_read_table(path), count, seed)
+
+
+def _read_table(path: Path) -> pa.Table:
     with pq.ParquetFile(path) as file:
-        table = file.read(columns=list(SAMPLE_COLUMNS))
+        return file.read(columns=list(SAMPLE_COLUMNS))
+
+
+def _samples_in(table: pa.Table, count: int, seed: int) -> list[Record]:
     rewards = np.array(table.column("reward").to_pylist(), np.float64)
     samples = [table.slice(row, 1).to_pylist()[0] for row in spread_over(rewards, count, seed)]
     return [{**sample, "messages": as_text(msgspec.json.decode(sample["messages"]))} for sample in samples]
@@ -193,9 +240,9 @@ class Tensorboard:
             self._writer.add_event(self._event(wall_time=record["time"], step=record["step"], summary=summary))
         self._writer.flush()
 
-    def send_samples(self, step: int, samples: list[Record]) -> None:
-        cells = [["" if sample[name] is None else str(sample[name]) for name in SAMPLE_COLUMNS] for sample in samples]
-        table = self._text("samples", np.array([SAMPLE_COLUMNS, *cells], object))  # shown as rows and columns
+    def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
+        cells = [["" if (cell := sample[key]) is None else str(cell) for key in SAMPLE_COLUMNS] for sample in samples]
+        table = self._text(name, np.array([SAMPLE_COLUMNS, *cells], object))  # shown as rows and columns
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=table))
         self._writer.flush()
 
@@ -242,9 +289,9 @@ class Wandb:
             self._put_on_time_axis({name for name in numbers if name.startswith(GAUGES)})
             self._run.log({**numbers, "step": record["step"], ELAPSED: record["time"] - self._started})
 
-    def send_samples(self, step: int, samples: list[Record]) -> None:
-        rows = [[step, *(sample[name] for name in SAMPLE_COLUMNS)] for sample in samples]
-        self._run.log({"samples": self._table(columns=["step", *SAMPLE_COLUMNS], data=rows), "step": step})
+    def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
+        rows = [[step, *(sample[key] for key in SAMPLE_COLUMNS)] for sample in samples]
+        self._run.log({name: self._table(columns=["step", *SAMPLE_COLUMNS], data=rows), "step": step})
 
     def _put_on_time_axis(self, gauges: set[str]) -> None:
         """By full name: of two patterns that match, such as `dispatcher/*` and `*`, W&B takes either."""

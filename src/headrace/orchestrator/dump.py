@@ -1,4 +1,5 @@
-"""Every rollout of a step as one Parquet file: what was said, which token got which credit, and why it was dropped.
+"""Every rollout of a step, or of an evaluation, as one Parquet file: what was said, which token got which credit, and
+why it was dropped. Both have the columns of `SCHEMA`, described in docs/evaluation.md; `rollout_files.py` reads them.
 
 The writer is a thread beside the event loop, so it must not hold the interpreter. Arrow arrays are laid over numpy
 arrays: Python touches rollouts and samples, never tokens. `pa.array`, and before pyarrow 26 `to_pandas_dtype`, would
@@ -8,9 +9,11 @@ here calls them.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace.rollout.merge import merge_turns
 from headrace.rollout.observations import observed_roles
 from headrace.rollout.types import KNOWN_STREAMS, Rollout, Sample
+from headrace.transport.rollouts import RolloutKind
+
+log = logging.getLogger(__name__)
 
 ROLLOUTS_AT_ONCE = 64
 """Rollouts in a row group: bounds how long Python runs between two writes, and the memory of long rollouts."""
@@ -48,7 +55,7 @@ _SAMPLES = pa.list_(
     )
 )
 
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
         ("env", pa.string()),
@@ -84,19 +91,68 @@ def write_rollouts(
     directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]], keep_last: int
 ) -> None:
     """Write `step-N.parquet`, and delete files older than the newest `keep_last`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob("*.tmp"):  # of a process that was killed while it wrote
-        leftover.unlink()
-    path = directory / f"step-{step:08d}.parquet"
-    temporary = path.with_suffix(".tmp")
     rows = [*((rollout, None) for rollout in kept), *dropped]
-    # No dictionaries: one of logprobs has as many entries as tokens, and zstd alone is faster and smaller.
-    with pq.ParquetWriter(temporary, _SCHEMA, compression="zstd", use_dictionary=False) as writer:
+    with _replacing(RolloutKind.TRAIN.path(directory, step)) as writer:
         for start in range(0, len(rows), ROLLOUTS_AT_ONCE):
             writer.write_table(_table(step, rows[start : start + ROLLOUTS_AT_ONCE]))
+    RolloutKind.TRAIN.delete_old(directory, keep_last)
+
+
+def write_eval_rollouts(path: Path, step: int, rollouts: Sequence[Rollout], *, add: bool = False) -> None:
+    """Write what an evaluation of version `step` played, turns merged into samples, to `path`.
+
+    Rows that the file already has stay if they are of other environments; with `add` also those of the same
+    environment whose episodes (task key and episode) are not among `rollouts`. The file is replaced as a whole, so
+    that one caller at a time may write to it.
+    """
+    rollouts = sorted(rollouts, key=lambda rollout: (rollout.task_key, rollout.episode))  # they end in any order
+    identity = ("env", "task_key", "episode") if add else ("env",)
+    replaced = {tuple(getattr(rollout, name) for name in identity) for rollout in rollouts}
+    with _replacing(path) as writer:
+        for table in _tables_in(path):
+            rows = zip(*(table[name].to_pylist() for name in identity), strict=True)
+            writer.write_table(table.filter(_numbers([row not in replaced for row in rows], pa.bool_())))
+        for start in range(0, len(rollouts), ROLLOUTS_AT_ONCE):
+            part = rollouts[start : start + ROLLOUTS_AT_ONCE]
+            writer.write_table(_table(step, [(_with_samples(rollout), None) for rollout in part]))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
+    """Open a writer whose file takes the place of `path` once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = path.stem.rstrip("0123456789")
+    for leftover in path.parent.glob(f"{kind}*.tmp"):  # of a process that was killed while it wrote
+        leftover.unlink()
+    temporary = path.with_suffix(".tmp")
+    # No dictionaries: one of logprobs has as many entries as tokens, and zstd alone is faster and smaller.
+    with pq.ParquetWriter(temporary, SCHEMA, compression="zstd", use_dictionary=False) as writer:
+        yield writer
     os.replace(temporary, path)
-    for old in sorted(directory.glob("step-*.parquet"))[:-keep_last]:
-        old.unlink()
+
+
+def _tables_in(path: Path) -> Iterator[pa.Table]:
+    """Yield the row groups of a file; nothing where there is none, or one that power loss or another version left."""
+    if not path.exists():
+        return
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        log.warning("%s is not a readable Parquet file, and is replaced: %s", path, error)
+        return
+    with file:
+        if file.schema_arrow != SCHEMA:
+            log.warning("%s has the columns of another version of Headrace, and is replaced", path)
+            return
+        for number in range(file.num_row_groups):
+            yield file.read_row_group(number)
+
+
+def _with_samples(rollout: Rollout) -> Rollout:
+    """Evaluation gives no credit, so its turns are merged for the file alone. What failed may not fit together."""
+    samples = [] if rollout.error is not None else [sample for sample in merge_turns(rollout.turns) if len(sample)]
+    ended = rollout.turns[-1].finish_reason if rollout.turns else ""
+    return msgspec.structs.replace(rollout, samples=samples, stop_reason=rollout.stop_reason or ended)
 
 
 def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
@@ -130,7 +186,7 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
         "finish_reasons": _texts([[turn.finish_reason for turn in r.turns] for r in rollouts]),
         "samples": _samples(rollouts),
     }
-    return pa.Table.from_arrays([_column(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
+    return pa.Table.from_arrays([_column(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
 
 
 def _samples(rollouts: Sequence[Rollout]) -> pa.Array:

@@ -21,7 +21,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, Report, truncation
-from headrace.orchestrator.dump import write_rollouts
+from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.orchestrator.journal import Entries, Journal
 from headrace.orchestrator.periodic import PeriodicLogger
 from headrace.orchestrator.pipeline import Pipeline
@@ -55,6 +55,7 @@ from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ class Orchestrator:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         self._disk_failed = False
         """Entries have left the ledger and are not in the journal: nothing later may be committed."""
+        self._saving_eval = asyncio.Lock()
+        """Environments that are evaluated at one version share a file."""
         self._waiting = Waiting(status)
 
     async def run(self) -> bool:
@@ -183,6 +186,8 @@ class Orchestrator:
             await self.processing.process_batch(batch)
         else:
             await self.eval_processing.process_batch(batch)
+            async with self._saving_eval:  # not on the disk's thread: a batch must not wait for it
+                await asyncio.to_thread(self._save_eval, batch)
         self.events.put_nowait(BatchDone(batch))
 
     async def _load(self, version: Version) -> None:
@@ -210,6 +215,12 @@ class Orchestrator:
             "step %d shipped: reward %.3f, %d of %d rollouts, %.1f s",
             step, values["reward/all/mean"], len(batch.kept), len(batch.rollouts), values["time/batch"],
         )  # fmt: skip
+
+    def _save_eval(self, batch: EvalBatch) -> None:
+        """Before its metrics are recorded: an evaluation that is killed in between is made again, and replaces it."""
+        directory, step = self.run_dir.rollouts, batch.version.step
+        write_eval_rollouts(RolloutKind.EVAL.path(directory, step), step, batch.rollouts)
+        RolloutKind.EVAL.delete_old(directory, self.keep_rollouts)
 
     def _report_eval(self, batch: EvalBatch) -> None:
         version = batch.version

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from headrace.errors import BadInput
 from headrace.rollout.types import KNOWN_STREAMS, TRUNCATED, Rollout, RolloutError, Sample, Turn
+from headrace.transport.rollouts import RolloutKind
 
 
 class SavedRollout(msgspec.Struct):
@@ -36,14 +37,15 @@ class SavedRollout(msgspec.Struct):
 
 
 class RolloutFiles:
-    """The `rollouts/` directory of a run."""
+    """The `rollouts/` directory of a run: the files of its training steps, or (`kind`) of its evaluations."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, kind: RolloutKind = RolloutKind.TRAIN) -> None:
         self.directory = directory
+        self._kind = kind
 
     def steps(self) -> list[int]:
-        """The steps that are on disk, in order."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.directory.glob("step-*.parquet"))
+        """Return the steps that are on disk, in order; of an evaluation, its version."""
+        return list(self._kind.files(self.directory))
 
     def read(self, step: int) -> list[SavedRollout]:
         return _rollouts(self._table(step))
@@ -54,14 +56,15 @@ class RolloutFiles:
         return rows
 
     def _table(self, step: int, names: Sequence[str] | None = None) -> pa.Table:
-        path = self.directory / f"step-{step:08d}.parquet"
+        path = self._kind.path(self.directory, step)
         try:
             with pq.ParquetFile(path) as file:
                 return file.read(columns=None if names is None else list(names))
         except FileNotFoundError as error:
-            raise BadInput(f"{path} is gone: a run keeps the newest orchestrator.keep_rollouts steps") from error
+            fact = "the file is gone: a run keeps the newest orchestrator.keep_rollouts steps"
+            raise BadInput(fact, file=path) from error
         except pa.ArrowInvalid as error:
-            raise BadInput(f"{path} is not a readable Parquet file: {error}") from error
+            raise BadInput(f"not a readable Parquet file: {error}", file=path) from error
 
 
 def _rollouts(table: pa.Table) -> list[SavedRollout]:

@@ -108,6 +108,15 @@ class EvalBatch(msgspec.Struct, eq=False):
     groups: list[ScoredGroup] = msgspec.field(default_factory=list)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Every rollout, those that failed included."""
+        return [
+            rollout
+            for group in self.groups
+            for rollout in (*group.rollouts, *(rollout for rollout, _ in group.dropped))
+        ]
+
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
