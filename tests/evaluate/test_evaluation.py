@@ -86,8 +86,10 @@ async def test_episodes_of_other_settings_are_not_mixed_with_these(tiny_model: P
     async with StandInEngine(tiny_model, run) as engine:
         await evaluate(asked(output, tiny_model), [at(run)], silent)
         warmer = asked(output, tiny_model, sampling={"temperature": 0.7})
-        with pytest.raises(BadInput, match=r"sampling was .*1\.0.*, now .*0\.7.*choose another --output"):
+        with pytest.raises(BadInput) as error:
             await evaluate(warmer, [at(run)], silent)
+        assert (error.value.key, error.value.value) == ("sampling", {"temperature": 0.7})
+        assert error.value.file == output / "served"
         assert engine.answered == 12
 
 
@@ -99,8 +101,9 @@ async def test_a_server_with_other_weights_does_not_go_on_and_one_that_is_gone_i
         served = at(run)
         (whole,) = await evaluate(asked(output, tiny_model), [served], silent)
         engine.version = Version(0, 4)
-        with pytest.raises(BadInput, match=r"weights was \['stand-in 0-0'\], now \['stand-in 0-4'\]"):
+        with pytest.raises(BadInput) as error:
             await evaluate(asked(output, tiny_model), [served], silent)
+        assert (error.value.key, error.value.value) == ("weights", ["stand-in 0-4"])
     (again,) = await evaluate(asked(output, tiny_model), [served], silent)
     assert again.result == whole.result
 
@@ -110,7 +113,8 @@ async def test_a_model_that_cannot_be_evaluated_is_named_and_the_others_go_on(ti
     async with StandInEngine(tiny_model, run) as engine:
         first = Candidate("unfinished", "model", str(unfinished / "model"), unfinished)
         bad, good = await evaluate(asked(tmp_path / "out", tiny_model), [first, at(run)], silent)
-        assert bad.result.failure == f"{unfinished} has no final model yet: finish it, or take --checkpoints permanent"
+        assert isinstance(bad.error, BadInput) and bad.result.failure == str(bad.error)
+        assert (bad.error.key, bad.error.value) == ("CHECKPOINT", str(unfinished))
         assert good.result.examples == 6
         engine.broken = True
         (broken,) = await evaluate(asked(tmp_path / "other", tiny_model), [at(run)], silent)

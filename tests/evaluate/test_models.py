@@ -69,10 +69,12 @@ def test_servers_are_named_by_their_addresses(root: Path):
 
 def test_what_is_no_model_is_refused_before_anything_runs(root: Path):
     (root / "empty").mkdir()
-    with pytest.raises(BadInput, match="empty is no model"):
+    with pytest.raises(BadInput) as error:
         found(root / "empty")
+    assert (error.value.key, error.value.value) == ("CHECKPOINT", str(root / "empty"))
     with pytest.raises(BadInput, match="no such directory"):
         found(root / "nowhere")
     make(root / "new" / "config.toml")
-    with pytest.raises(BadInput, match="new has no permanent checkpoint"):
+    with pytest.raises(BadInput) as error:
         found(root / "new", permanent=True)
+    assert (error.value.key, error.value.value) == ("CHECKPOINT", str(root / "new"))

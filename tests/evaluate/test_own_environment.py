@@ -48,12 +48,15 @@ def test_a_run_without_evaluation_is_evaluated_on_what_it_was_trained_on(tmp_pat
 
 def test_a_supervised_run_is_evaluated_on_what_it_was_evaluated_on(tmp_path: Path):
     assert own_environment([an_sft_run(tmp_path / "run", ["reverse-text"])]).id == "reverse-text"
-    with pytest.raises(BadInput, match="run has none"):
+    with pytest.raises(BadInput) as error:
         own_environment([an_sft_run(tmp_path / "other_run", [])])
+    assert error.value.key == "--env"
 
 
 def test_where_there_is_not_exactly_one_it_is_asked_for(tmp_path: Path):
-    with pytest.raises(BadInput, match="--env: say on which environment; only a run has one of its own"):
+    with pytest.raises(BadInput) as error:
         own_environment([Candidate("base", "model", "models/base")])
-    with pytest.raises(BadInput, match=r"--env: say on which environment; .*run has reverse-text, copy"):
+    assert error.value.key == "--env"
+    with pytest.raises(BadInput) as error:
         own_environment([a_run(tmp_path / "run", ["arithmetic"], ["reverse-text", "copy"])])
+    assert error.value.key == "--env" and "reverse-text, copy" in error.value.fact

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "sweep.yaml: eval: unrecognized arguments: --smaples 2",
         ),
         (["--eval.env", "x", "--eval.checkpoints", "final"], "eval.checkpoints: the final models are evaluated"),
-        (["--eval.env", "x", "--eval.samples", "2"], "--samples: those of temperature 0 are all alike"),
+        (["--eval.env", "x", "--eval.samples", "2"], "--samples = 2"),
         (["--gpus_per_run", "0"], "gpus_per_run"),
         (["--report"], "out has no sweep: start one by leaving --report out"),
     ],

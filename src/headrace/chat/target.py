@@ -35,14 +35,16 @@ def base_url(given: str) -> str:
     """The address with the path that OpenAI's interface is under, where it has none."""
     parts = urlsplit(given)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadInput(f"{given} is not the address of a server: write http://HOST:PORT")
+        raise BadInput("cannot be read as the address of a server", value=given, fix="Write http://HOST:PORT.")
     return f"{given.rstrip('/')}/v1" if parts.path in ("", "/") else given.rstrip("/")
 
 
 def key_in(variable: str) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise BadInput(f"{variable} holds what is in no key, a line break or a character beyond ASCII")
+        raise BadInput(
+            "contains characters that are not allowed in a key: a line break, or one beyond ASCII", key=variable
+        )
     return key or None
 
 

@@ -98,7 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     for run in {candidate.run for candidate in candidates if candidate.run is not None}:
         find_code_of(RunDir(run))  # the environment may be one of the run's own
     if arguments.zero_shot is not None and len(candidates) != 1:
-        raise BadInput(f"--zero-shot is the record of one model, and these are {len(candidates)}")
+        raise BadInput(
+            f"the record is of one model, and these are {len(candidates)}",
+            key="--zero-shot",
+            fix="Give one CHECKPOINT.",
+        )
     outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
     results = [outcome.result for outcome in outcomes]
     title = f"{subject}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
@@ -131,7 +135,12 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     from headrace.evaluate.exam import Conditions
 
     if arguments.samples > 1 and arguments.temperature == 0:
-        raise BadInput("--samples: those of temperature 0 are all alike; set --temperature, or leave --samples out")
+        raise BadInput(
+            "samples of temperature 0 are all alike",
+            key="--samples",
+            value=arguments.samples,
+            fix="Set --temperature, or leave --samples out.",
+        )
     named = {key: getattr(arguments, key) for key in SAMPLING}
     given = {key: value for key, value in named.items() if value is not None}
     sampling, _ = validate(SamplingConfig, given, "command line")
@@ -140,7 +149,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     env_args = dict(arguments.env_args)
     if arguments.level is not None:
         if "levels" in env_args:
-            raise BadInput("--level and --env-args levels=... say the same: give one of them")
+            raise BadInput("--env-args has levels, too", key="--level", value=arguments.level, fix="Give one of them.")
         env_args["levels"] = arguments.level
     conditions = Conditions(
         arguments.samples,

@@ -81,7 +81,12 @@ def completion_of(
     told = {**rewards, **metrics}
     if correct is not None and correct not in told:
         names = ", ".join(sorted(told)) or "none"
-        raise BadInput(f"--correct {correct}: the environment reports no such reward or metric (it reports: {names})")
+        raise BadInput(
+            "the environment reports no such reward or metric",
+            key="--correct",
+            value=correct,
+            fix=f"It reports: {names}.",
+        )
     right = told.get(correct or CORRECT, reward)
     formatted = told.get(FORMAT)
     thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking, tags)) is not None]
@@ -157,7 +162,9 @@ def _read(path: Path) -> dict[tuple[str, int], Scored]:
             try:
                 episode = decoder.decode(line)
             except msgspec.DecodeError as error:
-                raise BadInput(f"{path}, line {number}, is no episode: {error}; move the file away") from error
+                raise BadInput(
+                    f"cannot be read as an episode: {error}", file=path, line=number, fix="Move the file away."
+                ) from error
             scored[episode.key, episode.sample] = episode
             whole += len(line)
         file.truncate(whole)

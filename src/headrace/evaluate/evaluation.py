@@ -67,6 +67,8 @@ class Evaluation(NamedTuple):
 class Outcome(NamedTuple):
     result: Result
     scored: list[Scored]
+    error: Exception | None = None
+    """Why the model could not be evaluated; `result.failure` has its message."""
 
 
 async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress) -> list[Outcome]:
@@ -116,7 +118,7 @@ async def _evaluate(
                     async with serving(*options) as served:
                         await examine(environment, examples, served, renderer, given, done, ended)
         except (Failure, EngineCallError) as error:
-            return Outcome(Result(candidate.name, candidate.source, failure=str(error)), [])
+            return Outcome(Result(candidate.name, candidate.source, failure=str(error)), [], error)
         scored = [done.scored[task.key, sample] for task in tasks for sample in range(given.samples)]
     result = result_of(candidate.name, candidate.source, scored, given.samples)
     if all(episode.error for episode in scored):
@@ -143,11 +145,19 @@ def _agreed(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if settings["weights"] is None:  # a server that is gone, say: what it has answered can still be looked at
         settings["weights"] = was.get("weights")
     now = msgspec.json.decode(msgspec.json.encode(settings))
-    changed = [f"{key} was {was.get(key)!r}, now {now[key]!r}" for key in now if was.get(key) != now[key]]
-    if changed:
-        raise BadInput(
-            f"{folder} has episodes of another evaluation ({'; '.join(changed)}): choose another --output, or delete it"
+    changed = [
+        BadInput(
+            f"the episodes in this folder were made with {was.get(key)!r}",
+            key=key,
+            value=now[key],
+            file=folder,
+            fix="Choose another --output, or delete the folder.",
         )
+        for key in now
+        if was.get(key) != now[key]
+    ]
+    if changed:
+        raise BadInput.combine(changed)
     return settings
 
 

@@ -151,13 +151,20 @@ def _sampler(
 ) -> Sampler:
     longest = min(engine.max_model_len for engine in engines)
     if conditions.seq_len is not None and conditions.seq_len > longest:
-        raise BadInput(f"--seq-len is {conditions.seq_len}, but the server takes at most {longest} tokens")
+        raise BadInput(
+            f"the server takes at most {longest} tokens",
+            key="--seq-len",
+            value=conditions.seq_len,
+            fix=f"Lower it to {longest}, or leave it out.",
+        )
     directory = _directory(served.directory or conditions.tokenizer, engines[0].model)
     tokenizer = Tokenizer(directory)
     try:
         made = make_renderer(directory, tokenizer, **renderer)
     except ValueError as error:
-        raise BadInput(f"its chat format cannot be written: {error}") from error
+        raise BadInput(
+            f"the chat format cannot be rendered: {error}", key="--renderer", value=renderer or None
+        ) from error
     seq_len = conditions.seq_len or longest
     return Sampler(client, made, tokenizer, seq_len, **conditions.sampling, seed=conditions.seed)
 
@@ -179,8 +186,10 @@ async def _words_model(served: Served, renderer: dict[str, Any], conditions: Con
     """The model of servers that deal in words alone, once it has answered."""
     where = ", ".join(served.chat_urls)
     if conditions.seq_len is not None or renderer:
-        option = "--renderer" if renderer else "--seq-len"
-        raise BadInput(f"{option} is about tokens, and {where} deals in words alone: leave it out")
+        option, value = ("--renderer", renderer) if renderer else ("--seq-len", conditions.seq_len)
+        raise BadInput(
+            f"{where} has chat completions alone, without token ids", key=option, value=value, fix="Leave it out."
+        )
     name = await find_model(served.chat_urls, served.key_var, conditions.endpoint_model, RETRY_FOR)
     model = ServedModel(name, served.chat_urls, api_key_var=served.key_var, timeout=REPLY_TIMEOUT, retry_for=RETRY_FOR)
     sampling = {key: value for key, value in conditions.sampling.items() if key != "max_tokens"}
@@ -213,7 +222,11 @@ def _in_words(model: ServedModel, conditions: Conditions) -> Way:
 def _directory(given: str | None, told: str) -> Path:
     """Where the tokenizer is: in what was given, else in what the server calls its model."""
     if given is None and not Path(told).is_dir():
-        raise BadInput(f"the server calls its model {told}, which is no directory here: give it with --tokenizer DIR")
+        raise BadInput(
+            f"the server calls its model {told}, which is not a directory on this machine",
+            key="--tokenizer",
+            fix="Give the model's directory with --tokenizer DIR.",
+        )
     return model_directory(given or told)
 
 

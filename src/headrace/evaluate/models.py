@@ -56,7 +56,12 @@ def _find(target: str, permanent: bool) -> list[Candidate]:
     if path.is_dir() and not (path / "config.json").is_file():
         runs = [*filter(is_run, path.glob("*"))] or [*filter(is_run, path.glob("*/*"))]
         if not runs:
-            raise BadInput(f"{path} is no model (no config.json), no run, no checkpoint, and has no runs in it")
+            raise BadInput(
+                "this directory is neither a model (no config.json) nor a run nor a checkpoint, and has no runs in it",
+                key="CHECKPOINT",
+                value=target,
+                fix="Give a model, a run, a folder of runs, a checkpoint or http://HOST:PORT.",
+            )
         return [candidate for run in sorted(runs, key=_by_numbers) for candidate in _of_run(run, permanent)]
     model_directory(target)  # it is there, or this says where it was looked for
     return [Candidate(_long_name(path) if path.is_dir() else target, "model", target)]
@@ -68,7 +73,12 @@ def _of_run(run: Path, permanent: bool) -> list[Candidate]:
         return [Candidate(_long_name(run), "model", str(directory.final_model), run)]
     whole = [path for path in directory.checkpoints.glob("permanent/step-*") if (path / MARKER).is_file()]
     if not whole:
-        raise BadInput(f"{run} has no permanent checkpoint: ckpt.permanent_interval makes them")
+        raise BadInput(
+            "the run has no permanent checkpoint",
+            key="CHECKPOINT",
+            value=str(run),
+            fix="ckpt.permanent_interval in its run file makes them; --checkpoints final takes its final model.",
+        )
     return [
         Candidate(f"{_long_name(run)}/step-{int(path.name.removeprefix('step-'))}", "checkpoint", str(path), run)
         for path in sorted(whole, key=_by_numbers)

@@ -24,7 +24,7 @@ def own_environment(candidates: Sequence[Candidate]) -> OwnEnvironment:
     """That of the first run among them."""
     run = next((candidate.run for candidate in candidates if candidate.run is not None), None)
     if run is None:
-        raise BadInput("--env: say on which environment; only a run has one of its own")
+        raise BadInput("only a run has an environment of its own", key="--env", fix="Name one with --env ID.")
     config = read_run(run)
     if isinstance(config, RunConfig):
         listed = config.orchestrator.eval.env or config.orchestrator.train.env
@@ -32,6 +32,6 @@ def own_environment(candidates: Sequence[Candidate]) -> OwnEnvironment:
         listed = config.eval.env
     if len(listed) != 1:
         names = ", ".join(env.name for env in listed) or "none"
-        raise BadInput(f"--env: say on which environment; {run} has {names}")
+        raise BadInput(f"{run} has {names}", key="--env", fix="Name one with --env ID.")
     [env] = listed
     return OwnEnvironment(env.id, env.name, dict(env.args), run)

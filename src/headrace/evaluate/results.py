@@ -113,7 +113,9 @@ def zero_shot_of(scored: Sequence[Scored]) -> list[ZeroShot]:
     """One line per example: right if most of its samples are, with their mean length. What only failed has none."""
     if any(episode.thinking_tokens is None and episode.thinking_words is not None for episode in scored):
         raise BadInput(
-            "--zero-shot: the server deals in words, and thoughts are recorded in tokens: give --tokenizer DIR"
+            "the record counts thoughts in tokens, and the server has chat completions alone, without token ids",
+            key="--zero-shot",
+            fix="Give --tokenizer DIR.",
         )
     by_key: dict[str, list[Scored]] = {}
     for episode in scored:

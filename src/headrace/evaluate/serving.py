@@ -57,7 +57,12 @@ def engine_urls(endpoint: Candidate) -> list[str]:
 
 def _check_final(candidate: Candidate) -> None:
     if candidate.run is not None and not Path(candidate.source).is_dir():
-        raise BadInput(f"{candidate.run} has no final model yet: finish it, or take --checkpoints permanent")
+        raise BadInput(
+            "the run has no final model yet",
+            key="CHECKPOINT",
+            value=str(candidate.run),
+            fix="Finish the run, or take --checkpoints permanent.",
+        )
 
 
 async def _export(checkpoint: str, directory: str) -> None:

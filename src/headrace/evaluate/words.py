@@ -30,12 +30,18 @@ async def find_model(urls: Sequence[str], api_key_var: str, wanted: str | None, 
         names = await probe.insist(probe.clients[0].models)
     except OpenAIError as error:
         address = probe.clients[0].address
-        raise BadInput(f"{address} speaks neither Headrace's interface nor OpenAI's: {error}") from error
+        raise BadInput(
+            f"the server has neither Headrace's interface nor OpenAI's: {error}", key="CHECKPOINT", value=address
+        ) from error
     finally:
         await probe.close()
     if len(names) != 1:
         listed = ", ".join(names) or "none"
-        raise BadInput(f"{urls[0]} has {len(names)} models ({listed}): say which with --endpoint-model NAME")
+        raise BadInput(
+            f"{urls[0]} has {len(names)} models ({listed})",
+            key="--endpoint-model",
+            fix="Name one with --endpoint-model NAME.",
+        )
     return names[0]
 
 
