@@ -6,10 +6,10 @@
     A_t = A + x_t on M, or 0 where that would turn the sign of A; A on U
 
 A is the sum that `headrace.algorithms.group_credit` makes with normalize = "std": penalty and terms are centered and
-not divided. A hint is the whole response of a sibling in the batch. All are told in one template, so that what it changes about the
-style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after the hint. U and M are
-then normalized each on its own (`headrace.rollout.contrast`). A rollout that has no correct or no incorrect sibling, or
-whose teacher fails, keeps its plain credit, all of it on U, and is counted.
+not divided. A hint is the whole response of a sibling in the batch. All hints share one template, so that what it
+changes about the style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after the
+hint. U and M are then normalized each on its own (`headrace.rollout.contrast`). A rollout that has no correct or no
+incorrect sibling, or whose teacher fails, keeps its plain credit, all of it on U, and is counted.
 """
 
 from __future__ import annotations
