@@ -2,12 +2,13 @@
 
 import csv
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from headrace.cli.eval import read_evaluation, run
+from headrace.cli.eval import prepare, read_evaluation, run
 from headrace.cli.main import main, parse
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
@@ -95,6 +96,22 @@ def test_the_level_of_problems_is_an_argument_of_the_environment(
     Path("model/config.json").write_text("{}")
     assert main(["eval", "model", "--env", "gsm8k", "--level", "4", "--env-args", "source=math.jsonl"]) == 2
     assert "environment 'gsm8k' does not take these args" in capsys.readouterr().err
+
+
+def test_the_output_is_below_the_storage_root_of_the_run_unless_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HEADRACE_CACHE", "")  # what the run sets is taken back at the end
+    root = tmp_path / "root"
+    env = f'[launch.env]\nHEADRACE_CACHE = "{root}"\n'
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored/config.toml").write_text(f'{RUN}\n[[eval.env]]\nid = "reverse-text"\n{env}')
+    asked = ["eval", str(tmp_path / "stored")]
+    assert prepare(parse(asked))[0].output == root / "artifacts/eval/reverse-text"
+    assert os.environ["HEADRACE_CACHE"] == str(root)
+    assert prepare(parse([*asked, "--env", "copy"]))[0].output == root / "artifacts/eval/copy"
+    assert prepare(parse([*asked, "--output", "here"]))[0].output == Path("here")
+    assert prepare(parse(["eval", "http://a:1", "--env", "copy"]))[0].output == Path("outputs/eval/copy")
 
 
 @pytest.mark.parametrize("env", ["gsm8k", "math"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.arguments import importable
 
 if TYPE_CHECKING:
-    from headrace.evaluate.evaluation import Evaluation
+    from headrace.evaluate.evaluation import Evaluation, Outcome
+    from headrace.evaluate.models import Candidate
     from headrace.evaluate.results import Result
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
@@ -34,7 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoints", choices=("final", "permanent"), default="final", help="which models of a run [final]"
     )
-    parser.add_argument("--output", metavar="DIR", type=Path, help="where to write [outputs/eval/ENV]")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="where to write [outputs/eval/ENV, or artifacts/eval/ENV of the run's storage root]",
+    )
     parser.add_argument("--num-examples", metavar="N", type=_positive, help="only the first N examples [all]")
     parser.add_argument("--samples", metavar="K", type=_positive, default=1, help="episodes per example [1]")
     parser.add_argument("--concurrency", metavar="N", type=_positive, default=256, help="episodes at once [256]")
@@ -69,41 +75,58 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
-    import sys
 
-    import msgspec
-    from rich.console import Console
-
-    from headrace.errors import BadInput
     from headrace.evaluate.evaluation import evaluate
-    from headrace.evaluate.models import find_models
-    from headrace.evaluate.own_environment import own_environment
-    from headrace.evaluate.report import as_length_table, as_table, sampling_line, write_report
-    from headrace.evaluate.results import zero_shot_of
-    from headrace.launch.own_code import find_code_of
     from headrace.observe.logs import setup_logging
-    from headrace.transport.files import write_atomically
-    from headrace.transport.run_dir import RunDir
 
     setup_logging()
+    evaluation, candidates, subject = prepare(arguments)
+    outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
+    return report(arguments, evaluation, subject, outcomes)
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate], str]:
+    """Return what is evaluated, on which models, and the environment's name; nothing has been started or written."""
+    from headrace.errors import BadInput
+    from headrace.evaluate.models import find_models
+    from headrace.evaluate.own_environment import own_environment
+    from headrace.launch.own_code import find_code_of
+    from headrace.launch.saved_config import evaluation_directory, read_run
+    from headrace.launch.variables import set_variables
+    from headrace.transport.run_dir import RunDir
+
     evaluation = read_evaluation(arguments)
     candidates = find_models(arguments.models, permanent=arguments.checkpoints == "permanent")
-    subject = evaluation.env
-    if not evaluation.env:
-        own = own_environment(candidates)
-        output = arguments.output or default_output(own.name)
-        evaluation = evaluation._replace(env=own.id, args=own.args | evaluation.args, output=output)
-        subject = own.name
-        print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
-    for run in {candidate.run for candidate in candidates if candidate.run is not None}:
-        find_code_of(RunDir(run))  # the environment may be one of the run's own
     if arguments.zero_shot is not None and len(candidates) != 1:
         raise BadInput(
             f"the record is of one model, and these are {len(candidates)}",
             key="--zero-shot",
             fix="Give one CHECKPOINT.",
         )
-    outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
+    subject = evaluation.env
+    if not evaluation.env:
+        own = own_environment(candidates)
+        evaluation = evaluation._replace(env=own.id, args=own.args | evaluation.args)
+        subject = own.name
+        print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
+    runs = list(dict.fromkeys(candidate.run for candidate in candidates if candidate.run is not None))
+    for run in runs:
+        find_code_of(RunDir(run))  # the environment may be one of the run's own
+    if runs:
+        set_variables(read_run(runs[0]).launch)  # where its data is, HF_HOME above all
+    output = arguments.output or evaluation_directory(runs[0] if runs else None, subject)
+    return evaluation._replace(output=output), candidates, subject
+
+
+def report(arguments: argparse.Namespace, evaluation: Evaluation, subject: str, outcomes: Sequence[Outcome]) -> int:
+    """Write the files, print the tables; returns the exit code."""
+    import msgspec
+    from rich.console import Console
+
+    from headrace.evaluate.report import as_length_table, as_table, sampling_line, write_report
+    from headrace.evaluate.results import zero_shot_of
+    from headrace.transport.files import write_atomically
+
     results = [outcome.result for outcome in outcomes]
     title = f"{subject}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
     about = {"environment": evaluation.env, "args": evaluation.args, **settings_of(evaluation)}
@@ -164,7 +187,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         arguments.endpoint_model,
     )
     return Evaluation(
-        arguments.output or default_output(arguments.env or ""),
+        arguments.output or Path(),
         importable(arguments.env, "environment") if arguments.env else "",
         env_args,
         arguments.workers,
@@ -174,10 +197,6 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         arguments.serve_args,
         arguments.api_key_var,
     )
-
-
-def default_output(environment: str) -> Path:
-    return Path("outputs/eval") / re.sub("[/:]", "-", environment)
 
 
 def notices_of(results: Sequence[Result]) -> dict[str, list[str]]:
