@@ -278,8 +278,11 @@ def test_serve_takes_a_model_or_a_run(run_file: Path, model: Path, tmp_path: Pat
     alone = read_target(str(model), [])
     assert (alone.port, alone.model.name, alone.output_dir) == (8000, str(model), None)
     assert read_target(str(model), ["--port", "0", "--max_running=7"]).max_running == 7
-    of_run = read_target(str(run_file), ["--port", "8123"])
-    assert (of_run.port, of_run.output_dir) == (8123, tmp_path / "out")
+    run = tmp_path / "out"
+    run.mkdir()
+    (run / "config.toml").write_text(run_file.read_text())
+    of_run = read_target(str(run), ["--port", "8123"])
+    assert (of_run.port, of_run.output_dir) == (8123, run)
     assert of_run.max_model_len == load(RunConfig, [run_file])[0].seq_len
 
 
@@ -288,7 +291,7 @@ def test_an_orchestrator_of_an_sft_run_is_refused(tmp_path: Path, capsys: pytest
     (tmp_path / "config.toml").write_text(text)
     code, err = refuse(capsys, "orchestrator", tmp_path)
     assert code == 2
-    assert "is an SFT run" in err
+    assert f"RUN = {tmp_path}: an SFT run" in err
 
 
 def test_init_model_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

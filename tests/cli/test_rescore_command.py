@@ -271,7 +271,7 @@ def test_a_policy_that_a_users_algorithm_would_ask_is_gone(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     algorithm = "headrace.algorithms.opsd:Opsd"
-    assert "model '/no/such/model': no such directory" in refusal(capsys, run, "--algo", algorithm)
+    assert 'model = "/no/such/model": ' in refusal(capsys, run, "--algo", algorithm)
     (tmp_path / "config.json").write_text("{}")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     words.save(str(tmp_path / "tokenizer.json"))

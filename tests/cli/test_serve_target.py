@@ -100,8 +100,9 @@ def test_the_model_of_an_sft_run_that_evaluates_nothing_is_served_alone(run: Run
     run.config.write_text(SFT_FILE.format(output=run.root, model=base))
     finish(run)
     assert started_from(run) == str(run.final_model)
-    with pytest.raises(BadInput, match="is an SFT run without"):
+    with pytest.raises(BadInput) as refusal:
         read_target(str(run.root), [])
+    assert (refusal.value.key, refusal.value.value) == ("RUN", run.root)
 
 
 def test_a_run_is_over_once_its_model_is_there_and_nobody_works_on_it(run: RunDir, tmp_path: Path):

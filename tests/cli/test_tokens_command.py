@@ -103,7 +103,7 @@ def test_a_sample_that_is_not_in_the_batch_is_refused(run: RunDir, capsys: pytes
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "config.toml: no such file" in refusal(capsys, tmp_path)
+    assert f"RUN = {tmp_path}: " in refusal(capsys, tmp_path)
 
 
 def test_the_number_of_tokens_must_be_at_least_one(capsys: pytest.CaptureFixture[str]):

@@ -27,6 +27,7 @@ def run(tmp_path: Path) -> RunDir:
         journal.commit(Entries(drawn, outcomes, totals.copy()), shipped=step)
     journal.commit(Entries([Draw(4, "env", "key4", 4)], [], totals))
     journal.close()
+    run.metrics.touch()
     return run
 
 
@@ -66,6 +67,7 @@ def test_each_kind_of_damage_is_named(statement: str, says: str, run: RunDir):
     assert main(["audit", str(run.root)]) == 1
 
 
-def test_a_directory_without_a_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_without_a_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "metrics.jsonl").touch()
     assert main(["audit", str(tmp_path)]) == 2
-    assert "there is no journal" in capsys.readouterr().err
+    assert f"RUN = {tmp_path}: " in capsys.readouterr().err

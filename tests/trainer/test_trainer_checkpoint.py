@@ -257,8 +257,8 @@ def test_an_exported_checkpoint_gives_transformers_the_logits_of_the_model_that_
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["."], "neither a complete checkpoint nor a run that has one"),
-        (["run", "--step", "4"], r"no complete checkpoint of step 4 \(it has: 1, 2\)"),
+        (["."], r"RUN\|CHECKPOINT = "),
+        (["run", "--step", "4"], r"--step = 4: .*\(it has: 1, 2\)"),
     ],
 )
 def test_an_export_of_what_is_not_there_says_what_is(

@@ -17,13 +17,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
+    from headrace.launch.run_directory import find_run
     from headrace.orchestrator.audit import report, violations
     from headrace.orchestrator.journal import Journal
     from headrace.transport.run_dir import RunDir
 
-    run = RunDir(arguments.run)
+    run = RunDir(find_run(arguments.run))
     if not run.journal.is_file():
-        raise BadInput(f"{run.journal}: there is no journal; is {run.root} the directory of an RL run?")
+        raise BadInput("no journal.sqlite in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
     journal = Journal(run.journal, read_only=True)
     problems = violations(run, journal) + _state_problems(run, journal)
     print(report(journal.states(), problems))

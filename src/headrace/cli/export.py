@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     target: Path = arguments.target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadRequest(f"{target} exists and is not an empty directory")
+        raise BadRequest("exists and is not an empty directory", key="DIR", value=target, fix="Give another.")
     checkpoint = find(arguments.source, arguments.step)
     from headrace.trainer.export import export
 
@@ -54,7 +54,8 @@ def find(source: Path, step: int | None) -> Path:
         return source
     found = checkpoints(source)
     if not found:
-        raise BadRequest(f"{source} is neither a complete checkpoint nor a run that has one")
+        raise BadRequest("neither a complete checkpoint nor a run that has one", key="RUN|CHECKPOINT", value=source)
     if step is not None and step not in found:
-        raise BadRequest(f"{source} has no complete checkpoint of step {step} (it has: {', '.join(map(str, found))})")
+        known = ", ".join(map(str, found))
+        raise BadRequest(f"{source} has no complete checkpoint of it (it has: {known})", key="--step", value=step)
     return found[max(found) if step is None else step]

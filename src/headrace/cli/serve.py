@@ -35,9 +35,7 @@ newest weights as they are now, apart from it.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "target", metavar="MODEL|RUN", help="a model directory or hub name; a run directory or run file"
-    )
+    parser.add_argument("target", metavar="MODEL|RUN", help="a model directory or hub name; a run directory")
     parser.add_argument("--name", help="be the server of the run that is called so (default inference)")
     parser.add_argument("--alone", action="store_true", help="be none of the run's servers: serve its newest weights")
     parser.add_argument(
@@ -106,7 +104,7 @@ def read_target(target: str, overrides: list[str], *, alone: bool = False) -> In
         if alone:
             tree = {"served_name": target, **tree, "port": tree["port"] or PORT}
     else:
-        model_directory(target)  # it is there, or this says where it was looked for
+        model_directory(target, "MODEL|RUN")  # it is there, or this says where it was looked for
         tree = {"model": {"name": target}, "port": PORT}
     for key, value in parse_overrides(overrides):
         put(tree, key, value)

@@ -14,10 +14,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from headrace.launch.run_directory import find_run
     from headrace.observe.summary import summarize, text, write_summary
     from headrace.transport.run_dir import RunDir
 
-    run = RunDir(arguments.run.parent if arguments.run.is_file() else arguments.run)
+    run = RunDir(find_run(arguments.run))
     if arguments.json:
         print(msgspec.json.encode(summarize(run)).decode())
     else:

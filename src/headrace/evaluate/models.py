@@ -63,7 +63,7 @@ def _find(target: str, permanent: bool) -> list[Candidate]:
                 fix="Give a model, a run, a folder of runs, a checkpoint or http://HOST:PORT.",
             )
         return [candidate for run in sorted(runs, key=_by_numbers) for candidate in _of_run(run, permanent)]
-    model_directory(target)  # it is there, or this says where it was looked for
+    model_directory(target, "CHECKPOINT")  # it is there, or this says where it was looked for
     return [Candidate(_long_name(path) if path.is_dir() else target, "model", target)]
 
 

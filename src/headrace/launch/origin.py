@@ -41,7 +41,7 @@ def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
     if model.init is not None:
         return str(_cached(_digest(f"{model.init} {TINY_RECIPE} {TINY_SEED}"), f"{model.init} model", _write_tiny))
     if model.name is not None:
-        return str(model_directory(model.name).absolute())
+        return str(model_directory(model.name, "model.name").absolute())
     raise ConfigError("model: say where the model comes from: set model.name, model.init or model.sft")
 
 

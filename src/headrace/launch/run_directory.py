@@ -169,6 +169,20 @@ def is_run(directory: Path) -> bool:
     return run.config.is_file() or run.metrics.is_file()
 
 
+def find_run(path: Path) -> Path:
+    """Return the directory of a run that is given by it or by its config.toml; `BadRequest` where there is no run."""
+    directory = path.parent if path.is_file() and path.name == RunDir(path).config.name else path
+    if is_run(directory):
+        return directory
+    if path.is_file():
+        fix = "Start it with `headrace rl` or `headrace sft`, then give the directory that output_dir names."
+        raise BadRequest("a file, and not the directory of a run", key="RUN", value=path, fix=fix)
+    if not path.exists():
+        raise BadRequest("no such directory", key="RUN", value=path, fix="Give the directory of a run.")
+    fix = "Give the directory that output_dir of the run names."
+    raise BadRequest("no config.toml and no metrics.jsonl in it: not a run", key="RUN", value=path, fix=fix)
+
+
 def checkpoints(directory: Path) -> dict[int, Path]:
     """The complete checkpoints of a run by step, oldest first."""
     where = RunDir(directory).checkpoints

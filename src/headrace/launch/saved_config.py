@@ -12,6 +12,7 @@ from headrace.config.hackable.translation import is_hackable
 from headrace.config.leaves import leaves
 from headrace.config.run import SHARED, RunConfig
 from headrace.config.sft import SftConfig
+from headrace.launch.run_directory import find_run
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
@@ -64,13 +65,14 @@ def save(config: Config, run: RunDir) -> None:
 
 
 def read_run(path: Path) -> RunConfig | SftConfig:
-    """The configuration of a run, given its directory or the file itself. A directory may have been moved."""
-    tree = read_file(RunDir(path).config if path.is_dir() else path)
+    """Return the configuration of a run, given its directory, which may have been moved, or its config.toml."""
+    run = RunDir(find_run(path))
+    tree = read_file(run.config)
     kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree and not is_hackable(tree) else RunConfig
-    tree, _ = kind.translated(tree, [path], str(path))
-    config, _ = validate(kind, tree, str(path))
-    if path.is_dir() and config.model.name is not None:
-        config = pin(config, path, config.model.name)
+    tree, _ = kind.translated(tree, [run.config], str(run.config))
+    config, _ = validate(kind, tree, str(run.config))
+    if config.model.name is not None:
+        config = pin(config, run.root, config.model.name)
     return config
 
 
@@ -87,7 +89,9 @@ def evaluation_directory(run: Path | None, name: str) -> Path:
 def read_rl_run(path: Path) -> RunConfig:
     config = read_run(path)
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"{path} is an SFT run: only an RL run has an orchestrator and an inference server")
+        raise ConfigError(
+            "an SFT run: only an RL run has an orchestrator and an inference server", key="RUN", value=path
+        )
     return config
 
 
@@ -96,8 +100,9 @@ def read_sampled_run(path: Path) -> RunConfig | SftConfig:
     config = read_run(path)
     if isinstance(config, SftConfig) and not config.evaluates:
         raise ConfigError(
-            f"{path} is an SFT run without [[eval.env]]: only one that evaluates has an orchestrator and an inference "
-            "server"
+            "an SFT run without [[eval.env]]: only one that evaluates has an orchestrator and an inference server",
+            key="RUN",
+            value=path,
         )
     return config
 

@@ -42,7 +42,7 @@ class NoRun(BadInput):
 def read_history(run: RunDir) -> History:
     """Everything that the run has reported so far."""
     if not run.metrics.is_file():
-        raise NoRun(f"{run.root} is not a run directory that has reported anything: it has no {run.metrics.name}")
+        raise NoRun(f"no {run.metrics.name} in it: not a run, or one that has not reported anything", value=run.root)
     return History(Tail(run.metrics).read())
 
 

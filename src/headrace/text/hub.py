@@ -11,15 +11,15 @@ class ModelNotFound(BadInput):
     """No such model. The message says where it was looked for."""
 
 
-def model_directory(name: str) -> Path:
-    """The directory of a model given by path or hub name."""
+def model_directory(name: str, key: str = "model") -> Path:
+    """Return the directory of a model given by path or hub name; `key` is where the user gave it."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFound(f"{path} has no config.json: it is not a Hugging Face model directory")
+            raise ModelNotFound("no config.json in it: not a Hugging Face model directory", key=key, value=path)
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelNotFound(f"model {name!r}: no such directory")
+        raise ModelNotFound("no such directory, and not the name of a model on the hub", key=key, value=name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -32,5 +32,8 @@ def model_directory(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ModelNotFound(
-            f"model {name!r} is neither a local directory nor reachable on the hub: {type(error).__name__}: {error}"
+            f"neither a local directory nor reachable on the hub: {type(error).__name__}: {error}",
+            key=key,
+            value=name,
+            fix="Give the path of a directory that is there, or the name of a model on the hub.",
         ) from error
