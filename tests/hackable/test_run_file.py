@@ -323,6 +323,23 @@ def test_trackers_are_asked_for_by_name_and_keep_their_files_in_the_storage_root
     assert run_of(tmp_path, trainer={"report_to": "none"}).wandb is None
 
 
+@pytest.mark.parametrize(
+    ("offline", "wandb", "mode"),
+    [
+        (True, {}, "offline"),
+        (True, {"mode": "online"}, "offline"),
+        (True, {"mode": "disabled"}, "disabled"),
+        (False, {}, "online"),
+        (None, {}, "online"),  # the tracker is asked for, though the hub is not
+    ],
+)
+def test_storage_offline_reaches_wandb(offline: bool | None, wandb: dict[str, str], mode: str, tmp_path: Path):
+    config, notices = load_tree(tmp_path, small(wandb=wandb, storage={"offline": offline}))
+    assert config.wandb is not None and config.wandb.mode == mode
+    assert [notice.partition(" ")[0] for notice in notices] == ["wandb.mode"] * (wandb == {"mode": "online"})
+    assert run_of(tmp_path, storage={"offline": True}).wandb is None
+
+
 def test_tokens_go_by_the_names_of_their_variables(tmp_path: Path):
     config = run_of(tmp_path, auth={"hf_token": "MY_TOKEN", "wandb_api_key": "WANDB_API_KEY"})
     assert config.launch.env_from == {"HF_TOKEN": "MY_TOKEN"}

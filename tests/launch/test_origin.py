@@ -69,6 +69,8 @@ def test_an_sft_model_and_the_tiny_model_under_it_are_made_once(
     assert resolve(ModelConfig(sft=file)) == str(made)
     assert time.monotonic() - began < 1
     assert capsys.readouterr().err.count("from the cache") == 2
+    file.write_text(file.read_text() + "[tensorboard]\n")  # who watches does not shape the model
+    assert resolve(ModelConfig(sft=file)) == str(made)
 
 
 def test_two_that_start_at_once_make_it_once(cache: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -22,6 +22,11 @@ from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.rollout.types import Rollout, RolloutError, Sample
 from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def no_exported_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
 
 
 class Collector:
@@ -110,6 +115,39 @@ def test_wandb_offline_writes_one_run_without_network(tmp_path: Path, monkeypatc
             MetricsLog(run.metrics, "trainer").log(step, {"loss": 0.5})
     identity = (run.root / "monitors" / "wandb.id").read_text()
     assert list((run.root / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("written", "exported", "folder"),
+    [
+        ("online", "offline", "wandb"),
+        ("online", "dryrun", "wandb"),
+        ("offline", "disabled", None),
+        ("disabled", "", None),
+        ("disabled", "offline", "wandb"),
+    ],
+)
+def test_an_exported_wandb_mode_wins_over_the_run_file(
+    written: Literal["online", "offline", "disabled"],
+    exported: str,
+    folder: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("WANDB_MODE", exported)
+    run = RunDir(tmp_path)
+    with forwarding(run, WandbConfig(mode=written), None):
+        MetricsLog(run.metrics, "trainer").log(1, {"loss": 0.5})
+    assert [path.name for path in tmp_path.iterdir() if path.name == "wandb"] == ([folder] if folder else [])
+    assert not folder or list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_an_unknown_exported_wandb_mode_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "quiet")
+    with pytest.raises(MonitorError) as error, forwarding(RunDir(tmp_path), WandbConfig(), None):
+        pass
+    assert (error.value.key, error.value.value) == ("WANDB_MODE", "quiet")
 
 
 def wandb_records(run: RunDir) -> list[Any]:
@@ -283,8 +321,7 @@ def test_a_monitor_that_is_not_installed_names_the_extra_to_install(
     for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
         monkeypatch.setitem(sys.modules, module, None)
     configs = (WandbConfig(), None) if name == "wandb" else (None, TensorboardConfig())
-    with (
-        pytest.raises(MonitorError, match=rf"pip install 'headrace\[{name}\]'"),
-        forwarding(RunDir(tmp_path), *configs),
-    ):
+    with pytest.raises(MonitorError) as error, forwarding(RunDir(tmp_path), *configs):
         pass
+    assert error.value.key == f"[{name}]"
+    assert error.value.fix is not None and f"pip install 'headrace[{name}]'" in error.value.fix

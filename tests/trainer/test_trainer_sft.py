@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.cli.main import main
 from headrace.config.sft import SftConfig
+from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
@@ -265,3 +268,35 @@ def test_tools_that_the_chat_template_leaves_out_are_told(tmp_path: Path, tiny_m
     run(settings(tmp_path / "out", {"name": str(model)}, data, max_steps=1, renderer={"name": "default"}), status)
     (notice,) = status.current.notices
     assert notice.startswith(f"{data['path']} has tools, but the model's chat template has no place for them")
+
+
+@pytest.fixture
+def as_a_process() -> Iterator[None]:
+    """Put back what a process of a run changes for good: handlers of signals, and the log."""
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    logger = logging.getLogger()
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:], logger.level = handlers, level
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("as_a_process")
+def test_the_trainer_of_an_sft_run_hands_its_metrics_on_to_tensorboard_and_wandb(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monitors = {"tensorboard": {}, "wandb": {"mode": "offline"}}
+    out = RunDir(tmp_path / "run")
+    save(settings(out.root, {"name": str(tiny_model)}, ENV, max_steps=2, **monitors), out)
+    assert main(["trainer", str(out.root)]) == 0
+    events = EventAccumulator(str(out.root / "tensorboard"))
+    events.Reload()
+    losses = [(record["step"], pytest.approx(record["loss"])) for record in read_metrics(out.metrics)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == losses
+    assert len(losses) == 2
+    identity = (out.root / "monitors" / "wandb.id").read_text()
+    assert list((out.root / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))

@@ -28,11 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = read_sampled_run(arguments.run)
     run = run_directory(config)
-    if isinstance(config, RunConfig):
-        orchestrator, monitors = config.orchestrator, (config.wandb, config.tensorboard)
-    else:
-        orchestrator, monitors = config.evaluator(), (None, None)
-    with process("orchestrator", run) as status, forwarding(run, *monitors):
+    orchestrator = config.orchestrator if isinstance(config, RunConfig) else config.evaluator()
+    with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
         in_turns = arguments.sharing == "alternate"
         over = main.run(orchestrator, run=run, status=status, servers=arguments.servers, in_turns=in_turns)
     # It stops in order when asked to; whoever supervises must be able to tell that from the end of the run.

@@ -28,8 +28,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.config.run import RunConfig
+    from headrace.config.sft import SftConfig
     from headrace.launch.errors import BadRequest
     from headrace.launch.saved_config import read_run, run_directory
+    from headrace.observe.monitors import forwarding
     from headrace.transport.lock import only_one
 
     if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -43,7 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
         return run_ranks(arguments.ranks, arguments.run, resume)
     engines = engines_beside(config, arguments.sharing) if arguments.sharing else None
     is_first = os.environ.get("RANK", "0") == "0"
-    with only_one(run, "trainer") if is_first else nullcontext(), process("trainer", run) as status:
+    # Where there is an orchestrator, it forwards the metrics: it ends last.
+    forwards = is_first and isinstance(config, SftConfig) and not config.evaluates
+    monitors = (config.wandb, config.tensorboard) if forwards else (None, None)
+    with (
+        only_one(run, "trainer") if is_first else nullcontext(),
+        process("trainer", run) as status,
+        forwarding(run, *monitors),
+    ):
         request = StopRequest(status)
         if isinstance(config, RunConfig):
             from headrace.trainer.rl import train as train_rl

@@ -37,7 +37,7 @@ class WandbConfig(Config):
     project: str = "headrace"
     name: str | None = None
     entity: str | None = None
-    mode: Literal["online", "offline"] = "online"
+    mode: Literal["online", "offline", "disabled"] = "online"
     dir: Path | None = None
     """Where W&B makes its folder `wandb`; unset: in the run's directory."""
     samples: int = Field(8, ge=0)

@@ -17,6 +17,7 @@ from headrace.config.orchestrator import (
     OrchestratorRendererConfig,
     check_env_names,
 )
+from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.config.trainer import TrainingConfig
 
 
@@ -122,6 +123,8 @@ class SftConfig(TrainingConfig):
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig)
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that `[eval]` samples from. Its model, renderer and seed are the run's."""
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")

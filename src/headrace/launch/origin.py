@@ -67,7 +67,8 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     config, notices = load(SftConfig, [file])
     for notice in notices:
         _say(notice)
-    config = config.model_copy(update={"eval": SftEvalConfig()})  # whoever only wants the model has nothing of it
+    # Only the model is kept: nobody could read an evaluation, and a monitor would show a directory that is gone.
+    config = config.model_copy(update={"eval": SftEvalConfig(), "wandb": None, "tensorboard": None})
     base = resolve(config.model, (*trail, file.resolve()))
     # Where and by how many processes it is trained does not shape it.
     recipe = dump(config.model_copy(update={"output_dir": None, "launch": LaunchConfig()}))

@@ -12,6 +12,7 @@ Left out on purpose: system statistics.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import uuid
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 INTERVAL = 2.0
 """Seconds between two looks for news."""
+MODE_VARIABLE = "WANDB_MODE"
+MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "run": "online", "dryrun": "offline"}
+"""What the variable may hold, older names of W&B included, and what it means."""
 NOT_METRICS = frozenset({"step", "time", "process"})
 SAMPLE_COLUMNS = ("env", "reward", "advantage_mean", "drop_reason", "stop_reason", "messages")
 GAUGES = ("dispatcher/", "event_loop_lag/")
@@ -66,9 +70,17 @@ def forwarding(run: RunDir, wandb: WandbConfig | None, tensorboard: TensorboardC
     with ExitStack() as stack:
         if tensorboard is not None and tensorboard.enabled:
             stack.enter_context(_forwarder(run, "tensorboard", Tensorboard(run.root / "tensorboard"), tensorboard))
-        if wandb is not None:
+        if wandb is not None and wandb_mode(wandb) != "disabled":
             stack.enter_context(_forwarder(run, "wandb", Wandb(run, wandb), wandb))
         yield
+
+
+def wandb_mode(config: WandbConfig) -> str:
+    """Return the mode: an exported `WANDB_MODE`, or else that of the run file."""
+    mode = os.environ.get(MODE_VARIABLE) or config.mode
+    if mode not in MODES:
+        raise MonitorError("no such mode", key=MODE_VARIABLE, value=mode, fix=f"Use one of {', '.join(MODES)}.")
+    return MODES[mode]
 
 
 def _forwarder(run: RunDir, name: str, monitor: Monitor, config: WandbConfig | TensorboardConfig) -> Forwarder:
@@ -229,7 +241,7 @@ class Tensorboard:
             from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
-            raise MonitorError(_missing("tensorboard")) from error
+            raise _missing("tensorboard") from error
         self._event, self._summary, self._text = Event, Summary, text_pb
         self._writer = EventFileWriter(str(directory))
 
@@ -257,21 +269,27 @@ class Wandb:
         try:
             import wandb
         except ImportError as error:
-            raise MonitorError(_missing("wandb")) from error
+            raise _missing("wandb") from error
+        mode = wandb_mode(config)
         try:
             self._run = wandb.init(
                 project=config.project,
                 name=config.name or run.root.resolve().name,
                 entity=config.entity,
-                mode=config.mode,
+                mode=mode,  # type: ignore[arg-type]
                 id=_run_id(run.root / "monitors" / "wandb.id"),
-                resume="allow" if config.mode == "online" else None,
+                resume="allow" if mode == "online" else None,
                 dir=str(_made(config.dir) if config.dir is not None else run.root),
                 config=read_toml(run.config) if run.config.exists() else {},
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
         except (wandb.Error, OSError) as error:
-            raise MonitorError(f'Weights & Biases: {error} (wandb.mode = "offline" needs no account)') from error
+            raise MonitorError(
+                str(error),
+                key="wandb.mode",
+                value=mode,
+                fix="Log in with `wandb login`, or use mode offline or disabled.",
+            ) from error
         # Records of several processes arrive out of order, which W&B's own step does not allow.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -328,7 +346,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _missing(extra: str) -> str:
-    return (
-        f"[{extra}] is configured but {extra} is not installed: pip install 'headrace[{extra}]', or remove the section"
-    )
+def _missing(package: str) -> MonitorError:
+    fix = f"pip install 'headrace[{package}]', or remove the section."
+    return MonitorError(f"the package {package} is not installed", key=f"[{package}]", fix=fix)

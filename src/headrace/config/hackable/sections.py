@@ -137,7 +137,8 @@ class StorageConfig(Config):
     run_name: str | None = Field(None, min_length=1)
     """The run's directory in `artifacts/runs/`; unset: the name of the file."""
     offline: bool | None = None
-    """Whether the hub is left alone; unset: if everything that the file names is on this machine."""
+    """Whether hub and W&B are left alone; unset: the hub, if everything that the file names is on this machine.
+    Exported `HF_HUB_OFFLINE` and `WANDB_MODE` win."""
 
 
 class AuthConfig(Config):

@@ -338,8 +338,16 @@ class _Translation:
 
     def _trackers(self, tree: Tree) -> None:
         tree |= trackers(self.given.trainer, self.problems)
-        if self._root is not None and ("wandb" in tree or isinstance(self._explicit.get("wandb"), dict)):
-            merge(tree, {"wandb": {"dir": str(self._root / "logs")}})
+        explicit = self._explicit.get("wandb")
+        if "wandb" not in tree and not isinstance(explicit, dict):
+            return
+        made = {} if self._root is None else {"dir": str(self._root / "logs")}
+        if self.given.storage.offline:  # of all of the network, and so of W&B, whatever its own section has
+            made["mode"] = "offline"
+            if isinstance(explicit, dict) and explicit.get("mode") == "online":
+                del explicit["mode"]
+                self.notices.append("wandb.mode = online: storage.offline wins; export WANDB_MODE=online to send them.")
+        merge(tree, {"wandb": made})
 
     def _launch(self, tree: Tree) -> None:
         made = {"env": self._variables(), "env_from": tokens(self.given.auth)}
