@@ -27,6 +27,7 @@ def test_numbers_are_means_over_examples_and_what_failed_is_wrong_but_has_no_len
     assert values == pytest.approx(
         {
             "avg@2": 0.25,  # a: 1/2, b: 0
+            "pass@1": 0.25,
             "pass@2": 0.5,  # a: one of two is right
             "reward": 0.35,  # a: 0.7, b: 0, the failed one as 0
             "format": 0.5,  # a: 1, b: 0 of the one that ended
@@ -50,7 +51,7 @@ def test_the_measures_are_those_that_the_page_explains():
     rows = re.findall(r"^\| (`.*?) \|", page.partition("\n## ")[0], re.MULTILINE)
     told = {name for row in rows for name in re.findall(r"`([^`]+)`", row)} | {"thinks"}  # in the row of thoughts
     measured = {
-        re.sub("/.*", "/NAME", name.replace("avg@2", "avg@K").replace("pass@2", "pass@k"))
+        re.sub("/.*", "/NAME", name.replace("avg@2", "avg@K").replace("pass@1", "pass@k").replace("pass@2", "pass@k"))
         for name in result_of("m", "models/m", EPISODES, samples=2).estimates
     }
     assert measured == told

@@ -58,7 +58,7 @@ def test_failed_episodes_of_an_evaluation_and_skipped_steps_are_told(run: RunDir
     MetricsLog(run.metrics, "trainer").log(8, {"loss": None, "optim/skipped": 3})
     shown = text(run, summarize(run))
     assert "3 of these changed nothing: their gradient was not finite" in shown
-    assert "reverse-text: 75% of the episodes of its last evaluation failed, and count as 0" in shown
+    assert "reverse-text: 75% of the episodes of its last evaluation failed, and are left out of its mean" in shown
     failed = Rollout(env="reverse-text", error=RolloutError("environment", "ValueError: no such tool"))
     write_eval_rollouts(RolloutKind.EVAL.path(run.rollouts, 7), 7, [failed, Rollout(env="reverse-text", reward=0.4)])
     (entry,) = summarize(run).environments

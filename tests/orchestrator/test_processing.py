@@ -19,11 +19,10 @@ from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.journal import AlgorithmState
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
-from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
+from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.orchestrator.step_metrics import step_metrics
 from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
-from headrace.rollout.version import Version
 
 ZERO_ADVANTAGE = Filter("zero_advantage", has_no_advantage, enforce=True)
 
@@ -428,78 +427,6 @@ async def test_an_all_correct_group_trains_under_a_length_penalty_and_is_filtere
         batch = TrainBatch([await process(processing, rollout(1, tokens=2), rollout(1, tokens=6))])
         await processing.process_batch(batch)
         assert len(batch.kept) == shipped
-
-
-async def test_the_numbers_of_an_evaluation_count_tasks_and_episodes():
-    processing = EvalProcessing({"heldout": Environment()})
-
-    def episode(number: int, reward: float, versions: list[int]) -> Rollout:
-        turn = Turn([1], [2] * len(versions), [0.0] * len(versions), versions, 1.0)
-        return Rollout(episode=number, reward=reward, rewards={"r": reward}, turns=[turn])
-
-    first = [episode(0, 1.0, [0, 0]), episode(1, 0.5, [0, 1])]
-    second = [episode(0, 0.0, [1]), Rollout(episode=1, error=RolloutError("timeout"))]
-    batch = EvalBatch("heldout", Version(0, 0), 2)
-    for number, members in enumerate((first, second)):
-        batch.groups.append(await processing.process_group(Group(f"g{number}", Task("heldout", {}), 2, 0), members))
-    await processing.process_batch(batch)
-    # Four episodes, the failed one as 0: (1 + .5 + 0 + 0) / 4; one of two tasks was solved once; one of four failed.
-    assert batch.metrics["eval/heldout/avg@2"] == 0.375
-    assert batch.metrics["eval/heldout/pass@2"] == 0.5
-    assert batch.metrics["eval/heldout/errors"] == 0.25
-    assert (batch.metrics["eval/heldout/version/min"], batch.metrics["eval/heldout/version/max"]) == (0, 1)
-
-
-async def test_an_episode_is_right_by_what_is_called_correct_whatever_else_it_earned():
-    def episode(number: int, reward: float, correct: float) -> Rollout:
-        turn = Turn([1], [2], [0.0], [0], 1.0)
-        return Rollout(
-            episode=number, reward=reward, rewards={"all": reward}, metrics={"correct": correct}, turns=[turn]
-        )
-
-    batch = EvalBatch("heldout", Version(0, 0), 2)
-    processing = EvalProcessing({"heldout": Environment()})
-    for number, members in enumerate(([episode(0, 2.5, 0.0), episode(1, 1.0, 0.0)], [episode(0, 0.5, 1.0)])):
-        group = Group(f"g{number}", Task("heldout", {}), len(members), 0)
-        batch.groups.append(await processing.process_group(group, members))
-    await processing.process_batch(batch)
-    assert batch.metrics["eval/heldout/pass@2"] == 0.5
-
-
-async def test_an_episode_with_several_agents_comes_to_the_mean_over_those_that_are_trained():
-    def seat(episode: int, agent: str, reward: float, *, trainable: bool = True) -> Rollout:
-        turn = Turn([1], [2], [0.0], [0], 1.0)
-        return Rollout(episode=episode, agent=agent, reward=reward, trainable=trainable, turns=[turn])
-
-    batch = EvalBatch("poker", Version(0, 0), 3)
-    members = [
-        *(seat(0, "first", 1.0), seat(0, "second", 0.0), seat(0, "house", 9.0, trainable=False)),
-        *(seat(1, "first", 1.0), seat(1, "second", 1.0)),
-        Rollout(episode=2, error=RolloutError("timeout")),
-    ]
-    task = Task("poker", {})
-    batch.groups.append(await EvalProcessing({"poker": Environment()}).process_group(Group("g", task, 3, 0), members))
-    await EvalProcessing({}).process_batch(batch)
-    # Three episodes: (1 + 0) / 2, (1 + 1) / 2 and one that failed; the first agent won both of its own, the second one.
-    assert batch.metrics["eval/poker/avg@3"] == 0.5
-    assert batch.metrics["eval/poker/pass@3"] == 1.0
-    assert batch.metrics["eval/poker/errors"] == pytest.approx(1 / 3)
-    agents = {name: value for name, value in batch.metrics.items() if name.endswith("/avg@3")}
-    assert agents == {
-        "eval/poker/avg@3": 0.5,
-        "eval/poker/first/avg@3": 1.0,
-        "eval/poker/second/avg@3": 0.5,
-    }
-
-
-async def test_an_evaluation_of_which_only_scripted_agents_finished_has_no_versions_and_still_a_score():
-    scripted = Rollout(agent="house", trainable=False, reward=1.0)
-    batch, group = EvalBatch("poker", Version(0, 0), 1), Group("g", Task("poker", {}), 1, 0)
-    members = [scripted, Rollout(error=RolloutError("empty"))]
-    batch.groups.append(await EvalProcessing({"poker": Environment()}).process_group(group, members))
-    await EvalProcessing({}).process_batch(batch)
-    assert (batch.metrics["eval/poker/avg@1"], batch.metrics["eval/poker/errors"]) == (0.0, 1.0)
-    assert not any("version" in name for name in batch.metrics)
 
 
 async def test_training_rewards_are_told_apart_by_agent_where_there_are_several():

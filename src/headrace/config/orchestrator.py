@@ -113,6 +113,7 @@ class EvalEnvConfig(EnvConfig):
     num_examples: int | None = Field(None, ge=1)
     group_size: int | None = Field(None, ge=1)
     pin_version: bool | None = None
+    solved: float | None = None
 
 
 def check_env_names(slot: str, envs: Sequence[EnvConfig]) -> None:
@@ -144,6 +145,9 @@ class EvalConfig(Config):
     skip_eval_on_resume: bool = True
     pin_version: bool = False
     """Sample a whole evaluation from one version: new weights wait until it has closed."""
+    solved: float | None = None
+    """Reward from which on an episode counts as solved in pass@k. Unset: pass@k is reported where the environment's
+    `correct`, or else the reward, is 0 or 1 in every episode."""
     env: list[EvalEnvConfig] = Field(default_factory=list)
 
 

@@ -100,6 +100,7 @@ SENTENCES: dict[str, str] = {
     "EvalEnvConfig.interval": "Steps between evaluations; unset: that of `[eval]`.",
     "EvalEnvConfig.num_examples": "Tasks per evaluation; unset: that of `[eval]`.",
     "EvalEnvConfig.group_size": "Episodes per task; unset: that of `[eval]`.",
+    "EvalEnvConfig.solved": "Reward from which on an episode counts as solved in pass@k; unset: that of `[eval]`.",
     "EvalEnvConfig.pin_version": "Sample a whole evaluation from one version; unset: that of `[eval]`.",
     "TrainConfig.sampling": "How turns are sampled in training; at temperature 1 unless it is set.",
     "TrainConfig.curriculum": "Which tasks are drawn, and which groups are worth training on.",

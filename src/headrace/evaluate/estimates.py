@@ -1,8 +1,7 @@
-"""Numbers of an evaluation: pass@k, means with bootstrap intervals, and how lengths are spread. Pure functions."""
+"""Numbers of an evaluation: means with bootstrap intervals, and how lengths are spread. Pure functions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -34,22 +33,6 @@ class Spread(msgspec.Struct, frozen=True):
     p75: float
     p95: float
     max: float
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that at least one of k samples is right, without bias, from as many samples, some of them right.
-
-    Of all ways to choose k of them, the share that holds a right one: 1 - C(n - c, k) / C(n, k).
-    """
-    if not (1 <= k <= samples and 0 <= correct <= samples):
-        raise ValueError(f"pass@{k} of {samples} samples, {correct} of them right, does not exist")
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def ks_of(samples: int) -> list[int]:
-    """The k for which pass@k is told: powers of two from 2 on, and the number of samples itself."""
-    powers = [2**power for power in range(1, samples.bit_length())]
-    return sorted({*(k for k in powers if k <= samples), samples})
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:

@@ -13,7 +13,8 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.evaluate.completions import Scored
-from headrace.evaluate.estimates import Estimate, Spread, estimate, ks_of, pass_at_k, spread_of
+from headrace.evaluate.estimates import Estimate, Spread, estimate, spread_of
+from headrace.rollout.pass_at_k import ks_of, pass_at_k
 
 LENGTH_OF: dict[str, Callable[[Scored], float | None]] = {
     "tokens": lambda episode: episode.tokens,

@@ -41,7 +41,7 @@ class EnvironmentReport(msgspec.Struct):
     """avg@k of the first evaluation and, below, of the last."""
     eval_end: float | None = None
     eval_failed: float = 0.0
-    """The share of episodes of the last evaluation that failed, and count as 0."""
+    """The share of episodes of the last evaluation that failed, and are left out of its mean."""
     eval_error: str | None = None
     """The message that most of them had."""
     errors: dict[str, str] = msgspec.field(default_factory=dict)
@@ -53,7 +53,7 @@ def report(run: RunDir, history: History) -> list[EnvironmentReport]:
     algorithms = _algorithms(run)
     drawn, dropped = _counts(run)
     errors = _errors(list(RolloutKind.TRAIN.files(run.rollouts).values())[-NEWEST_FILES:])
-    names = dict.fromkeys([*algorithms, *drawn, *sorted(history.evals)])
+    names = dict.fromkeys([*algorithms, *drawn, *sorted(history.eval_failures)])
     return [
         _with_rewards(
             EnvironmentReport(
@@ -77,8 +77,9 @@ def _with_rewards(entry: EnvironmentReport, history: History, run: RunDir) -> En
         entry.reward_start, entry.reward_end = ends(curve)
     if scores := sorted(history.evals.get(entry.name, {}).items()):
         entry.eval_start, entry.eval_end = scores[0][1], scores[-1][1]
-        last = scores[-1][0]
-        entry.eval_failed = history.eval_failures[entry.name][last]
+    if shares := history.eval_failures.get(entry.name):
+        last = max(shares)
+        entry.eval_failed = shares[last]
         file = RolloutKind.EVAL.path(run.rollouts, last)
         if entry.eval_failed and file.exists():
             entry.eval_error = _commonest(_errors([file]).get(entry.name, {}))
@@ -172,8 +173,8 @@ def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
     return [
         *(sentence for entry in failed for sentence in _failures_of(entry)),
         *(
-            f"{entry.name}: {entry.eval_failed:.0%} of the episodes of its last evaluation failed, and count as 0, "
-            f"{f'most often with {entry.eval_error}' if entry.eval_error else 'logs/orchestrator.log says with what'}"
+            f"{entry.name}: {entry.eval_failed:.0%} of the episodes of its last evaluation failed, and are left out of "
+            f"its mean: {entry.eval_error or 'logs/orchestrator.log says with what'}"
             for entry in entries
             if entry.eval_failed
         ),

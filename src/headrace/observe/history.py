@@ -55,7 +55,7 @@ class History:
         self.evals: dict[str, dict[int, float]] = {}
         """avg@k by environment and policy version."""
         self.eval_failures: dict[str, dict[int, float]] = {}
-        """The share of episodes that failed, for the same."""
+        """The share of episodes that failed, for the same, and where all of them did so that there is no avg@k."""
         self.latest: Record = {}
         """The last value of every metric."""
         self.moves = 0
@@ -88,7 +88,11 @@ class History:
     def _add_evaluations(self, step: int, record: Record) -> None:
         for name, value in _evaluations(record):
             self.evals.setdefault(name, {})[step] = value
-            self.eval_failures.setdefault(name, {})[step] = float(record.get(f"eval/{name}/errors", 0.0))
+            self.eval_failures.setdefault(name, {})[step] = 0.0
+        for key, value in record.items():
+            name = key.removeprefix("eval/").removesuffix("/errors")
+            if key == f"eval/{name}/errors" and not name.endswith("/metrics"):  # else the environment's own
+                self.eval_failures.setdefault(name, {})[step] = float(value)
 
     def _put(self, series: dict[int, Record], step: int, record: Record) -> None:
         """Append. A step that comes again after a resume replaces itself and all that had followed it."""
@@ -101,7 +105,7 @@ class History:
 
     def _lose_evals(self, step: int) -> None:
         """Weights from `step` on are made anew."""
-        for versions in self.evals.values():
+        for versions in (*self.evals.values(), *self.eval_failures.values()):
             for lost in [version for version in versions if version >= step]:
                 del versions[lost]
 

@@ -1,20 +1,16 @@
-"""When to evaluate and what came of it. Evaluation shares permits with training; nothing waits for it."""
+"""When to evaluate, and when an evaluation is complete. It shares permits with training; nothing waits for it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup
-from headrace.rollout.types import Group, Rollout, Task
+from headrace.rollout.types import Group, Task
 from headrace.rollout.version import Version
-
-CORRECT = "correct"
-"""The reward or metric that says whether an episode is right, where an environment has one."""
 
 
 class EvalEnv(msgspec.Struct):
@@ -28,6 +24,8 @@ class EvalEnv(msgspec.Struct):
     """Whether new weights wait until its epoch has closed."""
     together: bool = False
     """Whether a group's episodes start at once: the environment scores them against each other."""
+    solved: float | None = None
+    """The reward from which on an episode is solved; None: 1, where rewards are 0 or 1."""
 
 
 NEVER = Version(0, -1)
@@ -45,7 +43,7 @@ class EvalSource:
         """
         for env in environments:
             if not env.tasks:
-                raise BadInput(f"evaluation environment {env.name!r} has no tasks")
+                raise BadInput("this evaluation environment has no tasks", key="orchestrator.eval.env", value=env.name)
         self._environments = environments
         self._evaluated = {env.name: evaluated.get(env.name, NEVER) for env in environments}
         self._again_on_resume = again_on_resume
@@ -102,8 +100,8 @@ class EvalSink:
         """Whether an open epoch must be sampled from the current weights to its end."""
         return bool(self._pinned)
 
-    def open(self, env: EvalEnv, version: Version, groups: Sequence[Group]) -> None:
-        batch = EvalBatch(env.name, version, env.group_size)
+    def open(self, env: EvalEnv, version: Version, groups: Sequence[Group], now: float = 0.0) -> None:
+        batch = EvalBatch(env.name, version, env.group_size, env.solved, now)
         epoch = _Epoch(batch, len(groups), env.pinned)
         self._epoch_of.update({group.id: epoch for group in groups})
         self.open_epochs += 1
@@ -124,67 +122,3 @@ class EvalSink:
     def close(self) -> None:
         """The numbers of one are out."""
         self.open_epochs -= 1
-
-
-def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
-    """avg@k over all episodes, pass@k over tasks (any right episode). A failed episode counts as 0 in both.
-
-    An episode is right if its `correct`, a reward or metric, is 1, or its whole reward where it has no such.
-    So an evaluation that times out on what is hard does not look better for it; `errors` says how many failed. What an
-    episode with several agents comes to is the mean over those that are trained; each of these has an avg@k of its own,
-    over what it finished: an agent may play more than once in an episode, or not at all.
-    """
-    finished = [rollout for group in batch.groups for rollout in group.rollouts]
-    scores = [[_mean(rewards) for rewards in _episodes(group, _reward)] for group in batch.groups]
-    passes = [[_mean(passed) for passed in _episodes(group, _correctness)] for group in batch.groups]
-    episodes = sum(map(len, scores))
-    k = batch.group_size
-    values = {
-        f"avg@{k}": sum(map(sum, scores)) / episodes,
-        f"pass@{k}": sum(any(score >= 1.0 for score in group) for group in passes) / len(passes),
-        "errors": _failed(batch) / episodes,
-    }
-    agents = sorted({rollout.agent for rollout in finished if rollout.trainable})
-    for agent in agents if len(agents) > 1 else ():
-        values[f"{agent}/avg@{k}"] = _mean([r.reward for r in finished if r.agent == agent and r.trainable])
-    if finished:
-        values |= {
-            "truncated": sum(rollout.truncated for rollout in finished) / len(finished),
-            **spread("decode_len", (rollout.completion_tokens for rollout in finished)),
-        }
-        oldest = [version for rollout in finished if (version := rollout.oldest_version) is not None]
-        newest = [version for rollout in finished if (version := rollout.newest_version) is not None]
-        if oldest and newest:  # what a script plays has no sampled token
-            values |= {"version/min": min(oldest), "version/max": max(newest)}
-        for name in {name for rollout in finished for name in rollout.metrics}:
-            known = [rollout.metrics[name] for rollout in finished if name in rollout.metrics]
-            values[f"metrics/{name}"] = sum(known) / len(known)
-    return {f"eval/{batch.env}/{name}": value for name, value in values.items()}
-
-
-def _reward(rollout: Rollout) -> float:
-    return rollout.reward
-
-
-def _correctness(rollout: Rollout) -> float:
-    return (rollout.rewards | rollout.metrics).get(CORRECT, rollout.reward)
-
-
-def _episodes(group: ScoredGroup, value: Callable[[Rollout], float]) -> list[list[float]]:
-    """By episode, the values that count: of the agents that are trained, if any is; 0 for what failed."""
-    by_episode: dict[int, list[Rollout]] = {}
-    for rollout in [*group.rollouts, *(rollout for rollout, _ in group.dropped)]:
-        by_episode.setdefault(rollout.episode, []).append(rollout)
-    return [
-        [0.0 if r.error is not None else value(r) for r in [r for r in rollouts if r.trainable] or rollouts]
-        for rollouts in by_episode.values()
-    ]
-
-
-def _failed(batch: EvalBatch) -> int:
-    """Episodes in which anything did."""
-    return sum(len({rollout.episode for rollout, _ in group.dropped}) for group in batch.groups)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

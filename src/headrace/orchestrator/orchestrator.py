@@ -22,6 +22,7 @@ from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, Report, truncation
 from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
+from headrace.orchestrator.eval_metrics import failure_notice
 from headrace.orchestrator.journal import Entries, Journal
 from headrace.orchestrator.periodic import PeriodicLogger
 from headrace.orchestrator.pipeline import Pipeline
@@ -110,6 +111,8 @@ class Orchestrator:
         """Entries have left the ledger and are not in the journal: nothing later may be committed."""
         self._saving_eval = asyncio.Lock()
         """Environments that are evaluated at one version share a file."""
+        self._told_failures: set[str] = set()
+        """Evaluation environments of which too many episodes failed."""
         self._waiting = Waiting(status)
 
     async def run(self) -> bool:
@@ -227,9 +230,18 @@ class Orchestrator:
         self.metrics.log(version.step, {**batch.metrics, "eval/incarnation": version.incarnation})
         scores = {name.split("/")[-1]: value for name, value in batch.metrics.items() if "@" in name}
         words = ", ".join(f"{name} {value:.4g}" for name, value in sorted(scores.items()))
-        failed = batch.metrics[f"eval/{batch.env}/errors"]
-        told = f"{words}; {failed:.0%} of its episodes failed, and count as 0" if failed else words
-        log.info("evaluated %s at version %d: %s", batch.env, version.step, told)
+        took = time.monotonic() - batch.opened_at
+        log.info("evaluated %s at version %d in %.1f s: %s", batch.env, version.step, took, words or "no score")
+        if notice := failure_notice(batch):
+            self._tell_failures(batch.env, notice)
+
+    def _tell_failures(self, env: str, notice: str) -> None:
+        """On the terminal once per environment: the log has every evaluation."""
+        if env in self._told_failures:
+            log.warning("%s", notice)
+        else:
+            self._told_failures.add(env)
+            self.status.notify(notice)
 
     # -- beside the loop ------------------------------------------------------------------------------------------
 

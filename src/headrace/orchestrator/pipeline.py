@@ -7,6 +7,7 @@ so that a test can run a week of traffic in a second and replay any failure from
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
@@ -49,6 +50,8 @@ from headrace.orchestrator.source import TrainSource, lesson_of
 from headrace.orchestrator.train_sink import TrainSink
 from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
+
+log = logging.getLogger(__name__)
 
 COMMIT_INTERVAL = 1.0
 """Seconds after which outcomes that wait for no batch are committed, several at once."""
@@ -366,7 +369,11 @@ class Pipeline:
         source.follow(version)
         for env in source.overdue_at_end(version) if self._final_eval_queued else source.due(version):
             groups = source.open(env, version)
-            self.eval_sink.open(env, version, groups)
+            self.eval_sink.open(env, version, groups, self._now)
+            log.info(
+                "evaluating %s at version %d: %d tasks, %d episodes each",
+                env.name, version.step, len(env.tasks), env.group_size,
+            )  # fmt: skip
             self.scheduler.queue_eval(groups)
 
     # -- batches --------------------------------------------------------------------------------------------------

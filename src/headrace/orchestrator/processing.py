@@ -25,7 +25,7 @@ from headrace.algorithms.user_function import name_of
 from headrace.environments.base import Environment, EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.errors import Failure
-from headrace.orchestrator.evaluation import epoch_metrics
+from headrace.orchestrator.eval_metrics import epoch_metrics
 from headrace.orchestrator.gate import GATED, Gate
 from headrace.orchestrator.journal import GROUP_FAILED, AlgorithmState
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch

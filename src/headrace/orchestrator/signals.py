@@ -105,6 +105,10 @@ class EvalBatch(msgspec.Struct, eq=False):
     env: str
     version: Version
     group_size: int
+    solved: float | None = None
+    """The reward from which on an episode is solved."""
+    opened_at: float = 0.0
+    """On the pipeline's clock."""
     groups: list[ScoredGroup] = msgspec.field(default_factory=list)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 

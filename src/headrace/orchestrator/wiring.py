@@ -232,6 +232,7 @@ def _eval_source(config: OrchestratorConfig, environments: Environments, run: Ru
                 _eval_group_size(config, env.name),
                 pinned=defaults.pin_version if env.pin_version is None else env.pin_version,
                 together=environment.scores_groups,
+                solved=defaults.solved if env.solved is None else env.solved,
             )
         )
     return EvalSource(evals, _evaluated(config, run), again_on_resume=not defaults.skip_eval_on_resume)
