@@ -14,6 +14,7 @@ import pytest
 from headrace.rollout.types import Message
 from headrace.trainer.conversation import DataError
 from headrace.trainer.rows import Rows, load_rows, read_rows
+from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 QUESTIONS = [{"question": f"{n}+{n}?", "answer": f"{n + n}", "level": n} for n in range(5)]
@@ -136,7 +137,7 @@ def test_a_split_that_does_not_exist_lists_those_that_do(tmp_path: Path):
 def test_an_unreachable_hub_is_an_error_that_names_the_dataset(monkeypatch: pytest.MonkeyPatch):
     for library in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"'nobody/no-such-data', split 'train': it is no local directory, and the hub"):
+    with refused(DataError, file="dataset 'nobody/no-such-data', split 'train'"):
         load_rows("nobody/no-such-data", None, "train")
 
 
@@ -163,19 +164,19 @@ def test_a_bad_row_is_an_error_at_once_and_names_its_place(tmp_path: Path):
 def test_a_line_that_is_no_json_names_the_line(tmp_path: Path, line: str):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "completion": "b"}\n\n' + line.encode("utf-8", "surrogatepass"))
-    with pytest.raises(DataError, match=r"a\.jsonl, line 3: not valid JSON"):
+    with refused(DataError, file=str(path), line=3):
         read_rows(path)
 
 
 def test_what_cannot_be_data_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="no such file or directory"):
         read_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"expected a \.jsonl or \.parquet"):
+    with refused(DataError, file=tmp_path / "a.csv"):
         read_rows(write_lines(tmp_path / "a.csv", "x"))
     with pytest.raises(DataError, match="has no rows"):
         read_rows(write_lines(tmp_path / "a.jsonl", ""))
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
+    with refused(DataError, file=tmp_path / "a.parquet"):
         read_rows(write_lines(tmp_path / "a.parquet", "x"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"has no \.jsonl or \.parquet file"):
+    with refused(DataError, file=tmp_path / "empty"):
         read_rows(tmp_path / "empty")

@@ -56,7 +56,7 @@ def math(
     instructions: str | None = None,
     tags: Tags = None,
 ) -> Iterator[TrainingSample]:
-    """Competition problems of some levels and subjects. `info` has `solution`, `level` and `subject`."""
+    """Competition problems: MATH of some levels and subjects, or AIME. `info` has `solution`, `level` and `subject`."""
     rows = math_rows(source, split, levels, subjects, None, columns)
     return _asked(_chosen(rows, limit, shuffle, seed), instructions, tags)
 

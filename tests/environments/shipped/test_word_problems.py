@@ -40,6 +40,19 @@ async def test_the_gold_solution_of_every_example_earns_all(name: str, args: dic
     await environment.close()
 
 
+async def test_a_problem_of_aime_is_answered_by_its_number_however_it_is_written(tmp_path: Path):
+    path = tmp_path / "aime.jsonl"
+    path.write_text('{"id": 7, "problem": "How many?", "answer": 33, "year": 2024}\n')
+    for name, args in (("math", {}), ("strict-math", {"data": "math"})):
+        environment = load_environment(name, {**args, "source": str(path)})
+        (task,) = tasks_of(environment, name)
+        said = "so \\boxed{{{}}}" if name == "math" else STRICT.replace("{}", "hm", 1)
+        for answer, reward in (("33", 1.0), ("033", 1.0), ("34", 0.0), ("3", 0.0)):
+            assert (await worth(environment, task, said.format(answer)))["correct"] == reward
+        assert (await worth(environment, task, str(environment.gold(task, []))))["correct"] == 1.0
+        await environment.close()
+
+
 async def test_a_right_answer_outside_a_box_is_none():
     environment = load_environment("gsm8k", {"source": str(DATA / "gsm8k"), "split": "test"})
     for task in tasks_of(environment, "gsm8k"):

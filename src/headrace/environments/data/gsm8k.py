@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace.environments.data.rows import located_rows
-from headrace.environments.data.tables import DataError
 
 NAME = "openai/gsm8k"
 MARK = "####"
@@ -31,7 +30,7 @@ def gsm8k(
         worked = row.text("answer")
         steps, mark, answer = worked.rpartition(MARK)
         if not mark or not answer.strip():
-            raise DataError(f"{row.where}: no answer follows {MARK} in {worked[-60:]!r}")
+            raise row.error(f"no answer follows {MARK} in {worked[-60:]!r}", key="answer")
         yield {
             "question": row.text("question"),
             "answer": answer.strip().replace(",", ""),

@@ -1,7 +1,8 @@
 r"""MATH, by Hendrycks et al.: competition problems of seven subjects and five levels, whose answers are `\boxed{...}`.
 
 The same rows go by several names in copies of it: `problem` or `question`, `type` or `subject`, a level as text or as a
-number, with or without the answer in a column of its own.
+number, with or without the answer in a column of its own. AIME has neither subject nor level, and whole numbers as
+answers, often without a solution: `problem`, `answer`, and perhaps `id` and `year`, in small letters or in capitals.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from headrace.environments.arguments import BadArgument
 from headrace.environments.data.rows import Row, located_rows
-from headrace.environments.data.tables import DataError
 from headrace.environments.rewards.answers import boxed_answer
-from headrace.errors import BadInput
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,11 @@ SUBJECTS = (
     "Prealgebra",
     "Precalculus",
 )
+QUESTION = ("question", "problem", "Question", "Problem")
+ANSWER = ("answer", "Answer")
+SOLUTION = ("solution", "Solution")
+SUBJECT = ("subject", "type")
+LEVEL_UNKNOWN = {"level": None, "subject": None}
 
 
 def math(
@@ -40,16 +45,20 @@ def math(
     limit: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `question`, `answer`, `solution`, `level` (None where it is not known) and `subject`.
+    """Yield rows of `question`, `answer`, `solution`, `level` (None where it is not known) and `subject`.
 
-    A problem whose solution boxes nothing (there are two among those for training) is left out, with a warning.
+    Rows in the format of AIME have neither level nor subject (both None), a `solution` only where the data has one, and
+    `id` and `year` if it has these. A problem whose solution boxes nothing (there are two among those of MATH for
+    training) is left out, with a warning.
     """
     if subjects is not None and (isinstance(subjects, str) or not all(isinstance(one, str) for one in subjects)):
-        raise BadInput(f'subjects: expected a list of names, as ["Algebra"], not {subjects!r:.60}')
+        raise BadArgument("expected a list of names", key="subjects", value=subjects, fix='For example ["Algebra"].')
     if levels is not None and not _are_levels(levels):
-        raise BadInput(f"levels: expected a list of numbers from 1 to 5, as [4, 5], not {levels!r:.60}")
-    wanted = None if subjects is None else {_subject(subject) for subject in subjects}
-    rows = (_task(row) for row in _rows(source, split, wanted, columns))
+        fix = "For example [4, 5]."
+        raise BadArgument("expected a list of numbers from 1 to 5", key="levels", value=levels, fix=fix)
+    wanted = None if subjects is None else set(map(_chosen_subject, subjects))
+    filters = [key for key, values in (("levels", levels), ("subjects", subjects)) if values is not None]
+    rows = (_task(row, filters) for row in _rows(source, split, wanted, columns))
     chosen = (
         row
         for row in rows
@@ -70,28 +79,38 @@ def _rows(
             yield from located_rows(source, split, subset, columns)
 
 
-def _task(row: Row) -> dict[str, Any] | None:
-    solution = row.text("solution")
-    answer = row.find("answer") or boxed_answer(solution)
+def _task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
+    question = row.text(*QUESTION)
+    solution = None if row.find(*SOLUTION) is None else row.text(*SOLUTION)
+    answer = row.find(*ANSWER)
+    if answer is None or answer == "":
+        answer = boxed_answer(row.text(*ANSWER) if solution is None else solution)
     if answer is None:
-        log.warning("%s: left out, since its solution boxes no answer", row.where)
+        log.warning("%s:%d: left out, since its solution boxes no answer", *row.place)
         return None
-    return {
-        "question": row.text("question", "problem"),
-        "answer": str(answer),
-        "solution": solution,
-        "level": _level(row.find("level"), row.where),
-        "subject": _subject(row.text("subject", "type"), row.where),
-    }
+    worked = {} if solution is None else {"solution": solution}
+    task = {"question": question, "answer": _answer(answer), **worked}
+    if row.find(*SUBJECT) is None and "level" not in row.content:
+        if filters:
+            raise row.error("the data has neither levels nor subjects", key=filters[0], fix=f"Leave {filters[0]} out.")
+        named = {name: row.find(name, name.upper(), name.capitalize()) for name in ("id", "year")}
+        return task | {name: value for name, value in named.items() if value is not None} | LEVEL_UNKNOWN
+    return {**task, "level": _level(row), "subject": _subject(row)}
 
 
-def _level(level: Any, where: str) -> int | None:
+def _answer(answer: Any) -> str:
+    """A whole number that a table holds as a float is written without its point."""
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
+
+
+def _level(row: Row) -> int | None:
+    level = row.find("level")
     digits = str(level).removeprefix("Level ").strip()
     if digits.isdecimal():
         return int(digits)
     if digits in ("?", "None"):
         return None
-    raise DataError(f"{where}: the level is neither a number nor 'Level 1' to 'Level 5', but {level!r:.60}")
+    raise row.error("expected a number or 'Level 1' to 'Level 5'", key="level", value=level)
 
 
 def _are_levels(levels: Any) -> bool:
@@ -99,10 +118,20 @@ def _are_levels(levels: Any) -> bool:
     return isinstance(levels, Sequence) and all(isinstance(level, int) and 1 <= level <= 5 for level in levels)
 
 
-def _subject(subject: str, where: str = "subjects") -> str:
-    """As the data spells it; case, `_` and "and" do not matter."""
-    spelled = {re.sub(r"\W|_|and", "", known.lower()): known for known in SUBJECTS}
-    found = spelled.get(re.sub(r"\W|_|and", "", subject.lower()))
-    if found is None:
-        raise BadInput(f"{where}: no subject {subject!r}; there is {', '.join(SUBJECTS)}")
+def _subject(row: Row) -> str:
+    name = row.text(*SUBJECT)
+    if (found := _spelled(name)) is None:
+        raise row.error("unknown subject", key="subject", value=name, fix=f"Subjects: {', '.join(SUBJECTS)}.")
     return found
+
+
+def _chosen_subject(name: str) -> str:
+    if (found := _spelled(name)) is None:
+        raise BadArgument("unknown subject", key="subjects", value=name, fix=f"Subjects: {', '.join(SUBJECTS)}.")
+    return found
+
+
+def _spelled(subject: str) -> str | None:
+    """Return a subject as the data spells it; case, `_` and "and" do not matter."""
+    spelled = {re.sub(r"\W|_|and", "", known.lower()): known for known in SUBJECTS}
+    return spelled.get(re.sub(r"\W|_|and", "", subject.lower()))

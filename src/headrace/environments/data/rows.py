@@ -21,20 +21,24 @@ FILES = (".jsonl", ".json", ".parquet")
 
 
 class Row:
-    """What one row holds, and how errors call it. `columns` gives some of its columns other names: ours to theirs."""
+    """The columns of one row, and its place: file and line. `columns` gives some other names: ours to theirs."""
 
-    def __init__(self, content: Any, where: str, columns: Mapping[str, str] | None = None) -> None:
+    def __init__(self, content: Any, place: tuple[str, int], columns: Mapping[str, str] | None = None) -> None:
+        self.place = place
         if not isinstance(content, dict):
-            raise DataError(f"{where}: expected an object with columns, not {content!r:.60}")
+            raise self.error("expected an object with columns", value=content)
         self._columns = columns = columns or {}
         for ours, theirs in columns.items():
             if theirs not in content:
-                raise DataError(
-                    f"{where}: has no {theirs!r}, which columns.{ours} names; its columns are {sorted(content)}"
-                )
+                fix = f"Its columns are {', '.join(sorted(content))}."
+                raise self.error("the row has no such column", key=f"columns.{ours}", value=theirs, fix=fix)
         others = {name: value for name, value in content.items() if name not in columns.values()}
         self.content: dict[str, Any] = {**others, **{ours: content[theirs] for ours, theirs in columns.items()}}
-        self.where = where
+
+    def error(self, fact: str, *, key: str | None = None, value: Any = None, fix: str | None = None) -> DataError:
+        """Return an error that names the row's file and line."""
+        file, line = self.place
+        return DataError(fact, key=key, value=value, fix=fix, file=file, line=line)
 
     def find(self, *names: str) -> Any:
         """What it has under the first of these names that it has, or None."""
@@ -45,13 +49,14 @@ class Row:
         value = self.find(*names)
         if value is None:
             if empty := [name for name in names if name in self.content]:
-                raise DataError(f"{self.where}: {self._columns.get(empty[0], empty[0])!r} is null")
-            raise DataError(
-                f"{self.where}: has no {' or '.join(map(repr, names))}; its columns are {sorted(self.content)}. "
-                f"Name the one that is meant: columns = {{{names[0]} = ...}}"
+                raise self.error("the value is null", key=self._columns.get(empty[0], empty[0]))
+            raise self.error(
+                f"the row has no column {' or '.join(map(repr, names))}, only {', '.join(sorted(self.content))}",
+                key=names[0],
+                fix=f"Name the column that is meant: columns = {{{names[0]} = ...}}.",
             )
         if not isinstance(value, str):
-            raise DataError(f"{self.where}: the {names[0]} is not a text: {value!r:.60}")
+            raise self.error("expected a text", key=names[0], value=value)
         return value
 
 
@@ -80,7 +85,7 @@ def located_rows(
     """The same rows with their places."""
     for table in _tables(source, split, subset):
         for index, content in enumerate(table):
-            yield Row(content, table.where(index), columns)
+            yield Row(content, table.place(index), columns)
 
 
 def _tables(source: str | Path, split: str | None, subset: str | None) -> list[Table]:

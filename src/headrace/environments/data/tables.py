@@ -24,7 +24,7 @@ Wanted = Callable[[list[str]], list[str]]
 
 
 class DataError(BadInput):
-    """Data that cannot be used. The message names the file and the line."""
+    """Data that cannot be used: `file` is the file or the dataset, `line` the line or row in it, `key` the column."""
 
 
 class Table(Protocol):
@@ -38,6 +38,10 @@ class Table(Protocol):
 
     def where(self, index: int) -> str: ...
 
+    def place(self, index: int) -> tuple[str, int]:
+        """The file or dataset, and the line or row in it, from 1."""
+        ...
+
 
 def all_columns(known: list[str]) -> list[str]:
     return known
@@ -45,19 +49,19 @@ def all_columns(known: list[str]) -> list[str]:
 
 def file_table(file: Path, wanted: Wanted = all_columns) -> Table:
     if not file.is_file():
-        raise DataError(f"{file}: no such file")
+        raise DataError("no such file", file=file)
     if file.suffix == ".parquet":
         return Parquet(file, wanted)
     if file.suffix in (".jsonl", ".json"):
         return JsonLines(file)
-    raise DataError(f"{file}: expected a .jsonl or .parquet file, or a directory of them")
+    raise DataError("not a data file", file=file, fix="Give a .jsonl or .parquet file, or a directory of them.")
 
 
 def directory_tables(directory: Path, wanted: Wanted = all_columns) -> list[Table]:
     """All data files below a directory, in the order of their names."""
     files = sorted(file for file in directory.rglob("*") if file.suffix in IN_DIRECTORIES and file.is_file())
     if not files:
-        raise DataError(f"{directory}: has no {' or '.join(IN_DIRECTORIES)} file")
+        raise DataError(f"the directory has no {' or '.join(IN_DIRECTORIES)} file", file=directory)
     return [file_table(file, wanted) for file in files]
 
 
@@ -108,10 +112,14 @@ class JsonLines:
         try:
             return msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.where(index)}: not valid JSON: {error}") from error
+            file, number = self.place(index)
+            raise DataError(f"not valid JSON: {error}", file=file, line=number) from error
 
     def where(self, index: int) -> str:
         return f"{self._path}, line {self._numbers[index]}"
+
+    def place(self, index: int) -> tuple[str, int]:
+        return str(self._path), self._numbers[index]
 
 
 class Parquet:
@@ -126,7 +134,7 @@ class Parquet:
             known = pyarrow.parquet.read_schema(path).names
             self._table = pyarrow.parquet.read_table(path, columns=wanted(known))
         except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+            raise DataError(f"cannot be read as Parquet: {error}", file=path) from error
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -140,6 +148,9 @@ class Parquet:
 
     def where(self, index: int) -> str:
         return f"{self._path}, row {index + 1}"
+
+    def place(self, index: int) -> tuple[str, int]:
+        return str(self._path), index + 1
 
 
 class Dataset:
@@ -161,13 +172,18 @@ class Dataset:
     def where(self, index: int) -> str:
         return f"{self._title}, row {index + 1}"
 
+    def place(self, index: int) -> tuple[str, int]:
+        return self._title, index + 1
+
 
 def _load(name: str, subset: str | None, split: str, title: str) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"{title}: the datasets library is not installed: pip install 'headrace[datasets]', or give files instead"
+            "the datasets library is not installed",
+            file=title,
+            fix="pip install 'headrace[datasets]', or give files instead.",
         ) from error
     datasets.disable_progress_bars()
     try:
@@ -179,12 +195,13 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
         saved = datasets.load_from_disk(name)
     except ConnectionError as error:
         raise DataError(
-            f"{title}: it is no local directory, and the hub cannot be reached: {error}. Give a directory of its files "
-            "instead, or load it once where there is a network and bring the cache along (HF_HOME)"
+            f"not a local directory, and the hub cannot be reached: {error}",
+            file=title,
+            fix="Give a directory of its files, or load it once where there is a network and copy the cache (HF_HOME).",
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = f" ({error.__cause__!s:.300})" if error.__cause__ else ""
-        raise DataError(f"{title} cannot be loaded: {type(error).__name__}: {error}{cause}") from error
+        raise DataError(f"cannot be loaded: {type(error).__name__}: {error}{cause}", file=title) from error
     # What `save_to_disk` leaves is one split, which may know its name, or several.
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
     _check_split(split, list(splits), title)
@@ -194,7 +211,7 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
 def _check_split(split: str, known: list[str], title: str) -> None:
     """A part of one, as `train[:100]`, is the library's to judge."""
     if known and split not in known and split.replace("_", "").isalnum():
-        raise DataError(f"{title}: there is no such split, only {', '.join(known)}")
+        raise DataError("no such split", key="split", value=split, file=title, fix=f"Splits: {', '.join(known)}.")
 
 
 def _row(columns: dict[str, Any]) -> dict[str, Any]:

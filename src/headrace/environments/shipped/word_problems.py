@@ -38,7 +38,7 @@ class Gsm8k(SingleTurn):
 
 
 class Math(SingleTurn):
-    """Competition problems by level and subject, whose answers are numbers, expressions, sets, words."""
+    """Competition problems, whose answers are numbers, expressions, sets, words: MATH by level and subject, or AIME."""
 
     def __init__(self, timeout: float = 5.0, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         super().__init__(
@@ -103,4 +103,5 @@ def _question(row: Row) -> str:
 
 
 def _solution(row: Row) -> str:
-    return f"{row['solution']}\n\n\\boxed{{{row['answer']}}}"
+    boxed = f"\\boxed{{{row['answer']}}}"
+    return f"{row['solution']}\n\n{boxed}" if "solution" in row else boxed
