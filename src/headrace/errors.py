@@ -11,6 +11,9 @@ from typing import Any, Self
 AGAIN = os.EX_TEMPFAIL
 """The exit status (75) of a process that can go on if it is started again: the engine under a server died."""
 
+BAD_INPUT = 2
+"""The exit status of a command that cannot do what the user asked for."""
+
 LONGEST_VALUE = 100
 """Characters of a value that a message shows."""
 

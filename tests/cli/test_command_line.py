@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.arguments import separate_overrides
-from headrace.cli.main import main, parse
+from headrace.cli.main import COMMANDS, main, parse
 from headrace.cli.serve import read_target
 from headrace.config.base import load
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
+from headrace.errors import BadInput
 from tests.cli.run_files import RUN_FILE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse-text"
@@ -299,3 +300,37 @@ def test_init_model_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFix
     code, err = refuse(capsys, "init-model", "tiny", tmp_path)
     assert code == 2
     assert "is not an empty directory" in err
+
+
+def test_an_at_sign_before_a_run_file_is_accepted_with_a_notice(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["@", run_file], [f"@{run_file}"]):
+        assert parse(["rl", *map(str, words), "--max_steps", "3"]).files == [run_file]
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [("trian", "headrace train"), ("check_algorithm", "headrace check-algorithm"), ("rl.toml", "headrace rl rl.toml")],
+)
+def test_a_misspelt_command_suggests_the_right_one(word: str, fix: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        parse([word])
+    assert (refused.value.key, refused.value.value) == ("COMMAND", word)
+    assert fix in (refused.value.fix or "")
+
+
+def test_a_run_file_of_the_other_command_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    for command, other in (("rl", "sft"), ("sft", "rl")):
+        file = EXAMPLE / f"{other}.toml"
+        with pytest.raises(BadInput) as refused:
+            run_command([command, str(file)])
+        assert refused.value.file == file
+        assert f"headrace {other}" in (refused.value.fix or "")
+
+
+def run_command(argv: list[str]) -> int:
+    """Run a command as `main` does, but let its errors through."""
+    arguments = parse(argv)
+    return int(COMMANDS[arguments.command].run(arguments))

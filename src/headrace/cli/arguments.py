@@ -53,6 +53,9 @@ def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[
             overrides.append(word)
             if "=" not in word and value_follows:
                 overrides.append(pending.pop(0))
+        elif word.startswith("@"):  # as other systems' command lines have it
+            print("headrace: a run file needs no @ before it", file=sys.stderr)
+            own += [word[1:]] if word != "@" else []
         else:
             own.append(word)
     return own, overrides

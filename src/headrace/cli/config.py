@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     files = [path / "config.toml" if path.is_dir() else path for path in arguments.files]
     written = merged(files)
-    kind = kind_of(files)
+    kind = kind_of(files) or RunConfig
     if arguments.explain is None:
         if not files:
             raise BadInput("which run file? headrace config FILE, or headrace config --explain KEY")
@@ -62,14 +62,19 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
     return tree
 
 
-def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[SftConfig]:
-    """The sort of run: supervised training has examples, and neither an orchestrator nor a data provider."""
+def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[SftConfig] | None:
+    """Return the type of the run, or None if the files could be of either.
+
+    Supervised training has examples, and neither an orchestrator nor a data provider.
+    """
     from headrace.config.hackable.translation import is_hackable
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
 
     tree = merged(files)
-    return SftConfig if "data" in tree and "orchestrator" not in tree and not is_hackable(tree) else RunConfig
+    if "orchestrator" in tree or is_hackable(tree):
+        return RunConfig
+    return SftConfig if "data" in tree else None
 
 
 def is_key(kind: type[Config], key: str) -> bool:

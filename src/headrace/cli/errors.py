@@ -6,9 +6,9 @@ import errno
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headrace.errors import BadInput, Failure
+from headrace.errors import BAD_INPUT, BadInput, Failure
 
-BAD_INPUT, FAILED = 2, 1
+FAILED = 1
 
 EXPLAINED_ERRNOS = frozenset({errno.EACCES, errno.EADDRINUSE, errno.ENOTDIR, errno.EPERM, errno.EROFS})
 """Errors of the operating system that say enough with the path at fault."""

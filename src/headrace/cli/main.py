@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from headrace import __version__
@@ -34,8 +36,9 @@ from headrace.cli import (
     tokens,
     trainer,
 )
-from headrace.cli.arguments import separate_overrides
+from headrace.cli.arguments import RUN_FILES, separate_overrides
 from headrace.cli.errors import explain
+from headrace.errors import BadInput
 
 COMMANDS: dict[str, ModuleType] = {
     "rl": rl,
@@ -64,8 +67,8 @@ COMMANDS: dict[str, ModuleType] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 cannot be done as asked, 128 + n ended by signal n."""
-    arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
         code = int(COMMANDS[arguments.command].run(arguments))
         sys.stdout.flush()
         return code
@@ -82,6 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return explanation.exit_code
 
 
+def unknown_command(word: str) -> BadInput:
+    """Explain a misspelt command, or a run file without one."""
+    if Path(word).suffix in RUN_FILES:
+        return BadInput("a run file, not a command", key="COMMAND", value=word, fix=f"Write: headrace rl {word}")
+    near = difflib.get_close_matches(word.lower().replace("_", "-"), COMMANDS, n=1)
+    fix = f"Did you mean headrace {near[0]}?" if near else "headrace --help lists the commands."
+    return BadInput("unknown command", key="COMMAND", value=word, fix=fix)
+
+
 def output_has_no_reader() -> bool:
     """Whether whoever read the output has seen enough, as `| head` has; what is left of it then goes nowhere."""
     output = sys.stdout.fileno()
@@ -94,6 +106,8 @@ def output_has_no_reader() -> bool:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise unknown_command(argv[0])
     parser = argparse.ArgumentParser(
         prog="headrace",
         description="Asynchronous reinforcement learning and distillation for language models.",

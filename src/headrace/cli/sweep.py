@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Read, check all runs, then start them. Nothing is changed before all checks passed."""
     from headrace.cli.config import kind_of
+    from headrace.config.run import RunConfig
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import hold
     from headrace.sweep.file import flat, read_sweep
@@ -57,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     written = " + ".join(map(str, arguments.files))
     files = sweep.files
     find_code_beside(files)
-    kind, common = kind_of(files), flat(sweep.overrides)
+    kind, common = kind_of(files) or RunConfig, flat(sweep.overrides)
     directory = sweep.output_dir or default_directory(common, kind, files, arguments.files)
     if arguments.report:
         return _report_again(directory, sweep)

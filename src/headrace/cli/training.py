@@ -6,7 +6,7 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -55,6 +55,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.transport.run_dir import RunDir
 
     folders = find_code_beside(arguments.files)
+    _refuse_other_kind(kind, arguments.files)
     config, notices = load(kind, arguments.files, arguments.overrides)
     _notify(*notices)
     if isinstance(config, RunConfig):
@@ -87,11 +88,33 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
         _notify("the configuration differs from the saved one: " + "; ".join(changed))
     words = [command, *map(str, arguments.files), *arguments.overrides]
     if plan.fork_of is not None:
-        words += ["--output_dir", str(plan.directory)]
+        words = [*_without_output_dir(words), "--output_dir", str(plan.directory)]
     again = shlex.join(["headrace", *words, "--resume"])
     with naming_run(plan.directory):
         plan.apply()
         return launch(config, RunDir(plan.directory), folders, resume=plan.resume, again=again)
+
+
+def _refuse_other_kind(kind: type[RunConfig] | type[SftConfig], files: Sequence[Path]) -> None:
+    """Refuse a run file of supervised training for `rl`, and the reverse, rather than its keys one by one."""
+    from headrace.cli.config import kind_of
+    from headrace.config.base import ConfigError
+    from headrace.config.run import RunConfig
+
+    other = kind_of(files)
+    if other is not None and other is not kind:
+        command = "rl" if other is RunConfig else "sft"
+        fix = shlex.join(["headrace", command, *map(str, files)])
+        raise ConfigError(f"a run file of headrace {command}", file=files[0], fix=f"Write: {fix}")
+
+
+def _without_output_dir(words: Sequence[str]) -> list[str]:
+    """Drop an override of the directory, which may be written in two ways."""
+    kept = [word for word in words if not word.startswith("--output_dir=")]
+    if "--output_dir" in kept:
+        place = kept.index("--output_dir")
+        del kept[place : place + 2]
+    return kept
 
 
 def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:

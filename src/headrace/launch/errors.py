@@ -1,4 +1,4 @@
-"""Why a launch cannot go on, in words for the person at the keyboard."""
+"""Why a launch cannot go on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from headrace.errors import BadInput, Failure
 
 class LaunchError(Failure):
     """The message is complete: print it and stop."""
+
+
+class InputRefused(LaunchError):
+    """A process of the run ended because of something that the user gave: the same command would end the same way."""
 
 
 class BadRequest(BadInput, LaunchError):

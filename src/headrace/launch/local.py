@@ -13,7 +13,7 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
-from headrace.launch.errors import LaunchError
+from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.own_code import save_folders
 from headrace.launch.placement import Placement, Sharing, place, place_trainer, seeing
 from headrace.launch.process import ProcessSpec
@@ -37,8 +37,10 @@ def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[st
         supervisor = make_supervisor(config, run, title(run), resume, inherited=(held,))
         try:
             code = supervisor.run()
+        except InputRefused as error:
+            raise LaunchError(f"{error}\nFix the value that it names, then continue with --resume.") from error
         except LaunchError as error:
-            raise LaunchError(f"{error}\nonce the cause is mended, continue with: {again}") from error
+            raise LaunchError(f"{error}\nOnce the cause is fixed, continue with: {again}") from error
         finally:
             if supervisor.history.moves:
                 _try_to_sum_up(run, supervisor.history)

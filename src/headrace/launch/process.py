@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.errors import AGAIN
+from headrace.errors import AGAIN, BAD_INPUT
 from headrace.launch.lifeline import VARIABLE, Lifeline
 
 LAST_LINES = 15
@@ -82,6 +82,10 @@ class Process:
     @property
     def asks_to_start_again(self) -> bool:
         return self.exit_status == AGAIN
+
+    @property
+    def refused_input(self) -> bool:
+        return self.exit_status == BAD_INPUT
 
     def kill(self) -> None:
         """End it and whatever it has started. The first call after its end is the last that does anything."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from headrace.launch.errors import LaunchError
+from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.lifeline import Lifeline
 from headrace.launch.process import Process, ProcessSpec
 from headrace.launch.restarts import DELAY, Restarts
@@ -123,7 +123,8 @@ class Supervisor:
         died = [p for p in ended if p.exit_status != 0 or p.spec.service or self._has_failed(p)]
         died = [process for process in died if not self._restarts.is_planned(process.name)]
         if not all(self._may_start_again(process) for process in died):
-            raise LaunchError("\n".join(map(self._obituary, died)))
+            error = InputRefused if any(process.refused_input for process in died) else LaunchError
+            raise error("\n".join(map(self._obituary, died)))
         for process in died:
             process.kill()  # what it had started, too
             self._clear_traces(process)
