@@ -16,6 +16,7 @@ from headrace.config.base import Config
 from headrace.config.length_penalty import LengthPenaltyConfig, TokensPenaltyConfig, TurnsPenaltyConfig
 from headrace.config.model_reference import FrozenModelConfig, ModelReference
 from headrace.config.shorthand import renamed, spelled_out, united
+from headrace.errors import InvalidValue
 
 
 class AlgoSamplingConfig(Config):
@@ -51,9 +52,11 @@ class _AlgoConfig(Config):
     def _samples_from_the_policy(self) -> Self:
         source = self.sampling.source
         if self.ON_POLICY and source != "policy":
-            raise ValueError(
-                f"sampling.source is {source.name}, but {self.type} trains on what the policy itself sampled, with its "
-                'logprobs: set sampling.source = "policy", or type = "sft" to learn what another model writes'
+            raise InvalidValue(
+                f"{self.type} trains on what the policy itself sampled, with its logprobs",
+                key="sampling.source",
+                value=source.name,
+                fix='Set sampling.source = "policy", or type = "sft" to learn what another model writes.',
             )
         return self
 
@@ -79,9 +82,11 @@ class _GroupCreditConfig(_CreditTermsConfig):
     @model_validator(mode="after")
     def _one_baseline(self) -> Self:
         if self.length_weighted_baseline and isinstance(self.length_penalty, TokensPenaltyConfig | TurnsPenaltyConfig):
-            raise ValueError(
-                f'length_penalty.type = "{self.length_penalty.type}" has a baseline of its own, the plain mean: leave '
-                'length_weighted_baseline out, or choose "linear" or "overlong", which go with it'
+            raise InvalidValue(
+                f'length_penalty.type = "{self.length_penalty.type}" has a baseline of its own, the plain mean',
+                key="length_weighted_baseline",
+                value=True,
+                fix='Leave it out, or set length_penalty.type to "linear" or "overlong".',
             )
         return self
 
@@ -109,7 +114,7 @@ class RewardAlgoConfig(_AlgoConfig):
 class EchoRoleConfig(Config):
     """The number alone will do."""
 
-    alpha: float = Field(gt=0)
+    alpha: float = Field(0.1, gt=0)
     """Weight of the tokens that this role wrote."""
 
     @model_validator(mode="before")
@@ -122,7 +127,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 def _default_roles() -> dict[Role, EchoRoleConfig]:
-    return {"tool": EchoRoleConfig(alpha=0.1)}
+    return {"tool": EchoRoleConfig()}
 
 
 class EchoConfig(_GroupCreditConfig):
@@ -140,9 +145,10 @@ class EchoConfig(_GroupCreditConfig):
     @classmethod
     def _some_role(cls, given: Any) -> Any:
         if not given:
-            raise ValueError(
-                "echo without a role is grpo: set alpha of one, as tool.alpha = 0.1, leave roles out for that, or set "
-                'type = "grpo"'
+            raise InvalidValue(
+                "echo without a role is grpo",
+                value=given,
+                fix='Set alpha of a role, as tool.alpha = 0.1, leave roles out for that, or set type = "grpo".',
             )
         return given
 
@@ -157,11 +163,18 @@ class OpdConfig(_AlgoConfig):
     @model_validator(mode="after")
     def _has_another_teacher(self) -> Self:
         if self.teacher is None:
-            raise ValueError("opd needs a teacher: set teacher.name, and teacher.base_url to where it is served")
+            raise InvalidValue(
+                "opd needs a teacher, which is not set",
+                key="teacher",
+                fix="Set teacher.name, and teacher.base_url to where it is served.",
+            )
         if self.teacher == "policy":
-            raise ValueError(
-                "teacher is the policy itself, so that the KL would be zero: set teacher.name and teacher.base_url of "
-                'another model, or type = "opsd", where the policy learns from a demonstration'
+            raise InvalidValue(
+                "the KL of the policy to itself is zero",
+                key="teacher",
+                value="policy",
+                fix='Set teacher.name and teacher.base_url of another model, or type = "opsd", where the policy learns '
+                "from a demonstration.",
             )
         return self
 
@@ -198,15 +211,18 @@ class SftAlgoConfig(_AlgoConfig):
     def _teacher_is_source(self) -> Self:
         teacher, source = self.teacher, self.sampling.source
         if teacher is not None and "source" in self.sampling.model_fields_set and teacher != source:
-            raise ValueError(
-                f"teacher is {_shown(teacher)}, but sampling.source is {_shown(source)}: they are one key; give one, "
-                "or the same twice"
+            raise InvalidValue(
+                f"another name of sampling.source, which is {_shown(source)}",
+                key="teacher",
+                value=_shown(teacher),
+                fix="Give one of them, or the same value twice.",
             )
         source = source if teacher is None else teacher
         if source == "policy":
-            raise ValueError(
-                "sft learns what another model writes, and it would sample from the policy: set teacher.name, and "
-                "teacher.base_url to where that is served"
+            raise InvalidValue(
+                "sft learns what another model writes, and would sample from the policy",
+                key="teacher",
+                fix="Set teacher.name, and teacher.base_url to where it is served.",
             )
         object.__setattr__(self, "sampling", AlgoSamplingConfig(source=source))
         object.__setattr__(self, "teacher", None)
@@ -325,33 +341,30 @@ def _algo_spelled_out(given: Any) -> Any:
     if not isinstance(table, dict):
         return given
     if "advantage" in table:
-        table = united(table, algo_table(table.pop("advantage")), "algo", "algo.advantage")
+        table = united(table, algo_table(table.pop("advantage")), "", "advantage")
     chosen = str(table.get("type", "grpo"))
     if _kind_of_algorithm(table) not in (*_OURS, "imported"):
-        raise ValueError(_no_such_algorithm(chosen))
+        raise InvalidValue("unknown algorithm", key="type", value=chosen, fix=_known_algorithms(chosen))
     known = _OURS.get(chosen, ImportedAlgoConfig).model_fields
     if "model" in table and "teacher" in known:
-        table = renamed(table, "model", "teacher", within="algo.")
+        table = renamed(table, "model", "teacher")
     for key in (key for key in table if key not in known):
         owners = [name for name, other in _OURS.items() if key in other.model_fields]
-        whose = f": it is a key of {' and '.join(owners)} alone" if owners else ""
+        fact = f"{chosen} has no such key" + (f"; it is one of {' and '.join(owners)}" if owners else "")
         if chosen not in _OURS:
             close = difflib.get_close_matches(str(key), known, n=1)
-            meant = f" Did you mean algo.{close[0]}?" if close else ""
-            advice = f"what your own class takes goes in algo.kwargs.{key}.{meant}"
-            raise ValueError(f"{chosen} has no {key}{whose}; {advice}")
+            meant = f" Did you mean {close[0]}?" if close else ""
+            fix = f"Write what your own class takes as kwargs.{key}.{meant}"
+            raise InvalidValue(fact, key=str(key), value=table[key], fix=fix)
         if owners:
-            raise ValueError(f"{chosen} has no {key}{whose}")
+            raise InvalidValue(fact, key=str(key), value=table[key], fix="Leave it out, or set another type.")
     return table
 
 
-def _no_such_algorithm(chosen: str) -> str:
+def _known_algorithms(chosen: str) -> str:
     close = difflib.get_close_matches(chosen, _OURS, n=1)
-    meant = f" Did you mean {close[0]}?" if close else ""
-    return (
-        f"no such algorithm as {chosen!r}.{meant} Known: {', '.join(_OURS)}; your own is named by import path, "
-        "package.module:Class"
-    )
+    meant = f"Did you mean {close[0]}? " if close else ""
+    return f"{meant}Known: {', '.join(_OURS)}; your own is named by import path, package.module:Class."
 
 
 AlgoConfig = Annotated[
@@ -395,11 +408,13 @@ def hints_the_policy(algo: AlgoConfig) -> bool:
 def _template(given: str | None, place: str) -> str | None:
     """A template, if it has the place where the text goes, and no other that would be read as it stands."""
     if given is not None and place not in given:
-        raise ValueError(f"the template has no {place} in it: write that where the text shall go")
+        raise InvalidValue(f"the template has no {place} in it", value=given, fix="Write it where the text shall go.")
     # A brace that follows a word or a power is LaTeX: \boxed{answer}, x^{n}.
     others = [found for found in re.findall(r"(?<![\w\\^}])\{[A-Za-z_]\w*\}", given or "") if found != place]
     if others:
-        raise ValueError(f"the template has {others[0]} in it, which nothing replaces: only {place} is known")
+        raise InvalidValue(
+            f"the template has {others[0]} in it, which nothing replaces", value=given, fix=f"Write {place} alone."
+        )
     return given
 
 

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config
 from headrace.config.shorthand import spelled_out
+from headrace.errors import InvalidValue
 
 
 class ShuffledConfig(Config):
@@ -44,11 +45,14 @@ class DifficultyPoolConfig(Config):
     @model_validator(mode="after")
     def _pools_are_apart(self) -> Self:
         if self.hard_max >= self.normal_max:
-            raise ValueError(
-                f"hard_max {self.hard_max:g} is not below normal_max {self.normal_max:g}: no task would be normal"
+            raise InvalidValue(
+                f"not below normal_max, which is {self.normal_max:g}: no task would be normal",
+                key="hard_max",
+                value=self.hard_max,
+                fix="Lower hard_max, or raise normal_max.",
             )
         if not any(self.weights.model_dump().values()):
-            raise ValueError("every weight is 0: give at least one pool a weight")
+            raise InvalidValue("every weight is 0", key="weights", fix="Set the weight of at least one pool above 0.")
         return self
 
 
@@ -77,8 +81,11 @@ class AdvantageRangeConfig(Config):
     @model_validator(mode="after")
     def _range(self) -> Self:
         if self.reject_min > self.reject_max:
-            raise ValueError(
-                f"reject_min {self.reject_min:g} is above reject_max {self.reject_max:g}: nothing would be rejected"
+            raise InvalidValue(
+                f"above reject_max, which is {self.reject_max:g}: nothing would be rejected",
+                key="reject_min",
+                value=self.reject_min,
+                fix="Lower reject_min, or raise reject_max.",
             )
         return self
 

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_serializer, model_validator
 
 from headrace.config.base import Config
 from headrace.config.shorthand import spelled_out
+from headrace.errors import InvalidValue
 
 
 class LinearPenaltyConfig(Config):
@@ -32,12 +33,16 @@ class LinearPenaltyConfig(Config):
 
     @model_validator(mode="after")
     def _no_idle_key(self) -> Self:
-        if "coef" in self._idle & self.model_fields_set:
-            raise ValueError(
-                'coef is of normalize_by = "seq_len": with "group_max" set output_weight, input_weight and turns_weight'
+        for key in sorted(self._idle & self.model_fields_set):
+            coef = key == "coef"
+            raise InvalidValue(
+                f'has no effect with normalize_by = "{self.normalize_by}"',
+                key=key,
+                value=getattr(self, key),
+                fix="Set output_weight, input_weight and turns_weight instead."
+                if coef
+                else 'Set normalize_by = "group_max", or coef instead.',
             )
-        if idle := sorted(self._idle & self.model_fields_set):
-            raise ValueError(f'{" and ".join(idle)}: of normalize_by = "group_max"; set that, or set coef instead')
         return self
 
     @model_serializer(mode="wrap")
@@ -69,9 +74,12 @@ class OverlongPenaltyConfig(Config):
     @model_validator(mode="after")
     def _begins_at_a_length(self) -> Self:
         if self.cache_tokens > self.max_tokens:
-            raise ValueError(
-                f"cache_tokens {self.cache_tokens} is above max_tokens {self.max_tokens}: it is the last part of them, "
-                "over which the penalty grows; set it lower"
+            raise InvalidValue(
+                f"above max_tokens, which is {self.max_tokens}, though it is the last part of them, over which the "
+                "penalty grows",
+                key="cache_tokens",
+                value=self.cache_tokens,
+                fix=f"Lower it to at most {self.max_tokens}.",
             )
         return self
 
@@ -79,7 +87,12 @@ class OverlongPenaltyConfig(Config):
 def _penalty_spelled_out(given: Any) -> Any:
     table = spelled_out(given, "type")
     if isinstance(table, dict) and table.get("type") not in _PENALTIES:
-        raise ValueError(f"set type to the kind of length penalty: {', '.join(_PENALTIES)}")
+        raise InvalidValue(
+            "not set" if "type" not in table else "unknown length penalty",
+            key="type",
+            value=table.get("type"),
+            fix=f"Set one of {', '.join(_PENALTIES)}.",
+        )
     return table
 
 

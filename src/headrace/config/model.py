@@ -10,16 +10,18 @@ from pydantic import AfterValidator, Field, model_validator
 
 from headrace.config.base import Config
 from headrace.config.shorthand import spelled_out
+from headrace.errors import InvalidValue
 
 
 def _http_url(given: str) -> str:
     parts = urlsplit(given)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{given!r} is not a URL: write http://{given.partition('://')[2] or given or 'host:port'}")
+        address = given.partition("://")[2] or given or "host:port"
+        raise InvalidValue("not a URL", value=given, fix=f'Write "http://{address}".')
     try:
         _ = parts.port
     except ValueError as error:
-        raise ValueError(f"{given!r} is not a URL: {error}") from error
+        raise InvalidValue(f"not a URL: {error}", value=given, fix='Write "http://host:port".') from error
     return given
 
 
@@ -44,7 +46,13 @@ class ModelConfig(Config):
     def _one_origin(self) -> ModelConfig:
         given = [key for key in ("name", "init", "sft") if getattr(self, key) is not None]
         if len(given) > 1:
-            raise ValueError(f"give one of name, init and sft, not {' and '.join(given)}")
+            *others, key = given
+            raise InvalidValue(
+                f"{' and '.join(others)} also {'says' if len(others) == 1 else 'say'} where the model comes from",
+                key=key,
+                value=getattr(self, key),
+                fix="Give one of name, init and sft.",
+            )
         return self
 
 
@@ -78,7 +86,9 @@ class SamplingConfig(Config):
     @model_validator(mode="after")
     def _top_k_positive(self) -> SamplingConfig:
         if self.top_k is not None and self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k must be positive, or -1 for off, not {self.top_k}")
+            raise InvalidValue(
+                "not a number of tokens", key="top_k", value=self.top_k, fix="Set 1 or more, or -1 for off."
+            )
         return self
 
     def over(self, defaults: SamplingConfig) -> SamplingConfig:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from headrace.config.base import Config
 from headrace.config.model import HttpUrl
+from headrace.errors import InvalidValue
 from headrace.headers import why_not_sent
 
 
@@ -32,8 +33,12 @@ class FrozenModelConfig(Config):
     @classmethod
     def _is_served(cls, given: Any) -> Any:
         if isinstance(given, dict) and not given.get("base_url"):
-            name = given.get("name", "a frozen model")
-            raise ValueError(f'{name} needs a base_url: say where it is served, as base_url = "http://host:port/v1"')
+            raise InvalidValue(
+                f"where {given.get('name', 'a frozen model')} is served is not set",
+                key="base_url",
+                value=given.get("base_url"),
+                fix='Set base_url = "http://host:port/v1".',
+            )
         return given
 
     @field_validator("base_url", mode="before")
@@ -46,7 +51,10 @@ class FrozenModelConfig(Config):
     def _names_a_variable(cls, given: str | None) -> str | None:
         if given is not None and not re.fullmatch(r"[A-Za-z_]\w*", given):
             # A key that stands here by mistake shall not be shown.
-            raise ValueError("this is the name of an environment variable that holds the key, never the key itself")
+            raise InvalidValue(
+                "not the name of an environment variable",
+                fix="Put the key into a variable, and write the name of the variable here, never the key itself.",
+            )
         return given
 
     @field_validator("headers", mode="before")
@@ -54,17 +62,18 @@ class FrozenModelConfig(Config):
     def _can_be_sent(cls, given: Any) -> Any:
         # Before all else: a value is perhaps a secret, and a complaint about its type would show it.
         if not isinstance(given, dict):
-            raise ValueError('this is a table, as { X-Team = "mill" }')
+            raise InvalidValue("not a table", fix='Write headers as { X-Team = "mill" }.')
         if (complaint := why_not_sent(given)) is not None:
-            raise ValueError(complaint)
+            raise InvalidValue(complaint)
         return given
 
 
 def _model_reference(given: Any) -> Any:
     if isinstance(given, str) and given != "policy":
-        raise ValueError(
-            f'{given!r} is no model reference: write "policy", or for a frozen model a table: '
-            f'{{ name = "{given}", base_url = "http://host:port/v1" }}'
+        raise InvalidValue(
+            'a text other than "policy" does not say where the model is served',
+            value=given,
+            fix=f'Write "policy", or a table: {{ name = "{given}", base_url = "http://host:port/v1" }}.',
         )
     return given
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from headrace.config.algorithms import AlgoConfig, EchoConfig, GrpoConfig, algo_table, has_rl_credit
 from headrace.config.base import Config
@@ -14,6 +14,7 @@ from headrace.config.curriculum import AdvantageRangeConfig, CurriculumConfig
 from headrace.config.length_penalty import LinearPenaltyConfig
 from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
 from headrace.config.shorthand import renamed
+from headrace.errors import InvalidValue
 
 
 class GibberishConfig(Config):
@@ -33,6 +34,7 @@ class RepetitionConfig(Config):
 class ZeroAdvantageConfig(Config):
     type: Literal["zero_advantage"] = "zero_advantage"
     enforce: bool = False
+    """Drop what it matches, rather than count it alone; in `post_batch_filters` the default is true."""
 
 
 class CustomFilterConfig(Config):
@@ -87,7 +89,7 @@ class EnvConfig(Config):
 
 class TrainEnvConfig(EnvConfig):
     ratio: float | None = Field(None, gt=0)
-    """Share of draws; unset on all: by number of tasks."""
+    """Share of draws, on all environments or on none; unset: by number of tasks."""
     group_size: int | None = Field(None, ge=1)
     algo: AlgoConfig | None = None
     """Unset: that of `[orchestrator]`; otherwise this one alone, with nothing of it."""
@@ -116,13 +118,17 @@ class EvalEnvConfig(EnvConfig):
     solved: float | None = None
 
 
-def check_env_names(slot: str, envs: Sequence[EnvConfig]) -> None:
-    """Metrics tell the environments of a slot apart by their names."""
+def check_env_names(key: str, envs: Sequence[EnvConfig]) -> None:
+    """Refuse names that metrics could not tell apart; `key` is that of the list."""
     names = [env.name for env in envs]
-    for name in names:
-        if names.count(name) > 1 or name == "all":
-            problem = "reserved" if name == "all" else "used twice; set a different `name` on one of them"
-            raise ValueError(f"{slot}.env name {name!r} is {problem}")
+    for number, name in enumerate(names):
+        if name == "all" or name in names[:number]:
+            raise InvalidValue(
+                "reserved for the total in metrics" if name == "all" else "another environment has this name, too",
+                key=f"{key}.{number}.name",
+                value=name,
+                fix="Set a name of its own.",
+            )
 
 
 DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.over(SamplingConfig(temperature=1.0)))]
@@ -149,6 +155,14 @@ class EvalConfig(Config):
     """Reward from which on an episode counts as solved in pass@k. Unset: pass@k is reported where the environment's
     `correct`, or else the reward, is 0 or 1 in every episode."""
     env: list[EvalEnvConfig] = Field(default_factory=list)
+
+
+NOTHING_EVALUATED = "the section has no environment, so that nothing is evaluated"
+
+
+def evaluates_nothing(section: EvalConfig) -> bool:
+    """Leave an unwritten section out of the run's own file, since one without an environment is refused."""
+    return not section.env
 
 
 class ClientConfig(Config):
@@ -229,7 +243,7 @@ class OrchestratorConfig(Config):
     renderer: OrchestratorRendererConfig = Field(default_factory=OrchestratorRendererConfig)
     client: ClientConfig = Field(default_factory=ClientConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig, exclude_if=evaluates_nothing)
 
     @model_validator(mode="before")
     @classmethod
@@ -237,7 +251,7 @@ class OrchestratorConfig(Config):
         """`filters` is another name of `post_batch_filters`."""
         if isinstance(value, dict) and "filters" in value:
             if "post_batch_filters" in value:
-                raise ValueError("filters and post_batch_filters are the same key; give one")
+                raise InvalidValue("another name of post_batch_filters, which is set", key="filters", fix="Give one.")
             value["post_batch_filters"] = value.pop("filters")
         return value
 
@@ -245,6 +259,16 @@ class OrchestratorConfig(Config):
     @classmethod
     def _advantage_is_algo(cls, value: Any) -> Any:
         return _fold_advantage(value)
+
+    @field_validator("post_batch_filters")
+    @classmethod
+    def _zero_advantage_is_enforced(cls, given: list[FilterConfig]) -> list[FilterConfig]:
+        return [
+            ZeroAdvantageConfig(enforce=True)
+            if isinstance(entry, ZeroAdvantageConfig) and "enforce" not in entry.model_fields_set
+            else entry
+            for entry in given
+        ]
 
     def algo_of(self, env: TrainEnvConfig) -> AlgoConfig:
         """An environment's own algorithm, else the one that all inherit."""
@@ -273,33 +297,82 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> OrchestratorConfig:
         if self.max_async_level > self.max_off_policy_steps:
-            raise ValueError(
-                f"max_async_level {self.max_async_level} is above max_off_policy_steps {self.max_off_policy_steps}: "
-                "what is sampled that far ahead would be dropped as too old"
+            raise InvalidValue(
+                f"above max_off_policy_steps, which is {self.max_off_policy_steps}: what is sampled that far ahead "
+                "would be dropped as too old",
+                key="max_async_level",
+                value=self.max_async_level,
+                fix="Lower max_async_level, or raise max_off_policy_steps.",
             )
+        for slot in ("pre_batch_filters", "post_batch_filters"):
+            names = [filter_name(entry) for entry in getattr(self, slot)]
+            if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+                raise InvalidValue(
+                    "there is already a filter of this name",
+                    key=f"{slot}.{len(names) - 1 - names[::-1].index(twice[0])}",
+                    value=twice[0],
+                    fix="Leave one out; two of your own need different names.",
+                )
+        check_env_names("train.env", self.train.env)
+        check_env_names("eval.env", self.eval.env)
+        return self
+
+    @model_validator(mode="after")
+    def _batches_hold_whole_groups(self) -> OrchestratorConfig:
         if self.batch_size is not None and self.token_batch_size is not None:
-            raise ValueError("give batch_size or token_batch_size, not both")
+            raise InvalidValue(
+                f"batch_size is {self.batch_size}, and a batch is counted in rollouts or in tokens",
+                key="token_batch_size",
+                value=self.token_batch_size,
+                fix="Give batch_size or token_batch_size.",
+            )
         if self.batch_size is None and self.token_batch_size is None:
             object.__setattr__(self, "batch_size", 128)
-        sizes = {env.group_size or self.group_size for env in self.train.env} or {self.group_size}
-        for size in sizes:
+        for size in sorted({env.group_size or self.group_size for env in self.train.env} or {self.group_size}):
             if self.batch_size is not None and self.batch_size % size:
-                raise ValueError(f"batch_size {self.batch_size} is not divisible by group_size {size}")
-        for slot, filters in (("pre", self.pre_batch_filters), ("post", self.post_batch_filters)):
-            names = [filter_name(entry) for entry in filters]
-            if len(set(names)) != len(names):
-                raise ValueError(f"{slot}_batch_filters has one filter twice; give your own different names")
-        check_env_names("train", self.train.env)
-        check_env_names("eval", self.eval.env)
+                raise InvalidValue(
+                    f"not whole groups of group_size = {size}",
+                    key="batch_size",
+                    value=self.batch_size,
+                    fix=f"Set a multiple, as {-(-self.batch_size // size) * size}.",
+                )
+            if self.max_inflight_rollouts != "auto" and self.max_inflight_rollouts < size:
+                raise InvalidValue(
+                    f"less than a group of group_size = {size}",
+                    key="max_inflight_rollouts",
+                    value=self.max_inflight_rollouts,
+                    fix=f'Raise it to at least {size}, or set "auto".',
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _all_ratios_or_none(self) -> OrchestratorConfig:
+        without = [number for number, env in enumerate(self.train.env) if env.ratio is None]
+        if 0 < len(without) < len(self.train.env):
+            raise InvalidValue(
+                "not set, while other environments have a ratio",
+                key=f"train.env.{without[0]}.ratio",
+                fix="Set ratio on all environments, or on none: then tasks are drawn by their number.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_evaluated(self) -> OrchestratorConfig:
+        if "eval" in self.model_fields_set and not self.eval.env:
+            fix = "Add an [[orchestrator.eval.env]], or leave the section out."
+            raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix=fix)
         return self
 
     @model_validator(mode="after")
     def _no_greedy_training(self) -> OrchestratorConfig:
-        for env in self.train.env:
+        for number, env in enumerate(self.train.env):
             if self.train_temperature(env) == 0:
-                raise ValueError(
-                    f"train.env {env.name!r} samples at temperature 0: greedy samples have no usable logprobs; use a "
-                    "positive temperature (evaluation may be greedy)"
+                own = env.sampling.temperature is not None
+                raise InvalidValue(
+                    "greedy samples have no usable logprobs",
+                    key=f"train.env.{number}.sampling.temperature" if own else "train.sampling.temperature",
+                    value=0,
+                    fix="Set a temperature above 0; evaluation may be greedy.",
                 )
         return self
 
@@ -308,19 +381,24 @@ class OrchestratorConfig(Config):
         for key, algo in self._algorithms():
             penalty = getattr(algo, "length_penalty", None)
             if isinstance(penalty, LinearPenaltyConfig) and penalty.normalize_by == "seq_len" and self.seq_len is None:
-                raise ValueError(
-                    f"{key}.length_penalty counts tokens in units of seq_len, which is not set: set it, or set "
-                    'normalize_by = "group_max"'
+                raise InvalidValue(
+                    "tokens are counted in units of seq_len, which is not set",
+                    key=f"{key}.length_penalty",
+                    fix='Set seq_len, or normalize_by = "group_max".',
                 )
             if self.renderer.name == "none" and algo.RENDERER_FOR:
-                raise ValueError(
-                    f"{key} is {algo.type}, which {algo.RENDERER_FOR}, and there is no renderer: set renderer.name, or "
-                    "leave it out for the one that fits the model"
+                raise InvalidValue(
+                    f"{algo.type} {algo.RENDERER_FOR}, and there is no renderer",
+                    key=key,
+                    value=algo.type,
+                    fix="Set renderer.name, or leave it out for the one that fits the model.",
                 )
             if self.renderer.name == "default" and isinstance(algo, EchoConfig):
-                raise ValueError(
-                    f'{key} is echo, which {algo.RENDERER_FOR}, and renderer.name = "default", the model\'s own chat '
-                    'template, does not say: set the name of its family, for example "qwen3", or "auto"'
+                raise InvalidValue(
+                    f"echo {algo.RENDERER_FOR}, and the model's own chat template does not say",
+                    key="renderer.name",
+                    value=self.renderer.name,
+                    fix='Set the name of the model\'s family, for example "qwen3", or "auto".',
                 )
         return self
 
@@ -328,23 +406,29 @@ class OrchestratorConfig(Config):
     def _gates_have_advantages_to_look_at(self) -> OrchestratorConfig:
         for number, env in enumerate(self.train.env):
             if isinstance(env.curriculum.gate, AdvantageRangeConfig) and not has_rl_credit(self.algo_of(env)):
-                raise ValueError(
-                    f"train.env.{number}.curriculum.gate looks at advantages, and {self.algo_of(env).type} gives none: "
-                    'leave it out, or set type = "none"'
+                raise InvalidValue(
+                    f"the gate looks at advantages, and {self.algo_of(env).type} gives none",
+                    key=f"train.env.{number}.curriculum.gate",
+                    value=env.curriculum.gate.type,
+                    fix='Leave it out, or set type = "none".',
                 )
         return self
 
     @model_validator(mode="after")
     def _renderer_is_there_and_used(self) -> OrchestratorConfig:
         if self.renderer.name == "none":
-            raise ValueError(
-                "renderer.name: environments speak in messages, and only a renderer makes tokens of them: set it to "
-                '"auto", or leave it out'
+            raise InvalidValue(
+                "environments speak in messages, and only a renderer makes tokens of them",
+                key="renderer.name",
+                value="none",
+                fix='Set "auto", or leave it out.',
             )
         if self.renderer.pool_size > 1 and not self.train.env and not self.eval.env:
-            raise ValueError(
-                f"renderer.pool_size is {self.renderer.pool_size}, but there is no environment whose prompts would be "
-                "rendered: leave it out, or add a [[train.env]] or [[eval.env]]"
+            raise InvalidValue(
+                "there is no environment whose prompts would be rendered",
+                key="renderer.pool_size",
+                value=self.renderer.pool_size,
+                fix="Leave it out, or add a [[train.env]] or [[eval.env]].",
             )
         return self
 

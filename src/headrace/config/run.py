@@ -16,6 +16,7 @@ from headrace.config.model import ModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.problems import fields_at, sections_of
 from headrace.config.trainer import TrainerConfig
+from headrace.errors import InvalidValue, shown_value
 from headrace.rollout.hinted import hinted_length
 
 SHARED: dict[str, tuple[str, ...]] = {
@@ -96,11 +97,19 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         if self.max_steps is None:
-            raise ValueError("max_steps: a run needs an end; set the number of optimizer steps")
+            raise InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
         if self.seq_len is None:
-            raise ValueError("seq_len: set the longest sequence, prompt and completion together, in tokens")
+            raise InvalidValue(
+                "required, and not set",
+                key="seq_len",
+                fix="Set the longest sequence, prompt and completion together, in tokens.",
+            )
         if not self.orchestrator.train.env:
-            raise ValueError("orchestrator.train.env: a run needs at least one [[orchestrator.train.env]]")
+            raise InvalidValue(
+                "the run has no environment to train on",
+                key="orchestrator.train.env",
+                fix="Add an [[orchestrator.train.env]] with an id.",
+            )
         return self
 
     @model_validator(mode="after")
@@ -112,9 +121,11 @@ class RunConfig(Config):
                 self, "inference", self.inference.model_copy(update={"max_model_len": self._longest_request()})
             )
         elif longest < self.seq_len:
-            raise ValueError(
-                f"inference.max_model_len is {longest}, but seq_len is {self.seq_len}: leave it out, or set it to that "
-                "or more"
+            raise InvalidValue(
+                f"below seq_len, which is {self.seq_len}",
+                key="inference.max_model_len",
+                value=longest,
+                fix=f"Leave it out, or raise it to at least {self.seq_len}.",
             )
         return self
 
@@ -168,7 +179,12 @@ def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> Non
     elif key not in node:
         node[key] = value
     elif str(node[key]) != str(value) and not _is_default(source, value):
-        raise ValueError(f"{'.'.join(path)} is {node[key]!r}, but {source} is {value!r}: give one, or the same twice")
+        raise InvalidValue(
+            f"{source} is {shown_value(value)}, and fills this key",
+            key=".".join(path),
+            value=node[key],
+            fix="Give one of the two, or the same value twice.",
+        )
 
 
 def _is_default(key: str, value: Any) -> bool:

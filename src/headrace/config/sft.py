@@ -12,13 +12,16 @@ from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import RendererConfig
 from headrace.config.orchestrator import (
+    NOTHING_EVALUATED,
     EvalConfig,
     OrchestratorConfig,
     OrchestratorRendererConfig,
     check_env_names,
+    evaluates_nothing,
 )
 from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.config.trainer import TrainingConfig
+from headrace.errors import InvalidValue
 
 
 class ColumnsConfig(Config):
@@ -36,7 +39,13 @@ class ColumnsConfig(Config):
     @model_validator(mode="after")
     def _one_format(self) -> ColumnsConfig:
         if self.messages is not None and (self.prompt is not None or self.completion is not None):
-            raise ValueError("name messages, or prompt and completion, not both: a row is read as one of them")
+            other = "prompt" if self.prompt is not None else "completion"
+            raise InvalidValue(
+                f"{other} is set, too, and a row is read as one of the two forms",
+                key="messages",
+                value=self.messages,
+                fix="Name messages, or prompt and completion.",
+            )
         return self
 
 
@@ -61,12 +70,22 @@ class SourceConfig(Config):
         """Raise unless exactly one of `origins` is given, and with it only what belongs to it."""
         given = [origin for origin in origins if getattr(self, origin) is not None]
         if len(given) != 1:
-            known = f"{', '.join(origins[:-1])} and {origins[-1]}"
-            raise ValueError(f"give exactly one of {known}" + (f", not {' and '.join(given)}" if given else ""))
+            raise InvalidValue(
+                f"{' and '.join(given[:-1])} is set, too" if given else "no source of examples is set",
+                key=given[-1] if given else None,
+                value=getattr(self, given[-1]) if given else None,
+                fix=f"Give exactly one of {', '.join(origins[:-1])} and {origins[-1]}.",
+            )
         belongs = {"split": ["name"], "subset": ["name"], "columns": ["path", "name"], "args": ["env"]}
         for key, owners in belongs.items():
             if given[0] not in owners and getattr(self, key) not in (None, {}, ColumnsConfig()):
-                raise ValueError(f"{key} belongs to {' or '.join(owners)}, and {given[0]} is given")
+                value = getattr(self, key)
+                raise InvalidValue(
+                    f"belongs to {' or '.join(owners)}, and {given[0]} is given",
+                    key=key,
+                    value=value.model_dump(exclude_none=True) if isinstance(value, Config) else value,
+                    fix="Leave it out.",
+                )
 
 
 class SftDataConfig(SourceConfig):
@@ -97,7 +116,11 @@ class ValidationConfig(SourceConfig):
     def _one_source(self) -> ValidationConfig:
         self.check("path", "name", "env", "fraction")
         if self.name is not None and self.split is None:
-            raise ValueError("split: say which split of the dataset is for validation")
+            raise InvalidValue(
+                "required with name, and not set",
+                key="split",
+                fix="Set the split of the dataset that is for validation.",
+            )
         return self
 
 
@@ -109,7 +132,7 @@ class SftEvalConfig(EvalConfig):
 
     @model_validator(mode="after")
     def _names(self) -> SftEvalConfig:
-        check_env_names("eval", self.env)
+        check_env_names("env", self.env)
         return self
 
 
@@ -120,7 +143,7 @@ class SftConfig(TrainingConfig):
     validation: ValidationConfig | None = None
     """What the loss is measured on; unset: nothing. Choose what is not trained on: of an `env` by `args.split`."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
-    eval: SftEvalConfig = Field(default_factory=SftEvalConfig)
+    eval: SftEvalConfig = Field(default_factory=SftEvalConfig, exclude_if=evaluates_nothing)
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that `[eval]` samples from. Its model, renderer and seed are the run's."""
     wandb: WandbConfig | None = None
@@ -130,20 +153,27 @@ class SftConfig(TrainingConfig):
     @model_validator(mode="after")
     def _check(self) -> SftConfig:
         if self.max_steps is None:
-            raise ValueError("max_steps: a run needs an end; set the number of optimizer steps")
+            raise InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
         if self.seq_len is None:
-            raise ValueError("seq_len: set the longest sequence in tokens")
+            raise InvalidValue("required, and not set", key="seq_len", fix="Set the longest sequence in tokens.")
         if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
-            raise ValueError(
-                "validation.fraction holds out rows, and the demonstrations of data.env have no end: give "
-                "validation.env instead"
+            raise InvalidValue(
+                "a share of the rows is held out, and the demonstrations of data.env have no end",
+                key="validation.fraction",
+                value=self.validation.fraction,
+                fix="Set validation.env instead.",
             )
         for key in ("model", "output_dir", "renderer", "seed"):
             if getattr(self.inference, key) != getattr(InferenceConfig(), key):
-                raise ValueError(f"inference.{key}: the server takes the run's own {key}; leave it out")
+                raise InvalidValue(f"the server takes the run's own {key}", key=f"inference.{key}", fix="Leave it out.")
+        if "eval" in self.model_fields_set and not self.evaluates:
+            raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix="Add an [[eval.env]], or leave the section out.")
         if self.launch.sharing == "alternate":
-            raise ValueError(
-                "launch.sharing: a trainer that waits for nobody leaves evaluation no turns on a GPU; leave it out"
+            raise InvalidValue(
+                "the trainer of an SFT run never waits, so that evaluation would never get the GPU",
+                key="launch.sharing",
+                value=self.launch.sharing,
+                fix="Leave it out.",
             )
         return self
 

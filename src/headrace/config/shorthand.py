@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.errors import InvalidValue, shown_value
+
 
 def spelled_out(value: Any, key: str, plain: type | tuple[type, ...] = str) -> Any:
     """A plain value as the table that it stands for: `"max_rl"` as `{type = "max_rl"}`."""
@@ -18,17 +20,23 @@ def renamed(table: dict[str, Any], other: str, name: str, within: str = "") -> d
 
 
 def united(explicit: Any, given: Any, name: str, other: str) -> Any:
-    """What stands under `name` and what stands under `other`, which is another name of it; they may not contradict."""
+    """What stands under `name` and what stands under `other`, which is another name of it; they may not contradict.
+
+    An empty `name` is the section itself.
+    """
     if isinstance(explicit, dict) and isinstance(given, dict):
         both = {
-            key: united(explicit[key], value, f"{name}.{key}", f"{other}.{key}")
+            key: united(explicit[key], value, f"{name}.{key}".removeprefix("."), f"{other}.{key}")
             for key, value in given.items()
             if key in explicit
         }
         return {**explicit, **given, **both}
     if _listed(explicit) != _listed(given):
-        raise ValueError(
-            f"{other} is {given!r}, but {name} is {explicit!r}: they are one key; give one, or the same twice"
+        raise InvalidValue(
+            f"another name of {name}, which is {shown_value(explicit)}",
+            key=other,
+            value=given,
+            fix="Give one of them, or the same value twice.",
         )
     return explicit
 

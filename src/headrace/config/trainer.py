@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config
 from headrace.config.model import ModelConfig
+from headrace.errors import InvalidValue
 
 
 def _by_type(default: str, what: str, known: str) -> Discriminator:
@@ -71,7 +72,12 @@ class SgdConfig(AnyOptimConfig):
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> SgdConfig:
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov looks ahead along the momentum: set a momentum above 0, or leave nesterov out")
+            raise InvalidValue(
+                "Nesterov's step looks ahead along the momentum, which is 0",
+                key="nesterov",
+                value=True,
+                fix="Set momentum above 0, or leave nesterov out.",
+            )
         return self
 
 
@@ -177,7 +183,12 @@ class IcepopLossConfig(Config):
     @model_validator(mode="after")
     def _some_ratio_is_kept(self) -> IcepopLossConfig:
         if self.alpha > self.beta:
-            raise ValueError(f"alpha {self.alpha} is above beta {self.beta}: no token would be trained")
+            raise InvalidValue(
+                f"above beta, which is {self.beta:g}: no token would be trained",
+                key="alpha",
+                value=self.alpha,
+                fix="Lower alpha, or raise beta.",
+            )
         return self
 
 
