@@ -11,7 +11,7 @@ def put_algorithm_keys(section: Tree, overrides: Sequence[str]) -> None:
     """Set what `--algo.key value` says in an `algo` section."""
     for path, value in parse_overrides(overrides):
         if path[0] != "algo" or len(path) == 1:
-            raise ConfigError(f"--{'.'.join(path)}: only keys of the algorithm can be set here, as --algo.key value")
+            raise ConfigError("not a key of the algorithm", key=f"--{'.'.join(path)}", fix="Write --algo.key value.")
         if len(path) > 2 and isinstance(section.get(path[1]), str):
             section[path[1]] = _table(section[path[1]])
         put({"algo": section}, path, value)

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headrace.config.base import ConfigError
-from headrace.config.habits import OTHER_NAMES
+from headrace.config.habits import HINTS, OTHER_NAMES
 from headrace.config.sentences import SENTENCES
 
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
@@ -63,7 +63,8 @@ def explain(root: type[BaseModel], key: str) -> list[Explanation]:
     fields = find(root, key)
     if not fields:
         close = nearest(root, key)
-        raise ConfigError(f"{key}: unknown key." + (f" Did you mean {close}?" if close else ""))
+        fix = HINTS.get(key.rpartition(".")[2]) or (f"Did you mean {close}?" if close else None)
+        raise ConfigError("unknown key", key=key, fix=fix)
     if key.rpartition(".")[2] == "type":
         return [_explain_type(fields, find(root, key.rpartition(".")[0]))]
     if _plain(key.split("."))[-1] != fields[0].name:

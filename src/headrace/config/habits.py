@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.config.shorthand import spelled_out, united
+
 _EVAL_OVERLAPS = (
     "evaluation shares permits with training and nothing is cancelled for it; orchestrator.max_inflight_rollouts "
     "bounds both"
@@ -19,6 +21,34 @@ HABITS: dict[str, str] = {
 }
 """Keys without a counterpart: one notice says what makes them unnecessary, and they are ignored."""
 
+
+MOVED: dict[str, str] = {
+    "experimental.log_loop_interval": "orchestrator.log_loop_interval",
+    "orchestrator.experimental.log_loop_interval": "orchestrator.log_loop_interval",
+    "orchestrator.policy.client": "orchestrator.client",
+    "orchestrator.policy.renderer": "orchestrator.renderer",
+    "orchestrator.policy.model": "model",
+    "orchestrator.policy": "model",
+    "orchestrator.student.client": "orchestrator.client",
+    "orchestrator.student.renderer": "orchestrator.renderer",
+    "orchestrator.student.model": "model",
+    "orchestrator.student": "model",
+}
+"""Keys that stand elsewhere here: they are read as if they stood there, and one notice says where."""
+
+HINTS: dict[str, str] = {
+    "attn_implementation": (
+        "Set trainer.attention (in an SFT file: attention) to auto, cudnn, flash or sdpa; auto takes the fastest."
+    ),
+    "use_liger_kernel": (
+        "Leave it out: logits are computed in chunks (trainer.lm_head_chunk) and layers are compiled (trainer.compile)."
+    ),
+    "deepspeed": (
+        "Leave it out: launch.trainer_processes ranks shard the model with FSDP; trainer.optim.offload_state and "
+        "trainer.activation_offload use CPU memory."
+    ),
+}
+"""Settings of other trainers that have no counterpart of the same form: an unknown key of this name gets the advice."""
 
 OTHER_NAMES: dict[str, str] = {
     "learning_rate": "lr",
@@ -36,21 +66,32 @@ OTHER_NAMES: dict[str, str] = {
 
 
 def fold_habits(tree: dict[str, Any]) -> list[str]:
-    """Remove the known foreign keys from `tree`; returns one notice for each."""
+    """Remove or move the known foreign keys in `tree`; returns one notice for each."""
     notices = []
     for path, advice in HABITS.items():
-        if _remove(tree, path.split(".")):
+        if _remove(tree, path.split(".")) is not None:
             notices.append(f"{path} is not a key of Headrace and is ignored: {advice}.")
+    for path, ours in MOVED.items():
+        if (value := _remove(tree, path.split("."))) is not None:
+            _set(tree, ours, spelled_out(value, "name") if ours == "model" else value, path)
+            notices.append(f"{path} is read as {ours}.")
     return notices
 
 
-def _remove(tree: dict[str, Any], path: list[str]) -> bool:
-    """Delete a key, and the section around it if that leaves it empty."""
+def _remove(tree: dict[str, Any], path: list[str]) -> Any:
+    """Delete a key, and the section around it if that leaves it empty; return its value, or None."""
     if len(path) == 1:
-        return tree.pop(path[0], None) is not None
+        return tree.pop(path[0], None)
     node = tree.get(path[0])
-    if not isinstance(node, dict) or not _remove(node, path[1:]):
-        return False
-    if not node:
+    value = _remove(node, path[1:]) if isinstance(node, dict) else None
+    if value is not None and not node:
         del tree[path[0]]
-    return True
+    return value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any, other: str) -> None:
+    """Put a value where it belongs; one that is there already may not contradict it."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[name] = united(tree.get(name, value), value, key, other)

@@ -44,7 +44,7 @@ def with_algorithm(
     entries: list[Tree] = [entry for entry in tree["train"]["env"] if env in (None, entry["name"])]
     if not entries:
         there = ", ".join(entry.name for entry in config.orchestrator.train.env)
-        raise ConfigError(f"--env {env}: the run has no such environment to train on; it has {there}")
+        raise ConfigError("the run does not train on it", key="--env", value=env, fix=f"It trains on {there}.")
     if kind is not None:
         for entry in entries:
             entry.pop("algo", None)
@@ -78,26 +78,33 @@ def refuse_what_cannot_be_rescored(
     """Raise where saved rollouts do not hold what the algorithm needs."""
     if penalty is not None and not has_rl_credit(algo):
         raise ConfigError(
-            f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to: leave it out, "
-            "or choose another algorithm"
+            f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to",
+            key="--length-penalty",
+            value=penalty.type,
+            fix="Leave it out, or choose another algorithm.",
         )
     if isinstance(algo, SftAlgoConfig):
         raise ConfigError(
-            f"environment {env!r}: sft trains on what its teacher writes, and these rollouts are the policy's "
-            "own: there is nothing to recompute; opd learns from a teacher on the policy's own tokens"
+            f"environment {env!r}: sft trains on what its teacher writes, and these rollouts are the policy's own",
+            key="--algo",
+            value="sft",
+            fix="opd learns from a teacher on the policy's own tokens.",
         )
     source = sampling_source(was)
     if source is not None:
         raise ConfigError(
-            f"environment {env!r}: its rollouts were sampled by {source.name}, not by the policy: no algorithm "
-            "but sft can train on them, so there is nothing to compare"
+            f"its rollouts were sampled by {source.name}, not by the policy: no algorithm but sft can train on them",
+            key="--env",
+            value=env,
+            fix="Choose an environment whose rollouts the policy sampled.",
         )
     if hints_the_policy(algo):
         raise ConfigError(
-            f"environment {env!r}: {algo.type} asks the policy how likely it finds each sample, and the policy of "
-            "that time is gone: give a frozen teacher instead, for example a checkpoint of the run that `headrace "
-            "export` wrote and `headrace serve` serves: --algo.teacher.name NAME --algo.teacher.base_url "
-            "http://host:port/v1"
+            f"environment {env!r}: {algo.type} needs the logprobs of the policy of that time, which is gone",
+            key="--algo.teacher",
+            value="policy",
+            fix="Give a frozen teacher, for example a checkpoint of the run that `headrace export` wrote and `headrace "
+            "serve` serves: --algo.teacher.name NAME --algo.teacher.base_url http://host:port/v1",
         )
 
 

@@ -17,7 +17,14 @@ from headrace.environments.chat import Chat
 from headrace.environments.data.fingerprint import fingerprint
 from headrace.environments.single_turn import Row, SingleTurn
 from headrace.hackable.objective import Progress
-from headrace.hackable.registry import REWARDS, DataProvider, build_data_provider, build_objective, build_rewards
+from headrace.hackable.registry import (
+    REWARDS,
+    DataProvider,
+    build_data_provider,
+    build_objective,
+    build_rewards,
+    kwargs_by_reward,
+)
 from headrace.hackable.samples import TrainingSample, format_of
 from headrace.hackable.scoring import Scorer
 from headrace.hackable.thinking import length_in, thinking_lengths, words_in
@@ -60,7 +67,7 @@ class Hackable(SingleTurn):
         self._data = build_data_provider(provider, provider_kwargs, seed)
         self._objective = build_objective(objective, objective_kwargs)
         asked = self._objective.reward_names()
-        kwargs = with_tokenizer(asked, reward_kwargs or {}, tokenizer_name)
+        kwargs = with_tokenizer(asked, kwargs_by_reward(asked, reward_kwargs or {}), tokenizer_name)
         self._scorer = Scorer(self._objective, build_rewards(asked, kwargs), reward_timeout)
         self._tokens = length_in(tokenizer_name) if tokenizer_name else None
         self._samples: dict[str, TrainingSample] = {}

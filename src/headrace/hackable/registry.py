@@ -74,7 +74,9 @@ class Registry:
         if ":" not in name:
             nearest = sorted(self._plugins, key=lambda known: (-_likeness(name, known), known))
             raise BadInput(
-                f"no {self.what} {name!r}. There is {', '.join(nearest)}; your own by import path, package.module:Name"
+                f"unknown {self.what}",
+                value=name,
+                fix=f"Known: {', '.join(nearest)}; your own by import path, package.module:Name.",
             )
         plugin = imports.load(name, self.what)
         if not callable(plugin):
@@ -168,11 +170,31 @@ def build_objective(name: str, kwargs: Mapping[str, Any] | None = None) -> Objec
 
 def build_rewards(names: Iterable[str], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Reward]:
     """The rewards of an objective, each with its own kwargs. Those of a known reward that is not asked for are idle."""
-    asked, given = list(names), kwargs or {}
+    asked = list(names)
+    given = kwargs_by_reward(asked, kwargs or {})
     for name in given:
         if name not in asked:
             REWARDS.find(name)
     return {name: build_reward(name, given.get(name)) for name in asked}
+
+
+def kwargs_by_reward(names: Sequence[str], kwargs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return kwargs by the name of the reward that they are for: a reward given by path may be named by its last part.
+
+    Kwargs of other rewards stay under their name.
+    """
+    matched: dict[str, Mapping[str, Any]] = {}
+    for key, own in kwargs.items():
+        paths = [] if key in names else [name for name in names if name.rpartition(":")[2] == key]
+        if len(paths) > 1:
+            raise BadInput(f"the last part of {' and of '.join(paths)}", key=key, fix="Write the whole path.")
+        name = paths[0] if paths else key
+        if name in matched:
+            raise BadInput(
+                f"the same reward as {name}, whose kwargs are given, too", key=key, fix="Give one of the two."
+            )
+        matched[name] = own
+    return matched
 
 
 def _constructed(make: Callable[[], Any], what: str) -> Any:

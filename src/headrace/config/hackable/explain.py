@@ -79,7 +79,7 @@ def explain_kwarg(root: type[Config], key: str, tree: dict[str, Any] | None) -> 
     if not merged:
         known = sorted({known for plugin in plugins for known in plugin.parameters})
         close = difflib.get_close_matches(name, known, n=1)
-        raise ConfigError(f"{key}: unknown key." + (f" Did you mean {table}.{close[0]}?" if close else ""))
+        raise ConfigError("unknown key", key=key, fix=f"Did you mean {table}.{close[0]}?" if close else None)
     return [entry._replace(kinds=tuple(names) if len(plugins) > 1 else ()) for entry, names in merged.items()]
 
 

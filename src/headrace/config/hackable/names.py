@@ -7,8 +7,10 @@ from collections.abc import Collection
 from typing import Any
 
 from headrace.config.base import Tree
+from headrace.config.habits import HINTS, fold_habits
 from headrace.config.hackable.trainer import GENERATION, OTHER_NAMES, without_needless
 from headrace.config.shorthand import renamed, spelled_out, united
+from headrace.errors import BadInput, InvalidValue
 
 MODEL_NAMES = {"name_or_path": "name", "model_name_or_path": "name", "torch_dtype": "dtype"}
 GENERATION_NAMES = {"max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens"}
@@ -18,11 +20,12 @@ NEUTRAL = {"do_sample": (True,), "repetition_penalty": (1, 1.0)}
 
 def usual_names(tree: Tree) -> tuple[Tree, list[str]]:
     """The tree with one name for each key, and notices about keys that say nothing."""
-    notices: list[str] = []
+    notices = fold_habits(tree)
     if isinstance(tree.get("model"), str | dict):
         tree["model"] = _renamed(spelled_out(tree["model"], "name"), MODEL_NAMES, "model")
     if isinstance(tree.get("trainer"), dict):
-        trainer, notices = without_needless(_renamed(tree["trainer"], OTHER_NAMES, "trainer"))
+        trainer, needless = without_needless(_renamed(tree["trainer"], OTHER_NAMES, "trainer"))
+        notices += needless
         if isinstance(trainer.get("scheduler"), str):
             trainer = renamed(trainer, "scheduler", "lr_scheduler_type", "trainer.")
         _move_to_generation(tree, trainer)
@@ -50,18 +53,20 @@ def _renamed(table: Tree, names: dict[str, str], section: str) -> Tree:
 def _without_neutral(table: Tree) -> Tree:
     for name, neutral in NEUTRAL.items():
         if name in table and table[name] is not None and table[name] not in neutral:
-            raise ValueError(f"generation.{name} is {table[name]!r}, which sampling does not have: leave it out")
+            raise InvalidValue(
+                "sampling has no such setting", key=f"generation.{name}", value=table[name], fix="Leave it out."
+            )
     return {key: value for key, value in table.items() if key not in NEUTRAL}
 
 
-def unknown_keys(table: Tree, known: Collection[str], section: str = "") -> list[str]:
-    """What is wrong with keys of a table that are none of those."""
+def unknown_keys(table: Tree, known: Collection[str], section: str = "") -> list[BadInput]:
+    """Return an error for each key of a table that is not among `known`."""
     problems = []
     for name in table:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f" Did you mean {section}{close[0]}?" if close else ""
-            problems.append(f"{section}{name}: unknown key.{hint}")
+            fix = HINTS.get(name) or (f"Did you mean {section}{close[0]}?" if close else None)
+            problems.append(BadInput("unknown key", key=f"{section}{name}", fix=fix))
     return problems
 
 

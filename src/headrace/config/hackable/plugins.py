@@ -74,7 +74,7 @@ def reward_named(name: str) -> Plugin:
     return Plugin(REWARDS, name, f"rewards.kwargs.{name}")
 
 
-def normalized(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[str], *, needed: bool = True) -> Kwargs:
+def normalized(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[BadInput], *, needed: bool = True) -> Kwargs:
     """Its kwargs with numbers for texts that are meant as such, and without those that are null, and so taken back.
 
     One that is not `needed` may lack some.
@@ -86,19 +86,19 @@ def normalized(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[str], *
     given = {name: v for name, v in kwargs.items() if v is not None or (name == WORDS_IF_NULL and name in known)}
     for name in given if not plugin.takes_any else ():
         if name not in known:
-            problems.append(f"{plugin.key}.{name}: {_unknown(plugin, name, known)}")
+            problems.append(_unknown(plugin, name, known))
     for name in known if needed else ():
         if parameters[name].default is inspect.Parameter.empty and name not in {*given, *FILLED}:
-            problems.append(
-                f"{plugin.key}.{name}: required, and not set: {plugin.registry.what} {plugin.name!r} needs it"
-            )
+            fact = f"required by {plugin.registry.what} {plugin.name!r}, and not set"
+            problems.append(BadInput(fact, key=f"{plugin.key}.{name}"))
     return {name: _value(parameters.get(name), value) for name, value in given.items()}
 
 
-def _unknown(plugin: Plugin, name: str, known: Sequence[str]) -> str:
+def _unknown(plugin: Plugin, name: str, known: Sequence[str]) -> BadInput:
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {plugin.key}.{close[0]}?" if close else ""
-    return f"unknown key.{hint} {plugin.registry.what.capitalize()} {plugin.name!r} takes {', '.join(known) or 'none'}"
+    hint = f"Did you mean {plugin.key}.{close[0]}? " if close else ""
+    takes = f"{plugin.registry.what.capitalize()} {plugin.name!r} takes {', '.join(known) or 'no kwargs'}."
+    return BadInput("unknown key", key=f"{plugin.key}.{name}", fix=hint + takes)
 
 
 def _value(parameter: inspect.Parameter | None, value: Any) -> Any:
@@ -133,27 +133,30 @@ def read_as(kinds: set[str], text: str) -> Any:
     return text
 
 
-def constructed(plugin: Plugin, kwargs: Kwargs, problems: list[str]) -> Objective | None:
+def constructed(plugin: Plugin, kwargs: Kwargs, problems: list[BadInput]) -> Objective | None:
     """The objective; None where its own checks refuse its kwargs."""
     from headrace.hackable.registry import build_objective
 
     try:
         return build_objective(plugin.name, kwargs)
     except BadInput as error:
-        words = str(error.__cause__) if isinstance(error.__cause__, BadInput) else str(error)
-        named = words.partition(" ")[0] in kwargs
-        problems.append(f"{plugin.key}{'.' if named else ': '}{words}")
+        cause = error.__cause__ if isinstance(error.__cause__, BadInput) else error
+        name, _, fact = cause.fact.partition(" ")
+        if name in kwargs:
+            problems.append(BadInput(fact, key=f"{plugin.key}.{name}", value=kwargs[name], fix=cause.fix))
+        else:
+            problems.append(BadInput(cause.fact, key=plugin.key, fix=cause.fix))
         return None
 
 
-def found(plugin: Plugin, key: str, problems: list[str]) -> bool:
+def found(plugin: Plugin, key: str, problems: list[BadInput]) -> bool:
     """Whether there is such a plugin; `key` is where its name was written."""
     import headrace.hackable  # noqa: F401 - registers what ships
 
     try:
         plugin.registry.find(plugin.name)
     except BadInput as error:
-        problems.append(f"{key}: {error}")
+        problems.append(BadInput(error.fact, key=key, value=plugin.name, fix=error.fix))
         return False
     return True
 

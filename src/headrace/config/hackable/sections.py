@@ -12,17 +12,19 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from headrace.config.base import Config
+from headrace.errors import InvalidValue
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 TOKEN = re.compile(r"hf_\w{20,}|[0-9a-fA-F]{40,}")
 
 
 def _name_of_variable(given: str) -> str:
-    """Nobody's token is to be found in a file, nor in the message about it."""
+    """Refuse a token in place of a name; the error does not show it."""
     if VARIABLE.fullmatch(given) is None or TOKEN.fullmatch(given) is not None:
-        raise ValueError(
-            "the name of the environment variable that holds the token belongs here, not the token itself: put it "
-            "into a variable, and if it was ever shared with this file, make a new one"
+        raise InvalidValue(
+            "not the name of an environment variable",
+            fix="Put the token into a variable, and write the name of the variable here. A token that was shared with "
+            "this file is to be replaced by a new one.",
         )
     return given
 
@@ -235,6 +237,8 @@ class HackableConfig(Config):
 
 def _check_one_name(class_path: str | None, other: str, name: str | None) -> None:
     if class_path is not None and name is not None:
-        raise ValueError(f"give {other} or class_path, not both")
+        raise InvalidValue(
+            f"{other} is set, too", key="class_path", value=class_path, fix=f"Give {other} or class_path."
+        )
     if class_path is not None and ":" not in class_path:
-        raise ValueError(f"class_path {class_path!r} is not an import path: write package.module:Name")
+        raise InvalidValue("not an import path", key="class_path", value=class_path, fix="Write package.module:Name.")

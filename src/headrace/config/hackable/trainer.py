@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from headrace.config.base import Tree, put
 from headrace.config.hackable.sections import NamedTrainerConfig
 from headrace.config.leaves import leaves
+from headrace.errors import BadInput, shown_value
 
 ADAMW = ("adamw", "adam", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_xla")
 SMALL_ADAMW = (
@@ -49,6 +50,18 @@ GENERATION = {
     "min_p": "min_p",
 }
 """Keys of `generation` that some trainers have among their own."""
+TYPED = {
+    "learning_rate": "trainer.optim.lr",
+    "weight_decay": "trainer.optim.weight_decay",
+    "adam_epsilon": "trainer.optim.eps",
+    "max_grad_norm": "trainer.optim.max_grad_norm",
+    "torch_compile": "trainer.compile",
+    "save_steps": "trainer.ckpt.interval",
+    "save_total_limit": "trainer.ckpt.keep_last",
+    "permanent_save_steps": "trainer.ckpt.permanent_interval",
+    "warmup_steps": "trainer.scheduler.warmup_steps",
+}
+"""Keys of `NamedTrainerConfig` that are a key of a run file with the same value."""
 LOGGING = ("logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "log_completions", "disable_tqdm")
 NEEDLESS = (
     "dataloader_num_workers", "dataloader_pin_memory", "ddp_find_unused_parameters", "do_eval", "do_train",
@@ -79,20 +92,12 @@ def without_needless(table: Tree) -> tuple[Tree, list[str]]:
     return {key: value for key, value in table.items() if key not in (*LOGGING, *NEEDLESS)}, notices
 
 
-def typed_trainer(given: NamedTrainerConfig, max_steps: int | None, problems: list[str], notices: list[str]) -> Written:
+def typed_trainer(
+    given: NamedTrainerConfig, max_steps: int | None, problems: list[BadInput], notices: list[str]
+) -> Written:
     """Its `trainer`, `model` and `inference` keys in the typed tree. `max_steps` are those of the run."""
     written = Written()
-    for name, path in {
-        "learning_rate": "trainer.optim.lr",
-        "weight_decay": "trainer.optim.weight_decay",
-        "adam_epsilon": "trainer.optim.eps",
-        "max_grad_norm": "trainer.optim.max_grad_norm",
-        "torch_compile": "trainer.compile",
-        "save_steps": "trainer.ckpt.interval",
-        "save_total_limit": "trainer.ckpt.keep_last",
-        "permanent_save_steps": "trainer.ckpt.permanent_interval",
-        "warmup_steps": "trainer.scheduler.warmup_steps",
-    }.items():
+    for name, path in TYPED.items():
         if (value := getattr(given, name)) is not None:
             written.set(path, value, f"trainer.{name}")
     for part in (_optimizer, _scheduler, _loss, _precision):
@@ -106,11 +111,11 @@ def typed_trainer(given: NamedTrainerConfig, max_steps: int | None, problems: li
     return written
 
 
-def _optimizer(given: NamedTrainerConfig, written: Written, problems: list[str], notices: list[str]) -> None:
+def _optimizer(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
     if isinstance(given.optim, str):
         kind = OPTIMIZERS.get(given.optim.lower())
         if kind is None:
-            problems.append(f"trainer.optim: {_not_known('optimizer', given.optim, OPTIMIZERS)}")
+            problems.append(_not_known("optimizer", "trainer.optim", given.optim, OPTIMIZERS))
         else:
             written.set("trainer.optim.type", kind, "trainer.optim")
         if given.optim.lower() in SMALL_ADAMW:
@@ -124,17 +129,22 @@ def _optimizer(given: NamedTrainerConfig, written: Written, problems: list[str],
         written.set("trainer.optim.betas", pair, f"trainer.{next(iter(betas))}")
     if written.tree.get("trainer", {}).get("optim", {}).get("type") == "sgd":
         problems.extend(
-            f"trainer.{name}: sgd has no such thing: leave it out, or set trainer.optim to adamw_torch"
+            BadInput(
+                "sgd has no such setting",
+                key=f"trainer.{name}",
+                value=getattr(given, name),
+                fix="Leave it out, or set trainer.optim to adamw_torch.",
+            )
             for name in (*betas, *(["adam_epsilon"] if given.adam_epsilon is not None else []))
         )
 
 
-def _scheduler(given: NamedTrainerConfig, written: Written, problems: list[str], notices: list[str]) -> None:
+def _scheduler(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
     if given.lr_scheduler_type is not None:
         kind = SCHEDULERS.get(given.lr_scheduler_type.lower())
         if kind is None:
-            words = _not_known("schedule", given.lr_scheduler_type, SCHEDULERS)
-            problems.append(f"trainer.lr_scheduler_type: {words}")
+            key = "trainer.lr_scheduler_type"
+            problems.append(_not_known("schedule", key, given.lr_scheduler_type, SCHEDULERS))
             return
         written.set("trainer.scheduler.type", kind, "trainer.lr_scheduler_type")
     for name, value in given.lr_scheduler_kwargs.items():
@@ -145,24 +155,39 @@ def _scheduler(given: NamedTrainerConfig, written: Written, problems: list[str],
             written.set(f"trainer.scheduler.{SCHEDULER_KWARGS[name]}", value, key)
         else:
             known = ", ".join([*SCHEDULER_KWARGS, "min_lr (with trainer.learning_rate)"])
-            problems.append(f"{key}: not known here. There is {known}; all else is in trainer.scheduler")
+            problems.append(
+                BadInput(
+                    "unknown key", key=key, value=value, fix=f"There is {known}; all else is in trainer.scheduler."
+                )
+            )
 
 
-def _warmup(given: NamedTrainerConfig, written: Written, max_steps: int | None, problems: list[str]) -> None:
+def _warmup(given: NamedTrainerConfig, written: Written, max_steps: int | None, problems: list[BadInput]) -> None:
     if given.warmup_ratio is None:
         return
     if given.warmup_steps:
-        problems.append("trainer.warmup_steps and trainer.warmup_ratio say the same in two ways: give one")
+        problems.append(
+            BadInput(
+                f"trainer.warmup_steps is {given.warmup_steps}, and both say how long the warmup is",
+                key="trainer.warmup_ratio",
+                value=given.warmup_ratio,
+                fix="Give one of the two.",
+            )
+        )
     elif max_steps is not None:
         steps = math.ceil(given.warmup_ratio * max_steps - 1e-9)  # .1 of 30 is 3, whatever floats make of it
         written.set("trainer.scheduler.warmup_steps", steps, "trainer.warmup_ratio")
 
 
-def _loss(given: NamedTrainerConfig, written: Written, problems: list[str], notices: list[str]) -> None:
+def _loss(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
     if given.beta:
         problems.append(
-            f"trainer.beta is {given.beta:g}: there is no penalty for leaving the first policy; set it to 0. "
-            "trainer.loss.kl_tau is the weight of how far a step may leave the policy that sampled"
+            BadInput(
+                "there is no penalty for leaving the start model",
+                key="trainer.beta",
+                value=given.beta,
+                fix="Set 0; trainer.loss.kl_tau weighs how far a step may leave the policy that sampled.",
+            )
         )
     clip = {
         "eps_low": given.epsilon,
@@ -175,40 +200,50 @@ def _loss(given: NamedTrainerConfig, written: Written, problems: list[str], noti
             written.set(f"trainer.loss.{name}", value, key)
 
 
-def _precision(given: NamedTrainerConfig, written: Written, problems: list[str], notices: list[str]) -> None:
+def _precision(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
     if given.fp16:
-        problems.append("trainer.fp16: float16 is not trained in: set trainer.bf16, or leave both out")
+        problems.append(
+            BadInput(
+                "training in float16 is not supported",
+                key="trainer.fp16",
+                value=True,
+                fix="Set trainer.bf16, or leave both out.",
+            )
+        )
     elif given.bf16 is not None:
         written.set("model.dtype", "bfloat16" if given.bf16 else "float32", "trainer.bf16")
 
 
-def trackers(given: NamedTrainerConfig, problems: list[str]) -> dict[str, Tree]:
+def trackers(given: NamedTrainerConfig, problems: list[BadInput]) -> dict[str, Tree]:
     """The sections that `report_to` stands for."""
     listed = [given.report_to] if isinstance(given.report_to, str) else given.report_to or []
     asked = [name for name in listed if name != "none"]
     problems.extend(
-        f"trainer.report_to: {_not_known('tracker', name, (*TRACKERS, 'none'))}"
-        for name in asked
-        if name not in TRACKERS
+        _not_known("tracker", "trainer.report_to", name, (*TRACKERS, "none")) for name in asked if name not in TRACKERS
     )
     return {name: {} for name in asked if name in TRACKERS}
 
 
-def contradictions(written: Written, explicit: Tree) -> list[str]:
-    """Keys that were written under both of their names, with different values."""
+def contradictions(written: Written, explicit: Tree) -> list[BadInput]:
+    """Return an error for each key that was written under both of its names, with different values."""
     both = leaves({"trainer": explicit.get("trainer", {}), "model": explicit.get("model", {})})
     mine = leaves(written.tree)
     return [
-        f"{written.keys[path]} is {mine[path]!r}, but {path} is {value!r}: they are one key; give one"
+        BadInput(
+            f"another name of {path}, which is {shown_value(value)}",
+            key=written.keys[path],
+            value=mine[path],
+            fix="Give one of them.",
+        )
         for path, value in both.items()
         if path in written.keys and not _same(mine[path], value)
     ]
 
 
-def _not_known(what: str, given: str, known: Any) -> str:
+def _not_known(what: str, key: str, given: str, known: Collection[str]) -> BadInput:
     close = difflib.get_close_matches(given, known, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    return f"no {what} {given!r}.{hint} There is {', '.join(known)}"
+    hint = f"Did you mean {close[0]}? " if close else ""
+    return BadInput(f"unknown {what}", key=key, value=given, fix=f"{hint}Known: {', '.join(known)}.")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -40,7 +40,7 @@ from headrace.config.hackable.trainer import contradictions, trackers, typed_tra
 from headrace.config.origins import Origins
 from headrace.config.problems import explain_all
 from headrace.config.trainer import TrainerConfig
-from headrace.errors import BadInput
+from headrace.errors import BadInput, InvalidValue
 
 OWN_SECTIONS = ("objective", "rewards", "generation", "data", "storage", "auth")
 ENVIRONMENT = "hackable"
@@ -59,8 +59,8 @@ def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], where: st
     """The tree of a run, and notices. `known` are the sections that a run file may have."""
     try:
         written, notices = usual_names(copy.deepcopy(tree))
-    except ValueError as error:
-        raise _refusal([str(error)], where) from error
+    except InvalidValue as error:
+        raise _refusal([error], where) from error
     of_trainer = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
     problems = unknown_keys(written, [*known, *OWN_SECTIONS])
     problems += unknown_keys(table_at(written, "trainer"), of_trainer, "trainer.")
@@ -96,7 +96,7 @@ class _Translation:
 
     def __init__(self, given: HackableConfig, tree: Tree, files: Sequence[Path]) -> None:
         self.given = given
-        self.problems: list[str] = []
+        self.problems: list[BadInput] = []
         self.notices: list[str] = []
         self._file = files[-1].stem if files else "run"
         root = given.storage.cache_dir
@@ -106,6 +106,9 @@ class _Translation:
         self._explicit["trainer"] = self._explicit_trainer(tree)
         self._model()
         self._hub_is_asked = self._names_a_hub_model()
+
+    def _refuse(self, fact: str, key: str, value: Any = None, fix: str | None = None) -> None:
+        self.problems.append(BadInput(fact, key=key, value=value, fix=fix))
 
     def result(self) -> Tree:
         """The tree of the run; it means something only if there are no problems."""
@@ -162,15 +165,19 @@ class _Translation:
             ranks = self._number("launch", "trainer_processes") or 1
             product = trainer.per_device_train_batch_size * (trainer.gradient_accumulation_steps or 1) * ranks
             if size is not None and size != product:
-                self.problems.append(
-                    f"trainer.batch_size is {size}, but trainer.per_device_train_batch_size and what it is multiplied "
-                    f"with come to {product}: give one, or the same twice"
+                self._refuse(
+                    f"trainer.per_device_train_batch_size and what it is multiplied with come to {product}",
+                    "trainer.batch_size",
+                    size,
+                    "Give one of them, or the same size twice.",
                 )
             size, key = product, "trainer.per_device_train_batch_size"
         if size is not None and size % group_size:
-            self.problems.append(
-                f"{key}: {size} completions of a step are not whole groups of generation.num_generations = "
-                f"{group_size}: make it a multiple of that"
+            self._refuse(
+                f"a step of {size} completions is not whole groups of generation.num_generations = {group_size}",
+                key,
+                getattr(trainer, key.removeprefix("trainer.")),
+                f"Make the completions of a step a multiple of {group_size}.",
             )
         return size or GROUPS_PER_STEP * group_size
 
@@ -182,9 +189,11 @@ class _Translation:
         if groups_per_step is not None:
             args["groups_per_step"] = groups_per_step
         elif "stage2_start_epoch" in args["objective_kwargs"]:
-            self.problems.append(
-                "objective.kwargs.stage2_start_epoch: epochs are counted in steps of a known size: set "
-                "orchestrator.batch_size, or stage2_start_step"
+            self._refuse(
+                "epochs are counted in steps of a known size",
+                "objective.kwargs.stage2_start_epoch",
+                args["objective_kwargs"]["stage2_start_epoch"],
+                "Set orchestrator.batch_size, or stage2_start_step instead.",
             )
         return args
 
@@ -195,7 +204,8 @@ class _Translation:
     def _data_args(self) -> dict[str, Any]:
         data = self.given.data
         if data.chosen is None:
-            self.problems.append("data.provider: say what is trained on: a data provider, or your own by class_path")
+            fix = "Set a data provider, or your own by data.class_path."
+            self._refuse("required, and not set", "data.provider", fix=fix)
             return {}
         plugin = provider_named(data.chosen)
         kwargs = self._checked(plugin, data.kwargs, "data.class_path" if data.class_path else "data.provider")
@@ -203,20 +213,34 @@ class _Translation:
 
     def _objective_args(self) -> dict[str, Any]:
         """Also checks the rewards that it asks for."""
-        given, rewards = self.given.objective, self.given.rewards.kwargs
+        given = self.given.objective
         plugin, before = objective_named(given.chosen), len(self.problems)
         kwargs = self._checked(plugin, given.kwargs, "objective.class_path" if given.class_path else "objective.name")
         objective = None if len(self.problems) > before else constructed(plugin, kwargs, self.problems)
-        names = [] if objective is None else objective.reward_names()
         self._algorithm = "grpo" if objective is None else objective.algorithm
+        used = {} if objective is None else self._reward_kwargs(objective.reward_names())
+        return {"objective": given.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
+
+    def _reward_kwargs(self, names: Sequence[str]) -> dict[str, Any]:
+        """By the rewards that the objective asks for; kwargs of other known rewards have no effect."""
+        from headrace.hackable.registry import kwargs_by_reward
+
+        objective = self.given.objective.chosen
+        try:
+            rewards = kwargs_by_reward(names, self.given.rewards.kwargs)
+        except BadInput as error:
+            self._refuse(error.fact, f"rewards.kwargs.{error.key}", fix=error.fix)
+            return {}
         checked = {
-            name: self._checked(reward_named(name), rewards.get(name, {}), f"the rewards of objective {given.chosen!r}")
+            name: self._checked(
+                reward_named(name), dict(rewards.get(name, {})), f"the rewards of objective {objective!r}"
+            )
             for name in names
         }
-        for name in (name for name in rewards if name not in names):  # idle, but no reason to let a typo pass
-            self._checked(reward_named(name), rewards[name], f"rewards.kwargs.{name}", needed=False)
-        used = {name: own for name, own in checked.items() if own}
-        return {"objective": given.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
+        for name in (name for name in rewards if name not in names):
+            self._checked(reward_named(name), dict(rewards[name]), f"rewards.kwargs.{name}", needed=False)
+            self.notices.append(f"rewards.kwargs.{name}: no effect, since objective {objective!r} does not ask for it.")
+        return {name: own for name, own in checked.items() if own}
 
     def _checked(self, plugin: Plugin, kwargs: Tree, key: str, *, needed: bool = True) -> dict[str, Any]:
         """Kwargs that are known to be taken, with their paths resolved."""
@@ -250,24 +274,29 @@ class _Translation:
         if (explicit := self._number("max_steps")) is not None:
             return explicit
         if steps is not None and trainer.num_train_epochs is not None:
-            self.problems.append("trainer.max_steps and trainer.num_train_epochs both say when it ends: give one")
+            self._refuse(
+                f"trainer.num_train_epochs is {trainer.num_train_epochs:g}, and both say when the run ends",
+                "trainer.max_steps",
+                steps,
+                "Give one of the two.",
+            )
         elif trainer.num_train_epochs is not None:
             samples = self._samples(args, groups_per_step, "trainer.num_train_epochs")
             return samples and math.ceil(trainer.num_train_epochs * samples / (groups_per_step or 1) - 1e-9)
         elif steps is None:
-            self.problems.append("trainer.max_steps: a run needs an end; set it, or trainer.num_train_epochs")
+            self._refuse("required, and not set", "trainer.max_steps", fix="Set it, or trainer.num_train_epochs.")
         return steps
 
     def _samples(self, args: dict[str, Any], groups_per_step: float | None, key: str) -> int | None:
         """The size of an epoch."""
         if groups_per_step is None:
-            self.problems.append(f"{key} needs steps of a known size: set orchestrator.batch_size")
+            self._refuse("epochs are counted in steps of a known size", key, fix="Set orchestrator.batch_size.")
         if self.problems:
             return None
         try:
             return number_of_samples(args["provider"], args["provider_kwargs"], args["seed"], self._variables())
         except BadInput as error:
-            self.problems.append(f"{key}: the samples cannot be counted: {error}; set trainer.max_steps instead")
+            self._refuse(f"the samples cannot be counted: {error}", key, fix="Set trainer.max_steps instead.")
             return None
 
     def _variables(self) -> dict[str, str]:
@@ -277,7 +306,12 @@ class _Translation:
     def _shared(self, tree: Tree, max_steps: int | None) -> None:
         storage, trainer = self.given.storage, self.given.trainer
         if trainer.run_name is not None and storage.run_name not in (None, trainer.run_name):
-            self.problems.append("trainer.run_name and storage.run_name differ: give one, or the same twice")
+            self._refuse(
+                f"storage.run_name is {storage.run_name}",
+                "trainer.run_name",
+                trainer.run_name,
+                "Give one of them, or the same name twice.",
+            )
         name = storage.run_name or trainer.run_name or self._file
         output = self._explicit.pop("output_dir", None) or trainer.output_dir
         if isinstance(output, str) and self._root is not None:
@@ -328,7 +362,8 @@ class _Translation:
         section: Tree = {"env": [env], "sampling": {**sampling, **_sampling(given)}}
         steps = self.given.trainer.eval_steps
         if given.interval is not None and steps not in (None, given.interval):
-            self.problems.append(f"trainer.eval_steps is {steps}, but data.eval.interval is {given.interval}: give one")
+            fact = f"data.eval.interval is {given.interval}"
+            self._refuse(fact, "trainer.eval_steps", steps, "Give one of the two.")
         values = {
             "interval": given.interval or steps,
             "num_examples": given.num_examples,
