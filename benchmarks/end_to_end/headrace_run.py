@@ -32,7 +32,7 @@ def command(settings: Settings, how: str, place: Path) -> list[str]:
         "orchestrator.group_size": settings.group,
         "orchestrator.train.sampling.max_tokens": settings.max_tokens,
         "orchestrator.train.sampling.temperature": settings.temperature,
-        "orchestrator.eval.env": "[]",
+        "orchestrator.eval": "null",
         "inference.engine": engine,
         "launch.sharing": sharing,
     }

@@ -32,8 +32,9 @@ def test_a_key_is_set_and_a_short_form_in_its_way_spelled_out(section: Tree, wor
 
 @pytest.mark.parametrize("word", ["--trainer.optim.lr", "--algo"])
 def test_other_keys_are_refused(word: str):
-    with pytest.raises(ConfigError, match=r"only keys of the algorithm can be set here, as --algo\.key value"):
+    with pytest.raises(ConfigError) as refused:
         put_algorithm_keys({}, [word, "1"])
+    assert refused.value.key == word
 
 
 def test_a_plain_value_has_no_keys():

@@ -1,25 +1,19 @@
-"""What a run file may not say, and how it is told."""
+"""What a run file may not say, and how it is refused."""
 
+import tomllib
 from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, validate
+from headrace.config.base import ConfigError, dump, validate
 from headrace.config.run import RunConfig
 from tests.config.run_files import minimal, refusal, refusals, run
 
 
-def problems(**changes: Any) -> list[str]:
-    """The lines of the refusal."""
-    with pytest.raises(ConfigError) as refusal:
-        run(**changes)
-    return str(refusal.value).splitlines()
-
-
-def problem(**changes: Any) -> str:
-    """The only line of the refusal."""
-    (line,) = problems(**changes)
-    return line
+def suggested(key: str, right: str, **changes: Any) -> None:
+    """Check that the unknown key is named, and the right one suggested."""
+    error = refusal(**changes)
+    assert error.key == key and f" {right}?" in (error.fix or "")
 
 
 def test_the_minimal_run_is_valid():
@@ -27,28 +21,27 @@ def test_the_minimal_run_is_valid():
 
 
 def test_a_mistyped_key_suggests_the_nearest_one_beside_it():
-    line = problem(trainer={"optim": {"weight_dacay": 0.1}})
-    assert line == "run.toml: trainer.optim.weight_dacay: unknown key. Did you mean trainer.optim.weight_decay?"
+    changes = {"trainer": {"optim": {"weight_dacay": 0.1}}}
+    suggested("trainer.optim.weight_dacay", "trainer.optim.weight_decay", **changes)
 
 
 def test_a_mistyped_section_suggests_the_nearest_one():
-    assert "Did you mean orchestrator?" in problem(orchestrater={})
+    suggested("orchestrater", "orchestrator", orchestrater={})
 
 
 def test_a_key_in_the_wrong_section_suggests_where_it_belongs():
-    assert "Did you mean trainer.optim.lr?" in problem(lr=1e-5)
-    assert "Did you mean orchestrator.group_size?" in problem(group_size=4)
+    suggested("lr", "trainer.optim.lr", lr=1e-5)
+    suggested("group_size", "orchestrator.group_size", group_size=4)
 
 
 def test_a_mistyped_key_in_a_list_of_tables_is_named_with_its_index():
-    line = problem(orchestrator={"train": {"env": [{"id": "a"}, {"id": "b", "ration": 1}]}})
-    assert line.startswith("run.toml: orchestrator.train.env.1.ration: unknown key. Did you mean")
-    assert "ratio?" in line
+    train = {"env": [{"id": "a"}, {"id": "b", "ration": 1}]}
+    suggested("orchestrator.train.env.1.ration", "orchestrator.train.env.1.ratio", orchestrator={"train": train})
 
 
 def test_a_mistyped_key_inside_a_union_suggests_a_key_of_that_union():
-    line = problem(trainer={"loss": {"type": "ipo", "ipo_treshold": 0.1}})
-    assert "trainer.loss.ipo_treshold: unknown key. Did you mean trainer.loss.ipo_threshold?" in line
+    loss = {"type": "ipo", "ipo_treshold": 0.1}
+    suggested("trainer.loss.ipo_treshold", "trainer.loss.ipo_threshold", trainer={"loss": loss})
 
 
 def test_a_key_of_another_type_of_the_same_table_is_told_with_those_that_it_has():
@@ -58,11 +51,12 @@ def test_a_key_of_another_type_of_the_same_table_is_told_with_those_that_it_has(
 
 
 def test_a_key_like_nothing_we_know_suggests_nothing():
-    assert problem(zebra=1) == "run.toml: zebra: unknown key."
+    error = refusal(zebra=1)
+    assert (error.key, error.fix) == ("zebra", None)
 
 
 def test_a_mistyped_shared_key_is_reported_once_under_the_name_that_was_written():
-    assert problem(model={"nmae": "x"}).startswith("run.toml: model.nmae: unknown key. Did you mean model.name?")
+    suggested("model.nmae", "model.name", model={"nmae": "x"})
 
 
 def test_a_wrong_shared_value_is_reported_once_under_the_name_that_was_written():
@@ -71,22 +65,19 @@ def test_a_wrong_shared_value_is_reported_once_under_the_name_that_was_written()
 
 
 def test_several_problems_are_reported_at_once():
-    lines = problems(trainer={"optim": {"lr": -1}, "lss": {}}, inference={"port": 70000})
-    assert len(lines) == 3
-    for key in ("trainer.optim.lr", "trainer.lss", "inference.port"):
-        assert any(key in line for line in lines)
+    errors = refusals(trainer={"optim": {"lr": -1}, "lss": {}}, inference={"port": 70000})
+    assert {error.key for error in errors} == {"trainer.optim.lr", "trainer.lss", "inference.port"}
+    assert len(errors) == 3
 
 
 def test_a_negative_learning_rate_is_refused_with_the_value():
-    line = problem(trainer={"optim": {"lr": -1e-5}})
-    assert "trainer.optim.lr" in line
-    assert "greater than 0" in line
-    assert "-1e-05" in line
+    error = refusal(trainer={"optim": {"lr": -1e-5}})
+    assert (error.key, error.value) == ("trainer.optim.lr", -1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_learning_rate_that_is_no_finite_number_is_refused(value: float):
-    assert "trainer.optim.lr" in problem(trainer={"optim": {"lr": value}})
+    assert refusal(trainer={"optim": {"lr": value}}).key == "trainer.optim.lr"
 
 
 def test_a_wrong_type_in_a_union_names_the_key_alone():
@@ -96,46 +87,76 @@ def test_a_wrong_type_in_a_union_names_the_key_alone():
 
 @pytest.mark.parametrize("value", [0, -4])
 def test_at_least_one_rollout_must_be_in_flight(value: int):
-    assert any("max_inflight_rollouts" in line for line in problems(orchestrator={"max_inflight_rollouts": value}))
+    for error in refusals(orchestrator={"max_inflight_rollouts": value}):
+        assert (error.key, error.value) == ("orchestrator.max_inflight_rollouts", value)
 
 
 def test_a_value_where_a_section_belongs_is_refused():
-    assert any("trainer" in line for line in problems(trainer=3))
+    assert "trainer" in {error.key for error in refusals(trainer=3)}
 
 
 def test_running_further_ahead_than_rollouts_may_age_is_refused():
-    line = problem(orchestrator={"max_async_level": 9})
-    assert "max_async_level 9 is above max_off_policy_steps 8" in line
+    error = refusal(orchestrator={"max_async_level": 9})
+    assert (error.key, error.value) == ("orchestrator.max_async_level", 9)
 
 
 def test_a_batch_must_hold_whole_groups():
-    assert "batch_size 100 is not divisible by group_size 8" in problem(orchestrator={"batch_size": 100})
+    error = refusal(orchestrator={"batch_size": 100})
+    assert (error.key, error.value) == ("orchestrator.batch_size", 100)
+    assert "104" in (error.fix or ""), "the next multiple of 8"
     run(orchestrator={"batch_size": 96, "group_size": 12})
 
 
 def test_a_batch_must_hold_whole_groups_of_every_environment():
     envs = [{"id": "a", "group_size": 4}, {"id": "b", "group_size": 3}]
-    line = problem(orchestrator={"batch_size": 32, "train": {"env": envs}})
-    assert "batch_size 32 is not divisible by group_size 3" in line
+    error = refusal(orchestrator={"batch_size": 32, "train": {"env": envs}})
+    assert (error.key, error.value) == ("orchestrator.batch_size", 32)
+    assert "33" in (error.fix or "")
+
+
+def test_a_group_must_fit_in_flight():
+    envs = [{"id": "a"}, {"id": "b", "group_size": 16}]
+    error = refusal(orchestrator={"max_inflight_rollouts": 15, "train": {"env": envs}})
+    assert (error.key, error.value) == ("orchestrator.max_inflight_rollouts", 15)
+    assert "16" in (error.fix or "")
+    run(orchestrator={"max_inflight_rollouts": 16, "train": {"env": envs}})
+
+
+def test_a_ratio_is_set_on_all_environments_or_on_none():
+    envs = [{"id": "a", "ratio": 1}, {"id": "b"}, {"id": "c", "ratio": 2}]
+    assert refusal(orchestrator={"train": {"env": envs}}).key == "orchestrator.train.env.1.ratio"
+    run(orchestrator={"train": {"env": [envs[0], envs[2]]}})
+    run(orchestrator={"train": {"env": [envs[1]]}})
+
+
+@pytest.mark.parametrize("section", [{}, {"interval": 5}, {"env": []}])
+def test_an_evaluation_without_an_environment_is_refused(section: dict[str, Any]):
+    assert refusal(orchestrator={"eval": section}).key == "orchestrator.eval.env"
+
+
+def test_a_run_that_evaluates_nothing_writes_no_section_about_it():
+    tree = tomllib.loads(dump(run()))
+    assert "eval" not in tree["orchestrator"]
+    assert validate(RunConfig, tree, "config.toml")[0] == run()
 
 
 def test_a_batch_is_counted_in_rollouts_or_in_tokens():
-    line = problem(orchestrator={"batch_size": 128, "token_batch_size": 4096})
-    assert "batch_size or token_batch_size, not both" in line
+    error = refusal(orchestrator={"batch_size": 128, "token_batch_size": 4096})
+    assert (error.key, error.value) == ("orchestrator.token_batch_size", 4096)
     tokens = run(orchestrator={"token_batch_size": 4096}).orchestrator
     assert (tokens.batch_size, tokens.token_batch_size) == (None, 4096)
 
 
 @pytest.mark.parametrize(
-    "train",
+    ("key", "train"),
     [
-        {"sampling": {"temperature": 0}, "env": [{"id": "a"}]},
-        {"env": [{"id": "a", "sampling": {"temperature": 0.0}}]},
+        ("sampling", {"sampling": {"temperature": 0}, "env": [{"id": "a"}]}),
+        ("env.0.sampling", {"env": [{"id": "a", "sampling": {"temperature": 0.0}}]}),
     ],
 )
-def test_training_refuses_temperature_zero(train: dict[str, Any]):
-    line = problem(orchestrator={"train": train})
-    assert "'a' samples at temperature 0" in line
+def test_training_refuses_temperature_zero(key: str, train: dict[str, Any]):
+    error = refusal(orchestrator={"train": train})
+    assert (error.key, error.value) == (f"orchestrator.train.{key}.temperature", 0)
 
 
 def test_an_environments_own_temperature_wins_over_a_greedy_default():
@@ -156,7 +177,8 @@ def test_other_sampling_keys_leave_the_default_temperature():
 @pytest.mark.parametrize("slot", ["train", "eval"])
 def test_two_environments_of_a_slot_need_two_names(slot: str):
     twice = [{"id": "a"}, {"id": "a"}]
-    assert f"{slot}.env name 'a' is used twice" in problem(orchestrator={slot: {"env": twice}})
+    error = refusal(orchestrator={slot: {"env": twice}})
+    assert (error.key, error.value) == (f"orchestrator.{slot}.env.1.name", "a")
     named = run(orchestrator={slot: {"env": [{"id": "a"}, {"id": "a", "name": "b"}]}})
     assert [env.name for env in getattr(named.orchestrator, slot).env] == ["a", "b"]
 
@@ -166,7 +188,8 @@ def test_the_same_name_may_train_and_evaluate():
 
 
 def test_the_name_of_the_total_is_reserved():
-    assert "'all' is reserved" in problem(orchestrator={"train": {"env": [{"id": "a", "name": "all"}]}})
+    error = refusal(orchestrator={"train": {"env": [{"id": "a", "name": "all"}]}})
+    assert (error.key, error.value) == ("orchestrator.train.env.0.name", "all")
 
 
 def test_filters_is_another_name_of_post_batch_filters():
@@ -177,8 +200,27 @@ def test_filters_is_another_name_of_post_batch_filters():
 
 
 def test_both_names_of_the_same_filters_are_refused():
-    line = problem(orchestrator={"filters": [], "post_batch_filters": []})
-    assert "filters and post_batch_filters are the same key" in line
+    assert refusal(orchestrator={"filters": [], "post_batch_filters": []}).key == "orchestrator.filters"
+
+
+@pytest.mark.parametrize(
+    ("slot", "written", "enforced"),
+    [
+        ("post_batch_filters", {}, True),
+        ("filters", {}, True),
+        ("post_batch_filters", {"enforce": False}, False),
+        ("pre_batch_filters", {}, False),
+        ("pre_batch_filters", {"enforce": True}, True),
+    ],
+)
+def test_zero_advantage_drops_rollouts_after_the_batch_unless_it_says_otherwise(
+    slot: str, written: dict[str, Any], enforced: bool
+):
+    config = run(orchestrator={slot: [{"type": "zero_advantage", **written}, {"type": "repetition"}]})
+    again = validate(RunConfig, tomllib.loads(dump(config)), "config.toml")[0]
+    name = "post_batch_filters" if slot == "filters" else slot
+    for orchestrator in (config.orchestrator, again.orchestrator):
+        assert [entry.enforce for entry in getattr(orchestrator, name)] == [enforced, False]
 
 
 def test_default_filters_are_those_of_the_spec():
@@ -200,13 +242,15 @@ def test_default_filters_are_those_of_the_spec():
 
 def test_one_filter_of_a_type_per_slot():
     twice = [{"type": "repetition"}, {"type": "repetition", "window": 5}]
-    assert "pre_batch_filters" in problem(orchestrator={"pre_batch_filters": twice})
+    error = refusal(orchestrator={"pre_batch_filters": twice})
+    assert (error.key, error.value) == ("orchestrator.pre_batch_filters.1", "repetition")
 
 
 def test_an_unknown_filter_type_names_the_known_ones():
-    line = problem(orchestrator={"pre_batch_filters": [{"type": "gibberisch"}]})
+    error = refusal(orchestrator={"pre_batch_filters": [{"type": "gibberisch"}]})
+    assert error.key == "orchestrator.pre_batch_filters.0"
     for known in ("gibberish", "repetition", "zero_advantage"):
-        assert known in line
+        assert known in str(error)
 
 
 def test_a_loss_without_a_type_is_the_default_loss():
@@ -226,22 +270,25 @@ def test_defaults_are_those_of_the_spec():
 def test_a_run_needs_an_end_and_a_length(key: str):
     tree = minimal()
     del tree[key]
-    with pytest.raises(ConfigError, match=key):
+    with pytest.raises(ConfigError) as refused:
         validate(RunConfig, tree, "run.toml")
+    assert refused.value.key == key
 
 
 def test_a_run_needs_an_environment():
-    assert "at least one [[orchestrator.train.env]]" in problem(orchestrator={"train": {"env": []}})
+    assert refusal(orchestrator={"train": {"env": []}}).key == "orchestrator.train.env"
 
 
 def test_a_model_has_one_origin():
-    assert "one of name, init and sft, not name and init" in problems(model={"init": "tiny"})[0]
+    error = refusal(model={"init": "tiny"})
+    assert (error.key, error.value) == ("model.init", "tiny")
 
 
 def test_an_environment_needs_an_id():
-    assert "orchestrator.train.env.0.id" in problem(orchestrator={"train": {"env": [{"name": "a"}]}})
+    assert refusal(orchestrator={"train": {"env": [{"name": "a"}]}}).key == "orchestrator.train.env.0.id"
 
 
 @pytest.mark.parametrize("top_k", [0, -2])
 def test_top_k_is_positive_or_off(top_k: int):
-    assert "top_k" in problem(orchestrator={"eval": {"sampling": {"top_k": top_k}}})
+    error = refusal(orchestrator={"eval": {"sampling": {"top_k": top_k}}})
+    assert (error.key, error.value) == ("orchestrator.eval.sampling.top_k", top_k)

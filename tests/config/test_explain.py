@@ -118,9 +118,10 @@ def test_a_list_of_keys_has_the_first_sentence_of_each():
 )
 def test_an_unknown_key_names_the_nearest(wrong: str, right: str | None):
     assert nearest(RunConfig, wrong) == right
-    told = f"{wrong}: unknown key." + (f" Did you mean {right}?" if right else "")
-    with pytest.raises(ConfigError, match=f"^{told.replace('?', '[?]')}$"):
+    with pytest.raises(ConfigError) as refused:
         explain(RunConfig, wrong)
+    assert refused.value.key == wrong
+    assert refused.value.fix is None if right is None else f" {right}?" in (refused.value.fix or "")
 
 
 def test_values_of_a_resolved_file_are_found_in_every_member_of_a_list():

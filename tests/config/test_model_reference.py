@@ -22,19 +22,20 @@ def test_headers_that_can_be_sent_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "named"),
     [
-        ({"X-Team": "hunter\n2"}, "the value of header X-Team cannot be sent: it has a line break"),
-        ({"X-Team": "h\u00fcnter2"}, "the value of header X-Team cannot be sent"),
-        ({"X-Team": "hunter2 "}, "the value of header X-Team cannot be sent"),
-        ({"X-Team": ["hunter2"]}, "the value of header X-Team is no text: put it in quotes"),
-        ({"X-A": "1", "X-Key: hunter2": ""}, "the name of header 2 is none"),
-        ({"": "hunter2"}, "the name of header 1 is none"),
-        ("X-Key: hunter2", "this is a table"),
+        ({"X-Team": "hunter\n2"}, "X-Team"),
+        ({"X-Team": "h\u00fcnter2"}, "X-Team"),
+        ({"X-Team": "hunter2 "}, "X-Team"),
+        ({"X-Team": ["hunter2"]}, "X-Team"),
+        ({"X-A": "1", "X-Key: hunter2": ""}, "header 2"),
+        ({"": "hunter2"}, "header 1"),
+        ("X-Key: hunter2", "table"),
     ],
 )
-def test_headers_that_cannot_be_sent_are_refused_and_not_shown(given: Any, words: str):
+def test_headers_that_cannot_be_sent_are_refused_and_not_shown(given: Any, named: str):
     with pytest.raises(ConfigError) as refused:
         headers(given)
-    assert f"teacher.headers: {words}" in str(refused.value)
+    assert (refused.value.key, refused.value.value) == ("orchestrator.algo.teacher.headers", None)
+    assert named in refused.value.fact
     assert "nter" not in str(refused.value)

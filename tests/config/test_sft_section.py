@@ -7,6 +7,7 @@ import pytest
 
 from headrace.config.base import ConfigError, dump, load, validate
 from headrace.config.sft import SftConfig
+from headrace.errors import BadInput
 
 ENV = {"env": "reverse-text"}
 
@@ -16,12 +17,12 @@ def sft(data: dict[str, Any], **others: Any) -> SftConfig:
     return validate(SftConfig, tree, "sft.toml")[0]
 
 
-def problem(data: dict[str, Any], **others: Any) -> str:
-    """The only line of the refusal."""
-    with pytest.raises(ConfigError) as refusal:
+def refusal(data: dict[str, Any], **others: Any) -> BadInput:
+    """Return the only problem."""
+    with pytest.raises(ConfigError) as refused:
         sft(data, **others)
-    (line,) = str(refusal.value).splitlines()
-    return line
+    (error,) = refused.value.problems
+    return error
 
 
 @pytest.mark.parametrize("data", [{"path": "a.jsonl"}, {"name": "openai/gsm8k", "subset": "main"}, ENV])
@@ -30,54 +31,54 @@ def test_data_has_one_source(data: dict[str, Any]):
 
 
 def test_data_has_exactly_one_source():
-    assert problem({}) == "sft.toml: data: give exactly one of path, name and env"
-    assert (
-        problem({"path": "a.jsonl", **ENV})
-        == "sft.toml: data: give exactly one of path, name and env, not path and env"
-    )
+    assert refusal({}).key == "data"
+    error = refusal({"path": "a.jsonl", **ENV})
+    assert (error.key, error.value) == ("data.env", "reverse-text")
+    assert refusal({"split": "test"}).key == "data.split"
 
 
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        ({"path": "a.jsonl", "split": "train"}, "split belongs to name, and path is given"),
-        ({**ENV, "subset": "main"}, "subset belongs to name, and env is given"),
-        ({**ENV, "columns": {"prompt": "question"}}, "columns belongs to path or name, and env is given"),
-        ({"name": "a/b", "args": {"split": "eval"}}, "args belongs to env, and name is given"),
+        ({"path": "a.jsonl", "split": "train"}, "split"),
+        ({**ENV, "subset": "main"}, "subset"),
+        ({**ENV, "columns": {"prompt": "question"}}, "columns"),
+        ({"name": "a/b", "args": {"split": "eval"}}, "args"),
     ],
 )
 def test_a_key_of_another_source_is_refused_rather_than_ignored(data: dict[str, Any], key: str):
-    assert problem(data) == f"sft.toml: data: {key}"
+    error = refusal(data)
+    assert (error.key, error.value) == (f"data.{key}", data[key])
 
 
 def test_columns_name_one_format_with_known_keys():
-    line = problem({"path": "a.jsonl", "columns": {"messages": "chat", "prompt": "question"}})
-    assert line.startswith("sft.toml: data.columns: name messages, or prompt and completion, not both")
-    assert "Did you mean data.columns.completion?" in problem({"path": "a.jsonl", "columns": {"completions": "answer"}})
+    error = refusal({"path": "a.jsonl", "columns": {"messages": "chat", "prompt": "question"}})
+    assert (error.key, error.value) == ("data.columns.messages", "chat")
+    error = refusal({"path": "a.jsonl", "columns": {"completions": "answer"}})
+    assert error.key == "data.columns.completions" and "data.columns.completion?" in (error.fix or "")
 
 
 def test_validation_has_exactly_one_source_or_a_fraction():
-    assert problem(ENV, validation={"interval": 5}).endswith("give exactly one of path, name, env and fraction")
-    line = problem({"path": "a.jsonl"}, validation={"path": "b.jsonl", "fraction": 0.1})
-    assert line.endswith("not path and fraction")
+    assert refusal(ENV, validation={"interval": 5}).key == "validation"
+    error = refusal({"path": "a.jsonl"}, validation={"path": "b.jsonl", "fraction": 0.1})
+    assert (error.key, error.value) == ("validation.fraction", 0.1)
     held_out = sft({"path": "a.jsonl"}, validation={"fraction": 0.1}).validation
     assert held_out is not None and (held_out.interval, held_out.max_examples) == (50, 1000)
 
 
 def test_validation_on_a_dataset_says_which_split():
-    assert "validation: split: say which split" in problem(ENV, validation={"name": "openai/gsm8k"})
+    assert refusal(ENV, validation={"name": "openai/gsm8k"}).key == "validation.split"
     assert sft(ENV, validation={"name": "openai/gsm8k", "split": "test"}).validation is not None
 
 
 def test_demonstrations_have_no_fraction_to_hold_out():
-    assert "give validation.env instead" in problem(ENV, validation={"fraction": 0.1})
+    assert refusal(ENV, validation={"fraction": 0.1}).key == "validation.fraction"
 
 
 @pytest.mark.parametrize("fraction", [0, 1, 1.5])
 def test_a_fraction_is_between_nothing_and_everything(fraction: float):
-    assert problem({"path": "a.jsonl"}, validation={"fraction": fraction}).startswith(
-        "sft.toml: validation.fraction = "
-    )
+    error = refusal({"path": "a.jsonl"}, validation={"fraction": fraction})
+    assert (error.key, error.value) == ("validation.fraction", fraction)
 
 
 def test_paths_of_data_and_validation_are_relative_to_their_file(tmp_path: Path):
@@ -113,14 +114,20 @@ def test_versions_are_evaluated_at_the_interval_of_any_environment():
 
 
 def test_what_the_server_takes_from_the_run_is_refused_in_its_section():
-    assert "inference.model: the server takes the run's own" in problem(ENV, inference={"model": {"name": "x"}})
-    assert "launch.sharing: a trainer that waits for nobody" in problem(ENV, launch={"sharing": "alternate"})
-    assert "eval.env name 'a' is used twice" in problem(ENV, eval={"env": [{"id": "a"}, {"id": "a"}]})
+    assert refusal(ENV, inference={"model": {"name": "x"}}).key == "inference.model"
+    assert refusal(ENV, launch={"sharing": "alternate"}).key == "launch.sharing"
+    error = refusal(ENV, eval={"env": [{"id": "a"}, {"id": "a"}]})
+    assert (error.key, error.value) == ("eval.env.1.name", "a")
+
+
+@pytest.mark.parametrize("section", [{}, {"interval": 5}, {"env": []}])
+def test_an_evaluation_without_an_environment_is_refused(section: dict[str, Any]):
+    assert refusal(ENV, eval=section).key == "eval.env"
 
 
 def test_prompts_are_not_rendered_in_a_pool_outside_an_rl_run():
     for changes in ({"renderer": {"pool_size": 2}}, {"inference": {"renderer": {"pool_size": 2}}}):
-        assert "renderer.pool_size: unknown key." in problem(ENV, **changes)
+        assert (refusal(ENV, **changes).key or "").endswith("renderer.pool_size")
 
 
 def test_an_sft_run_that_evaluates_comes_back_as_it_was_written(tmp_path: Path):

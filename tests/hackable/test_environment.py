@@ -201,8 +201,8 @@ def test_it_demonstrates_what_has_a_solution():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"provider": "gsm"}, "no data provider 'gsm'"),
-        ({"objective": "x"}, "no objective 'x'"),
+        ({"provider": "gsm"}, "unknown data provider"),
+        ({"objective": "x"}, "unknown objective"),
         ({"objective_kwargs": {"a": 1}}, "objective 'token_grpo' has no kwarg 'a'"),
         ({"reward_kwargs": {"format_tag_reward": {"a": 1}}}, "reward 'format_tag_reward' has no kwarg 'a'"),
         ({"reward_timeout": -1}, "reward_timeout must be a number"),

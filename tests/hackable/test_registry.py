@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from headrace.hackable import (
     build_reward,
     build_rewards,
 )
-from headrace.hackable.registry import REWARDS, Registry
+from headrace.hackable.registry import REWARDS, Registry, kwargs_by_reward
 from headrace.hackable.samples import TrainingSample as Sample
 from tests.hackable.plugins import Longest, polite, shouting
 
@@ -42,12 +43,16 @@ def test_two_plugins_cannot_have_one_name():
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones_nearest_first():
-    with pytest.raises(BadInput, match=r"^no reward 'format_reward'\. There is format_tag_reward, .*regex_reward"):
-        build_reward("format_reward")
-    with pytest.raises(BadInput, match=r"^no data provider 'gsm8'\. There is gsm8k, .*gsm8k_math_curriculum, .*local"):
-        build_data_provider("gsm8")
-    with pytest.raises(BadInput, match=r"^no objective 'grpo'\. There is token_grpo[,;].* your own by import path"):
-        build_objective("grpo")
+    builders: list[tuple[Callable[[str], object], str, str]] = [
+        (build_reward, "format_reward", "format_tag_reward"),
+        (build_data_provider, "gsm8", "gsm8k"),
+        (build_objective, "grpo", "token_grpo"),
+    ]
+    for build, name, nearest in builders:
+        with pytest.raises(BadInput) as refused:
+            build(name)
+        assert refused.value.value == name
+        assert (refused.value.fix or "").startswith(f"Known: {nearest}")
 
 
 async def test_an_import_path_stands_for_a_reward_with_its_kwargs_bound():
@@ -80,8 +85,20 @@ def test_the_rewards_of_an_objective_get_their_own_kwargs_and_idle_ones_must_exi
     kwargs = {f"{HERE}:Longest": {"limit": 3}, "length_penalty_reward": {"group_size": 4}}
     rewards = build_rewards([f"{HERE}:Longest", f"{HERE}:shouting"], kwargs)
     assert [reward(*BATCH) for reward in rewards.values()] == [[1.0, 1.0], [1.0, 0.0]]
-    with pytest.raises(BadInput, match=r"no reward 'length_penalti'\. There is length_penalty_reward"):
+    with pytest.raises(BadInput) as refused:
         build_rewards([], {"length_penalti": {}})
+    assert refused.value.value == "length_penalti"
+
+
+def test_kwargs_of_a_reward_given_by_path_stand_under_the_path_or_its_last_part():
+    path, other = f"{HERE}:Longest", "elsewhere:Longest"
+    for key in (path, "Longest"):
+        (reward,) = build_rewards([path], {key: {"limit": 3}}).values()
+        assert reward(*BATCH) == [1.0, 1.0]
+    for names, kwargs in (([path, other], {"Longest": {}}), ([path], {path: {}, "Longest": {}})):
+        with pytest.raises(BadInput) as refused:
+            kwargs_by_reward(names, kwargs)
+        assert refused.value.key == "Longest"
 
 
 def test_an_import_path_stands_for_an_objective_which_must_be_one():

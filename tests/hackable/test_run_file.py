@@ -242,8 +242,9 @@ def test_what_is_wrong_with_a_part_of_a_curriculum_is_named_by_its_key(tmp_path:
 
 
 def test_environments_of_the_run_file_stand_beside_the_one_that_is_made(tmp_path: Path):
-    config = run_of(tmp_path, orchestrator={"train": {"env": [{"id": "copy", "ratio": 1}]}})
-    assert [env.id for env in config.orchestrator.train.env] == ["hackable", "copy"]
+    data = {"provider": "arithmetic", "ratio": 3}
+    config = run_of(tmp_path, data=data, orchestrator={"train": {"env": [{"id": "copy", "ratio": 1}]}})
+    assert [(env.id, env.ratio) for env in config.orchestrator.train.env] == [("hackable", 3), ("copy", 1)]
 
 
 def test_a_relative_path_is_beside_the_file_or_under_the_storage_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from headrace.config.habits import fold_habits
 from headrace.config.leaves import leaves
 from headrace.config.origins import COMMAND_LINE, Origins
-from headrace.config.problems import NoNumber, explain_all, kinds_of, sections_at, types_of
+from headrace.config.problems import NoNumber, explain_all, kinds_of, located, sections_at, types_of
 from headrace.config.yaml_text import parse_yaml
-from headrace.errors import BadInput
+from headrace.errors import BadInput, InvalidValue
 
 OWN_ARGUMENTS = ("args", "kwargs")
 """Tables whose values go to the user's own code as they are written."""
@@ -60,7 +60,7 @@ class Config(BaseModel):
         return {**given, **{key: NoNumber(given[key]) for key in wrong}}
 
     @classmethod
-    def translated(cls, tree: Tree, files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:
+    def translated(cls, tree: Tree, files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
         """What files and overrides came to, as a tree of this type, and notices; for files in another form."""
         return tree, []
 
@@ -91,18 +91,20 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
             put(tree, path, value)
     anchor_paths(tree, kind.PATHS_OF_FILE, Path.cwd())  # those that were typed
     origins.record((".".join(path) for path, _ in typed), COMMAND_LINE)
-    tree, notices = kind.translated(_without_nulls(tree), files, where)
+    tree, notices = kind.translated(_without_nulls(tree), files, origins)
     config, more = validate(kind, tree, origins)
     return config, notices + more
 
 
 def validate(kind: type[T], tree: Tree, where: str | Origins) -> tuple[T, list[str]]:
     """Check a plain tree against its type; `where` its values were written is named in errors."""
-    notices = fold_habits(tree)
+    origins = Origins(where) if isinstance(where, str) else where
     try:
+        notices = fold_habits(tree)
         config = kind.model_validate(tree)
+    except InvalidValue as error:
+        raise ConfigError.combine([located(error, origins)]) from error
     except ValidationError as error:
-        origins = Origins(where) if isinstance(where, str) else where
         raise ConfigError.combine(explain_all(kind, error, kind.FILLED_FROM, origins)) from error
     return config, notices + config.notices()
 

@@ -296,7 +296,8 @@ def value_words(value: Any) -> str:
         return "unset"
     if isinstance(value, BaseModel):
         kind = {"type": value.type} if hasattr(value, "type") else {}
-        value = {**kind, **value.model_dump(mode="json", exclude_defaults=True)}
+        changed = value.model_dump(mode="json", exclude_defaults=True)
+        value = {**kind, **changed} or value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{k} = {value_words(v)}" for k, v in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):

@@ -34,7 +34,6 @@ class RepetitionConfig(Config):
 class ZeroAdvantageConfig(Config):
     type: Literal["zero_advantage"] = "zero_advantage"
     enforce: bool = False
-    """Drop what it matches, rather than count it alone; in `post_batch_filters` the default is true."""
 
 
 class CustomFilterConfig(Config):

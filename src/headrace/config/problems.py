@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, Tag, ValidationError
 
-from headrace.config.habits import OTHER_NAMES
+from headrace.config.habits import HINTS, OTHER_NAMES
 from headrace.config.origins import COMMAND_LINE, Origins
 from headrace.errors import BadInput, InvalidValue
 
@@ -24,11 +24,11 @@ def explain_all(
         name = ".".join(str(part) for part in place.path)
         sources = [f"{s}{name.removeprefix(t)}" for t, s in filled_from.items() if f"{name}.".startswith(f"{t}.")]
         if not any((source, problem["type"]) in found for source in sources):
-            found[name, problem["type"]] = _located(_explain(kind, problem, place), origins)
+            found[name, problem["type"]] = located(_explain(kind, problem, place), origins)
     return list(found.values())
 
 
-def _located(problem: BadInput, origins: Origins) -> BadInput:
+def located(problem: BadInput, origins: Origins) -> BadInput:
     """Name the file in which the key is written; a key from the command line is named as an option."""
     source = origins.of(problem.key or "")
     if source != COMMAND_LINE:
@@ -49,7 +49,8 @@ def _explain(kind: type[BaseModel], problem: Any, place: _Place) -> BadInput:
         close = _nearest(kind, place)
         if close == _without_positions(place.path):
             return BadInput("a key of another `type`", key=name, fix=f"This one has {', '.join(place.known)}.")
-        return BadInput("unknown key.", key=name, fix=f"Did you mean {close}?" if close else None)
+        fix = HINTS.get(str(place.path[-1])) or (f"Did you mean {close}?" if close else None)
+        return BadInput("unknown key", key=name, fix=fix)
     if problem["type"] == "missing":
         return BadInput("required, and not set", key=name)
     if problem["type"] == "value_error":

@@ -14,6 +14,7 @@ from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.origins import Origins
 from headrace.config.problems import fields_at, sections_of
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import InvalidValue, shown_value
@@ -76,10 +77,10 @@ class RunConfig(Config):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @classmethod
-    def translated(cls, tree: Tree, files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:
+    def translated(cls, tree: Tree, files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
         from headrace.config.hackable.translation import is_hackable, translate
 
-        return translate(tree, list(cls.model_fields), files, where) if is_hackable(tree) else (tree, [])
+        return translate(tree, list(cls.model_fields), files, origins) if is_hackable(tree) else (tree, [])
 
     @model_validator(mode="before")
     @classmethod

@@ -90,7 +90,9 @@ SENTENCES: dict[str, str] = {
     "RepetitionConfig.window": "Tokens in a row that must be all but certain.",
     "RepetitionConfig.prob_threshold": "The probability from which a token is all but certain.",
     "RepetitionConfig.enforce": "Drop what is found; false: count it alone.",
-    "ZeroAdvantageConfig.enforce": "Drop rollouts without any advantage; false: count them alone.",
+    "ZeroAdvantageConfig.enforce": (
+        "Drop rollouts without any advantage; false: count them alone. In `post_batch_filters` the default is true."
+    ),
     "CustomFilterConfig.kwargs": "What your function is called with, beside the rollout.",
     "CustomFilterConfig.enforce": "Drop what is found; false: count it alone.",
     "EnvConfig.id": "The environment: one that ships, `package.module:name` of your own, or `library:name`.",

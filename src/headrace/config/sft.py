@@ -69,23 +69,22 @@ class SourceConfig(Config):
     def check(self, *origins: str) -> None:
         """Raise unless exactly one of `origins` is given, and with it only what belongs to it."""
         given = [origin for origin in origins if getattr(self, origin) is not None]
-        if len(given) != 1:
-            raise InvalidValue(
-                f"{' and '.join(given[:-1])} is set, too" if given else "no source of examples is set",
-                key=given[-1] if given else None,
-                value=getattr(self, given[-1]) if given else None,
-                fix=f"Give exactly one of {', '.join(origins[:-1])} and {origins[-1]}.",
-            )
+        one = f"Give exactly one of {', '.join(origins[:-1])} and {origins[-1]}."
+        if len(given) > 1:
+            *others, key = given
+            raise InvalidValue(f"{others[0]} is set, too", key=key, value=getattr(self, key), fix=one)
         belongs = {"split": ["name"], "subset": ["name"], "columns": ["path", "name"], "args": ["env"]}
         for key, owners in belongs.items():
-            if given[0] not in owners and getattr(self, key) not in (None, {}, ColumnsConfig()):
-                value = getattr(self, key)
+            value = getattr(self, key)
+            if not {*given} & {*owners} and value not in (None, {}, ColumnsConfig()):
                 raise InvalidValue(
-                    f"belongs to {' or '.join(owners)}, and {given[0]} is given",
+                    f"belongs to {' or '.join(owners)}, and {given[0] if given else 'nothing'} is given",
                     key=key,
                     value=value.model_dump(exclude_none=True) if isinstance(value, Config) else value,
-                    fix="Leave it out.",
+                    fix="Leave it out." if given else one,
                 )
+        if not given:
+            raise InvalidValue("no source of examples is set", fix=one)
 
 
 class SftDataConfig(SourceConfig):

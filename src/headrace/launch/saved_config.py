@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from headrace.config.base import Config, ConfigError, Tree, dump, put, read_file, read_toml, validate
 from headrace.config.hackable.translation import is_hackable
 from headrace.config.leaves import leaves
+from headrace.config.origins import Origins
 from headrace.config.run import SHARED, RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.run_directory import find_run
@@ -69,7 +70,7 @@ def read_run(path: Path) -> RunConfig | SftConfig:
     run = RunDir(find_run(path))
     tree = read_file(run.config)
     kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree and not is_hackable(tree) else RunConfig
-    tree, _ = kind.translated(tree, [run.config], str(run.config))
+    tree, _ = kind.translated(tree, [run.config], Origins(str(run.config)))
     config, _ = validate(kind, tree, str(run.config))
     if config.model.name is not None:
         config = pin(config, run.root, config.model.name)

@@ -141,7 +141,7 @@ def constructed(plugin: Plugin, kwargs: Kwargs, problems: list[BadInput]) -> Obj
         return build_objective(plugin.name, kwargs)
     except BadInput as error:
         cause = error.__cause__ if isinstance(error.__cause__, BadInput) else error
-        name, _, fact = cause.fact.partition(" ")
+        name, _, fact = (cause.key, "", cause.fact) if cause.key else cause.fact.partition(" ")
         if name in kwargs:
             problems.append(BadInput(fact, key=f"{plugin.key}.{name}", value=kwargs[name], fix=cause.fix))
         else:

@@ -118,6 +118,8 @@ class DataConfig(_PluginConfig):
 
     provider: str | None = None
     """A registered data provider."""
+    ratio: float | None = Field(None, gt=0)
+    """Share of draws, where `orchestrator.train.env` has further environments with one."""
     eval: EvalDataConfig | None = None
     """What the policy is evaluated on; unset: nothing."""
 

@@ -38,7 +38,7 @@ from headrace.config.hackable.sections import (
 from headrace.config.hackable.storage import Places, may_be_on_the_hub, tokens, variables
 from headrace.config.hackable.trainer import contradictions, trackers, typed_trainer
 from headrace.config.origins import Origins
-from headrace.config.problems import explain_all
+from headrace.config.problems import explain_all, located
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
 
@@ -55,12 +55,12 @@ def is_hackable(tree: Tree) -> bool:
     return named or bool(tree.keys() & (set(OWN_SECTIONS) - {"data"}))
 
 
-def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], where: str) -> tuple[Tree, list[str]]:
+def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
     """The tree of a run, and notices. `known` are the sections that a run file may have."""
     try:
         written, notices = usual_names(copy.deepcopy(tree))
     except InvalidValue as error:
-        raise _refusal([error], where) from error
+        raise _refusal([error], origins) from error
     of_trainer = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
     problems = unknown_keys(written, [*known, *OWN_SECTIONS])
     problems += unknown_keys(table_at(written, "trainer"), of_trainer, "trainer.")
@@ -68,13 +68,14 @@ def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], where: st
     try:
         given = HackableConfig.model_validate(own)
     except ValidationError as error:
-        raise _refusal([*problems, *explain_all(HackableConfig, error, {}, Origins(where))], where) from error
+        more = explain_all(HackableConfig, error, {}, origins)
+        raise ConfigError.combine([*(located(problem, origins) for problem in problems), *more]) from error
     if problems:
-        raise _refusal(problems, where)
+        raise _refusal(problems, origins)
     translation = _Translation(given, written, files)
     result = translation.result()
     if translation.problems:
-        raise _refusal(translation.problems, where)
+        raise _refusal(translation.problems, origins)
     return result, notices + translation.notices
 
 
@@ -87,8 +88,8 @@ def _without_nulls(tree: Tree) -> Tree:
     }
 
 
-def _refusal(problems: Sequence[str | BadInput], where: str) -> ConfigError:
-    return ConfigError.combine([BadInput(entry, file=where) if isinstance(entry, str) else entry for entry in problems])
+def _refusal(problems: Sequence[BadInput], origins: Origins) -> ConfigError:
+    return ConfigError.combine([located(problem, origins) for problem in problems])
 
 
 class _Translation:
@@ -259,7 +260,7 @@ class _Translation:
         try:
             parts = read_parts(providers)
         except BadInput as error:
-            self.problems.append(f"{key}.{error}")
+            self._refuse(error.fact, f"{key}.{error.key}", error.value, error.fix)
             return providers
         checked = []
         for number, (entry, part) in enumerate(zip(providers, parts, strict=True)):
@@ -346,6 +347,8 @@ class _Translation:
         sampler = table_at(section, "train", "curriculum").get("sampler")
         if not self.problems and sampler is None and is_in_order(args["provider"]):
             env["curriculum"] = {"sampler": {"type": "in_order"}}
+        if self.given.data.ratio is not None:
+            env["ratio"] = self.given.data.ratio
         if self._algorithm != "grpo" and not section.keys() & {"algo", "advantage"}:
             env["algo"] = self._algorithm
         return env
