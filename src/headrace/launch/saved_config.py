@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.config.base import Config, ConfigError, Tree, dump, put, read_file, read_toml, validate
+from headrace.config.base import Config, ConfigError, Tree, dump, put, read_file, read_toml, validate, value_at
 from headrace.config.hackable.translation import is_hackable
 from headrace.config.leaves import leaves
 from headrace.config.origins import Origins
@@ -40,7 +40,7 @@ def pin(config: T, output_dir: Path, model: str) -> T:
 def _pin_tokenizer(tree: Tree, model: str) -> None:
     """Environments that count tokens by themselves do it with the run's model, unless they name another."""
     for slot in ("train", "eval"):
-        for env in _section(tree, f"orchestrator.{slot}")["env"]:
+        for env in value_at(tree, ["orchestrator", slot, "env"]) or []:
             if env["id"] == "hackable":
                 env["args"].setdefault("tokenizer_name", model)
 
