@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.launch.watch import Watch, not_up
-from headrace.observe.status import ProcessStatus
+import pytest
+
+from headrace.launch.watch import Watch, not_up, stall_threshold
+from headrace.observe.status import ProcessStatus, Progress
 
 
 def status(name: str, time: float, state: str = "working", waiting_for: str = "", since: float = 0.0) -> ProcessStatus:
@@ -27,13 +29,44 @@ def test_a_run_that_moves_is_left_in_peace_and_the_minute_starts_anew() -> None:
     assert spoken_at(Watch(0.0), 200, progress_at=frozenset({0, 50, 100})) == [160]
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "threshold"),
+    [([], 60), ([2.0, 3.0], 60), ([84.0], 252), ([500.0, *[30.0] * 10], 90)],
+)
+def test_a_stall_is_judged_by_the_longest_recent_step(step_seconds: list[float], threshold: float) -> None:
+    assert stall_threshold(step_seconds) == threshold
+
+
+def test_steps_that_take_longer_than_a_minute_are_not_called_a_stall() -> None:
+    watch = Watch(0.0)
+    spoken = [now for now in range(600) if watch.look(now, now // 84, {}, [84.0] * (now // 84))]
+    assert spoken == [60]  # in the first step, when no length is known
+
+
+def test_a_micro_batch_counts_as_progress() -> None:
+    def training(now: int) -> dict[str, ProcessStatus]:
+        micro_batch = Progress("micro-batch", min(now // 50, 4), 4, 0.0)
+        return {"trainer": ProcessStatus("trainer", 1, now, "training step 1", progress=micro_batch)}
+
+    watch = Watch(0.0)
+    assert [now for now in range(300) if watch.look(now, 0, training(now))] == [260]
+
+
+def test_what_is_reported_as_a_problem_is_not_called_a_stall() -> None:
+    retrying = ProcessStatus("orchestrator", 1, 0.0, "collecting batch 1", problem="every reward was 0")
+    watch = Watch(0.0)
+    for now in range(300):
+        retrying.time = now
+        assert watch.look(now, 0, {"orchestrator": retrying}) == []
+
+
 def test_the_sentence_names_what_is_awaited_from_whom_and_since_when() -> None:
     statuses = {
         "inference": status("inference", 60, "serving"),
         "trainer": status("trainer", 60, "idle", "batch 3 from the orchestrator", 5),
     }
     assert Watch(0.0).look(60, 0, statuses) == [
-        "nothing has moved for 60 s. "
+        "no progress for 60 s (no step has finished yet). "
         "inference: serving; trainer: idle, waiting for batch 3 from the orchestrator (55 s)"
     ]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from headrace.observe import terminal
 from headrace.observe.history import History
-from headrace.observe.status import ProcessStatus
-from headrace.observe.terminal import LiveView, PlainView, facts, make_view, number, render, sparkline
+from headrace.observe.status import ProcessStatus, Progress
+from headrace.observe.terminal import LABEL_WIDTH, LiveView, PlainView, facts, make_view, number, render, sparkline
 
 
 def history(steps: int) -> History:
@@ -50,7 +52,7 @@ def test_the_live_view_shows_progress_reward_speed_and_who_waits_for_whom() -> N
         "trainer": ProcessStatus("trainer", 2, 130.0, "idle", "batch 11 from the orchestrator", 127.0),
     }
     console = Console(file=io.StringIO(), width=110, record=True)
-    console.print(render("my-run", 50, seen, statuses, 100.0, 130.0))
+    console.print(render("my-run", 50, seen, statuses, 100.0, 130.0, 110))
     shown = console.export_text()
     assert "step 10/50" in shown
     assert "30 s elapsed, 1:20 left" in shown  # forty steps of two seconds
@@ -135,4 +137,80 @@ def test_numbers_are_short() -> None:
 
 def test_the_view_needs_nothing_but_what_it_is_given(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
-    console.print(render("empty", 5, History(), {}, 0.0, 0.0))
+    console.print(render("empty", 5, History(), {}, 0.0, 0.0, 80))
+
+
+ADVICE = (
+    "512 batches in a row had nothing to train on: every reward was 0: too hard, too easy, or a reward that does not "
+    "tell answers apart. Set orchestrator.max_empty_batches to end such a run"
+)
+
+
+def lines_at(width: int, title: str = "my-run", problem: str = "") -> list[str]:
+    """The view of a run in its eleventh step, as a terminal of that width gets it."""
+    seen = history(10)
+    seen.add({"step": 10, "time": 120.0, "process": "orchestrator", "eval/a/avg@1": 0.9})
+    wait = "rollouts from the environments and the inference server"
+    gauges = {"dispatcher/inflight_train": 128, "dispatcher/inflight_eval": 0, "dispatcher/max_inflight": 256}
+    collected = Progress("rollouts", 87, 128, 129.0)
+    statuses = {
+        "orchestrator": ProcessStatus(
+            "orchestrator", 1, 130.0, "collecting batch 11", wait, 127.0, collected, problem, 70.0, gauges
+        ),
+        "trainer": ProcessStatus(
+            "trainer", 2, 130.0, "training step 11", progress=Progress("micro-batch", 3, 7, 100.0)
+        ),
+    }
+    console = Console(file=io.StringIO(), width=width, legacy_windows=False)
+    console.print(render(title, 50, seen, statuses, 100.0, 130.0, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("title", ["my-run", "a-run-with-a-name-that-is-longer-than-a-narrow-terminal-is-wide"])
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width: int, title: str) -> None:
+    lines = lines_at(width, title, ADVICE)
+    assert max(map(cell_len, lines)) <= width
+    assert title in "".join(line.strip() for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_sentences_are_wrapped_and_never_cut(width: int) -> None:
+    lines = lines_at(width, problem=ADVICE)
+    assert ADVICE in " ".join(" ".join(lines).split())
+    values = " ".join(" ".join(line[LABEL_WIDTH:] for line in lines).split())
+    waiting = "waiting for rollouts from the environments and the inference server (3 s)"
+    assert f"collecting batch 11: rollouts 87 of 128, {waiting}" in values
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_gauges_are_left_out_where_they_would_take_most_of_the_lines(width: int) -> None:
+    shown = " ".join(" ".join(lines_at(width)).split())
+    assert ("inflight train 128" in shown) == (width >= 80)
+
+
+def test_how_far_a_step_has_come_is_shown_and_since_when() -> None:
+    shown = "\n".join(lines_at(110))
+    assert "training step 11: micro-batch 3 of 7 (30 s)" in shown
+    assert "collecting batch 11: rollouts 87 of 128, waiting for rollouts" in shown
+
+
+def test_a_run_that_retries_says_since_when_and_why_and_has_no_countdown() -> None:
+    assert any(line.rstrip().endswith("1:20 left") for line in lines_at(250))
+    lines = lines_at(250, problem=ADVICE)
+    assert not any("left" in line for line in lines)
+    since = time.strftime("%H:%M:%S", time.localtime(70.0))
+    assert any(line.split() == f"no progress since {since} (1:00): {ADVICE}".split() for line in lines)
+
+
+def test_plain_output_has_a_line_about_a_problem_that_lasts_and_more_at_growing_intervals(
+    pipe: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = PlainView(50, pipe)
+    retrying = ProcessStatus("orchestrator", 1, 0.0, "collecting batch 1", problem=ADVICE, problem_since=1000.0)
+    for now in range(1000, 1200):
+        monkeypatch.setattr(terminal.time, "time", lambda now=now: float(now))
+        view.show(History(), {"orchestrator": retrying})
+    assert [line.partition(")")[0].rpartition("(")[2] for line in text_of(view, pipe)] == ["30 s", "1:00", "2:00"]
+    assert all(line.endswith(ADVICE) for line in text_of(view, pipe))

@@ -59,6 +59,7 @@ def test_the_last_group_of_an_epoch_completes_it_whichever_that_is():
     sink.open(entry, Version(0, 7), [first, second, third])
     assert sink.add(scored(third)) is None
     assert sink.add(scored(first)) is None
+    assert sink.tasks == (2, 3)
     batch = sink.add(scored(second))
     assert batch is not None
     assert (batch.env, batch.version, len(batch.groups)) == ("heldout", Version(0, 7), 3)
@@ -74,6 +75,7 @@ def test_epochs_of_one_environment_may_overlap():
     sink.open(entry, Version(0, 0), [early])
     sink.open(entry, Version(0, 10), [late])
     batch = sink.add(scored(late))
+    assert sink.tasks == (1, 2)
     assert batch is not None
     assert batch.version == Version(0, 10)
 

@@ -75,6 +75,17 @@ def test_of_a_batch_by_rollouts_those_are_missing_that_are_not_here():
     assert (sink.rollouts_per_batch, sink.missing(1), sink.missing(2)) == (4, 1, 5)
 
 
+def test_a_sink_says_how_much_of_the_next_batch_it_has():
+    by_rollouts = TrainSink(batch_size=3, token_batch_size=None, seq_len=64)
+    by_tokens = TrainSink(batch_size=None, token_batch_size=25, seq_len=64)
+    for sink in (by_rollouts, by_tokens):
+        sink.add(group("a"))
+    assert by_rollouts.filling == ("rollouts", 2, 3)
+    assert by_tokens.filling == ("tokens", 10, 25)
+    by_rollouts.add(group("b"))
+    assert by_rollouts.filling == ("rollouts", 3, 3)
+
+
 def test_dropped_groups_no_longer_count():
     sink = TrainSink(batch_size=4, token_batch_size=None, seq_len=64)
     for name in ("a", "b"):

@@ -192,7 +192,14 @@ def test_stopping_between_micro_batches_changes_nothing(directory: Path):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters().items()}
     step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=64, micro_batch_tokens=20)
     answers = iter([False, True])
-    assert step.run(pack(random_samples(1, 8), 20), lr=1.0, stopped=lambda: next(answers)) is None
+    begun: list[tuple[int, int]] = []
+    bins = pack(random_samples(1, 8), 20)
+    stopped = step.run(
+        bins, lr=1.0, stopped=lambda: next(answers), on_micro_batch=lambda *progress: begun.append(progress)
+    )
+    assert stopped is None
+    ((number, total),) = begun
+    assert number == 1 < total
     for name, parameter in model.named_parameters().items():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])

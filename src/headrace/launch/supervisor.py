@@ -170,7 +170,7 @@ class Supervisor:
             limit = f"not up after {self._start_timeout:.0f} s (launch.start_timeout)"
             raise LaunchError(f"{limit}: {', '.join(missing)}; their logs are in {self._run.logs}")
         alive = {name: status for name, status in self._statuses.items() if name in names}
-        for sentence in self._watch.look(now, self.history.moves, alive):
+        for sentence in self._watch.look(now, self.history.moves, alive, self.history.step_seconds):
             self._view.say(sentence)
         for process in running:
             status = alive.get(process.name)

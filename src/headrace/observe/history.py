@@ -115,6 +115,11 @@ class History:
         return next(reversed(self.trained), 0)
 
     @property
+    def step_seconds(self) -> list[float]:
+        """How long each step took, waiting included, as far as that is recorded."""
+        return [float(record["time/step"]) for record in self.trained.values() if "time/step" in record]
+
+    @property
     def elapsed(self) -> float:
         """Seconds from the first record to the last."""
         return 0.0 if self._first_time is None else float(self.latest["time"]) - self._first_time

@@ -30,6 +30,19 @@ class WaitTimeout(Failure):
     """A wait passed its deadline. The message names what was awaited from whom."""
 
 
+class Progress(msgspec.Struct):
+    """How far a process has come in what it is doing: "micro-batch 3 of 7"."""
+
+    what: str
+    done: int
+    total: int
+    since: float
+    """The time of the last change."""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.done:,} of {self.total:,}"
+
+
 class ProcessStatus(msgspec.Struct):
     """The content of a status file."""
 
@@ -39,6 +52,11 @@ class ProcessStatus(msgspec.Struct):
     state: str
     waiting_for: str = ""
     waiting_since: float = 0.0
+    progress: Progress | None = None
+    """Within the state."""
+    problem: str = ""
+    """Why the run gets no further although the process works, and what to change."""
+    problem_since: float = 0.0
     gauges: dict[str, Any] = msgspec.field(default_factory=dict)
     notices: list[str] = msgspec.field(default_factory=list)
     """What its user should know, in the order in which it was said."""
@@ -62,12 +80,22 @@ class Status:
 
     def set(self, state: str | None = None, **gauges: Any) -> None:
         """Change what the next beat says; `state` changes are written at once."""
-        changed = state is not None and state != self.current.state
-        if state is not None:
-            self.current.state = state
         self.current.gauges.update(gauges)
-        if changed:
+        if state is not None and state != self.current.state:
+            self.current.state, self.current.progress = state, None
             self._write()
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """Show how far the current state has come, from the next beat on."""
+        shown = self.current.progress
+        if shown is None or (shown.what, shown.done, shown.total) != (what, done, total):
+            self.current.progress = Progress(what, done, total, time.time())
+
+    def set_problem(self, problem: str) -> None:
+        """Show why the run gets no further; an empty text takes it back. The time is that of the first text."""
+        if problem and not self.current.problem:
+            self.current.problem_since = time.time()
+        self.current.problem = problem
 
     def notify(self, sentence: str) -> None:
         """Warn in the log of this process, and through its status on the terminal of the run."""
@@ -92,7 +120,7 @@ class Status:
         self.current.waiting_for, self.current.waiting_since = waits[0] if waits else ("", 0.0)
 
     def close(self, state: str) -> None:
-        self.current.state = state
+        self.current.state, self.current.progress, self.current.problem = state, None, ""
         self._waits.clear()
         self._show_wait()
         self._closed.set()
@@ -142,7 +170,7 @@ class _Patience:
         if self.deadline is not None and waited > self.deadline:
             raise WaitTimeout(f"gave up after {waited:.0f} s of waiting for {self.what} from {self.whom}")
         if waited > self.next_notice:
-            log.warning("waiting for %s from %s since %.0f s", self.what, self.whom, waited)
+            log.warning("has been waiting for %s from %s for %.0f s", self.what, self.whom, waited)
             self.next_notice *= 2
 
 

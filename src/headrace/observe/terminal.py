@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.history import History, Record
+from headrace.observe.live_region import LiveRegion
 from headrace.observe.status import ProcessStatus
 from headrace.observe.summary import duration
 
@@ -29,8 +30,17 @@ REFRESH = 0.5
 """Seconds between two pictures."""
 GAUGES = 4
 """How many of a process's gauges fit beside what it is doing."""
+GAUGES_WIDTH = 80
+"""Columns from which on they are shown: in a narrower terminal they would take most of the lines."""
+LABEL_WIDTH = len("orchestrator") + 2
+BAR_WIDTH = 28
+SPARK_WIDTH = 30
+SHOWN_SECONDS = 5
+"""From which on the time since the last progress is shown."""
 PLAIN_INTERVAL = 1.0
 """Least seconds between two step lines."""
+PROBLEM_NOTICE = 30.0
+"""Seconds that a problem lasts until plain output has a line about it; then at growing intervals."""
 
 
 class View(Protocol):
@@ -57,34 +67,33 @@ class LiveView:
         self._title, self._max_steps = title, max_steps
         self._started = time.time()
         self._next = 0.0
-        self._live = Live(console=console, auto_refresh=False)
-        self._live.start()
+        self._region = LiveRegion(console)
 
     def show(self, history: History, statuses: Statuses) -> None:
         if time.monotonic() >= self._next:
-            self._draw(history, statuses)
+            self._next = time.monotonic() + REFRESH
+            self._region.draw(self._picture(history, statuses))
 
     def say(self, message: str) -> None:
-        self._live.console.print(Text(message))
+        self._region.say(message)
 
     def close(self, history: History, statuses: Statuses) -> None:
-        self._draw(history, statuses)
-        self._live.stop()
+        self._region.close(self._picture(history, statuses))
 
-    def _draw(self, history: History, statuses: Statuses) -> None:
-        self._next = time.monotonic() + REFRESH
-        picture = render(self._title, self._max_steps, history, statuses, self._started, time.time())
-        self._live.update(picture, refresh=True)
+    def _picture(self, history: History, statuses: Statuses) -> RenderableType:
+        width = self._region.console.width
+        return render(self._title, self._max_steps, history, statuses, self._started, time.time(), width)
 
 
 class PlainView:
-    """One line per step, at most one a second, and one per evaluation: for log files and pipes."""
+    """One line per step, at most one a second, one per evaluation, and problems that last: for log files and pipes."""
 
     def __init__(self, max_steps: int, console: Console) -> None:
         self._max_steps, self._console = max_steps, console
         self._next = 0.0
         self._step: int | None = None
         self._evals: dict[str, dict[int, float]] = {}
+        self._problem_notice = PROBLEM_NOTICE
 
     def show(self, history: History, statuses: Statuses) -> None:
         self._show_evals(history)
@@ -92,9 +101,10 @@ class PlainView:
             self._step = history.step
         if history.step != self._step and time.monotonic() >= self._next:
             self._show_step(history)
+        self._show_problem(statuses)
 
     def say(self, message: str) -> None:
-        # Not wrapped: whoever reads a log file or a pipe wants one line to stay one line.
+        # Not wrapped: one line of a log file or a pipe stays one line.
         self._console.print(Text(message), soft_wrap=True)
 
     def close(self, history: History, statuses: Statuses) -> None:
@@ -109,6 +119,14 @@ class PlainView:
             "  ".join([f"step {history.step}/{self._max_steps}", *facts(history), *_left(history, self._max_steps)])
         )
 
+    def _show_problem(self, statuses: Statuses) -> None:
+        now, affected = time.time(), _with_problem(statuses)
+        if affected is None:
+            self._problem_notice = PROBLEM_NOTICE
+        elif now - affected.problem_since >= self._problem_notice:
+            self._problem_notice = 2 * (now - affected.problem_since)
+            self.say(problem(affected, now))
+
     def _show_evals(self, history: History) -> None:
         for name, versions in history.evals.items():
             for version in sorted(versions.keys() - self._evals.get(name, {}).keys()):
@@ -118,27 +136,61 @@ class PlainView:
 
 
 def render(
-    title: str, max_steps: int, history: History, statuses: Statuses, started: float, now: float
+    title: str, max_steps: int, history: History, statuses: Statuses, started: float, now: float, width: int
 ) -> RenderableType:
-    """The live view: progress, reward or loss, speeds, and what each process is doing."""
-    head = Table.grid(padding=(0, 2))
-    clock = ", ".join([f"{duration(now - started)} elapsed", *_left(history, max_steps)])
-    bar = ProgressBar(total=max_steps, completed=min(history.step, max_steps), width=28, complete_style="cyan")
-    head.add_row(Text(title, style="bold"), Text(f"step {history.step}/{max_steps}"), bar, Text(clock, style="dim"))
+    """Return the live view: progress, reward or loss, speeds, and what each process is doing.
+
+    No line is wider than `width`. What is a number or a curve is shortened to fit; what is a sentence is wrapped.
+    """
+    affected = _with_problem(statuses)
+    left = [] if affected else _left(history, max_steps)  # a step that does not come has no countdown
+    clock = ", ".join([f"{duration(now - started)} elapsed", *left])
 
     body = Table.grid(padding=(0, 2))
-    body.add_column(style="dim", no_wrap=True, min_width=len("orchestrator"))
-    body.add_column(no_wrap=True, overflow="ellipsis")
-    for label, value in (*_curves(history), *_speeds(history.latest)):
+    body.add_column(style="dim", overflow="fold", min_width=min(LABEL_WIDTH - 2, width // 2))
+    body.add_column(overflow="fold")
+    curve_width = min(SPARK_WIDTH, max(1, width - LABEL_WIDTH - len("0.0000  ")))
+    for label, value in (*_curves(history, curve_width), *_speeds(history.latest)):
         body.add_row(label, value)
     for name, status in statuses.items():
-        body.add_row(name, _activity_text(status, now))
-    return Group(head, body)
+        body.add_row(name, _activity_text(status, now, with_gauges=width >= GAUGES_WIDTH))
+    head = _head(title, min(history.step, max_steps), max_steps, clock, width)
+    return Group(head, *([] if affected is None else [Text(problem(affected, now), style="yellow")]), body)
+
+
+def _head(title: str, step: int, max_steps: int, clock: str, width: int) -> RenderableType:
+    """One line, or where that is too long for `width`, one each for the title, the steps and the time."""
+    steps = f"step {step}/{max_steps}"
+    bar = ProgressBar(total=max_steps, completed=step, width=BAR_WIDTH, complete_style="cyan")
+    name, time_text = Text(title, style="bold", overflow="fold"), Text(clock, style="dim")
+    line = Table.grid(padding=(0, 2))
+    if cell_len(title) + len(steps) + BAR_WIDTH + len(clock) + 6 <= width:
+        line.add_row(name, steps, bar, time_text)
+        return line
+    bar.width = min(BAR_WIDTH, width - len(steps) - 2)
+    if bar.width < 1:
+        return Group(name, steps, time_text)
+    line.add_row(steps, bar)
+    return Group(name, line, time_text)
+
+
+def problem(status: ProcessStatus, now: float) -> str:
+    """Why the run gets no further, and since when."""
+    since = time.strftime("%H:%M:%S", time.localtime(status.problem_since))
+    return f"no progress since {since} ({duration(now - status.problem_since)}): {status.problem}"
+
+
+def _with_problem(statuses: Statuses) -> ProcessStatus | None:
+    return next((status for status in statuses.values() if status.problem), None)
 
 
 def activity(status: ProcessStatus, now: float) -> str:
-    """What a process is doing, in words: its state, and what it waits for from whom."""
+    """What a process is doing, in words: its state, how far it has come, and what it waits for from whom."""
     words = status.state
+    if status.progress is not None:
+        words += f": {status.progress}"
+        if not status.waiting_for and now - status.progress.since >= SHOWN_SECONDS:
+            words += f" ({now - status.progress.since:.0f} s)"
     if status.waiting_for:
         since = max(0.0, now - status.waiting_since)
         wait = f"waiting for {status.waiting_for}" + (f" ({since:.0f} s)" if since >= 1 else "")
@@ -148,9 +200,9 @@ def activity(status: ProcessStatus, now: float) -> str:
     return words
 
 
-def _activity_text(status: ProcessStatus, now: float) -> Text:
-    if status.state == "finished":  # its gauges are of no use any more
-        return Text(status.state)
+def _activity_text(status: ProcessStatus, now: float, *, with_gauges: bool) -> Text:
+    if status.state == "finished" or not with_gauges:
+        return Text(activity(status, now))
     gauges = [(name.rpartition("/")[2].replace("_", " "), value) for name, value in status.gauges.items()][:GAUGES]
     return Text(activity(status, now)).append("  " + ", ".join(f"{name} {number(v)}" for name, v in gauges), "dim")
 
@@ -184,18 +236,19 @@ def _failed(history: History, env: str, version: int) -> str:
     return f" ({share:.0%} of its episodes failed)" if share else ""
 
 
-def _curves(history: History) -> list[tuple[str, Text]]:
+def _curves(history: History, width: int) -> list[tuple[str, Text]]:
+    """Rows with sparklines of at most `width` cells."""
     rows = []
     if reward := history.train_reward():
-        text = Text(f"{reward[-1][1]:.3f}  ").append(sparkline([value for _, value in reward]), style="cyan")
+        text = Text(f"{reward[-1][1]:.3f}  ").append(sparkline([value for _, value in reward], width), style="cyan")
         rows.append(("train reward", text))
     elif loss := history.loss():
-        text = Text(f"{loss[-1][1]:.4f}  ").append(sparkline([value for _, value in loss]), style="cyan")
+        text = Text(f"{loss[-1][1]:.4f}  ").append(sparkline([value for _, value in loss], width), style="cyan")
         rows.append(("loss", text))
     rows += [("trouble", Text(words, style="red")) for words in _skipped(history.latest)]
     if held_out := history.held_out():
         text = Text().append(f"{held_out[-1][1]:.3f}  ", style="bold")
-        text.append(sparkline([value for _, value in held_out]), style="yellow")
+        text.append(sparkline([value for _, value in held_out], width), style="yellow")
         text.append(f"  at step {held_out[-1][0]}, {held_out[0][1]:.3f} at first", style="dim")
         rows.append(("held-out", text))
     return rows
@@ -223,7 +276,7 @@ def _left(history: History, max_steps: int) -> list[str]:
     return [f"{duration(pace * remaining)} left"]
 
 
-def sparkline(values: Sequence[float], width: int = 30) -> str:
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
     """A curve in one line: block characters between the smallest and the largest value, averaged to `width`."""
     if not values:
         return ""

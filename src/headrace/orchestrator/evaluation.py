@@ -93,6 +93,8 @@ class EvalSink:
         self._epoch_of: dict[str, _Epoch] = {}
         self.open_epochs = 0
         """Epochs that have been opened and not reported."""
+        self._opened = 0
+        """Groups of all epochs since one was opened while no other was."""
         self._pinned: list[EvalBatch] = []
 
     @property
@@ -100,7 +102,13 @@ class EvalSink:
         """Whether an open epoch must be sampled from the current weights to its end."""
         return bool(self._pinned)
 
+    @property
+    def tasks(self) -> tuple[int, int]:
+        """How many tasks of the evaluations under way are done, and how many there are."""
+        return self._opened - len(self._epoch_of), self._opened
+
     def open(self, env: EvalEnv, version: Version, groups: Sequence[Group], now: float = 0.0) -> None:
+        self._opened = len(groups) + (self._opened if self.open_epochs else 0)
         batch = EvalBatch(env.name, version, env.group_size, env.solved, now)
         epoch = _Epoch(batch, len(groups), env.pinned)
         self._epoch_of.update({group.id: epoch for group in groups})

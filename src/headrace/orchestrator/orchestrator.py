@@ -177,6 +177,9 @@ class Orchestrator:
                 case ReportEval():
                     self._write(partial(self._report_eval, action.batch))
         self.status.set(self.pipeline.doing)
+        if self.pipeline.collected is not None:
+            self.status.advance(*self.pipeline.collected)
+        self.status.set_problem(self.pipeline.problem)
 
     async def _process_group(self, action: ProcessGroup) -> None:
         levels = self.processing if action.kind is Kind.TRAIN else self.eval_processing
@@ -256,9 +259,9 @@ class Orchestrator:
         self.status.set(None, **values)
         what, whom = self.pipeline.awaited()
         oldest = self.dispatcher.oldest()
-        story = (
-            f" (the oldest of the episodes in flight, of {oldest[0]}, runs since {oldest[1]:.0f} s)" if oldest else ""
-        )
+        story = ""
+        if oldest is not None:
+            story = f" (the oldest episode in flight, of {oldest[0]}, has been running for {oldest[1]:.0f} s)"
         self._waiting.look(f"{what} from {whom}", self.pipeline.progress, story)
 
     def _log_drift(self, report: Report | None) -> None:
@@ -344,7 +347,7 @@ class Waiting:
             return
         waited = time.monotonic() - self._since
         if waited > self._next_notice:
-            log.warning("waiting for %s since %.0f s%s", what, waited, story)
+            log.warning("has been waiting for %s for %.0f s%s", what, waited, story)
             self._next_notice = 2 * waited
 
 

@@ -196,11 +196,22 @@ class Pipeline:
     def doing(self) -> str:
         """In words, for people."""
         if self.step <= self.settings.max_steps:
-            story = self._drought.story
-            return f"collecting batch {self.step}" + (f" ({story})" if story else "")
+            return f"collecting batch {self.step}"
         if self.eval_sink.open_epochs:
             return f"evaluating version {self.version.step}"
         return "every batch is shipped" if self.trains else "between evaluations"
+
+    @property
+    def collected(self) -> tuple[str, int, int] | None:
+        """How far `doing` has come: the unit, how many there are, how many it takes; None where nothing is counted."""
+        if self.step <= self.settings.max_steps:
+            return self.sink.filling
+        return ("tasks", *self.eval_sink.tasks) if self.eval_sink.open_epochs else None
+
+    @property
+    def problem(self) -> str:
+        """Why no batch ships although rollouts arrive; empty as long as one does."""
+        return (self._drought.story or "") if self.step <= self.settings.max_steps else ""
 
     def awaited(self) -> tuple[str, str]:
         """What everything waits for, and from whom."""

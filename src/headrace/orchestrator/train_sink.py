@@ -43,6 +43,14 @@ class TrainSink:
         """How many make a batch, as far as that is known."""
         return self._batch_size if self._batch_size is not None else self._rollouts_in(self._token_batch_size or 0)
 
+    @property
+    def filling(self) -> tuple[str, int, int]:
+        """The unit of a batch's size, how many there are for the next one, and how many it takes."""
+        if self._batch_size is not None:
+            return "rollouts", min(self.rollouts, self._batch_size), self._batch_size
+        total = self._token_batch_size or 0
+        return "tokens", min(self.tokens, total), total
+
     def missing(self, batches: int) -> int:
         """How many more it takes for so many batches; at least 1 as long as they are not full."""
         if self._batch_size is not None:

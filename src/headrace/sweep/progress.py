@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.history import History, Tail
+from headrace.observe.live_region import LiveRegion
 from headrace.observe.summary import duration
 from headrace.sweep.record import State
 from headrace.transport.run_dir import RunDir
@@ -63,27 +63,26 @@ class View:
         self._console = console or Console()
         self._next = 0.0
         live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, auto_refresh=False) if live else None
-        if self._live is not None:
-            self._live.start()
+        self._live = LiveRegion(self._console) if live else None
 
     def show(self) -> None:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + (REFRESH if self._live is not None else PLAIN_INTERVAL)
         if self._live is not None:
-            self._live.update(table(self._title, self._runs), refresh=True)
+            self._live.draw(table(self._title, self._runs))
         elif running := [run for run in self._runs if run.state == "running" and run.history.step]:
             self.say("; ".join([counts(self._runs), *(f"{run.name} {run.steps} {run.value}" for run in running)]))
 
     def say(self, message: str) -> None:
-        # Not wrapped: one line of a log file or a pipe stays one line.
-        self._console.print(Text(message), soft_wrap=True)
+        if self._live is not None:
+            self._live.say(message)
+        else:  # not wrapped: one line of a log file or a pipe stays one line
+            self._console.print(Text(message), soft_wrap=True)
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.update(table(self._title, self._runs), refresh=True)
-            self._live.stop()
+            self._live.close(table(self._title, self._runs))
 
 
 def counts(runs: Sequence[Progress]) -> str:

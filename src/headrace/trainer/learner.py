@@ -138,14 +138,27 @@ class Learner:
         return self.config.optim.lr * factor
 
     def learn(
-        self, samples: list[Sample], *, envs: Sequence[str] = (), traced: bool = False, stopped: Callable[[], bool]
+        self,
+        samples: list[Sample],
+        *,
+        envs: Sequence[str] = (),
+        traced: bool = False,
+        stopped: Callable[[], bool],
+        on_micro_batch: Callable[[int, int], None] = lambda number, total: None,
     ) -> StepResult | None:
         """One optimizer step on all samples; None, with nothing changed, if it was stopped.
 
         Raises when too many in a row have changed nothing, since their gradients were not finite.
         """
         skipped = self.optimizer.skipped
-        result = self._step.run(self._bins(samples), self.learning_rate, envs=envs, traced=traced, stopped=stopped)
+        result = self._step.run(
+            self._bins(samples),
+            self.learning_rate,
+            envs=envs,
+            traced=traced,
+            stopped=stopped,
+            on_micro_batch=on_micro_batch,
+        )
         if result is not None:
             self.state.step += 1
             self.state.tokens_trained += result.tokens

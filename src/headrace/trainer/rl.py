@@ -73,7 +73,14 @@ def train(
         lr = learner.learning_rate
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
         traced = config.token_export.includes(step)
-        learn = partial(learner.learn, samples, envs=envs, traced=traced, stopped=stopped.is_set)
+        learn = partial(
+            learner.learn,
+            samples,
+            envs=envs,
+            traced=traced,
+            stopped=stopped.is_set,
+            on_micro_batch=partial(status.advance, "micro-batch"),
+        )
         with turn.taken(stopped.is_set) as is_ours:
             if takes_turns:
                 watch.lap("time/wait_for_turn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def train(
         samples = [render(conversation, renderer) for conversation in islice(conversations, config.data.batch_size)]
         watch.lap("time/render")
         lr = learner.learning_rate
-        result = learner.learn(samples, stopped=stopped.is_set)
+        on_micro_batch = partial(status.advance, f"step {step}, micro-batch")
+        result = learner.learn(samples, stopped=stopped.is_set, on_micro_batch=on_micro_batch)
         if result is None:
             break
         learner.state.examples += len(samples)

@@ -67,10 +67,12 @@ class TrainStep:
         envs: Sequence[str] = (),
         traced: bool = False,
         stopped: Callable[[], bool] = lambda: False,
+        on_micro_batch: Callable[[int, int], None] = lambda number, total: None,
     ) -> StepResult | None:
         """Train on all bins once. None, with nothing changed, if `stopped` says so between two micro-batches.
 
         `envs` names the environment of each sample that was packed. `traced` keeps what decides each token's gradient.
+        `on_micro_batch` is called before each micro-batch with its number, from 1, and their total.
         """
         tokens = StepTokens(bins)
         groups = tokens.cut(self.micro_batch_tokens or self.model.plan.row_tokens)
@@ -81,10 +83,12 @@ class TrainStep:
         trace = TokenTrace(tokens, counts) if traced else None
         computed = 0
         # Every rank runs as often as the one with the most to do, and at least once: collectives must meet.
-        for number in range(max(1, self.ranks.most(len(groups)))):
+        total = max(1, self.ranks.most(len(groups)))
+        for number in range(total):
             if self.ranks.any(stopped()):
                 self.optimizer.discard()
                 return None
+            on_micro_batch(number + 1, total)
             group = groups[number] if number < len(groups) else []
             batch = tokens.micro_batch(group, self.model.device, self.model.kernel)
             loss = self._loss(tokens, batch, counts, _members_by_env(tokens, batch, envs), sums, trace)
