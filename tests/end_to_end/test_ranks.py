@@ -45,7 +45,9 @@ class Trainer:
             self.run.batches.announce(step)
 
     def _configure(self, max_steps: int) -> RunConfig:
-        config, _ = load(RunConfig, [self._file], ["--max_steps", str(max_steps)])
+        # Adam would turn the rounding of gradients near its eps into visible steps.
+        optimizer = ["--trainer.optim.type", "sgd", "--trainer.optim.lr", "0.1", "--trainer.optim.momentum", "0.9"]
+        config, _ = load(RunConfig, [self._file], ["--max_steps", str(max_steps), *optimizer])
         save(pinned := pin(config, self.run.root, self._model), self.run)
         return pinned
 
@@ -71,12 +73,16 @@ def test_a_run_goes_on_with_another_number_of_ranks_on_the_batches_that_are_ther
     fewer.alone(4, "latest")
     more.alone(2)
     more.together(4, "--resume")
+    before, expected = load_file(tiny_model / "model.safetensors"), trained(alone.run)
     for run in (fewer.run, more.run):
         assert run.batches.steps() == []
         tensors = trained(run)
-        assert tensors.keys() == trained(alone.run).keys()
-        for name, expected in trained(alone.run).items():
-            torch.testing.assert_close(tensors[name], expected, atol=2e-5, rtol=0, msg=f"{run.root} {name}")
+        assert tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            # Relative to the way of the whole tensor: the rounding of a gradient, and of a parameter near 1.
+            way = (tensor - before[name]).abs().max()
+            assert way > 1e-4, name
+            assert (tensors[name] - tensor).abs().max() <= 1e-3 * way + 1e-7, f"{run.root} {name}"
     AutoModelForCausalLM.from_pretrained(more.run.final_model)
 
 

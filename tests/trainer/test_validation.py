@@ -77,5 +77,5 @@ def test_two_ranks_come_to_the_loss_of_one_before_a_step_and_after_it(directory:
     (before, after), alone = json.loads(done.stdout), losses_around_a_step(directory)
     assert before == pytest.approx([plain_loss(directory, supervised_samples(*n), 32) for n in ((1, 7), (2, 1))])
     assert before == pytest.approx(alone[0], rel=1e-5)
-    assert after == pytest.approx(alone[1], rel=1e-5)
+    assert after == pytest.approx(alone[1], rel=1e-5)  # parameters may differ where a gradient is near Adam's eps
     assert after != pytest.approx(before, rel=1e-3)
