@@ -7,6 +7,9 @@ DEV := $(VENV)/.dev-installed
 # Whoever has vLLM already names its interpreter: make test-vllm VLLM_PYTHON=...
 VLLM_PYTHON ?= .venv-vllm/bin/python
 VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installed)
+# One worker for each core, and one thread in each worker: pools of threads would wait for each other's cores. All tests
+# of a file run in one worker, so that their fixtures are made once.
+WORKERS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-full test-vllm lint docs lock clean
 .DEFAULT_GOAL := help
@@ -25,12 +28,14 @@ demo: $(RUNTIME)
 	$(BIN)/headrace rl examples/reverse-text/rl.toml $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(WORKERS) $(ARGS)
 
+# In one process: long runs of several processes each, which have limits of time and take all cores themselves.
 test-full: $(DEV)
 	$(BIN)/python -m pytest -m "full or not full" --session-timeout=14400 $(ARGS)
 
-# The vLLM that is installed here is one for CPUs, also where there are GPUs.
+# The vLLM that is installed here is one for CPUs, also where there are GPUs. In one process: each worker would start its
+# own vLLM servers, with their memory and threads.
 test-vllm: $(DEV) $(VLLM)
 	$(if $(VLLM),CUDA_VISIBLE_DEVICES= )HEADRACE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests/vllm $(ARGS)
 

@@ -109,6 +109,21 @@ def test_a_model_is_fused_once_and_computes_by_itself_what_it_did() -> None:
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
+def test_activations_are_right_at_the_ends_of_the_exponential_and_keep_what_is_not_a_number() -> None:
+    gate = torch.tensor([[[float("nan"), -1e4, -200.0, -87.5, -1.0, 0.0, 1.0, 87.5, 200.0, 1e4]]])
+    gated, ones = torch.empty_like(gate), torch.ones_like(gate)
+    compiling.kernels().gate_with_silu(
+        compiling.rows(gate), compiling.rows(ones), gated.data_ptr(), 1, gate.shape[-1], 1
+    )
+    torch.testing.assert_close(gated, torch.nn.functional.silu(gate), atol=1e-33, rtol=1e-6, equal_nan=True)
+
+
+def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "COMPILERS", ("false", *compiling.COMPILERS))
+    compiling.kernels.cache_clear()
+    assert fuse_layers(make_qwen3(0))
+
+
 def test_without_a_compiler_layers_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

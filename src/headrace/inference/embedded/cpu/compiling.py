@@ -25,6 +25,8 @@ FLAGS = (
     *("-shared", "-nodefaultlibs", "-Wl,-z,defs"),  # with the OpenMP that is named, and none that the compiler adds
 )
 COMPILERS = ("gcc", "cc")
+"""In the order in which they are tried. Clang links its own OpenMP, which torch has not loaded: it fails."""
+COMPILE_TIMEOUT_S = 60
 
 _number, _pointer, _float, _threads = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 
@@ -75,24 +77,29 @@ SIGNATURES = {
 @cache
 def kernels() -> ctypes.CDLL | None:
     """The functions of `SIGNATURES`; None, and a line in the log, where they cannot be had."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compilers = list(filter(None, map(shutil.which, COMPILERS)))
     openmp = _loaded_openmp()
-    if compiler is None or openmp is None:
+    if not compilers or openmp is None:
         log.info("layers are not fused: there is no %s", "GNU OpenMP in torch" if openmp is None else "C compiler")
         return None
+    problems = []
+    for compiler in compilers:
+        try:
+            return _compile(compiler, openmp)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+            problems.append(f"{compiler} failed: {said.strip()[-500:]}")
+    log.warning("layers are not fused: %s", "; ".join(problems))
+    return None
+
+
+def _compile(compiler: str, openmp: str) -> ctypes.CDLL:
+    """Return the functions. Raises OSError also where nothing may be executed out of the temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "kernels.so")
-        compiled = subprocess.run(
-            [compiler, *FLAGS, str(SOURCE), "-o", library, openmp, "-lm", "-lc"], capture_output=True, text=True
-        )
-        if compiled.returncode:
-            log.warning("layers are not fused: %s failed: %s", compiler, compiled.stderr.strip()[-500:])
-            return None
-        try:
-            loaded = ctypes.CDLL(library)
-        except OSError as error:  # a folder out of which nothing may be executed
-            log.warning("layers are not fused: %s", error)
-            return None
+        command = [compiler, *FLAGS, str(SOURCE), "-o", library, openmp, "-lm", "-lc"]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
+        loaded = ctypes.CDLL(library)
     for name, signature in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = signature, None

@@ -23,10 +23,13 @@ struct rows {  /* one of consecutive numbers for each token, and how far they ar
     int64_t stride;
 };
 
-/* Within two units in the last place of what is above 1e-37; a polynomial, so that compilers compute several at once. */
+/* Within two units in the last place of what is above 1e-37; a polynomial, so that compilers compute several at once.
+   A sum with 3 * 2^22 is rounded to whole numbers, which are then its lowest bits. A conversion to an integer would be
+   undefined for what is not a number, and stays so here. */
 static inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  /* what is not a number stays so */
-    float twos = floorf(x * 1.44269504f + 0.5f);
+    const float round = 12582912.0f;
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float rounded = x * 1.44269504f + round, twos = rounded - round;
     float rest = x - twos * 0.693359375f + twos * 2.12194440e-4f;
     float sum = 1.9875691500e-4f;
     sum = sum * rest + 1.3981999507e-3f;
@@ -35,8 +38,10 @@ static inline float exponential(float x) {
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * rest * rest + rest + 1.0f;
-    int32_t bits = ((int32_t)twos + 127) << 23;
+    uint32_t bits;
     float power;
+    memcpy(&bits, &rounded, sizeof bits);
+    bits = (bits + 127) << 23;
     memcpy(&power, &bits, sizeof power);
     return sum * power;
 }
