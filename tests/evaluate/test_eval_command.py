@@ -136,8 +136,11 @@ def test_a_model_one_that_does_not_load_and_permanent_checkpoints(
     Path("broken").mkdir()
     Path("broken/config.json").write_text('{"model_type": "qwen3"}')
     asked = ["--env", "reverse-text", "--num-examples", "3", "--max-tokens", "8", "--output"]
-    assert main(["eval", "tiny", "broken", *asked, "out"]) == 1
-    assert "broken was not evaluated: the server ended with exit status" in capfd.readouterr().err
+    assert main(["eval", "tiny", "broken", *asked, "out", "--engines", "2"]) == 1
+    said = capfd.readouterr().err
+    assert "broken was not evaluated: the server ended with exit status" in said
+    begun = [said.index(f"{name}: 3 of 3 episodes to run") for name in ("tiny", "broken")]
+    assert max(begun) < min(said.index(f"{name}: {n} of 3 episodes done") for name, n in (("tiny", 3), ("broken", 0)))
     good, bad = json.loads(Path("out/results.json").read_text())["models"]
     assert (good["name"], good["examples"], good["failure"]) == ("tiny", 3, "")
     assert bad["failure"]

@@ -1,7 +1,8 @@
 """Models evaluated from end to end: episodes against an engine on a real socket, files, and what a kill leaves."""
 
+import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from headrace.environments.chat import Chat
 from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.evaluate.evaluation import Evaluation, evaluate, examples_of
+from headrace.evaluate.evaluation import Evaluation, Outcome, evaluate, examples_of
 from headrace.evaluate.exam import Conditions
 from headrace.evaluate.models import Candidate
 from headrace.hackable import samples
 from headrace.hackable.samples import TrainingSample
+from headrace.orchestrator import lifetimes
 from headrace.rollout.types import Rollout, Task
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import read_endpoints
@@ -160,6 +162,64 @@ def test_tags_that_an_environment_gives_must_be_two_texts(tmp_path: Path):
     with pytest.raises(BadInput) as error:
         examples_of(MissingTag(), asked(tmp_path, tmp_path))
     assert (error.value.key, error.value.value) == ("MissingTag.thinking_tags", ("<think>", ""))
+
+
+async def test_servers_are_asked_at_once_and_a_failure_of_any_kind_costs_one_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    open_at_once: list[set[str]] = []
+    shown: set[str] = set()
+
+    @contextmanager
+    def show(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
+        shown.add(name)
+        if name == "fails":
+            raise RuntimeError("the disk is gone")
+        yield lambda: open_at_once.append(set(shown))
+        shown.remove(name)
+
+    first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
+    async with StandInEngine(tiny_model, first), StandInEngine(tiny_model, second):
+        candidates = [at(first)._replace(name="one"), at(first)._replace(name="fails"), at(second)._replace(name="two")]
+        one, failed, two = await evaluate(asked(tmp_path / "out", tiny_model), candidates, show)
+    assert any({"one", "two"} <= names for names in open_at_once)
+    assert isinstance(failed.error, RuntimeError) and "the disk is gone" in failed.result.failure
+    assert (one.result.examples, two.result.examples) == (6, 6)
+    assert set(one.result.estimates) == set(two.result.estimates)
+
+
+class HangsAtTheEnd(Environment):
+    """Its close() swallows every cancellation."""
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return [{"word": "river"}]
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        chat = Chat(context, task.data["word"])
+        await chat.reply()
+        return [chat.rollout({"correct": 1.0})]
+
+    async def close(self) -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
+def test_an_environment_that_does_not_close_is_left_behind(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name in ("FIRST_WORD", "PATIENCE", "GRACE"):
+        monkeypatch.setattr(lifetimes, name, 0.02)
+    run = RunDir(tmp_path / "run")
+
+    async def work() -> list[Outcome]:
+        async with StandInEngine(tiny_model, run):
+            hanging = asked(tmp_path / "out", tiny_model, env=f"{__name__}:HangsAtTheEnd", samples=1)
+            return await evaluate(hanging, [at(run)], silent)
+
+    (outcome,) = lifetimes.run_loop(work())
+    assert outcome.result.examples == 1
+    assert any("HangsAtTheEnd has not closed" in message for message in caplog.messages)
 
 
 class Duel(Environment):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-examples", metavar="N", type=_positive, help="only the first N examples [all]")
     parser.add_argument("--samples", metavar="K", type=_positive, default=1, help="episodes per example [1]")
-    parser.add_argument("--concurrency", metavar="N", type=_positive, default=256, help="episodes at once [256]")
+    parser.add_argument(
+        "--concurrency", metavar="N", type=_positive, default=256, help="episodes at once on an engine [256]"
+    )
     parser.add_argument("--zero-shot", metavar="FILE", type=Path, help="write the record of one model's examples, too")
     sampling = parser.add_argument_group("how replies are sampled")
     sampling.add_argument("--temperature", metavar="T", type=float, default=0.0, help="[0: the likeliest token]")
@@ -63,6 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--timeout", metavar="S", type=float, help="seconds of one episode [any]")
     running.add_argument("--workers", metavar="N", type=int, default=0, help="processes for the environment [0]")
     running.add_argument(
+        "--engines", metavar="N", type=_positive, help="on this machine at once [one on each GPU; else by cores]"
+    )
+    running.add_argument(
         "--serve-args", metavar="KEY=VALUE", nargs="+", default=[], type=_option, help="of [inference]: engine=vllm"
     )
     running.add_argument("--tokenizer", metavar="DIR", help="a model directory, for a server that names none")
@@ -74,15 +78,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import asyncio
+    from rich.console import Console
 
     from headrace.evaluate.evaluation import evaluate
+    from headrace.evaluate.progress import showing_progress
     from headrace.observe.logs import setup_logging
+    from headrace.orchestrator.lifetimes import run_loop
 
     setup_logging()
     evaluation, candidates, subject = prepare(arguments)
-    outcomes = asyncio.run(evaluate(evaluation, candidates, _progress))
+    with showing_progress(Console(stderr=True, highlight=False)) as progress:
+        outcomes = run_loop(_until_signal(evaluate(evaluation, candidates, progress)))
+    if isinstance(outcomes, int):
+        print("headrace: stopped; the same command goes on from here", file=sys.stderr)
+        return 128 + outcomes
     return report(arguments, evaluation, subject, outcomes)
+
+
+async def _until_signal(work: Coroutine[Any, Any, list[Outcome]]) -> list[Outcome] | int:
+    """Return what the evaluation came to, or the number of the signal that ended it: servers end with it, in order."""
+    import asyncio
+    import signal
+
+    task = asyncio.ensure_future(work)
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return received[0]
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate], str]:
@@ -196,6 +228,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         renderer,
         arguments.serve_args,
         arguments.api_key_var,
+        arguments.engines,
     )
 
 
@@ -218,19 +251,6 @@ def settings_of(evaluation: Evaluation) -> dict[str, Any]:
         "seq_len": given.seq_len,
         "renderer": evaluation.renderer,
     }
-
-
-@contextmanager
-def _progress(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn(escape(name)), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total, completed=done)
-        yield lambda: bar.advance(task)
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -25,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.launch.saved_config import read_sampled_run, run_directory
     from headrace.observe.monitors import forwarding
     from headrace.orchestrator import main
+    from headrace.orchestrator.lifetimes import GRACE
 
     config = read_sampled_run(arguments.run)
     run = run_directory(config)
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = 0 if over else STOPPED
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(main.GRACE)
+            thread.join(GRACE)
             if thread.is_alive():
                 leave_at_once(code)
     return code

@@ -1,4 +1,4 @@
-"""All models of an evaluation, one after the other: an environment is loaded once, servers come and go.
+"""All models of an evaluation, as many at once as there are engines. The environment is loaded once.
 
 Each model has a folder with its episodes and with what they were made under. Another evaluation does not mix with
 them: it is refused. A model that cannot be evaluated says why in its result, and the next one follows.
@@ -6,8 +6,10 @@ them: it is refused. A model that cannot be evaluated says why in its result, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, closing
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput, Failure
 from headrace.evaluate.completions import CompletionsFile, Scored
+from headrace.evaluate.engines import Team, gpus_per_engine, teams_of, this_machine
 from headrace.evaluate.exam import Conditions, Examples, Tags, examine, missing
 from headrace.evaluate.models import Candidate
 from headrace.evaluate.results import Result, result_of, unmatched_tags
@@ -26,8 +29,13 @@ from headrace.evaluate.serving import engine_urls, serving
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
 from headrace.launch.saved_config import read_run
+from headrace.orchestrator.lifetimes import wait_until_closed
 from headrace.rollout.types import Task
 from headrace.transport.files import MARKER, write_atomically
+
+log = logging.getLogger(__name__)
+
+COMPLETIONS = "completions.jsonl"
 
 Progress = Callable[[str, int, int], AbstractContextManager[Callable[[], None]]]
 """Shows how far a model has come, from so many episodes to all of them; called back as each one ends."""
@@ -45,6 +53,8 @@ class Evaluation(NamedTuple):
     """Options over those of the run that a model is of."""
     serve_options: Sequence[str]
     key_var: str
+    engines: int | None = None
+    """Engines on this machine at once; unset: one on each GPU, or what the cores have room for."""
 
     def settings(self, candidate: Candidate, weights: Any, tags: Sequence[Tags]) -> dict[str, Any]:
         """What its episodes depend on. More examples or samples are only more of the same."""
@@ -72,17 +82,44 @@ class Outcome(NamedTuple):
 
 
 async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress) -> list[Outcome]:
-    """In the order of the candidates."""
+    """Return what each candidate came to, in their order. As many are evaluated at once as there are engines for."""
     environment = load_environment(evaluation.env, evaluation.args)
     examples = examples_of(environment, evaluation)
+    started_here = 0
     for candidate in candidates:  # before the first of them takes an hour
         await _settings(evaluation, candidate, examples)
-    async with AsyncExitStack() as stack:
-        if evaluation.workers:
-            environment = WorkerPool(environment, evaluation.env, evaluation.args, size=evaluation.workers)
-        stack.push_async_callback(environment.close)
+        started_here += candidate.kind != "endpoint" and _is_incomplete(evaluation, candidate, environment, examples)
+    teams: asyncio.Queue[Team] = asyncio.Queue()
+    if started_here:
+        each = gpus_per_engine(evaluation.serve_options)
+        for team in teams_of(this_machine(), evaluation.engines, each, started_here):
+            teams.put_nowait(team)
+    if evaluation.workers:
+        environment = WorkerPool(environment, evaluation.env, evaluation.args, size=evaluation.workers)
+    try:
         await environment.start()
-        return [await _evaluate(evaluation, candidate, environment, examples, progress) for candidate in candidates]
+        async with asyncio.TaskGroup() as group:
+            jobs = [
+                group.create_task(_outcome(evaluation, candidate, environment, examples, teams, progress))
+                for candidate in candidates
+            ]
+        return [job.result() for job in jobs]
+    finally:
+        await wait_until_closed({asyncio.create_task(_close(environment)): f"the environment {evaluation.env}"})
+
+
+async def _close(environment: Environment) -> None:
+    await environment.close()
+
+
+def _is_incomplete(evaluation: Evaluation, candidate: Candidate, environment: Environment, examples: Examples) -> bool:
+    """Whether episodes are left to run, so that the candidate needs an engine."""
+    path = evaluation.output / candidate.name / COMPLETIONS
+    if not path.is_file():
+        return True
+    with closing(CompletionsFile(path)) as done:
+        samples = evaluation.conditions.samples
+        return bool(missing(examples.tasks, samples, done, together=environment.scores_groups))
 
 
 def examples_of(environment: Environment, evaluation: Evaluation) -> Examples:
@@ -101,24 +138,46 @@ def _tags(environment: Environment, task: Task) -> Tags:
     return tags[0], tags[1]
 
 
+async def _outcome(
+    evaluation: Evaluation,
+    candidate: Candidate,
+    environment: Environment,
+    examples: Examples,
+    teams: asyncio.Queue[Team],
+    progress: Progress,
+) -> Outcome:
+    """What a model came to; whatever it fails with costs the others nothing."""
+    try:
+        return await _evaluate(evaluation, candidate, environment, examples, teams, progress)
+    except (Failure, EngineCallError) as error:
+        failure: Exception = error
+        message = str(error)
+    except Exception as error:
+        log.exception("%s could not be evaluated", candidate.name)
+        failure, message = error, f"{type(error).__name__}: {error}"
+    return Outcome(Result(candidate.name, candidate.source, failure=message), [], failure)
+
+
 async def _evaluate(
-    evaluation: Evaluation, candidate: Candidate, environment: Environment, examples: Examples, progress: Progress
+    evaluation: Evaluation,
+    candidate: Candidate,
+    environment: Environment,
+    examples: Examples,
+    teams: asyncio.Queue[Team],
+    progress: Progress,
 ) -> Outcome:
     folder, tasks = evaluation.output / candidate.name, examples.tasks
     settings, given = await _settings(evaluation, candidate, examples), evaluation.conditions
     write_atomically(folder / "settings.json", msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
-    with closing(CompletionsFile(folder / "completions.jsonl")) as done:
-        left = missing(tasks, given.samples, done, together=environment.scores_groups)
-        total = len(tasks) * given.samples
-        try:
-            with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
-                if left:
-                    renderer = _renderer_of(candidate) | evaluation.renderer
-                    options = candidate, evaluation.serve_options, evaluation.key_var, folder / "serve.log"
-                    async with serving(*options) as served:
+    with closing(CompletionsFile(folder / COMPLETIONS)) as done:
+        if left := missing(tasks, given.samples, done, together=environment.scores_groups):
+            total = len(tasks) * given.samples
+            renderer = _renderer_of(candidate) | evaluation.renderer
+            options = evaluation.serve_options, evaluation.key_var, folder / "serve.log"
+            async with _team_for(candidate, teams) as team:
+                with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
+                    async with serving(candidate, *options, team) as served:
                         await examine(environment, examples, served, renderer, given, done, ended)
-        except (Failure, EngineCallError) as error:
-            return Outcome(Result(candidate.name, candidate.source, failure=str(error)), [], error)
         scored = [done.scored[task.key, sample] for task in tasks for sample in range(given.samples)]
     result = result_of(candidate.name, candidate.source, scored, given.samples)
     if all(episode.error for episode in scored):
@@ -130,6 +189,19 @@ async def _evaluate(
     return Outcome(result, scored)
 
 
+@asynccontextmanager
+async def _team_for(candidate: Candidate, teams: asyncio.Queue[Team]) -> AsyncIterator[Team]:
+    """Wait for a team of engines that no other model is using; an endpoint needs none."""
+    if candidate.kind == "endpoint":
+        yield ()
+        return
+    team = await teams.get()
+    try:
+        yield team
+    finally:
+        teams.put_nowait(team)
+
+
 async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Examples) -> dict[str, Any]:
     """What its episodes are made under; refused if those that it has were made otherwise."""
     is_served = candidate.kind == "endpoint"
@@ -139,7 +211,7 @@ async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Exam
 
 def _agreed(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     path = folder / "settings.json"
-    if not path.is_file() or not (folder / "completions.jsonl").is_file():
+    if not path.is_file() or not (folder / COMPLETIONS).is_file():
         return settings
     was = msgspec.json.decode(path.read_bytes())
     if settings["weights"] is None:  # a server that is gone, say: what it has answered can still be looked at

@@ -67,6 +67,7 @@ class Conditions(NamedTuple):
     correct: str | None
     """The reward or metric that says whether an answer is right."""
     concurrency: int
+    """Episodes at once on each engine."""
     timeout: float | None
     """Seconds of one episode."""
     tokenizer: str | None
@@ -109,7 +110,8 @@ async def examine(
             progress()
 
         tasks = examples.tasks
-        exam = Exam(environment, tasks[0].env, way.line, conditions.timeout, conditions.concurrency, keep)
+        at_once = conditions.concurrency * len(served.urls)
+        exam = Exam(environment, tasks[0].env, way.line, conditions.timeout, at_once, keep)
         left = missing(tasks, conditions.samples, done, together=environment.scores_groups)
         await exam.run([(task, left[task.key]) for task in tasks if task.key in left])
 

@@ -1,8 +1,9 @@
-"""The servers that answer for a model: those that run already, or one that is started for it and ends with it."""
+"""The servers that answer for a model: those that run already, or some that are started for it and end with it."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from headrace.chat.target import base_url, key_in
 from headrace.errors import BadInput, Failure
+from headrace.evaluate.engines import Team
 from headrace.evaluate.models import Candidate
 from headrace.launch.private_server import PrivateServer
 
@@ -35,19 +37,24 @@ class ExportFailed(Failure):
 
 
 @asynccontextmanager
-async def serving(candidate: Candidate, options: Sequence[str], key_var: str, log: Path) -> AsyncIterator[Served]:
-    """`options` are those of `headrace serve`, whose log stays; `key_var` holds the key of an endpoint."""
+async def serving(
+    candidate: Candidate, options: Sequence[str], key_var: str, log: Path, team: Team
+) -> AsyncIterator[Served]:
+    """Serve a model on the engines of a team with these options of `headrace serve`, whose logs stay.
+
+    An endpoint takes no team; `key_var` holds its key.
+    """
     if candidate.kind == "endpoint":
         chat_urls = [base_url(url) for url in candidate.source.split(",")]
         yield Served(engine_urls(candidate), key_in(key_var), None, chat_urls, key_var)
     elif candidate.kind == "model":
         _check_final(candidate)
-        async with _started(candidate.source, options, log) as served:
+        async with _started(candidate.source, options, log, team) as served:
             yield served
     else:
         with tempfile.TemporaryDirectory(prefix="model-", dir=log.parent) as directory:
             await _export(candidate.source, directory)
-            async with _started(directory, options, log) as served:
+            async with _started(directory, options, log, team) as served:
                 yield served
 
 
@@ -80,11 +87,16 @@ async def _export(checkpoint: str, directory: str) -> None:
 
 
 @asynccontextmanager
-async def _started(model: str, options: Sequence[str], log: Path) -> AsyncIterator[Served]:
-    server = PrivateServer(model, options, log)
+async def _started(model: str, options: Sequence[str], log: Path, team: Team) -> AsyncIterator[Served]:
+    """Start a server on each engine of the team; they share one key. The second logs to `serve-2.log`."""
+    key = secrets.token_urlsafe()
+    servers: list[PrivateServer] = []
     try:
-        while (address := server.address()) is None:
+        for number, env in enumerate(team, 1):
+            own_log = log if number == 1 else log.with_stem(f"{log.stem}-{number}")
+            servers.append(PrivateServer(model, options, own_log, env, key))
+        while None in (addresses := [server.address() for server in servers]):
             await asyncio.sleep(POLL)
-        yield Served([address.removesuffix("/v1")], server.key, model)
+        yield Served([address.removesuffix("/v1") for address in addresses if address], key, model)
     finally:
-        await asyncio.to_thread(server.close)
+        await asyncio.gather(*(asyncio.to_thread(server.close) for server in servers))

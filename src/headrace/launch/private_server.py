@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import Failure
@@ -25,15 +25,23 @@ class ServerEnded(Failure):
 
 
 class PrivateServer:
-    """It is starting from here on, and logs to that file. `key` opens it."""
+    """It is starting from here on, and logs to that file. `key` opens it; `env` are variables for it."""
 
-    def __init__(self, model: str, options: Sequence[str], log: Path) -> None:
-        self.key = secrets.token_urlsafe()
+    def __init__(
+        self,
+        model: str,
+        options: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.key = key or secrets.token_urlsafe()
         address = ["--host", LOOPBACK, "--port", "0", "--api_key_var", KEY_VAR]
         argv = [sys.executable, "-m", "headrace", "serve", model, "--alone", *options, *address]
         log.unlink(missing_ok=True)  # an earlier server's address is in it
         self._lifeline = Lifeline()
-        self._process = Process(ProcessSpec("the server", argv, {KEY_VAR: self.key}, service=True), log, self._lifeline)
+        spec = ProcessSpec("the server", argv, {**(env or {}), KEY_VAR: self.key}, service=True)
+        self._process = Process(spec, log, self._lifeline)
 
     def address(self) -> str | None:
         """Where it answers, with `/v1`, once it is up; raises `ServerEnded`. A model may take any time to load."""

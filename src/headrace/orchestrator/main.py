@@ -22,7 +22,7 @@ from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.journal import Journal
-from headrace.orchestrator.lifetimes import Lifetimes
+from headrace.orchestrator.lifetimes import Lifetimes, run_loop
 from headrace.orchestrator.loop_watch import watching_the_loop
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.pipeline import RunFailed
@@ -38,10 +38,6 @@ from headrace.transport.run_dir import RunDir
 log = logging.getLogger(__name__)
 
 
-GRACE = 2.0
-"""Seconds for what has been left behind to end before the process ends without it."""
-
-
 def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int = 1, in_turns: bool = False) -> bool:
     """Run until `max_steps`, or until SIGTERM or SIGINT; returns whether the run is over, rather than stopped.
 
@@ -49,18 +45,7 @@ def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int
     it. Without an environment to train on it only evaluates what the trainer publishes. An environment that ignores its
     cancellation does not keep the process: nobody waits for what it runs in.
     """
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(_run(config, run, status, servers, in_turns))
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=GRACE))
-        if not any(not task.done() for task in left):
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
+    return run_loop(_run(config, run, status, servers, in_turns))
 
 
 async def _run(
