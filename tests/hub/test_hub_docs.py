@@ -24,6 +24,8 @@ def test_every_command_of_the_page_runs(hub: Hub, run: Path, tmp_path: Path):
     write_model(tmp_path / "models/base")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/problems.jsonl").write_text("{}\n")
+    (tmp_path / "outputs/lambda").mkdir()
+    (tmp_path / "outputs/lambda/sweep.json").write_text("{}")
     write_rollouts(tmp_path / "outputs/run/rollouts", 1, [Rollout()], [], keep_last=1)
     for command in COMMANDS:
         if command[1:2] == ["team/run"]:  # elsewhere, as for whoever has not the run
@@ -32,6 +34,7 @@ def test_every_command_of_the_page_runs(hub: Hub, run: Path, tmp_path: Path):
             assert main(command) == 0, command
     assert (tmp_path / "outputs/run/journal.sqlite").is_file()
     assert (tmp_path / "data/problems/problems.jsonl").is_file()
+    assert (tmp_path / "outputs/lambda-again/sweep.json").is_file()
 
 
 @pytest.mark.parametrize("command", ["push", "pull"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from headrace.cli.main import main
 from headrace.hub.checksums import Checksum, git_of, sha256_of
@@ -127,7 +130,7 @@ def test_a_pull_does_not_write_over_what_differs_unless_it_may(
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     assert headrace("pull", "team/mill", tmp_path / "elsewhere") == 2
-    assert f"{mine} is there already, and differs" in capsys.readouterr().err
+    assert f"{mine}: " in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()] == ["tokenizer.json"]
     assert headrace("pull", "team/mill", tmp_path / "elsewhere", "--overwrite") == 0
     assert mine.read_text() == "{}"
@@ -180,10 +183,9 @@ def test_data_is_pushed_by_file_and_by_folder(hub: Hub, tmp_path: Path, capsys: 
     (folder / "test").mkdir(parents=True)
     (folder / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     (folder / "test" / "large.jsonl").write_text("x" * (LARGE + 1))
-    (folder / "notes.docx").write_text("not data")
     (folder / ".env").write_text(KEY)
     assert headrace("push", folder, "team/sums", "--dataset") == 0
-    assert "left out, since it is no data: .env, notes.docx" in capsys.readouterr().out
+    assert "left out: .env (hidden" in capsys.readouterr().out
     assert headrace("pull", "team/sums", tmp_path / "copy", "--dataset") == 0
     assert (tmp_path / "copy/test/large.jsonl").read_text() == "x" * (LARGE + 1)
     one = tmp_path / "more.jsonl"
@@ -192,6 +194,94 @@ def test_data_is_pushed_by_file_and_by_folder(hub: Hub, tmp_path: Path, capsys: 
     data = {"train.jsonl", "test/large.jsonl", "more.jsonl"}
     assert data <= hub.files("datasets/team/sums")
     assert set(json.loads(hub.content("datasets/team/sums", "headrace.json"))["files"]) == data
+
+
+@pytest.fixture
+def sweep(run: Path, tmp_path: Path) -> Path:
+    """A sweep of two runs, with its record, report, evaluation and logs, and all that must not travel."""
+    folder = tmp_path / "artifacts" / "lambda"
+    folder.mkdir(parents=True)
+    for name in ("lr=0.0001,seed=0", "lr=0.001,seed=0"):
+        shutil.copytree(run, folder / name)
+        (folder / name / "logs" / "inference.log").write_text("up")
+        (folder / name / "journal.sqlite-shm").write_bytes(bytes(64))
+        (folder / name / "turns").mkdir()
+        (folder / name / "turns" / "engine.lock").touch()
+    files = {
+        "sweep.json": "{}", "report.md": "# Report", "report.html": "<html/>", "curves/reward.svg": "<svg/>",
+        "eval/results.csv": "a,b", "eval/model/completions.jsonl": "{}\n", "notes/run.yaml": "a: 1",
+        "notes/rl.toml": "a = 1",
+        "notes/thoughts.py": "x = 1", "weights.bin": "\0\1", "LICENSE": "free", "empty.txt": "",
+        "logs/one.log": "x" * LARGE,
+    }  # fmt: skip
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    (folder / ".lock").touch()
+    (folder / "unused").mkdir()
+    (folder / "latest").symlink_to(folder / "notes", target_is_directory=True)
+    (folder / "outside.json").symlink_to(tmp_path / "models" / "the-base" / "config.json")
+    return folder
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_sweep_comes_back_whole_but_for_secrets_and_what_is_of_one_machine(
+    hub: Hub, sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = files_in(sweep)
+    assert headrace("push", sweep, "team/lambda") == 0
+    left_out = set(re.findall(r"^left out: (.+) \(.+\)$", capsys.readouterr().out, re.MULTILINE))
+    inner = ("endpoints", "turns", ".env", "journal.sqlite-shm", "model/key.pem")
+    own = {f"{name}/{path}" for name in ("lr=0.0001,seed=0", "lr=0.001,seed=0") for path in inner}
+    assert left_out == own | {".lock", "unused", "latest", "outside.json"}
+    assert headrace("pull", "team/lambda", tmp_path / "copy", "--dataset") == 0
+    stays = tuple(path if (sweep / path).is_file() else f"{path}/" for path in left_out)
+    assert files_in(tmp_path / "copy") == {path: text for path, text in before.items() if not path.startswith(stays)}
+    assert not any(KEY.encode() in path.read_bytes() for path in hub.folder.iterdir())
+    assert read_run(tmp_path / "copy" / "lr=0.001,seed=0").output_dir == tmp_path / "copy" / "lr=0.001,seed=0"
+
+
+def test_the_same_snapshot_again_sends_nothing_and_what_is_gone_goes_away(hub: Hub, sweep: Path):
+    headrace("push", sweep, "team/lambda")
+    hub.uploaded.clear()
+    assert headrace("push", sweep, "team/lambda") == 0
+    assert hub.uploaded == []
+    (sweep / "report.md").unlink()
+    assert headrace("push", sweep, "team/lambda", "--exclude", "*.html", "--exclude", "*/checkpoints/*") == 0
+    files = hub.files("datasets/team/lambda")
+    assert not {path for path in files if path.endswith(("report.md", ".html")) or "/checkpoints/" in path}
+    assert "lr=0.001,seed=0/model/model.safetensors" in files
+
+
+def test_a_file_of_a_snapshot_that_arrives_changed_is_not_taken(hub: Hub, sweep: Path, tmp_path: Path):
+    headrace("push", sweep, "team/lambda")
+    (blob,) = [path for path in hub.folder.iterdir() if path.read_bytes() == (sweep / "logs/one.log").read_bytes()]
+    blob.write_bytes(b"y" * LARGE)
+    assert headrace("pull", "team/lambda", tmp_path / "copy", "--dataset") == 1
+    assert not (tmp_path / "copy").exists()
+
+
+def test_the_readme_of_a_folder_is_its_card_and_comes_back(hub: Hub, tmp_path: Path):
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "README.md").write_text("# Mine")
+    assert headrace("push", tmp_path / "sums", "team/sums", "--dataset") == 0
+    assert hub.content("datasets/team/sums", "README.md") == b"# Mine"
+    assert headrace("pull", "team/sums", tmp_path / "copy", "--dataset") == 0
+    assert files_in(tmp_path / "copy") == {"README.md": b"# Mine"}
+
+
+def test_the_storage_root_of_this_machine_stays_here(hub: Hub, run: Path, tmp_path: Path):
+    tree = tomllib.loads((run / "config.toml").read_text())
+    tree["launch"] = {"env": {"HEADRACE_CACHE": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "MINE": "1"}}
+    tree["wandb"] = {"dir": str(tmp_path / "logs")}
+    (run / "config.toml").write_text(tomli_w.dumps(tree))
+    headrace("push", run, "team/mill")
+    assert str(tmp_path).encode() not in hub.content(REPO, "run/config.toml")
+    headrace("pull", "team/mill", tmp_path / "elsewhere")
+    assert read_run(tmp_path / "elsewhere").launch.env == {"MINE": "1"}
 
 
 def test_rollouts_of_a_run_are_a_dataset(hub: Hub, run: Path, tmp_path: Path):
@@ -268,4 +358,4 @@ def test_the_command_itself_pushes_with_variables_alone(hub: Hub, tmp_path: Path
 def test_a_step_that_is_no_checkpoint_is_named(hub: Hub, run: Path, step: int, capsys: pytest.CaptureFixture[str]):
     write_checkpoint(run / "checkpoints", 6)
     assert headrace("push", run, "team/mill", "--checkpoint", f"step-{step + 1}") == 2
-    assert f"no complete checkpoint of step {step + 1} (it has: 2, 4, 6)" in capsys.readouterr().err
+    assert f'--checkpoint = "step-{step + 1}": ' in capsys.readouterr().err

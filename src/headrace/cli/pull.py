@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     target: Path = arguments.target
     if target.exists() and not target.is_dir():
-        raise BadInput(f"{target} is a file: name a directory")
+        raise BadInput("a file, not a directory", key="DIR", value=str(target))
     if in_use(target):
-        raise BadInput(f"{target} is a run that is at work: stop it, or choose another DIR")
+        raise BadInput("a run is at work there", key="DIR", value=str(target), fix="Stop it, or choose another DIR.")
     kind: RepoType = "dataset" if arguments.dataset else "model"
     repository = Repository(arguments.repo, kind, token_in(arguments.token_var), arguments.token_var)
     plan, there = plan_pull(repository, arguments.revision, target, overwrite=arguments.overwrite)

@@ -13,15 +13,24 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PATH", type=Path, help="a run, a checkpoint, a model directory, or data")
+    parser.add_argument(
+        "target", metavar="PATH", type=Path, help="a run, a sweep, a checkpoint, a model directory, or data"
+    )
     parser.add_argument("repo", metavar="OWNER/NAME", help="the repository; made if it is not there")
     data = parser.add_mutually_exclusive_group()
-    data.add_argument("--dataset", action="store_true", help="PATH is a file or a folder of data")
+    data.add_argument("--dataset", action="store_true", help="PATH is a file, or a folder that goes up whole")
     data.add_argument("--rollouts", action="store_true", help="what the run sampled, as a dataset")
     run = parser.add_argument_group("what of a run goes up beside its final model, settings and metrics")
     run.add_argument("--checkpoint", metavar="step-N", action="append", default=[], type=_step, help="this one, too")
     run.add_argument("--permanent", action="store_true", help="every permanent checkpoint")
     run.add_argument("--resume-state", action="store_true", help="all that it takes to continue the run elsewhere")
+    parser.add_argument(
+        "--exclude",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="of a dataset: leave out paths or names like this",
+    )
     add_hub_options(parser)
     parser.add_argument(
         "--private", action=argparse.BooleanOptionalAction, default=True, help="who may read a new repository [private]"
@@ -40,19 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
     from headrace.hub.push import described, plan_push, push, read_manifest
     from headrace.hub.repository import Repository, RepoType, token_in
+    from headrace.sweep.record import FILE as SWEEP
 
     token = token_in(arguments.token_var)
+    arguments.dataset |= (arguments.target / SWEEP).is_file()
     kind: RepoType = "dataset" if arguments.dataset or arguments.rollouts else "model"
     with contents_of(arguments) as contents:
-        if contents.left_out:
-            print(f"left out, since it is no data: {', '.join(contents.left_out)}")
+        for path, reason in contents.left_out.items():
+            print(f"left out: {path} ({reason})")
         if arguments.dry_run and token is None:
             print(described(plan_push(contents, None, None, arguments.repo, replace=arguments.replace)))
             print(f"{arguments.token_var} is not set: the hub was not asked what it has already")
             return 0
         if token is None:
             raise BadInput(
-                f"{arguments.token_var} is not set: a push needs a token that may write, from the hub's settings page"
+                "not set, and a push needs a token", key=arguments.token_var, fix="Make one that may write on the hub."
             )
         repository = Repository(arguments.repo, kind, token, arguments.token_var)
         if arguments.dry_run:
@@ -84,13 +95,16 @@ def contents_of(arguments: argparse.Namespace) -> Iterator[Contents]:
     target: Path = arguments.target
     parts = Parts(arguments.checkpoint, arguments.permanent, arguments.resume_state)
     if not target.exists():
-        raise BadInput(f"{target}: no such file or directory")
+        raise BadInput("no such file or directory", key="PATH", value=str(target))
     if any(parts) and (not is_run(target) or arguments.dataset or arguments.rollouts):
-        raise BadInput("--checkpoint, --permanent and --resume-state are parts of a run")
+        options = zip(("--checkpoint", "--permanent", "--resume-state"), parts, strict=True)
+        raise BadInput("only a run has such parts", key=next(name for name, part in options if part))
+    if arguments.exclude and not arguments.dataset:
+        raise BadInput("only a dataset is a selection of files", key="--exclude", fix="Leave it out, or add --dataset.")
     if arguments.rollouts and not is_run(target):
-        raise BadInput(f"--rollouts: {target} is no run")
+        raise BadInput(f"{target} is not a run", key="--rollouts")
     if arguments.dataset:
-        yield contents_of_dataset(target, arguments.repo)
+        yield contents_of_dataset(target, arguments.repo, arguments.exclude)
     elif arguments.rollouts:
         yield contents_of_rollouts(target, arguments.repo)
     elif is_run(target):
@@ -104,7 +118,12 @@ def contents_of(arguments: argparse.Namespace) -> Iterator[Contents]:
     elif (target / "config.json").is_file():
         yield contents_of_model(target, target.resolve().name, arguments.repo)
     else:
-        raise BadInput(f"{target} is no run, no checkpoint and no model directory; data is pushed with --dataset")
+        raise BadInput(
+            "neither a run nor a sweep, a checkpoint or a model directory",
+            key="PATH",
+            value=str(target),
+            fix="Push data, or any folder, with --dataset.",
+        )
 
 
 def _name_of_checkpoint(checkpoint: Path) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import NamedTuple
 
 from headrace.config.base import read_toml
@@ -14,8 +15,9 @@ from headrace.errors import BadInput
 from headrace.hub import places
 from headrace.hub.card import dataset_card, model_card, rollouts_card, run_card
 from headrace.hub.checksums import Content
+from headrace.hub.folder import Listing, list_folder, refuse_running, refuse_secrets_in
 from headrace.hub.manifest import Kind
-from headrace.hub.places import BASE, CONFIG, METRICS, RUN, in_repo, is_data_file, is_model_file, is_part_of_run
+from headrace.hub.places import BASE, CONFIG, METRICS, RUN, in_repo, is_model_file, is_part_of_run
 from headrace.hub.portable import hub_name, moved
 from headrace.hub.secrets import refuse_secrets
 from headrace.launch.run_directory import checkpoints, in_use
@@ -37,7 +39,8 @@ class Contents(NamedTuple):
     whole: Sequence[str]
     """Where a push has all there is, so that what an earlier one left there is deleted: paths begin with this; `ROOT`
     stands for files in no folder. Nothing: files are added to those that are there."""
-    left_out: Sequence[str] = ()
+    left_out: Mapping[str, str] = MappingProxyType({})
+    """Files and folders of a dataset that stay here, each with the reason."""
 
 
 class Parts(NamedTuple):
@@ -53,9 +56,10 @@ class Parts(NamedTuple):
 def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
     run, name = RunDir(directory), title(RunDir(directory))
     if parts.resume_state and in_use(directory):
-        raise BadInput(f"{directory} is running: what it takes to continue it would be of two moments; stop it first")
+        fact = "the run is at work: its files would be of two moments"
+        raise BadInput(fact, key="PATH", value=str(directory), fix="Stop it first.")
     tree = read_toml(run.config)
-    refuse_secrets(tree, str(run.config), os.environ)
+    refuse_secrets(tree, run.config, os.environ)
     base = str(tree.get("model", {}).get("name", ""))
     folders = ["model", "adapter", *_checkpoint_folders(run, parts)]
     files: dict[str, Content] = {in_repo(path): directory / path for path in _parts_in(directory, folders)}
@@ -80,16 +84,18 @@ def _checkpoint_folders(run: RunDir, parts: Parts) -> list[str]:
     known = ", ".join(map(str, found)) or "none"
     for step in parts.steps:
         if step not in found:
-            raise BadInput(f"{run.root} has no complete checkpoint of step {step} (it has: {known})")
+            fact = f"{run.root} has no complete checkpoint of this step (it has: {known})"
+            raise BadInput(fact, key="--checkpoint", value=f"step-{step}")
     chosen = [found[step] for step in parts.steps]
     if parts.permanent:
         kept = [path for path in run.checkpoints.glob("permanent/step-*") if (path / MARKER).is_file()]
         if not kept:
-            raise BadInput(f"{run.root} has no permanent checkpoint: ckpt.permanent_interval makes them")
+            fix = "ckpt.permanent_interval makes them."
+            raise BadInput(f"{run.root} has no permanent checkpoint", key="--permanent", fix=fix)
         chosen += kept
     if parts.resume_state:
         if not run.latest_checkpoint_step():
-            raise BadInput(f"{run.root} has no checkpoint to continue from: leave --resume-state out")
+            raise BadInput(f"{run.root} has no checkpoint to continue from", key="--resume-state", fix="Leave it out.")
         chosen.append(run.checkpoints / f"step-{run.latest_checkpoint_step():08d}")
     return sorted({str(path.relative_to(run.root)) for path in chosen})
 
@@ -128,21 +134,23 @@ def contents_of_model(directory: Path, name: str, repo: str, base: str | None = 
 
 def _model_files(directory: Path) -> list[Path]:
     if not (directory / "config.json").is_file():
-        raise BadInput(f"{directory} has no config.json: it is no model directory")
+        raise BadInput("not a model directory: it has no config.json", key="PATH", value=str(directory))
     return sorted(path for path in directory.iterdir() if path.is_file() and is_model_file(path.name))
 
 
-def contents_of_dataset(source: Path, repo: str) -> Contents:
-    """A file, or the data in a folder with all its folders."""
-    found = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-    root = source.parent if source.is_file() else source
-    inner = {PurePosixPath(path.relative_to(root)): path for path in found}
-    files: dict[str, Content] = {str(path): file for path, file in inner.items() if is_data_file(path)}
-    if not files:
-        raise BadInput(f"{source} has no data in it: that is, no {', '.join(places.DATA_FILES)}")
-    left_out = [str(path) for path in inner if not is_data_file(path)]
-    card = None if places.CARD in files else dataset_card(source.stem, repo)
-    return Contents("dataset", source.name, files, card, [""] if source.is_dir() else [], left_out)
+def contents_of_dataset(source: Path, repo: str, exclude: Sequence[str] = ()) -> Contents:
+    """A file, or a folder with all its folders: data, or a sweep."""
+    name = source.resolve().name
+    if source.is_dir():
+        refuse_running(source)
+        found = list_folder(source, exclude)
+    else:
+        found = Listing({name: source}, {})
+    if not found.files:
+        raise BadInput("there is no file that may go up", key="PATH", value=str(source))
+    refuse_secrets_in(found.files, source, os.environ)
+    card = None if places.CARD in found.files else dataset_card(name, repo)
+    return Contents("dataset", name, dict(found.files), card, [""] if source.is_dir() else [], found.left_out)
 
 
 def contents_of_rollouts(directory: Path, repo: str) -> Contents:

@@ -38,7 +38,7 @@ def decode(content: bytes, where: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
-        raise BadInput(f"{where} is none of Headrace's: {error}") from error
+        raise BadInput(f"not written by Headrace: {error}", file=where) from error
     if manifest.schema != SCHEMA:
-        raise BadInput(f"{where} is of schema {manifest.schema}; this version of Headrace reads {SCHEMA}")
+        raise BadInput(f"this version of Headrace reads {SCHEMA}", file=where, key="schema", value=manifest.schema)
     return manifest

@@ -2,6 +2,7 @@
 
 The final model is at the root, where everybody looks for a model; the rest of the run is below `run/`. Only what is
 named here goes up or comes down: a run directory also has servers' keys, logs, and paths of the machine that it is on.
+(A folder that goes up as a dataset is `folder.py`'s.)
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from pathlib import PurePosixPath
 CARD, MANIFEST = "README.md", "headrace.json"
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "*.py")
 """Of a Hugging Face model directory."""
-DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.csv", "*.tsv", "*.txt", "*.arrow", "*.md", "*.jsonl.gz")
-"""Of a folder that is pushed as a dataset."""
 BASE = "base"
 """The model that a run began with, where no hub has it."""
 RUN = "run/"
@@ -25,11 +24,6 @@ _STEP = re.compile(r"step-\d{8}")
 
 def is_model_file(name: str) -> bool:
     return _fits(name, MODEL_FILES) and name not in (CARD, MANIFEST)
-
-
-def is_data_file(path: PurePosixPath) -> bool:
-    """Hidden ones are none, and neither is what lies in a hidden folder."""
-    return _fits(path.name, DATA_FILES) and not any(part.startswith(".") for part in path.parts)
 
 
 def is_part_of_run(path: PurePosixPath) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import tomli_w
 
 from headrace.config.base import Tree, put
+from headrace.config.paths import CACHE_VARIABLE
 from headrace.config.run import SHARED
 
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
@@ -29,4 +30,7 @@ def moved(tree: Tree, output_dir: str, model: str | None) -> bytes:
         put(tree, path.split("."), output_dir)
     for path in ("model", *shared.get("model", ())) if model is not None else ():
         put(tree, [*path.split("."), "name"], model)
+    tree.get("wandb", {}).pop("dir", None)
+    for variable in (CACHE_VARIABLE, "HF_HOME"):  # the storage root of one machine
+        tree.get("launch", {}).get("env", {}).pop(variable, None)
     return tomli_w.dumps(tree).encode()

@@ -18,7 +18,7 @@ from headrace.errors import BadInput
 from headrace.hub.checksums import Checksum
 from headrace.hub.errors import HubFailure
 from headrace.hub.manifest import Manifest
-from headrace.hub.places import BASE, CONFIG, MANIFEST, RUN, in_run
+from headrace.hub.places import BASE, CARD, CONFIG, MANIFEST, RUN, in_run
 from headrace.hub.portable import moved
 from headrace.hub.push import read_manifest, readable
 from headrace.hub.repository import Repository, Snapshot
@@ -54,8 +54,10 @@ def plan_pull(repository: Repository, revision: str, target: Path, *, overwrite:
     if there is None:
         other = "without" if repository.kind == "dataset" else "with"
         raise BadInput(
-            f"the hub has no {repository.kind} repository {repository.name} with a revision {revision}, or you may not "
-            f"see it; it may need a token, and what is a dataset is pulled {other} --dataset"
+            f"the hub has no such {repository.kind} repository with a revision {revision}, or you may not see it",
+            key="OWNER/NAME",
+            value=repository.name,
+            fix=f"It may need a token; a repository of the other kind is pulled {other} --dataset.",
         )
     manifest = read_manifest(repository, there)
     if manifest is not None and (missing := sorted(set(manifest.files) - set(there.files))):
@@ -82,8 +84,10 @@ def _places(there: Snapshot, manifest: Manifest | None, target: Path) -> dict[st
         return {path: target / inner for path, inner in known.items() if inner is not None}
     for path in there.files:
         if path.startswith("/") or ".." in PurePosixPath(path).parts:
-            raise BadInput(f"{path}: a file of that name could be written anywhere; nothing is pulled")
+            raise BadInput("a file of that name could be written anywhere; nothing is pulled", file=path)
     skipped = {MANIFEST, ".gitattributes"}
+    if manifest is not None and manifest.kind == "dataset" and CARD not in manifest.files:
+        skipped.add(CARD)  # it was made by the push: the folder had none
     return {path: target / path for path in there.files if path not in skipped}
 
 
@@ -93,9 +97,11 @@ def _check_free(lacking: list[Wanted], config: bytes | None, target: Path) -> No
     if config is not None and here.exists() and here.read_bytes() != config:
         differing.append(str(here))
     if differing:
+        more = f" (so do {len(differing) - 1} more)" if len(differing) > 1 else ""
         raise BadInput(
-            f"{differing[0]} is there already, and differs from what would be pulled"
-            f"{f' (so do {len(differing) - 1} more)' if len(differing) > 1 else ''}: choose another DIR, or --overwrite"
+            f"is there already, and differs from what would be pulled{more}",
+            file=differing[0],
+            fix="Choose another DIR, or --overwrite.",
         )
 
 

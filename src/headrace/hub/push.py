@@ -90,14 +90,16 @@ def _card(contents: Contents, remote: dict[str, Checksum], was: Manifest | None)
 
 
 def _check_owner(contents: Contents, remote: dict[str, Checksum], before: Manifest | None, repo: str) -> None:
-    advice = "choose another repository, or --replace what is there"
+    fix = "Choose another repository, or --replace what is there."
     if before is None:
         strange = sorted(set(remote) - INNOCENT)
         if strange:
             named = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
-            raise BadInput(f"{repo} has content that no push of Headrace put there ({named}): {advice}")
+            fact = f"it has content that no push of Headrace put there ({named})"
+            raise BadInput(fact, key="OWNER/NAME", value=repo, fix=fix)
     elif before.kind != contents.kind or (contents.whole and before.name != contents.name):
-        raise BadInput(f"{repo} has {before.title}, not the {contents.kind} {contents.name}: {advice}")
+        fact = f"it has {before.title}, not the {contents.kind} {contents.name}"
+        raise BadInput(fact, key="OWNER/NAME", value=repo, fix=fix)
 
 
 def _is_whole(path: str, contents: Contents) -> bool:

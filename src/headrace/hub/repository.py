@@ -19,7 +19,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from headrace import __version__
 from headrace.errors import BadInput
 from headrace.hub.checksums import Checksum, Content
-from headrace.hub.errors import explained
+from headrace.hub.errors import explained, not_a_name
 
 RepoType = Literal["model", "dataset"]
 MAIN = "main"
@@ -39,9 +39,9 @@ class Repository:
     def __init__(self, name: str, kind: RepoType, token: str | None, token_var: str) -> None:
         for variable in OFFLINE:
             if os.environ.get(variable, "").upper() in constants.ENV_VARS_TRUE_VALUES:
-                raise BadInput(f"{variable} is set, so nothing is asked of the hub: unset it, and try again")
+                raise BadInput("set, so nothing is asked of the hub", key=variable, fix="Unset it, and try again.")
         if name.count("/") != 1:
-            raise BadInput(f"{name} is no name of a repository: write OWNER/NAME")
+            raise not_a_name(name)
         self.name, self.kind, self._token_var = name, kind, token_var
         endpoint = os.environ.get("HF_ENDPOINT") or None
         self._api = HfApi(endpoint, token or False, library_name="headrace", library_version=__version__)
@@ -109,13 +109,12 @@ class Repository:
             return self.fetch(path, commit, Path(folder)).read_bytes()
 
     def _explained(self) -> AbstractContextManager[None]:
-        what = f"{self.kind} repository {self.name}"
-        return explained(what, self._api.endpoint, self._token_var)
+        return explained(self.name, self.kind, self._api.endpoint, self._token_var)
 
 
 def token_in(variable: str) -> str | None:
     """What the environment has there; unset or empty is none."""
     token = os.environ.get(variable, "").strip()
     if not (token.isascii() and token.isprintable()):
-        raise BadInput(f"{variable} holds what is in no token: a line break or a character beyond ASCII")
+        raise BadInput("holds a line break or a character beyond ASCII, which no token has", key=variable)
     return token or None
