@@ -36,6 +36,7 @@ class Collector:
         self.steps: list[int] = []
         self.samples: dict[int, list[Record]] = {}
         self.evaluated: list[tuple[str, int, list[float]]] = []
+        self.histograms: list[tuple[str, int, list[float]]] = []
         self.broken = False
 
     def send(self, records: list[Record]) -> None:
@@ -49,6 +50,9 @@ class Collector:
             return
         assert step not in self.samples
         self.samples[step] = samples
+
+    def send_histogram(self, name: str, step: int, values: np.ndarray) -> None:
+        self.histograms.append((name, step, values.tolist()))
 
     def close(self) -> None:
         pass
@@ -217,7 +221,9 @@ def test_wandb_offline_gets_a_table_of_rollouts(tmp_path: Path) -> None:
         [5, "e", 0.5, 0.0, None, "stop", f"{text} 0.5"],
         [5, "e", 1.0, 0.5, None, "stop", f"{text} 1.0"],
     ]
-    assert wandb_history(run)[-1]["step"] == 5
+    *_, histogram = wandb_history(run)
+    assert (histogram["step"], histogram["advantages._type"]) == (5, "histogram")
+    assert sum(histogram["advantages.values"]) == 4
 
 
 def test_tensorboard_shows_rollouts_as_a_text_table(tmp_path: Path) -> None:
@@ -234,6 +240,9 @@ def test_tensorboard_shows_rollouts_as_a_text_table(tmp_path: Path) -> None:
     assert (event.step, shape) == (10, [3, 6])
     assert event.tensor_proto.string_val[:2] == [b"env", b"reward"]
     assert event.tensor_proto.string_val[6:9] == [b"e", b"0.0", b"-0.5"]
+    (event,) = events.Tensors("advantages")
+    bins = np.frombuffer(event.tensor_proto.tensor_content).reshape(-1, 3)  # left, right, count
+    assert (event.step, bins[0, 0], bins[-1, 1], bins[:, 2].sum()) == (10, -0.5, 0.5, 4)
 
 
 def test_rollouts_of_every_nth_step_are_shown_once_and_later_files_too(tmp_path: Path) -> None:
@@ -248,6 +257,16 @@ def test_rollouts_of_every_nth_step_are_shown_once_and_later_files_too(tmp_path:
     with Forwarder(run, "collector", monitor, interval=0.01, samples=2, samples_interval=2):
         pass
     assert list(monitor.samples) == [2, 4, 6]
+
+
+def test_advantages_of_every_step_are_a_histogram(tmp_path: Path) -> None:
+    run, monitor = RunDir(tmp_path), Collector()
+    for step in (1, 2):
+        dump(run, step)
+    for _ in range(2):
+        with Forwarder(run, "collector", monitor, interval=0.01, samples=1, samples_interval=2):
+            pass
+    assert monitor.histograms == [("advantages", step, [-0.5, 0.0, 0.5, -0.25]) for step in (1, 2)]
 
 
 def evaluate(run: RunDir, step: int, env: str, *rewards: float) -> None:

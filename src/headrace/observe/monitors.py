@@ -1,10 +1,10 @@
 """Hands the run's metrics, and a few of its rollouts, on to Weights & Biases and TensorBoard.
 
 One thread follows `metrics.jsonl`, into which every process of the run writes, so that one monitor run shows them all
-and no process waits for a monitor. Tables of rollouts come from the Parquet files of the steps and of the evaluations.
-How far each monitor has come is kept in the run directory: a restart goes on from there. Only a kill between handing
-something on and noting it makes the last of it appear twice, at the same step. An evaluation that is made again is not
-shown again.
+and no process waits for a monitor. Tables of rollouts come from the Parquet files of the steps and of the evaluations;
+so does the histogram of a step's advantages, of which `metrics.jsonl` has quantiles. How far each monitor has come is
+kept in the run directory: a restart goes on from there. Only a kill between handing something on and noting it makes
+the last of it appear twice, at the same step. An evaluation that is made again is not shown again.
 
 Left out on purpose: system statistics.
 """
@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +60,8 @@ class Monitor(Protocol):
     def send(self, records: list[Record]) -> None: ...
 
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None: ...
+
+    def send_histogram(self, name: str, step: int, values: np.ndarray) -> None: ...
 
     def close(self) -> None: ...
 
@@ -133,8 +135,11 @@ class Forwarder:
         if records := self._tail.read():
             self._monitor.send(records)
             write_atomically(self._mark, str(self._tail.offset).encode())
-        for step, samples in self._samples.read():
-            self._monitor.send_samples("samples", step, samples)
+        for step, samples, advantages in self._samples.read():
+            if samples:
+                self._monitor.send_samples("samples", step, samples)
+            if len(advantages):
+                self._monitor.send_histogram("advantages", step, advantages)
             write_atomically(self._samples_mark, str(step).encode())
         for step, env, samples in self._eval_samples.read():
             self._monitor.send_samples(f"eval/{env}/samples", step, samples)
@@ -142,23 +147,28 @@ class Forwarder:
 
 
 class SampleReader:
-    """Hands out rollouts of every `interval`-th step whose file has appeared since the last call."""
+    """Hands out the steps whose files have appeared since the last call.
+
+    Of each the mean advantages of its rollouts, and of every `interval`-th one up to `count` rollouts.
+    """
 
     def __init__(self, directory: Path, count: int, interval: int, step: int = 0) -> None:
         self._directory, self._count, self._interval = directory, count, interval
         self._step = step
 
-    def read(self) -> Iterator[tuple[int, list[Record]]]:
-        for step, path in RolloutKind.TRAIN.files(self._directory).items() if self._count else ():
-            if step <= self._step or step % self._interval:
+    def read(self) -> Iterator[tuple[int, list[Record], np.ndarray]]:
+        for step, path in RolloutKind.TRAIN.files(self._directory).items():
+            if step <= self._step:
                 continue
             self._step = step
+            count = 0 if step % self._interval else self._count
             try:
-                samples = read_samples(path, self._count, seed=step)
+                samples = read_samples(path, count, seed=step) if count else []
+                advantages = read_advantages(path)
             except FileNotFoundError:
                 log.info("%s: not shown, keep_rollouts had it deleted first", path)
                 continue
-            yield step, samples
+            yield step, samples, advantages
 
 
 class EvalSampleReader:
@@ -196,9 +206,15 @@ def read_samples(path: Path, count: int, seed: int) -> list[Record]:
     return _samples_in(_read_table(path), count, seed)
 
 
-def _read_table(path: Path) -> pa.Table:
+def read_advantages(path: Path) -> np.ndarray:
+    """Return the mean advantage of every rollout of a step that was credited."""
+    known = _read_table(path, ["advantage_mean"]).column("advantage_mean").to_pylist()
+    return np.array([value for value in known if value is not None], np.float64)
+
+
+def _read_table(path: Path, columns: Sequence[str] = SAMPLE_COLUMNS) -> pa.Table:
     with pq.ParquetFile(path) as file:
-        return file.read(columns=list(SAMPLE_COLUMNS))
+        return file.read(columns=list(columns))
 
 
 def _samples_in(table: pa.Table, count: int, seed: int) -> list[Record]:
@@ -238,11 +254,12 @@ class Tensorboard:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.plugins.histogram.summary_v2 import histogram_pb
             from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise _missing("tensorboard") from error
-        self._event, self._summary, self._text = Event, Summary, text_pb
+        self._event, self._summary, self._text, self._histogram = Event, Summary, text_pb, histogram_pb
         self._writer = EventFileWriter(str(directory))
 
     def send(self, records: list[Record]) -> None:
@@ -256,6 +273,10 @@ class Tensorboard:
         cells = [["" if (cell := sample[key]) is None else str(cell) for key in SAMPLE_COLUMNS] for sample in samples]
         table = self._text(name, np.array([SAMPLE_COLUMNS, *cells], object))  # shown as rows and columns
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=table))
+        self._writer.flush()
+
+    def send_histogram(self, name: str, step: int, values: np.ndarray) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._histogram(name, values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -297,7 +318,7 @@ class Wandb:
         self._gauges: set[str] = set()
         self._metrics = run.metrics
         self._started: float | None = None
-        self._table = wandb.Table
+        self._table, self._histogram = wandb.Table, wandb.Histogram
 
     def send(self, records: list[Record]) -> None:
         if self._started is None:
@@ -310,6 +331,9 @@ class Wandb:
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
         rows = [[step, *(sample[key] for key in SAMPLE_COLUMNS)] for sample in samples]
         self._run.log({name: self._table(columns=["step", *SAMPLE_COLUMNS], data=rows), "step": step})
+
+    def send_histogram(self, name: str, step: int, values: np.ndarray) -> None:
+        self._run.log({name: self._histogram(values), "step": step})
 
     def _put_on_time_axis(self, gauges: set[str]) -> None:
         """By full name: of two patterns that match, such as `dispatcher/*` and `*`, W&B takes either."""

@@ -97,9 +97,9 @@ class Status:
             self.current.problem_since = time.time()
         self.current.problem = problem
 
-    def notify(self, sentence: str) -> None:
-        """Warn in the log of this process, and through its status on the terminal of the run."""
-        log.warning("%s", sentence)
+    def notify(self, sentence: str, level: int = logging.WARNING) -> None:
+        """Say something in the log of this process, and through its status on the terminal of the run."""
+        log.log(level, "%s", sentence)
         self.current.notices.append(sentence)
         self._write()
 

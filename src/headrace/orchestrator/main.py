@@ -27,6 +27,7 @@ from headrace.orchestrator.loop_watch import watching_the_loop
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.pipeline import RunFailed
 from headrace.orchestrator.signals import Kind
+from headrace.orchestrator.startup_lines import startup_lines
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.orchestrator.wiring import Environments, wire
 from headrace.text.hub import model_directory
@@ -64,6 +65,8 @@ async def _run(
             stack.enter_context(only_one(run, "orchestrator"))
             environments = await _load_environments(config, status, stack)
             journal = stack.enter_context(closing(Journal(run.journal)))
+            for line in startup_lines(config, {slot: len(tasks) for slot, (_, _, tasks) in environments.items()}):
+                status.notify(line, logging.INFO)
             tell_changed_tasks(environments, journal, status)
             if config.train.env:
                 _reconcile(run, journal)
@@ -123,7 +126,6 @@ async def _load_environments(config: OrchestratorConfig, status: Status, stack: 
         for entry in entries:
             environment = load_environment(entry.id, entry.args)
             tasks = tasks_of(environment, entry.name)
-            log.info("%s environment %s: %d tasks", kind, entry.name, len(tasks))
             if entry.workers:
                 limits = WorkerLimits(max_memory_mb=entry.worker_memory_mb)
                 environment = WorkerPool(environment, entry.id, entry.args, size=entry.workers, limits=limits)

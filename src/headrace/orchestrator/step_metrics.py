@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import TrainBatch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import staleness
+
+QUANTILES = {
+    "advantages/p5": 0.05,
+    "advantages/p25": 0.25,
+    "advantages/p50": 0.5,
+    "advantages/p75": 0.75,
+    "advantages/p95": 0.95,
+}
 
 
 def step_metrics(step: int, batch: TrainBatch) -> dict[str, float]:
@@ -26,10 +36,18 @@ def step_metrics(step: int, batch: TrainBatch) -> dict[str, float]:
     values["time/scoring"] = batch.seconds
     ages = [staleness(step, version) for r in batch.kept if (version := r.oldest_version) is not None]
     values |= spread("off_policy/staleness", ages)
-    values |= spread("advantages", [mean for r in rollouts if (mean := r.mean_advantage) is not None])
+    values |= _of_advantages([mean for r in rollouts if (mean := r.mean_advantage) is not None])
     for reason in {rollout.stop_reason for rollout in rollouts}:
         values[f"stop_condition/{reason}"] = sum(r.stop_reason == reason for r in rollouts) / len(rollouts)
     return values
+
+
+def _of_advantages(means: Sequence[float]) -> dict[str, float]:
+    """Return mean, ends and quantiles; monitors get the whole histogram from the step's file."""
+    if not means:
+        return {}
+    quantiles = np.quantile(means, list(QUANTILES.values())).tolist()
+    return {**spread("advantages", means), **dict(zip(QUANTILES, quantiles, strict=True))}
 
 
 def _of_environment(env: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -39,6 +39,7 @@ from headrace.orchestrator.sampler import Sampler
 from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
+from headrace.orchestrator.startup_lines import draw_weight
 from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
 from headrace.rollout.types import Rollout, Task
 from headrace.rollout.version import Version
@@ -209,12 +210,10 @@ def _eval_group_size(config: OrchestratorConfig, name: str) -> int:
 
 
 def _train_source(config: OrchestratorConfig, environments: Environments, journal: Journal) -> TrainSource:
-    """Weighted by `ratio` where any environment has one (1 for the others), else by the number of tasks."""
-    by_ratio = any(env.ratio is not None for env in config.train.env)
     tasks = []
     for env in config.train.env:
         own = environments[Kind.TRAIN, env.name][2]
-        weight = (env.ratio or 1.0) if by_ratio else float(len(own))
+        weight = draw_weight(config, env, len(own))
         tasks.append(TrainTasks(env.name, own, weight, make_sampler(config.curriculum_of(env), own)))
     return TrainSource(tasks, config.seed, journal.drawn_per_env(), journal.open_draws())
 
