@@ -240,7 +240,7 @@ def test_clean_refuses_a_directory_that_is_no_run(
     (tmp_path / "out" / "photo.jpg").write_text("")
     code, err = refuse(capsys, "rl", run_file, "--clean")
     assert code == 2
-    assert "is not a Headrace run" in err
+    assert f"output_dir = {tmp_path / 'out'}: " in err
     assert (tmp_path / "out" / "photo.jpg").exists()
 
 

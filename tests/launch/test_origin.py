@@ -17,6 +17,7 @@ from headrace.launch import origin
 from headrace.launch.origin import resolve, resolve_again
 from headrace.text.hub import ModelNotFound
 from headrace.transport.run_dir import RunDir
+from tests.refusing import refused
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_model_without_origin_is_refused_with_the_keys_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"model\.name, model\.init or model\.sft"):
+    with refused(ConfigError, key="model"):
         resolve(ModelConfig())
 
 
@@ -103,10 +104,10 @@ def test_what_was_cut_short_is_not_taken_for_a_model(cache: Path) -> None:
 
 def test_an_sft_file_that_is_missing_or_starts_from_itself_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "sft.toml"
-    with pytest.raises(ConfigError, match="no such file"):
+    with refused(ConfigError, key="model.sft"):
         resolve(ModelConfig(sft=file))
     file.write_text(f'max_steps = 1\nseq_len = 8\n[model]\nsft = "{file}"\n[data]\nenv = "reverse-text"\n')
-    with pytest.raises(ConfigError, match="starts from itself"):
+    with refused(ConfigError, key="model.sft"):
         resolve(ModelConfig(sft=file))
 
 
@@ -175,7 +176,7 @@ def test_data_is_known_by_its_content(tmp_path: Path) -> None:
     assert origin._content(sources[0]) == changed[0]
     assert origin._content(sources[1]) != changed[1]
     assert origin._content(SftDataConfig(name="openai/gsm8k")) == ""
-    with pytest.raises(ConfigError, match=r"data\.path: .*none\.jsonl: no such file or directory"):
+    with refused(ConfigError, key="data.path"):
         origin._content(SftDataConfig(path=tmp_path / "none.jsonl"))
 
 

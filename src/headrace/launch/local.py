@@ -240,7 +240,12 @@ def check_ports(launch: LaunchConfig, inference: InferenceConfig) -> None:
     """Refuse ports that are taken, and GPUs that are not there, before anything is started."""
     servers = len(placement_of(launch, inference).inference)
     if inference.port + servers - 1 > LAST_PORT:
-        raise ConfigError(f"inference.port = {inference.port}: {servers} servers take the ports from there on")
+        raise ConfigError(
+            f"{servers} servers take the ports from there on, and the last one is {LAST_PORT}",
+            key="inference.port",
+            value=inference.port,
+            fix="Lower it, or set it to 0 for free ports.",
+        )
     for number in range(servers if inference.port else 0):  # 0 is any free one
         check_port(inference.host, inference.port + number)
 

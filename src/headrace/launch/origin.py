@@ -42,7 +42,7 @@ def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
         return str(_cached(_digest(f"{model.init} {TINY_RECIPE} {TINY_SEED}"), f"{model.init} model", _write_tiny))
     if model.name is not None:
         return str(model_directory(model.name, "model.name").absolute())
-    raise ConfigError("model: say where the model comes from: set model.name, model.init or model.sft")
+    raise ConfigError("the run has no model", key="model", fix="Set model.name, model.init or model.sft.")
 
 
 def resolve_again(model: ModelConfig, run: RunDir) -> str:
@@ -60,9 +60,10 @@ def resolve_again(model: ModelConfig, run: RunDir) -> str:
 def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     """The model that an SFT run file describes."""
     if file.resolve() in trail:
-        raise ConfigError(f"model.sft: {file} starts from itself: {' -> '.join(map(str, (*trail, file.resolve())))}")
+        circle = " -> ".join(map(str, (*trail, file.resolve())))
+        raise ConfigError(f"the file starts from itself: {circle}", key="model.sft", value=file)
     if not file.is_file():
-        raise ConfigError(f"model.sft: {file}: no such file")
+        raise ConfigError("no such file", key="model.sft", value=file)
     find_code_beside([file])
     config, notices = load(SftConfig, [file])
     for notice in notices:
@@ -92,7 +93,7 @@ def _content(data: SftDataConfig) -> str:
     """
     if data.path is not None:
         if not data.path.exists():
-            raise ConfigError(f"data.path: {data.path}: no such file or directory")
+            raise ConfigError("no such file or directory", key="data.path", value=data.path)
         return _hash(data.path)
     if data.name is not None and Path(data.name).is_dir():
         return _hash(Path(data.name))

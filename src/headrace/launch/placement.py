@@ -52,28 +52,45 @@ def place(
     each = gpus_per_server
     if not gpus:
         if inference_gpus:
-            raise ConfigError(f"launch.inference_gpus = {inference_gpus}, but this machine has no GPU that is visible")
+            raise ConfigError(
+                "no GPU is visible on this machine",
+                key="launch.inference_gpus",
+                value=inference_gpus,
+                fix="Leave it out.",
+            )
         return Placement(trainer_processes or 1, (), [()] * (inference_servers or 1))
     if len(gpus) == 1:
         if each > 1:
-            raise ConfigError(f"{PARALLEL}: a server takes {each} GPUs, but one is visible")
+            raise ConfigError(f"a server takes {each} GPUs, but one is visible", key=PARALLEL, fix="Lower it to 1.")
         if (trainer_processes or 1) > 1 or (inference_gpus or 1) > 1:
-            raise ConfigError("launch: one GPU is visible, which trainer and inference share: ask for one of each")
+            raise ConfigError(
+                "one GPU is visible, which trainer and inference share",
+                key="launch",
+                fix="Set trainer_processes and inference_gpus to 1, or leave them out.",
+            )
         return Placement(1, gpus, [gpus] * (inference_servers or 1))
     sampling = inference_gpus or _share(len(gpus), trainer_processes, each)
     training = trainer_processes or len(gpus) - sampling
     if sampling < 1 or training < 1 or sampling + training > len(gpus):
         why = f" ({PARALLEL}: a server takes {each})" if each > 1 else ""
         raise ConfigError(
-            f"launch: {training} trainer_processes and {sampling} inference_gpus need a GPU each, but {len(gpus)} are "
-            f"visible: lower one of them{why}"
+            f"{training} trainer_processes and {sampling} inference_gpus need a GPU each, but {len(gpus)} are visible",
+            key="launch",
+            fix=f"Lower one of them{why}.",
         )
     if sampling % each:
-        raise ConfigError(f"launch.inference_gpus = {sampling}, but a server takes {each} ({PARALLEL})")
+        raise ConfigError(
+            f"a server takes {each} GPUs ({PARALLEL})",
+            key="launch.inference_gpus",
+            value=sampling,
+            fix=f"Set it to a multiple of {each}.",
+        )
     if inference_servers not in (None, sampling // each):
         raise ConfigError(
-            f"launch: {sampling} inference_gpus and {inference_servers} inference_servers: each samples on "
-            f"{'one GPU' if each == 1 else f'{each} GPUs'}; leave inference_servers out"
+            f"{sampling} inference_gpus have {sampling // each} servers: each samples on {each} of them",
+            key="launch.inference_servers",
+            value=inference_servers,
+            fix="Leave it out.",
         )
     servers = [gpus[first : first + each] for first in range(0, sampling, each)]
     return Placement(training, gpus[sampling : sampling + training], servers)
@@ -90,7 +107,10 @@ def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[i
     """The ranks of a trainer that has the machine for itself, and their GPUs; unset: one on each."""
     if gpus and trainer_processes is not None and trainer_processes > len(gpus):
         raise ConfigError(
-            f"launch.trainer_processes = {trainer_processes}: each needs a GPU, but {len(gpus)} are visible"
+            f"each needs a GPU, but {len(gpus)} are visible",
+            key="launch.trainer_processes",
+            value=trainer_processes,
+            fix=f"Lower it to {len(gpus)}, or leave it out.",
         )
     ranks = trainer_processes or max(1, len(gpus))
     return ranks, gpus[:ranks]

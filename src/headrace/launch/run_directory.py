@@ -61,7 +61,7 @@ class Plan:
 def decide(directory: Path, resume: str | None, clean: bool) -> Plan:
     """What to do with `output_dir`; `BadRequest` says why it cannot be done and what can."""
     if directory.exists() and not directory.is_dir():
-        raise BadRequest(f"output_dir {directory} is a file")
+        raise BadRequest("a file", key="output_dir", value=directory, fix="Name a directory.")
     occupied = directory.is_dir() and any(path.name != LOCK for path in directory.iterdir())
     if resume is not None:
         return _decide_resume(directory, resume)
@@ -69,35 +69,46 @@ def decide(directory: Path, resume: str | None, clean: bool) -> Plan:
         return Plan(directory)
     if not is_run(directory):
         raise BadRequest(
-            f"output_dir {directory} is not empty and is not a Headrace run (no config.toml, no metrics.jsonl): "
-            "choose another with --output_dir, or empty it yourself"
+            "the directory is not empty, and is not a run (no config.toml, no metrics.jsonl)",
+            key="output_dir",
+            value=directory,
+            fix="Choose another with --output_dir, or empty it yourself.",
         )
     if not clean:
         raise BadRequest(
-            f"{directory} already holds a run: continue it with --resume, start over with --clean (deletes it), "
-            "or choose another with --output_dir"
+            "the directory already has a run",
+            key="output_dir",
+            value=directory,
+            fix="Continue it with --resume, start over with --clean (deletes it), or choose another with --output_dir.",
         )
     return Plan(directory, clean=True)
 
 
 def _decide_resume(directory: Path, resume: str) -> Plan:
     if not is_run(directory):
-        raise BadRequest(f"--resume: there is no run in {directory}; start one by leaving --resume out")
+        raise BadRequest(f"there is no run in {directory}", key="--resume", fix="Leave --resume out to start one.")
     if resume == LATEST:
         return Plan(directory, resume=True)
     found = checkpoints(directory)
     step = int(resume) if resume.isdecimal() else _step_of(Path(resume), directory)
     if step not in found:
         known = ", ".join(str(known) for known in found) or "none"
-        raise BadRequest(f"--resume {resume}: {directory} has no complete checkpoint of step {step} (it has: {known})")
+        raise BadRequest(
+            f"{directory} has no complete checkpoint of step {step}",
+            key="--resume",
+            value=resume,
+            fix=f"It has: {known}.",
+        )
     if step == max(found):
         is_kept = found[step].parent.name == "permanent"
         return Plan(directory, resume=True, brought_back=found[step] if is_kept else None)
     target = directory.with_name(f"{directory.name}-from-{step}")
     if target.exists():
         raise BadRequest(
-            f"--resume {resume} would make a new run in {target}, which exists: continue that one with "
-            f"--output_dir {target} --resume, or move it away"
+            f"this would make a new run in {target}, which exists",
+            key="--resume",
+            value=resume,
+            fix=f"Continue that one with --output_dir {target} --resume, or move it away.",
         )
     return Plan(target, resume=True, fork_of=directory, fork_step=step)
 
@@ -106,10 +117,20 @@ def _step_of(path: Path, directory: Path) -> int:
     """The step of a checkpoint given by path."""
     text = path.name.removeprefix("step-")
     if not path.is_dir() or not text.isdecimal():
-        raise BadRequest(f"--resume {path}: give `latest`, a step, or a checkpoint directory (.../checkpoints/step-N)")
+        raise BadRequest(
+            "not a step and not a checkpoint",
+            key="--resume",
+            value=path,
+            fix="Give `latest`, a step, or a checkpoint directory (.../checkpoints/step-N).",
+        )
     where = RunDir(directory).checkpoints.resolve()
     if path.resolve().parent not in (where, where / "permanent"):
-        raise BadRequest(f"--resume {path}: not a checkpoint of {directory}; set --output_dir to the run it belongs to")
+        raise BadRequest(
+            f"not a checkpoint of {directory}",
+            key="--resume",
+            value=path,
+            fix="Set --output_dir to the run that it belongs to.",
+        )
     return int(text)
 
 
@@ -123,8 +144,10 @@ def refuse_shorter(directory: Path, max_steps: int | None) -> None:
             made = max(made, journal.last_step())
     if max_steps is not None and max_steps < made:
         raise BadRequest(
-            f"max_steps = {max_steps}, but {directory} has made {made} steps: let it end there or later; "
-            "--resume STEP begins another run at an older checkpoint"
+            f"{directory} has made {made} steps",
+            key="max_steps",
+            value=max_steps,
+            fix=f"Raise it to at least {made}; --resume STEP begins another run at an older checkpoint.",
         )
 
 
@@ -142,7 +165,12 @@ def hold(directory: Path) -> Iterator[int]:
 
     def on_wait(holder: int | None) -> None:
         if holder is None or _is_alive(holder):
-            raise BadRequest(f"{directory} is in use by another launcher (process {holder or 'unknown'})")
+            raise BadRequest(
+                f"in use by another launcher (process {holder or 'unknown'})",
+                key="output_dir",
+                value=directory,
+                fix="Stop that one first, or choose another with --output_dir.",
+            )
         print(f"headrace: waiting for what launcher {holder}, now gone, had started to end", file=sys.stderr)
 
     with lock(directory / LOCK, on_wait) as descriptor:

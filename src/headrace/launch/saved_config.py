@@ -135,5 +135,5 @@ def _shown(value: Any) -> str:
 
 def run_directory(config: RunConfig | SftConfig) -> RunDir:
     if config.output_dir is None:
-        raise ConfigError("output_dir: the configuration does not say where the run keeps its files")
+        raise ConfigError("the configuration does not say where the run keeps its files", key="output_dir")
     return RunDir(config.output_dir)
