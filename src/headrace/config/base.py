@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from headrace.config.habits import fold_habits
 from headrace.config.leaves import leaves
 from headrace.config.origins import COMMAND_LINE, Origins
-from headrace.config.problems import NoNumber, explain_all, kinds_of, located, sections_at, types_of
+from headrace.config.problems import NoNumber, explain_all, is_type_of, kinds_of, located, sections_at
 from headrace.config.yaml_text import parse_yaml
 from headrace.errors import BadInput, InvalidValue
 
@@ -37,6 +37,8 @@ class Config(BaseModel):
     """Dotted keys that hold a path, or a list of them, relative to the file they are written in."""
     ALTERNATIVES: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of dotted keys of which one is given: a later source that gives one replaces what earlier ones chose."""
+    TEXT_FOR: ClassVar[dict[str, str]] = {}
+    """Dotted keys of tables that a text may stand for, each with the key of the table that the text sets."""
     FILLED_FROM: ClassVar[dict[str, str]] = {}
     """Dotted keys that take another key's value where they have none of their own."""
 
@@ -77,6 +79,7 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
     for file in files:
         content = read_file(file)
         anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
+        spell_out(kind.TEXT_FOR, content, tree)
         written = leaves(content)
         drop_alternatives(kind, tree, written)
         merge(tree, content)
@@ -218,6 +221,19 @@ def _drop_equal(section: Tree, name: str, value: Any) -> None:
         del section[name]
 
 
+def spell_out(text_for: Mapping[str, str], content: Tree, tree: Tree) -> None:
+    """Replace texts in a file by the tables that they stand for, so that later sources can set further keys.
+
+    Such a text replaces the whole table of earlier files in `tree`.
+    """
+    for path, key in text_for.items():
+        *parents, name = path.split(".")
+        section = value_at(content, parents)
+        if isinstance(section, dict) and isinstance(section.get(name), str):
+            section[name] = {key: section[name]}
+            drop(tree, path.split("."))
+
+
 def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]) -> None:
     """Drop from `tree` the choices that a later source replaces; `written` has that source's values by dotted key.
 
@@ -225,15 +241,16 @@ def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]
     that belong to other types alone.
     """
     for group in kind.ALTERNATIVES:
-        chosen = {key for key in group if any(f"{name}.".startswith(f"{key}.") for name in written)}
-        for key in set(group) - chosen if chosen else ():
+        given = {key for key in group if any(f"{name}.".startswith(f"{key}.") for name in written)}
+        for key in set(group) - given if given else ():
             drop(tree, key.split("."))
     for key, value in written.items():
         *parents, name = key.split(".")
         table = value_at(tree, parents) if name == "type" else None
         if isinstance(table, dict) and table.get("type") != value:
             sections = sections_at(kind, parents)
-            own = {field for section in sections if value in types_of(section) for field in section.model_fields}
+            chosen = [section for section in sections if is_type_of(section, value)]
+            own = {field for section in chosen for field in section.model_fields}
             others = {field for section in sections for field in section.model_fields} - own
             for field in others & table.keys() if own else ():
                 del table[field]

@@ -56,6 +56,10 @@ class ModelConfig(Config):
         return self
 
 
+MODEL_ORIGINS = ("model.name", "model.init", "model.sft")
+"""Keys of a run file of which one says where the model comes from."""
+
+
 class RendererConfig(Config):
     """How chat messages become tokens; the name alone will do."""
 

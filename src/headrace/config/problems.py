@@ -170,6 +170,11 @@ def types_of(section: type[BaseModel]) -> tuple[Any, ...]:
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
+def is_type_of(section: type[BaseModel], value: Any) -> bool:
+    """Whether this `type` chooses the section; an import path chooses one that takes any."""
+    return value in types_of(section) or (":" in str(value) and not types_of(section))
+
+
 def kinds_of(annotation: Any) -> set[Any]:
     """The same types without their tags."""
     return {member.kind for member in _members(annotation)}

@@ -10,9 +10,10 @@ from pydantic import BaseModel, Field, model_validator
 
 from headrace.config.algorithms import hints_the_policy
 from headrace.config.base import Config, Tree, value_at
+from headrace.config.hackable.names import ALTERNATIVES, BATCH_SIZES, OTHER_MODEL_NAMES
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
-from headrace.config.model import ModelConfig
+from headrace.config.model import MODEL_ORIGINS, ModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.origins import Origins
 from headrace.config.problems import fields_at, sections_of
@@ -61,7 +62,19 @@ class TensorboardConfig(Config):
 
 class RunConfig(Config):
     PATHS_OF_FILE = ("model.sft",)
-    ALTERNATIVES = (("model.name", "model.init", "model.sft"),)
+    ALTERNATIVES = (
+        (*MODEL_ORIGINS, *OTHER_MODEL_NAMES),
+        ("orchestrator.batch_size", "orchestrator.token_batch_size", *BATCH_SIZES),
+        ("orchestrator.filters", "orchestrator.post_batch_filters"),
+        ("orchestrator.algo.teacher", "orchestrator.algo.sampling.source"),
+        *(
+            ("orchestrator.algo.length_penalty.coef", f"orchestrator.algo.length_penalty.{weight}")
+            for weight in ("output_weight", "input_weight", "turns_weight")
+        ),
+        ("trainer.scheduler.decay_steps", "trainer.scheduler.decay_fraction"),
+        *ALTERNATIVES,
+    )
+    TEXT_FOR = {"model": "name", "orchestrator.algo": "type", "orchestrator.renderer": "name"}  # noqa: RUF012
     FILLED_FROM = {target: source for source, targets in SHARED.items() for target in targets}  # noqa: RUF012
 
     output_dir: Path

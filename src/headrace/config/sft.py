@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 from headrace.config.base import Config
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
-from headrace.config.model import RendererConfig
+from headrace.config.model import MODEL_ORIGINS, RendererConfig
 from headrace.config.orchestrator import (
     NOTHING_EVALUATED,
     EvalConfig,
@@ -22,6 +23,15 @@ from headrace.config.orchestrator import (
 from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import InvalidValue
+
+BELONGS = {"split": ("name",), "subset": ("name",), "columns": ("path", "name"), "args": ("env",)}
+"""Keys of a source of examples, each with the origins that it belongs to."""
+
+
+def _exclusive(section: str, *origins: str) -> Iterator[tuple[str, str]]:
+    """Pair each origin with the keys that do not belong to it: choosing it takes them back."""
+    for origin in origins:
+        yield from ((f"{section}.{origin}", f"{section}.{key}") for key, own in BELONGS.items() if origin not in own)
 
 
 class ColumnsConfig(Config):
@@ -73,8 +83,7 @@ class SourceConfig(Config):
         if len(given) > 1:
             *others, key = given
             raise InvalidValue(f"{others[0]} is set, too", key=key, value=getattr(self, key), fix=one)
-        belongs = {"split": ["name"], "subset": ["name"], "columns": ["path", "name"], "args": ["env"]}
-        for key, owners in belongs.items():
+        for key, owners in BELONGS.items():
             value = getattr(self, key)
             if not {*given} & {*owners} and value not in (None, {}, ColumnsConfig()):
                 raise InvalidValue(
@@ -137,6 +146,20 @@ class SftEvalConfig(EvalConfig):
 
 class SftConfig(TrainingConfig):
     PATHS_OF_FILE = ("data.path", "validation.path", "model.sft")
+    ALTERNATIVES = (
+        MODEL_ORIGINS,
+        ("data.path", "data.name", "data.env"),
+        ("validation.path", "validation.name", "validation.env", "validation.fraction"),
+        *_exclusive("data", "path", "name", "env"),
+        *_exclusive("validation", "path", "name", "env", "fraction"),
+        *(
+            (f"{section}.columns.messages", f"{section}.columns.{key}")
+            for section in ("data", "validation")
+            for key in ("prompt", "completion")
+        ),
+        ("scheduler.decay_steps", "scheduler.decay_fraction"),
+    )
+    TEXT_FOR = {"model": "name", "renderer": "name"}  # noqa: RUF012
 
     data: SftDataConfig
     validation: ValidationConfig | None = None

@@ -8,12 +8,43 @@ from typing import Any
 
 from headrace.config.base import Tree
 from headrace.config.habits import HINTS, fold_habits
-from headrace.config.hackable.trainer import GENERATION, OTHER_NAMES, without_needless
+from headrace.config.hackable.trainer import GENERATION, OTHER_NAMES, TYPED, without_needless
 from headrace.config.shorthand import renamed, spelled_out, united
 from headrace.errors import BadInput, InvalidValue
 
 MODEL_NAMES = {"name_or_path": "name", "model_name_or_path": "name", "torch_dtype": "dtype"}
 GENERATION_NAMES = {"max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens"}
+OTHER_MODEL_NAMES = tuple(f"model.{other}" for other, name in MODEL_NAMES.items() if name == "name")
+BATCH_SIZES = ("trainer.batch_size", "trainer.train_batch_size", "trainer.per_device_train_batch_size")
+ALTERNATIVES: tuple[tuple[str, ...], ...] = (
+    ("objective.name", "objective.class_path"),
+    ("objective.kwargs.stage2_start_epoch", "objective.kwargs.stage2_start_step"),
+    ("data.provider", "data.class_path"),
+    ("data.eval.provider", "data.eval.class_path"),
+    ("data.eval.interval", "trainer.eval_steps", "orchestrator.eval.interval"),
+    ("trainer.max_steps", "trainer.num_train_epochs"),
+    ("trainer.run_name", "storage.run_name"),
+    ("trainer.warmup_steps", "trainer.warmup_ratio", "trainer.scheduler.warmup_steps"),
+    ("trainer.lr_scheduler_type", "trainer.lr_scheduler", "trainer.scheduler.type"),
+    ("trainer.bf16", "model.dtype", "model.torch_dtype"),
+    ("trainer.gradient_checkpointing", "trainer.activation_checkpointing"),
+    ("trainer.epsilon", "trainer.loss.eps_low"),
+    ("trainer.epsilon_high", "trainer.loss.eps_high"),
+    ("trainer.use_vllm", "inference.engine"),
+    ("generation.num_generations", "trainer.num_generations", "orchestrator.group_size"),
+    *((f"trainer.{name}", path) for name, path in TYPED.items() if name not in ("learning_rate", "warmup_steps")),
+    ("trainer.learning_rate", "trainer.lr", "trainer.optim.lr"),
+    *(
+        (
+            f"generation.{name}",
+            *(f"generation.{old}" for old, new in GENERATION_NAMES.items() if new == name),
+            f"trainer.{other}",
+        )
+        for other, name in GENERATION.items()
+        if name != "num_generations"
+    ),
+)
+"""Keys of this form and of the run file of which one is given, by several names or in several ways."""
 NEUTRAL = {"do_sample": (True,), "repetition_penalty": (1, 1.0)}
 """Keys of `generation` that have no counterpart, with the values at which they change nothing."""
 
