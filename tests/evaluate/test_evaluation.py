@@ -19,9 +19,11 @@ from headrace.evaluate.models import Candidate
 from headrace.hackable import samples
 from headrace.hackable.samples import TrainingSample
 from headrace.orchestrator import lifetimes
+from headrace.orchestrator.rollout_files import RolloutFiles
 from headrace.rollout.types import Rollout, Task
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import read_endpoints
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 from tests.orchestrator.stand_ins import StandInEngine
 
@@ -70,6 +72,22 @@ async def test_what_a_kill_left_is_not_run_again_and_half_a_line_is(tiny_model: 
         assert engine.answered == 16  # all was there
         (more,) = await evaluate(asked(output, tiny_model, samples=3), [at(run)], silent)
         assert (engine.answered, more.result.samples) == (22, 3)
+
+
+async def test_rollouts_are_saved_as_those_of_a_run_and_added_to_when_the_evaluation_goes_on(
+    tiny_model: Path, tmp_path: Path
+):
+    run, output = RunDir(tmp_path / "run"), tmp_path / "out"
+    async with StandInEngine(tiny_model, run):
+        await evaluate(asked(output, tiny_model), [at(run)], silent)
+        (outcome,) = await evaluate(asked(output, tiny_model, samples=3), [at(run)], silent)
+    files = RolloutFiles(output / "served" / "rollouts", RolloutKind.EVAL)
+    assert files.steps() == [0]
+    rows = files.columns(0, ["task_key", "episode", "reward", "completion_tokens"])
+    assert len(rows) == 18
+    expected = {(each.key, each.sample): (each.reward, each.tokens) for each in outcome.scored}
+    assert {(row["task_key"], row["episode"]): (row["reward"], row["completion_tokens"]) for row in rows} == expected
+    assert all(saved.rollout.samples for saved in files.read(0))
 
 
 async def test_an_episode_is_right_where_the_engine_was(tiny_model: Path, tmp_path: Path):

@@ -19,7 +19,9 @@ from headrace.evaluate.exam import Conditions
 from headrace.evaluate.models import Candidate
 from headrace.evaluate.report import write_report
 from headrace.evaluate.results import zero_shot_of
+from headrace.orchestrator.rollout_files import RolloutFiles
 from headrace.text.tokenizer import Tokenizer
+from headrace.transport.rollouts import RolloutKind
 from tests.inference.openai_stand_in import OpenAIStandIn, completion, error
 
 WORDS = ("river", "wheel", "mill", "gate")
@@ -79,6 +81,7 @@ async def test_what_was_right_and_how_long_is_told_by_the_words_and_by_usage(tmp
     assert (values["avg@1"], values["reward/correct"], values["failed"]) == (0.75, 0.75, 0.0)
     assert (values["tokens"], values["thinking_words"], values["thinks"]) == (2.0, 2.0, 1.0)  # as `usage` says
     assert "thinking_tokens" not in values
+    assert len(RolloutFiles(tmp_path / "words/rollouts", RolloutKind.EVAL).read(0)) == 4
     request = server.asked[-1]
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("small", 0.0, 32)
     assert len({asked["seed"] for asked in server.asked[1:]}) == 4  # after the greeting, every episode has its own

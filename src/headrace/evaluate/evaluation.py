@@ -25,6 +25,7 @@ from headrace.evaluate.engines import Team, gpus_per_engine, teams_of, this_mach
 from headrace.evaluate.exam import Conditions, Examples, Tags, examine, missing
 from headrace.evaluate.models import Candidate
 from headrace.evaluate.results import Result, result_of, unmatched_tags
+from headrace.evaluate.rollouts import saving_rollouts
 from headrace.evaluate.serving import engine_urls, serving
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
@@ -176,8 +177,9 @@ async def _evaluate(
             options = evaluation.serve_options, evaluation.key_var, folder / "serve.log"
             async with _team_for(candidate, teams) as team:
                 with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
-                    async with serving(candidate, *options, team) as served:
-                        await examine(environment, examples, served, renderer, given, done, ended)
+                    saving = saving_rollouts(folder / "rollouts", candidate.step or 0)
+                    async with serving(candidate, *options, team) as served, saving as save:
+                        await examine(environment, examples, served, renderer, given, done, save, ended)
         scored = [done.scored[task.key, sample] for task in tasks for sample in range(given.samples)]
     result = result_of(candidate.name, candidate.source, scored, given.samples)
     if all(episode.error for episode in scored):

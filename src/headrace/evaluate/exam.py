@@ -98,15 +98,17 @@ async def examine(
     renderer: dict[str, Any],
     conditions: Conditions,
     done: CompletionsFile,
+    save: Callable[[Sequence[Rollout]], None],
     progress: Callable[[], None],
 ) -> None:
-    """Run what is missing; every episode that ends is in the file before `progress` hears of it."""
+    """Run what is missing. Every episode that ends is in `done`, and goes to `save`, before `progress` hears of it."""
     async with _way(served, renderer, conditions) as way:
 
         def keep(episode: Episode, rollouts: Sequence[Rollout]) -> None:
             key, tokens = episode.group.task.key, way.tokens(episode, rollouts)
             tags, correct = examples.tags[key], conditions.correct
             done.append(completion_of(key, episode.index, rollouts, way.thinking, tags, correct, tokens))
+            save(rollouts)
             progress()
 
         tasks = examples.tasks
