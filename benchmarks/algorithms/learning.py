@@ -209,7 +209,7 @@ def draw(output: Path, histories: dict[str, list[History]], level: float | None)
         names = ("grpo + linear penalty", "grpo, wordy start")
         curves = {name: [read(run) for run in histories[name]] for name in names if name in histories}
         if curves:
-            (output / f"{file}.svg").write_text(comparison_chart(f"A length penalty: {title}", curves))
+            (output / f"{file}.svg").write_text(comparison_chart(f"A length penalty: {title}", curves, what=title))
     if "mixed" in histories:
         runs = histories["mixed"]
         curves = {env: [sorted(run.evals[env].items()) for run in runs] for env in runs[0].evals}

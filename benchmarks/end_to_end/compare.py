@@ -166,7 +166,7 @@ def chart(runs: Sequence[Run]) -> str:
         own = [run for run in runs if run.who == who]
         last = math.floor(max(run.points[-1].seconds for run in own))
         curves[who] = [[(float(s), value_at(run.points, s)) for s in range(last + 1)] for run in own]
-    return comparison_chart("SmolLM2-135M calls functions: training reward over seconds", curves)
+    return comparison_chart("SmolLM2-135M calls functions: training reward over seconds", curves, over="seconds")
 
 
 def value_at(points: Sequence[Point], second: float) -> float:

@@ -23,8 +23,8 @@ def test_every_run_with_several_steps_is_a_line_in_the_order_of_its_steps():
     pictures = curves_of("sums", [*slow, *fast, result("sweep/single", 4, 0.9), result("", None, 0.5)])
     assert list(pictures) == ["accuracy", "thinking"]
     accuracy, thinking = pictures.values()
-    assert ">slow 0.4</text>" in accuracy and ">fast 0.8</text>" in accuracy
-    assert ">fast 200</text>" in thinking and "tokens of thinking, mean" in thinking
+    assert ">slow 0.400</text>" in accuracy and ">fast 0.800</text>" in accuracy
+    assert ">fast 200.0</text>" in thinking and "tokens of thinking, mean" in thinking
     assert "slow" not in thinking and "single" not in accuracy
     assert accuracy.count("<circle") == 5
     check_legible(accuracy)
@@ -34,7 +34,7 @@ def test_the_line_and_its_band_are_where_the_numbers_are():
     points = [(0, Estimate(0.0, 0.0, 0.5)), (10, Estimate(1.0, 0.5, 1.0))]
     svg = curve_chart("sums", "accuracy", {"run": points})
     band = 'd="M60.0,{half}L580.0,{top}L580.0,{half}L60.0,{bottom}h0Z"'
-    right = 720 - 20 - 24 - 7.2 * len("run 1")
+    right = 720 - 20 - 24 - 7.2 * len("run 1.000")
     top, bottom = 44 + 24, 44 + 24 + 320
     written = band.format(half=f"{(top + bottom) / 2:.1f}", top=f"{top:.1f}", bottom=f"{bottom:.1f}")
     assert written.replace("580.0", f"{right:.1f}") in svg

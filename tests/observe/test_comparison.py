@@ -6,8 +6,8 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 
-from headrace.observe.comparison import COLORS, comparison_chart
-from headrace.observe.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from headrace.observe.comparison import BAND, comparison_chart
+from headrace.observe.plot import BOTTOM, COLORS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 
 NAMESPACE = {"svg": "http://www.w3.org/2000/svg"}
 
@@ -31,7 +31,8 @@ def test_a_line_is_the_mean_of_the_seeds_at_the_steps_that_all_have():
     # The mean at step 10 is 1, and the axis goes up to 1.5.
     two_thirds = round(HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * 2 / 3, 1)
     assert lines(drawn) == [[(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, two_thirds)]]
-    assert "1" in texts(drawn)
+    assert "1.000" in texts(drawn)
+    assert {BAND, "reward", "optimizer step"} <= set(texts(drawn))
 
 
 def test_runs_that_only_began_are_points_at_the_beginning():
@@ -74,6 +75,6 @@ def test_more_kinds_than_colours_are_all_drawn_and_named_inside_the_picture():
 
 def test_lines_that_end_alike_have_their_values_side_by_side():
     drawn = comparison_chart("runs", {"grpo": [[(0, 0.1), (2, 0.9)]], "opd": [[(0, 0.1), (1, 0.9)]]})
-    heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>0\.9<', drawn)]
+    heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>0\.900<', drawn)]
     assert len(heights) == 2
     assert abs(heights[0] - heights[1]) >= 15

@@ -10,7 +10,9 @@ from pathlib import Path
 
 RUN_FILES = (".toml", ".yaml", ".yml")
 """How the names of run files end."""
-OWN_OPTIONS = frozenset({"--dry-run", "--clean", "--resume", "--help", "--name", "--alone", "--sharing", "--report"})
+OWN_OPTIONS = frozenset(
+    {"--dry-run", "--clean", "--resume", "--help", "--name", "--alone", "--sharing", "--report", "--format"}
+)
 """Options of the commands themselves; every other `--word` is an override of the configuration."""
 
 
@@ -22,6 +24,16 @@ def add_run_arguments(parser: argparse.ArgumentParser, override: str) -> None:
     add_resume(again)
     again.add_argument("--clean", action="store_true", help="delete the run that is in output_dir and start over")
     parser.epilog = f"Any key can be set on top of the files: --section.key value, for example {override}"
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """The option of a command that writes plots."""
+    parser.add_argument(
+        "--format",
+        choices=("svg", "png", "pdf"),
+        default="svg",
+        help="write each plot in this format, too, beside the SVG [svg]",
+    )
 
 
 def add_resume(parser: argparse._ActionsContainer) -> None:

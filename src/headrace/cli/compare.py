@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headrace.cli.arguments import add_format
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -16,17 +18,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--output", metavar="DIR", type=Path, help="write a page with curves, and the JSON, there")
+    add_format(parser)
     parser.epilog = "Runs that differ only in their seed are one variant. See docs/comparing.md."
 
 
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from headrace.observe.picture import check_format, convert_plots
     from headrace.observe.run_comparison import compare_runs
     from headrace.observe.run_comparison_view import text, write_page
 
+    check_format(arguments.format)
     compared = compare_runs(arguments.runs, arguments.metric, arguments.evaluation)
     files = write_page(compared, arguments.output) if arguments.output is not None else []
+    files += convert_plots(files, arguments.format)
     if arguments.json:
         print(msgspec.json.encode(compared.comparison).decode())
         return 0

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import importable
+from headrace.cli.arguments import add_format, importable
 
 if TYPE_CHECKING:
     from headrace.evaluate.evaluation import Evaluation, Outcome
@@ -40,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="where to write [outputs/eval/ENV, or artifacts/eval/ENV of the run's storage root]",
     )
+    add_format(parser)
     parser.add_argument("--num-examples", metavar="N", type=_positive, help="only the first N examples [all]")
     parser.add_argument("--samples", metavar="K", type=_positive, default=1, help="episodes per example [1]")
     parser.add_argument(
@@ -125,8 +126,10 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import evaluation_directory, read_run
     from headrace.launch.variables import set_variables
+    from headrace.observe.picture import check_format
     from headrace.transport.run_dir import RunDir
 
+    check_format(arguments.format)
     evaluation = read_evaluation(arguments)
     candidates = find_models(arguments.models, permanent=arguments.checkpoints == "permanent")
     if arguments.zero_shot is not None and len(candidates) != 1:
@@ -157,12 +160,14 @@ def report(arguments: argparse.Namespace, evaluation: Evaluation, subject: str, 
 
     from headrace.evaluate.report import as_length_table, as_table, sampling_line, write_report
     from headrace.evaluate.results import zero_shot_of
+    from headrace.observe.picture import convert_plots
     from headrace.transport.files import write_atomically
 
     results = [outcome.result for outcome in outcomes]
     title = f"{subject}, {arguments.samples} sample{'s' * (arguments.samples > 1)} each"
     about = {"environment": evaluation.env, "args": evaluation.args, **settings_of(evaluation)}
     files = write_report(evaluation.output, title, about, results)
+    files += convert_plots(files, arguments.format)
     if arguments.zero_shot is not None and outcomes[0].scored:
         lines = b"".join(msgspec.json.encode(line) + b"\n" for line in zero_shot_of(outcomes[0].scored))
         write_atomically(arguments.zero_shot, lines)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.cli.arguments import add_format
+
 if TYPE_CHECKING:
     from headrace.config.algorithms import AlgoConfig
     from headrace.config.length_penalty import LengthPenaltyConfig
@@ -26,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", metavar="NAME", help="only this environment of the run")
     parser.add_argument("--output", metavar="DIR", type=Path, help="where to write the plot [RUN]")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_format(parser)
     parser.epilog = (
         "Keys of the algorithm: --algo.key value, for example --algo.length_penalty.coef 0.5 or "
         "--algo.teacher.name NAME --algo.teacher.base_url http://host:port/v1"
@@ -39,10 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import read_rl_run, run_directory
+    from headrace.observe.picture import check_format, convert_plots
     from headrace.orchestrator.journal import Journal
     from headrace.orchestrator.rescoring import rescore_run
     from headrace.orchestrator.rollout_files import RolloutFiles
 
+    check_format(arguments.format)
     env: str | None = arguments.env
     was = read_rl_run(arguments.run)
     saved = run_directory(was)
@@ -65,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"{root.resolve().name}: credit of {_told(steps)}"
     name = "-".join(dict.fromkeys(short_name(algo, penalties.get(env)) for env, algo in after.items()))
     plot = _draw(arguments.output or root, name, title, labels, outcome)
+    convert_plots([plot], arguments.format)
     if arguments.json:
         _print_json(root, steps, labels, outcome, plot)
     else:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from headrace.cli.arguments import add_format
+
 if TYPE_CHECKING:
     from headrace.sweep.file import SweepConfig
     from headrace.sweep.plan import Planned
@@ -29,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--dry-run", action="store_true", help="print the runs and what each sets, and stop")
     how.add_argument("--report", action="store_true", help="only write the report of what is there, also while it runs")
     how.add_argument("--clean", action="store_true", help="delete runs that were started with other settings")
+    add_format(parser)
     parser.epilog = (
         "Any key of the file can be set on top of it: --parallel 2, --output_dir DIR. What is done is kept: the same "
         "command goes on where it was stopped."
@@ -48,12 +51,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from headrace.config.run import RunConfig
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import hold
+    from headrace.observe.picture import check_format
     from headrace.sweep.file import flat, read_sweep
     from headrace.sweep.jobs import default_directory, jobs_of
     from headrace.sweep.launch import run_jobs, shares_of
     from headrace.sweep.plan import planned
     from headrace.sweep.record import check_settings, named, read_record, revised, write_record
 
+    check_format(arguments.format)
     sweep = read_sweep(arguments.files, arguments.overrides)
     written = " + ".join(map(str, arguments.files))
     files = sweep.files
@@ -61,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
     kind, common = kind_of(files) or RunConfig, flat(sweep.overrides)
     directory = sweep.output_dir or default_directory(common, kind, files, arguments.files)
     if arguments.report:
-        return _report_again(directory, sweep)
+        return _report_again(directory, sweep, arguments.format)
     evaluation = None if sweep.eval is None else read_evaluation(sweep.eval, written, directory)
     runs = named(planned(sweep), read_record(directory))
     jobs = jobs_of(runs, common, kind, files, directory)
@@ -79,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if code == 0 and evaluation is not None:
                 code = _evaluate(record, directory, evaluation)
         finally:
-            _report(directory, record, sweep)
+            _report(directory, record, sweep, arguments.format)
     failed = [run.name for run in record.asked if run.outcome == "failed"]
     if failed and code == 0:
         print(f"headrace: failed: {', '.join(failed)}; the same command tries again", file=sys.stderr)
@@ -140,20 +145,21 @@ def _evaluate(record: SweepRecord, directory: Path, arguments: argparse.Namespac
     return command.run(argparse.Namespace(**{**vars(arguments), "models": finished}))
 
 
-def _report_again(directory: Path, sweep: SweepConfig) -> int:
+def _report_again(directory: Path, sweep: SweepConfig, format: str) -> int:
     from headrace.errors import BadInput
     from headrace.sweep.record import read_record
 
     record = read_record(directory)
     if not record.plan:
         raise BadInput(f"{directory} has no sweep: start one by leaving --report out")
-    _report(directory, record, sweep)
+    _report(directory, record, sweep, format)
     return 0
 
 
-def _report(directory: Path, record: SweepRecord, sweep: SweepConfig) -> None:
+def _report(directory: Path, record: SweepRecord, sweep: SweepConfig, format: str) -> None:
+    from headrace.observe.picture import convert_plots
     from headrace.sweep.report import write_report
 
     report = write_report(directory, record, sweep.metrics)
-    page, *others = report.files
+    page, *others = [*report.files, *convert_plots(report.files, format)]
     print(f"{report.text}\n\nwrote {page}, {', '.join(path.name for path in others)}")

@@ -9,8 +9,23 @@ import math
 from collections.abc import Mapping, Sequence
 
 from headrace.evaluate.estimates import Estimate
-from headrace.observe.comparison import COLORS, SPACING, spread
-from headrace.observe.plot import GRID, TEXT, WIDTH, Box, Frame, document, stroke, text, ticks
+from headrace.observe.plot import (
+    COLORS,
+    SPACING,
+    WIDTH,
+    Box,
+    Frame,
+    axes,
+    band,
+    document,
+    dots,
+    rule,
+    same_digits,
+    spread,
+    stroke,
+    text,
+    ticks,
+)
 
 CHARACTER = 7.2
 """Pixels that a character takes, on average and at most about."""
@@ -30,7 +45,7 @@ def accuracy_chart(
     left = MARGIN + CHARACTER * max((len(_shown(name)) for name, _ in models), default=0) + 12
     height = TOP + ROW * len(models) + UNDER
     frame = Frame(0.0, 1.0, 0.0, 1.0, Box(left, TOP, WIDTH - 70, height - UNDER))
-    body = _columns(frame, ticks(0.0, 1.0, 5), what)
+    body = axes(frame, ticks(0.0, 1.0, 5), (), what, "")
     for number, (name, accuracy) in enumerate(models):
         y = TOP + ROW * (number + 0.5)
         color = COLORS[number % len(COLORS)]
@@ -43,8 +58,10 @@ def accuracy_chart(
     return document(title, WIDTH, height, MARGIN, body)
 
 
-def length_chart(title: str, what: str, models: Sequence[tuple[str, Estimate, Estimate]]) -> str:
-    """`models` are names, lengths and accuracies; `what` is the length's name.
+def length_chart(
+    title: str, what: str, models: Sequence[tuple[str, Estimate, Estimate]], bars: str = "95% intervals"
+) -> str:
+    """`models` are names, lengths and accuracies; `what` is the length's name; `bars` says what the error bars are.
 
     Names are beside the chart, each with a line to its point. The frontier joins the models that none beats in both.
     """
@@ -54,9 +71,9 @@ def length_chart(title: str, what: str, models: Sequence[tuple[str, Estimate, Es
     x_ticks = _range([length for _, length, _ in models], least=1.0)
     y_ticks = _range([accuracy for _, _, accuracy in models], least=0.1)
     frame = Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1], Box(60, top, right, height - UNDER))
-    body = [*_columns(frame, x_ticks, what), *_rows(frame, y_ticks, "accuracy")]
+    body = axes(frame, x_ticks, y_ticks, what, "accuracy")
     edge = frontier([(length.value, accuracy.value) for _, length, accuracy in models])
-    body.append(f'<path d="{frame.path(edge)}" {stroke(TEXT, 1.5)} stroke-dasharray="5 4"/>' if edge else "")
+    body += [rule(frame.path(edge), dashes="5 4", width=1.5)] if edge else []
     order = sorted(range(len(models)), key=lambda number: (-models[number][2].value, models[number][1].value))
     places = spread([float(frame.y(models[number][2].value)) for number in order], top, height - UNDER)
     for number, place in zip(order, places, strict=True):
@@ -69,12 +86,14 @@ def length_chart(title: str, what: str, models: Sequence[tuple[str, Estimate, Es
             f'<circle cx="{x}" cy="{y}" r="4.5" fill="{color}"/>',
             text(right + 20, place + 4.5, _shown(name), color=color),
         ]
-    return document(title, WIDTH, height, MARGIN, body)
+    caption = f"bars: {bars}; dashed: the frontier, which no model beats in both"
+    return document(title, WIDTH, height, MARGIN, body, caption)
 
 
 def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, Estimate]]]) -> str:
     """A line per run over its steps, in the band of its intervals. Names are beside the chart, near the last values."""
-    names = {name: f"{_shown(name)} {points[-1][1].value:.3g}" for name, points in curves.items()}
+    ends = same_digits([points[-1][1].value for points in curves.values()])
+    names = {name: f"{_shown(name)} {end}" for name, end in zip(curves, ends, strict=True)}
     right = WIDTH - MARGIN - 24 - CHARACTER * max(map(len, names.values()))
     top = TOP + ROW
     height = top + max(TALL, SPACING * (len(curves) + 1)) + UNDER
@@ -82,7 +101,7 @@ def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, 
     x_ticks = ticks(min(steps), max(steps), 5, whole=True)
     y_ticks = _range([estimate for points in curves.values() for _, estimate in points], least=0.1)
     frame = Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1], Box(60, top, right, height - UNDER))
-    body = [*_columns(frame, x_ticks, "optimizer step"), *_rows(frame, y_ticks, what)]
+    body = axes(frame, x_ticks, y_ticks, "optimizer step", what)
     colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(curves)}
     for name, points in curves.items():
         body += _curve(frame, points, colors[name])
@@ -93,17 +112,16 @@ def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, 
         line = f"M{frame.x(step)},{frame.y(last.value)}L{right + 16:.1f},{place:.1f}"
         body.append(f'<path d="{line}" {stroke(colors[name], 0.75)} stroke-opacity="0.6"/>')
         body.append(text(right + 20, place + 4.5, names[name], color=colors[name]))
-    return document(title, WIDTH, height, MARGIN, body)
+    return document(title, WIDTH, height, MARGIN, body, "points: evaluated checkpoints; band: 95% interval")
 
 
 def _curve(frame: Frame, points: Sequence[tuple[int, Estimate]], color: str) -> list[str]:
     """A band from the low to the high ends, the line of the values, and a dot at each."""
-    around = [*((step, each.high) for step, each in points), *((step, each.low) for step, each in reversed(points))]
     values = [(step, each.value) for step, each in points]
     return [
-        f'<path d="{frame.path(around)}Z" fill="{color}" fill-opacity="0.15"/>',
+        band(frame, [(step, each.high) for step, each in points], [(step, each.low) for step, each in points], color),
         f'<path d="{frame.path(values)}" {stroke(color, 2.5)}/>',
-        *(f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="4" fill="{color}"/>' for x, y in values),
+        *dots(frame, values, color),
     ]
 
 
@@ -121,22 +139,6 @@ def _range(estimates: Sequence[Estimate], least: float) -> list[float]:
     """Ticks around all intervals, not from 0: models of one kind are close to each other."""
     low, high = min(each.low for each in estimates), max(each.high for each in estimates)
     return ticks(low, max(high, low + least), 5)
-
-
-def _columns(frame: Frame, values: Sequence[float], label: str) -> list[str]:
-    """Vertical lines with their values below, and what they are values of."""
-    box = frame.box
-    parts = [f'<path d="M{frame.x(value)},{box.top}V{box.bottom}" stroke="{GRID}"/>' for value in values]
-    parts += [text(float(frame.x(value)), box.bottom + 18, f"{value:.4g}", "middle") for value in values]
-    return [*parts, text((box.left + box.right) / 2, box.bottom + 40, label, "middle")]
-
-
-def _rows(frame: Frame, values: Sequence[float], label: str) -> list[str]:
-    """Horizontal lines with their values on the left, and above them what they are values of."""
-    box = frame.box
-    parts = [f'<path d="M{box.left},{frame.y(value)}H{box.right:.1f}" stroke="{GRID}"/>' for value in values]
-    parts += [text(box.left - 8, float(frame.y(value)) + 4.5, f"{value:.4g}", "end") for value in values]
-    return [*parts, text(MARGIN, box.top - 14, label)]
 
 
 def _shown(name: str) -> str:

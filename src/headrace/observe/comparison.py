@@ -10,31 +10,43 @@ import math
 from collections.abc import Mapping, Sequence
 
 from headrace.observe.plot import (
-    BOTTOM,
+    COLORS,
     HEIGHT,
     LEFT,
     RIGHT,
-    TOP,
     WIDTH,
     Frame,
     Points,
     axes,
+    band,
     document,
+    dots,
+    end_labels,
+    rule,
     stroke,
     text,
     ticks,
 )
 
-COLORS = ("#f0883e", "#6cb6ff", "#3fb950", "#d2a8ff", "#e3b341", "#f778ba")
 DASHES = ("", "9 5", "2 5", "12 4 2 4")
-SPACING = 15
-"""Between the last values of two lines."""
+MOST_DOTS = 30
+"""Values of a line up to which each is marked, as evaluations are; a step has one on most lines."""
+BAND = "line: mean over seeds; band: from the lowest to the highest seed"
 ROW = 20
 """Height of a row of the legend; where there are several, all are below the chart."""
 
 
-def comparison_chart(title: str, curves: Mapping[str, Sequence[Points]], level: tuple[str, float] | None = None) -> str:
-    """`curves` are the runs of each kind by its name; `level` is a value to compare with, drawn as a dashed line."""
+def comparison_chart(
+    title: str,
+    curves: Mapping[str, Sequence[Points]],
+    level: tuple[str, float] | None = None,
+    what: str = "reward",
+    over: str = "optimizer step",
+) -> str:
+    """`curves` are the runs of each kind by its name; `level` is a value to compare with, drawn as a dashed line.
+
+    `what` is the label of the values, `over` that of the other axis.
+    """
     spreads = [_spread(runs) for runs in curves.values()]
     xs = [x for spread in spreads for x, _ in spread]
     values = [y for spread in spreads for _, several in spread for y in several] + ([level[1]] if level else [])
@@ -42,18 +54,20 @@ def comparison_chart(title: str, curves: Mapping[str, Sequence[Points]], level: 
     high = max(values, default=low)
     y_ticks = ticks(low, high if high > low else low + 1.0, 5)
     frame = Frame(0.0, last, y_ticks[0], y_ticks[-1])
-    body = axes(frame, ticks(0.0, last, 8, whole=True), y_ticks)
+    body = axes(frame, ticks(0.0, last, 8, whole=True), y_ticks, over, what)
     for number, spread in enumerate(spreads):
-        body += _band(frame, spread, number)
-    body += _last_values(frame, spreads)
+        body += _line_in_band(frame, spread, number)
+    ends = [(_mean(spread[-1][1]), _color(number)) for number, spread in enumerate(spreads) if spread]
+    body += end_labels(frame, ends)
     names = [name if spread else f"{name} (no step in common)" for name, spread in zip(curves, spreads, strict=True)]
     legend, below = _legend(names)
     if level is not None:
         name, value = level
         y = frame.y(value)
-        body.append(f'<path d="M{frame.x(0)},{y}H{frame.x(last)}" {stroke("#7d8590", 1.5)} stroke-dasharray="4 5"/>')
+        body.append(rule(f"M{frame.x(0)},{y}H{frame.x(last)}", dashes="4 5", width=1.5))
         body.append(text(float(frame.x(last)), float(y) - 6, name, "end"))
-    return document(title, WIDTH, HEIGHT + below, LEFT, [*body, *legend])
+    several = any(len(runs) > 1 for runs in curves.values())
+    return document(title, WIDTH, HEIGHT + below, LEFT, [*body, *legend], BAND if several else "")
 
 
 def _spread(runs: Sequence[Points]) -> list[tuple[float, list[float]]]:
@@ -63,41 +77,24 @@ def _spread(runs: Sequence[Points]) -> list[tuple[float, list[float]]]:
     return [(x, [run[x] for run in by_x]) for x in shared]
 
 
-def _band(frame: Frame, spread: Sequence[tuple[float, Sequence[float]]], number: int) -> list[str]:
-    """The least, the mean, the most."""
+def _line_in_band(frame: Frame, spread: Sequence[tuple[float, Sequence[float]]], number: int) -> list[str]:
+    """The mean, in the band from the least to the most."""
     if not spread:
         return []
     above = [(x, max(values)) for x, values in spread]
-    below = [(x, min(values)) for x, values in reversed(spread)]
-    mean = [(x, sum(values) / len(values)) for x, values in spread]
-    color = COLORS[number % len(COLORS)]
-    return [
-        f'<path d="{frame.path([*above, *below])}Z" fill="{color}" fill-opacity="0.15"/>',
-        f'<path d="{frame.path(mean)}" {_line(number)}/>',
-    ]
+    below = [(x, min(values)) for x, values in spread]
+    mean = [(x, _mean(values)) for x, values in spread]
+    color = _color(number)
+    marks = dots(frame, mean, color) if len(mean) <= MOST_DOTS else []
+    return [band(frame, above, below, color), f'<path d="{frame.path(mean)}" {_line(number)}/>', *marks]
 
 
-def _last_values(frame: Frame, spreads: Sequence[Sequence[tuple[float, Sequence[float]]]]) -> list[str]:
-    """What each line came to, beside the chart, as far apart as it takes to be read."""
-    ends = [(sum(spread[-1][1]) / len(spread[-1][1]), number) for number, spread in enumerate(spreads) if spread]
-    ends.sort(reverse=True)
-    places = spread([float(frame.y(value)) for value, _ in ends], TOP, HEIGHT - BOTTOM)
-    return [
-        text(WIDTH - RIGHT + 9, place + 4.5, f"{value:.3g}", color=COLORS[number % len(COLORS)])
-        for (value, number), place in zip(ends, places, strict=True)
-    ]
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
-def spread(wanted: Sequence[float], top: float, bottom: float) -> list[float]:
-    """Places for labels from top to bottom, near where they are wanted, `SPACING` apart; as far as they fit."""
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + SPACING if places else top))
-    limit = bottom
-    for number in reversed(range(len(places))):
-        places[number] = min(places[number], limit)
-        limit = places[number] - SPACING
-    return places
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], int]:
@@ -121,4 +118,4 @@ def _legend(names: Sequence[str]) -> tuple[list[str], int]:
 
 def _line(number: int) -> str:
     dashes = DASHES[number // len(COLORS) % len(DASHES)]
-    return stroke(COLORS[number % len(COLORS)], 2.5) + (f' stroke-dasharray="{dashes}"' if dashes else "")
+    return stroke(_color(number), 2.5) + (f' stroke-dasharray="{dashes}"' if dashes else "")

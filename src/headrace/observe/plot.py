@@ -1,6 +1,10 @@
-"""A small line chart as SVG text: pure, no dependency, legible on a white and on a dark page.
+"""The drawing of every plot, as SVG text: pure, no dependency; and the reward chart of a run.
 
-Left out on purpose: everything that a reward curve does not need (log axes, many series, interaction).
+What is drawn is a small part of SVG that other programs convert as it is: paths of straight lines, circles, rectangles
+and text, with colours of six digits and opacity as an attribute. A picture has a background of its own, light or dark
+as the viewer prefers, and colours that are legible on both.
+
+Left out on purpose: everything that these charts do not need (log axes, interaction).
 """
 
 from __future__ import annotations
@@ -12,10 +16,19 @@ from typing import NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, 54, 64, 50
-TEXT, GRID = "#7d8590", "#7d859040"
-TRAIN, HELD_OUT = "#6cb6ff", "#f0883e"
+WIDTH, HEIGHT = 720, 356
+LEFT, RIGHT, TOP, BOTTOM = 56, 62, 80, 50
+PAPER, DARK_PAPER = "#ffffff", "#0d1117"
+TEXT, DARK_TEXT = "#3d444d", "#c9d1d9"
+COLORS = ("#d9650a", "#2f81f7", "#1f9d4d", "#a05cf0", "#b07c00", "#d6409f")
+"""Of series. Each has a contrast of 3 or more with both papers."""
+HELD_OUT, TRAIN = COLORS[:2]
+SPACING = 15
+"""Between two labels below each other."""
+DARK_STYLE = (
+    f"@media (prefers-color-scheme: dark) {{ .hr-paper {{ fill: {DARK_PAPER} }} .hr-text {{ fill: {DARK_TEXT} }} "
+    f".hr-line {{ stroke: {DARK_TEXT} }} }}"
+)
 
 
 def reward_chart(title: str, train: Points, held_out: Points) -> str:
@@ -28,25 +41,45 @@ def reward_chart(title: str, train: Points, held_out: Points) -> str:
     # Rewards mostly live in [0, 1]: showing all of it makes charts of different runs comparable.
     y_ticks = ticks(min(0.0, *ys), max(1.0, *ys), 5)
     frame = Frame(min(0.0, *xs), max(1.0, *xs), y_ticks[0], y_ticks[-1])
-    body = [
-        *axes(frame, x_ticks, y_ticks),
-        *_train_line(frame, train),
-        *_held_out_line(frame, held_out),
-        *_legend(bool(train), bool(held_out)),
-    ]
-    return document(title, WIDTH, HEIGHT, LEFT, body)
+    series = [(points, color) for points, color in ((held_out, HELD_OUT), (train, TRAIN)) if points]
+    body = axes(frame, x_ticks, y_ticks, "optimizer step", "reward")
+    if train:
+        body.append(f'<path d="{frame.path(train)}" {stroke(TRAIN, 1.5)} stroke-opacity="0.7"/>')
+    if held_out:
+        body += [f'<path d="{frame.path(held_out)}" {stroke(HELD_OUT, 2.5)}/>', *dots(frame, held_out, HELD_OUT)]
+    body += end_labels(frame, [(points[-1][1], color) for points, color in series])
+    return document(title, WIDTH, HEIGHT, LEFT, [*body, *_legend(bool(train), bool(held_out))])
 
 
-def document(title: str, width: float, height: float, left: float, body: Sequence[str]) -> str:
-    """A whole picture; its title begins at `left`."""
+def _legend(train: bool, held_out: bool) -> list[str]:
+    parts: list[str] = []
+    x = float(LEFT)
+    if held_out:
+        parts.append(f'<path d="M{x},42h22" {stroke(HELD_OUT, 2.5)}/>')
+        parts.append(f'<circle cx="{x + 11}" cy="42" r="4" fill="{HELD_OUT}"/>')
+        parts.append(text(x + 28, 46.5, "held-out reward (evaluations)"))
+        x += 240
+    if train:
+        parts.append(f'<path d="M{x},42h22" {stroke(TRAIN, 1.5)}/>')
+        parts.append(text(x + 28, 46.5, "train reward"))
+    return parts
+
+
+def document(title: str, width: float, height: float, left: float, body: Sequence[str], caption: str = "") -> str:
+    """Return a whole picture. Its title begins at `left`, and so does the caption, below everything else."""
     style = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
+    whole = height + 22 if caption else height
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'height="{height}" role="img" style="{style}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {whole}" width="{width}" '
+            f'height="{whole}" role="img" style="{style}">',
             f"<title>{escape(title)}</title>",
-            f'<text x="{left}" y="24" fill="{TEXT}" font-size="16" font-weight="600">{escape(title)}</text>',
+            f"<style>{DARK_STYLE}</style>",
+            f'<rect class="hr-paper" x="0" y="0" width="{width}" height="{whole}" fill="{PAPER}"/>',
+            f'<text class="hr-text" x="{left}" y="24" fill="{TEXT}" font-size="16" font-weight="600">'
+            f"{escape(title)}</text>",
             *body,
+            *([text(left, height + 8, caption, size=12)] if caption else []),
             "</svg>\n",
         ]
     )
@@ -61,6 +94,25 @@ def ticks(low: float, high: float, most: int, whole: bool = False) -> list[float
         step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, last + 1)]
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Return ticks as text, with as many decimals as their distance has."""
+    step = values[1] - values[0] if len(values) > 1 else 1.0
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if decimals > 4:
+        return [f"{value:.4g}" for value in values]
+    return [f"{0.0 if abs(value) < step / 2 else value:,.{decimals}f}" for value in values]
+
+
+def same_digits(values: Sequence[float]) -> list[str]:
+    """Return values as text with the same number of decimals, four digits of the largest, three where it is small."""
+    largest = max(map(abs, values), default=0.0)
+    exponent = math.floor(math.log10(largest)) if largest else 0
+    if not -4 <= exponent < 7:
+        return [f"{value:.2e}" for value in values]
+    decimals = 2 - exponent if exponent < 0 else max(0, 3 - exponent)
+    return [f"{value:,.{decimals}f}" for value in values]
 
 
 class Box(NamedTuple):
@@ -95,54 +147,66 @@ class Frame:
         return "M" + "L".join(f"{self.x(x)},{self.y(y)}" for x, y in points) + "h0"
 
 
-def axes(frame: Frame, x_ticks: list[float], y_ticks: list[float]) -> list[str]:
-    bottom = HEIGHT - BOTTOM
+def axes(
+    frame: Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_label: str, left: float = 20
+) -> list[str]:
+    """Lines at the ticks with their values, and what the values are: below, and above from `left` on."""
+    box = frame.box
     parts = []
-    for tick in y_ticks:
+    for tick, label in zip(y_ticks, tick_labels(y_ticks), strict=True):
         y = frame.y(tick)
-        parts.append(f'<path d="M{LEFT},{y}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
-        parts.append(text(LEFT - 8, float(y) + 4.5, f"{tick:.4g}", "end"))
-    for tick in x_ticks:
+        parts.append(rule(f"M{box.left:.1f},{y}H{box.right:.1f}", opacity=0.25))
+        parts.append(text(box.left - 8, float(y) + 4.5, label, "end"))
+    for tick, label in zip(x_ticks, tick_labels(x_ticks), strict=True):
         if frame.x_low <= tick <= frame.x_high:
             x = frame.x(tick)
-            parts.append(f'<path d="M{x},{bottom}v5" stroke="{TEXT}"/>')
-            parts.append(text(float(x), bottom + 20, f"{tick:.10g}", "middle"))
-    parts.append(f'<path d="M{LEFT},{bottom}H{WIDTH - RIGHT}" stroke="{TEXT}"/>')
-    parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "optimizer step", "middle"))
-    return parts
+            parts.append(rule(f"M{x},{box.top:.1f}V{box.bottom:.1f}", opacity=0.12))
+            parts.append(text(float(x), box.bottom + 18, label, "middle"))
+    if y_ticks:
+        parts.append(rule(f"M{box.left:.1f},{box.bottom:.1f}H{box.right:.1f}"))
+    parts.append(text((box.left + box.right) / 2, box.bottom + 40, x_label, "middle"))
+    return [*parts, *([text(left, box.top - 14, y_label)] if y_label else [])]
 
 
-def _train_line(frame: Frame, points: Points) -> list[str]:
-    if not points:
-        return []
-    return [f'<path d="{frame.path(points)}" {stroke(TRAIN, 1.5)} stroke-opacity="0.7"/>']
+def rule(path: str, opacity: float = 1.0, dashes: str = "", width: float = 1.0) -> str:
+    """A line of the frame, in the colour of text."""
+    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return (
+        f'<path class="hr-line" d="{path}" fill="none" stroke="{TEXT}" stroke-width="{width:g}" '
+        f'stroke-opacity="{opacity:g}"{dashed}/>'
+    )
 
 
-def _held_out_line(frame: Frame, points: Points) -> list[str]:
-    if not points:
-        return []
-    line = f'<path d="{frame.path(points)}" {stroke(HELD_OUT, 2.5)}/>'
-    dots = [f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="4" fill="{HELD_OUT}"/>' for x, y in points]
-    last_x, last_y = points[-1]
+def band(frame: Frame, above: Points, below: Points, color: str) -> str:
+    """The area between two lines over the same steps."""
+    return f'<path d="{frame.path([*above, *reversed(below)])}Z" fill="{color}" fill-opacity="0.15"/>'
+
+
+def dots(frame: Frame, points: Points, color: str) -> list[str]:
+    return [f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="4" fill="{color}"/>' for x, y in points]
+
+
+def end_labels(frame: Frame, ends: Sequence[tuple[float, str]]) -> list[str]:
+    """The last values of lines, each in its line's colour, beside the chart, as far apart as it takes to be read."""
+    order = sorted(ends, key=lambda end: -end[0])
+    places = spread([float(frame.y(value)) for value, _ in order], frame.box.top, frame.box.bottom)
+    labels = same_digits([value for value, _ in order])
     return [
-        line,
-        *dots,
-        text(float(frame.x(last_x)) + 9, float(frame.y(last_y)) + 4.5, f"{last_y:.2f}", color=HELD_OUT),
+        text(frame.box.right + 9, place + 4.5, label, color=color)
+        for (_, color), place, label in zip(order, places, labels, strict=True)
     ]
 
 
-def _legend(train: bool, held_out: bool) -> list[str]:
-    parts: list[str] = []
-    x = float(LEFT)
-    if held_out:
-        parts.append(f'<path d="M{x},42h22" {stroke(HELD_OUT, 2.5)}/>')
-        parts.append(f'<circle cx="{x + 11}" cy="42" r="4" fill="{HELD_OUT}"/>')
-        parts.append(text(x + 28, 46.5, "held-out reward"))
-        x += 150
-    if train:
-        parts.append(f'<path d="M{x},42h22" {stroke(TRAIN, 1.5)}/>')
-        parts.append(text(x + 28, 46.5, "train reward"))
-    return parts
+def spread(wanted: Sequence[float], top: float, bottom: float) -> list[float]:
+    """Places for labels from top to bottom, near where they are wanted, `SPACING` apart; as far as they fit."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + SPACING if places else top))
+    limit = bottom
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], limit)
+        limit = places[number] - SPACING
+    return places
 
 
 def stroke(color: str, width: float) -> str:
@@ -151,4 +215,6 @@ def stroke(color: str, width: float) -> str:
 
 def text(x: float, y: float, content: str, anchor: str = "start", color: str = TEXT, size: int | None = None) -> str:
     sized = "" if size is None else f' font-size="{size}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}"{sized}>{escape(content)}</text>'
+    themed = ' class="hr-text"' if color == TEXT else ""
+    place = f'x="{x:.1f}" y="{y:.1f}"'
+    return f'<text {place} fill="{color}"{themed} text-anchor="{anchor}"{sized}>{escape(content)}</text>'

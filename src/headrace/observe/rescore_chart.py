@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.observe.credit_comparison import CAPTION, Comparison, Share
-from headrace.observe.plot import GRID, HELD_OUT, TEXT, TRAIN, Box, Frame, document, text, ticks
+from headrace.observe.plot import HELD_OUT, TRAIN, Box, Frame, axes, document, rule, text, ticks
 
 THEN, NOW = TRAIN, HELD_OUT
 WIDTH, MARGIN, GAP = 820, 24, 40
@@ -52,7 +52,7 @@ def _legend(labels: tuple[str, str]) -> list[str]:
         y = 46 + 18 * number
         parts.append(f'<rect x="{MARGIN}" y="{y - 10}" width="12" height="12" rx="2" fill="{color}"/>')
         parts.append(text(MARGIN + 20, y + 0.5, f"{name}: {textwrap.shorten(label, 100, placeholder=' ...')}"))
-    parts.append(f'<path d="M{MARGIN + 6},71v14" stroke="{TEXT}" stroke-dasharray="3 2"/>')
+    parts.append(rule(f"M{MARGIN + 6},71v14", dashes="3 2"))
     return [*parts, text(MARGIN + 20, 82.5, "share of the sampled tokens")]
 
 
@@ -69,18 +69,18 @@ def _bars(left: float, top: float, title: str, shares: Sequence[Share]) -> list[
             parts.append(f'<rect x="{start:.1f}" y="{at:.1f}" width="{width:.1f}" height="{BAR}" fill="{color}"/>')
             parts.append(text(left + PANEL, at + 9.5, f"{value:.1%}", "end", color, size=11))
         place = start + share.tokens * span
-        parts.append(f'<path d="M{place:.1f},{y - 3}v{2 * BAR + 7}" stroke="{TEXT}" stroke-dasharray="3 2"/>')
+        parts.append(rule(f"M{place:.1f},{y - 3:.1f}v{2 * BAR + 7}", dashes="3 2"))
     return parts
 
 
 def _scatter(left: float, top: float, height: float, advantages: np.ndarray) -> list[str]:
     """A circle for the rollouts of each cell, its area by how many they are."""
     known = advantages[~np.isnan(advantages).any(axis=1)]
-    parts = [text(left, top + 10, "mean advantage of a rollout, now over then")]
+    title = text(left, top + 10, "mean advantage of a rollout: now (up) over then")
     if not len(known):
-        return [*parts, text(left, top + 40, "one side has no advantages: it trains without them", size=12)]
+        return [title, text(left, top + 40, "one side has no advantages: it trains without them", size=12)]
     frame = _Square(Box(left + 44, top + 28, left + PANEL - 16, top + 28 + height), known)
-    parts += frame.axes()
+    parts = [title, *frame.axes()]
     cells, counts = _gather(known)
     for (then, now), count in zip(cells, counts, strict=True):
         radius = max(1.5, LARGEST * float(np.sqrt(count / counts.max())))
@@ -112,15 +112,6 @@ class _Square(Frame):
         super().__init__(self._x_ticks[0], self._x_ticks[-1], self._y_ticks[0], self._y_ticks[-1], box)
 
     def axes(self) -> list[str]:
-        left, top, right, bottom = self.box
-        parts = []
-        for tick in self._x_ticks:
-            parts.append(f'<path d="M{self.x(tick)},{top}V{bottom}" stroke="{GRID}"/>')
-            parts.append(text(float(self.x(tick)), bottom + 16, f"{tick:.4g}", "middle", size=12))
-        for tick in self._y_ticks:
-            parts.append(f'<path d="M{left},{self.y(tick)}H{right}" stroke="{GRID}"/>')
-            parts.append(text(left - 6, float(self.y(tick)) + 4, f"{tick:.4g}", "end", size=12))
         low, high = max(self.x_low, self.y_low), min(self.x_high, self.y_high)
-        unchanged = self.path([(low, low), (high, high)])
-        parts.append(f'<path d="{unchanged}" stroke="{TEXT}" stroke-dasharray="4 3" fill="none"/>')
-        return [*parts, text((left + right) / 2, bottom + 32, "then (dashed: no change)", "middle", size=12)]
+        unchanged = rule(self.path([(low, low), (high, high)]), dashes="4 3")
+        return [*axes(self, self._x_ticks, self._y_ticks, "then (dashed: no change)", ""), unchanged]

@@ -39,7 +39,7 @@ def write_page(compared: Compared, directory: Path) -> list[Path]:
     comparison = compared.comparison
     charts = {
         directory / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', metric)}.svg": comparison_chart(
-            f"{metric} over optimizer steps", {name: list(seeds) for name, seeds in curves.items()}
+            f"{metric} over optimizer steps", {name: list(seeds) for name, seeds in curves.items()}, what=metric
         )
         for metric, curves in compared.curves.items()
     }

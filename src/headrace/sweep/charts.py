@@ -16,7 +16,7 @@ from headrace.sweep.results import Results, RunResult
 
 MOST_LINES = 12
 """Variants in a chart of curves, the best ones; more cannot be told from each other."""
-BAND = "mean over seeds, from the lowest to the highest"
+BAND = "mean over seeds; bar: from the lowest to the highest"
 
 
 class Chart(NamedTuple):
@@ -35,7 +35,7 @@ def _curves(metric: str, curves: Mapping[str, Sequence[Curve]], shown: Sequence[
     chosen = {name: list(seeds) for name, seeds in curves.items() if name in shown}
     title = f"{metric} over optimizer steps"
     title += f" ({len(chosen)} of {len(curves)})" if len(chosen) < len(curves) else ""
-    return Chart(f"{re.sub(r'[^A-Za-z0-9.-]+', '-', metric)}.svg", title, comparison_chart(title, chosen))
+    return Chart(f"{re.sub(r'[^A-Za-z0-9.-]+', '-', metric)}.svg", title, comparison_chart(title, chosen, what=metric))
 
 
 def best(results: Results) -> list[str]:
@@ -58,6 +58,7 @@ def evaluation_charts(results: Results) -> list[Chart]:
     accuracy = "Accuracy by variant"
     several = any(count > 1 for count in _counts(results.runs).values())
     told = f"accuracy, {BAND}" if several else "accuracy, with its 95% interval"
+    bars = "from the lowest to the highest seed" if several else "95% intervals"
     charts = [Chart("accuracy.svg", accuracy, accuracy_chart(accuracy, list(accuracies.items()), told))]
     known = [run for run in results.runs if run.evaluation]
     measure = next((name for name in LENGTHS if all(name in run.evaluation for run in known)), None)
@@ -65,7 +66,8 @@ def evaluation_charts(results: Results) -> list[Chart]:
         lengths = by_variant(known, lambda run: run.evaluation.get(measure))
         points = [(name, lengths[name], found) for name, found in accuracies.items()]
         title = "Accuracy against length, and the frontier"
-        charts.append(Chart("accuracy-length.svg", title, length_chart(title, f"{LENGTHS[measure]}, mean", points)))
+        chart = length_chart(title, f"{LENGTHS[measure]}, mean", points, bars)
+        charts.append(Chart("accuracy-length.svg", title, chart))
     return charts
 
 

@@ -16,7 +16,8 @@ body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sa
 svg { max-width: 100%; height: auto; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .75rem; border-bottom: 1px solid #7d859040; text-align: right; white-space: nowrap; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid rgb(125 133 144 / 25%); text-align: right;
+  white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 pre { overflow-x: auto; }
 """
