@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import BadInput
 from headrace.observe.comparison import comparison_chart
 from headrace.observe.picture import check_format, convert, convert_plots
-from headrace.observe.plot import HELD_OUT, HEIGHT, WIDTH, reward_chart
+from headrace.observe.plot import HEIGHT, HELD_OUT, WIDTH, reward_chart
 
 SVG = reward_chart("run: $ and _", [(1, 0.5), (50, 0.7)], [(0, 0.0), (25, 0.5), (50, 1.0)])
 
