@@ -49,6 +49,23 @@ def test_entropy_has_no_gradient_and_uniform_logits_give_log_of_the_vocabulary()
     torch.testing.assert_close(logprobs.detach(), -torch.full((2,), 8.0).log())
 
 
+@pytest.mark.parametrize("offset", [0.0, 30.0, -400.0])
+def test_the_entropy_of_a_nearly_certain_model_is_right_and_not_negative(offset: float):
+    # The logits are the weights: one token above 5,000 others, by a margin that leaves them less and less.
+    margins = torch.linspace(5, 40, 200)
+    logits = torch.full((200, 5000), offset)
+    logits[:, 7] += margins
+    logprobs, entropy = label_logprobs(
+        torch.eye(200), logits.t().contiguous(), torch.full((200,), 7), torch.full((200,), 0.7), 64
+    )
+    exact = (logits.double() / torch.tensor(0.7).double()).log_softmax(-1)
+    assert (entropy >= 0).all()
+    # Each logit is rounded to a float32 once, when it is divided by the temperature.
+    rounding = float((abs(offset) + 40) / 0.7 * torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), atol=10 * rounding, rtol=1e-3)
+    torch.testing.assert_close(logprobs.double(), exact[:, 7], atol=rounding, rtol=1e-3)
+
+
 def test_narrow_hidden_states_are_scored_in_float32_and_keep_the_weights_gradient():
     weight = torch.randn(16, 4, requires_grad=True)
     hidden = torch.randn(5, 4).to(torch.bfloat16).requires_grad_()

@@ -120,11 +120,20 @@ def _passes(device: str, dtype: torch.dtype) -> _Passes:
 
 
 def _score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Everything is measured from the largest logit, as in `lm_head_kernels`.
+
+    Then no term of the entropy, log(sum) - sum(p * x) with log(sum) >= 0 and x <= 0, is below 0. The difference of the
+    normalizer and the mean logit would be, by rounding, where the model is nearly certain.
+    """
     scaled = logits / temperatures[:, None]
-    normalizers = scaled.logsumexp(-1)
-    chosen = scaled.gather(-1, labels[:, None])[:, 0]
-    probabilities = (scaled - normalizers[:, None]).exp_()
-    return chosen - normalizers, normalizers, normalizers - torch.linalg.vecdot(probabilities, scaled)
+    largest = scaled.amax(-1)
+    distances = scaled.sub_(largest[:, None])
+    powers = distances.exp()
+    total = powers.sum(-1)
+    log_of_sum = total.log()
+    chosen = distances.gather(-1, labels[:, None])[:, 0]
+    entropy = log_of_sum - torch.linalg.vecdot(powers, distances) / total
+    return chosen - log_of_sum, largest + log_of_sum, entropy
 
 
 def _gradient(
