@@ -1,12 +1,13 @@
 """Evaluation beside training: how full the permits stay, and how much sooner a run ends than with one that blocks.
 
-    python benchmarks/orchestrator/eval_overlap.py [--steps 101] [--async-level 1] [--real 60]
+    python benchmarks/orchestrator/eval_overlap.py [RUN_FILE] [--steps 101] [--real 60]
 
-256 permits, steps of 256 rollouts in groups of 8, 256 evaluation episodes every 5 steps; latency is lognormal with a
-median of 2 s and sigma 1. The pipeline itself runs in simulated time: without evaluation, as it is, and in a harness
-that blocks, where training drains, evaluation runs alone to its last straggler, and training resumes. `--real` adds
-that many seconds of a real orchestrator process over sockets, as its own gauges show it. Busy is the share of permits
-with a running episode, over time: in all, and from an evaluation's trigger to the close of its epoch.
+Permits, the size of a step and of its groups, and what is evaluated how often are those of the run file, which is
+`examples/math/rl.toml`: steps of 256 rollouts, and four answers to each of 500 problems every 20 steps. Latency is
+lognormal with a median of 2 s and sigma 1. The pipeline itself runs in simulated time: without evaluation, as it is,
+and in a harness that blocks, where training drains, evaluation runs alone to its last straggler, and training resumes.
+`--real` adds that many seconds of a real orchestrator process over sockets, as its own gauges show it. Busy is the
+share of permits with a running episode, over time: in all, and from an evaluation's trigger to the close of its epoch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ import msgspec
 from fake_engine import FakeEngine
 from fake_run import COMPLETION_TOKENS, FOREVER, running
 
+from headrace.config.base import load
+from headrace.config.run import RunConfig
+from headrace.errors import BadInput
 from headrace.observe.history import Tail
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.journal import Clock, Totals
@@ -56,23 +60,49 @@ from headrace.rollout.types import Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version
 from headrace.trainer.tiny import write_tiny_model
 
-PERMITS = BATCH = EVAL_EPISODES = 256
-GROUP = 8
-INTERVAL = 5
+EXAMPLE = Path(__file__).parents[2] / "examples" / "math" / "rl.toml"
 MEDIAN, SIGMA = 2.0, 1.0
 TRAINING, WRITING, LOADING = 1.0, 0.05, 0.1
 """Seconds for a training step, a batch file, and new weights in the engine."""
 
 
+class Shape(msgspec.Struct, frozen=True):
+    """What a run file says about how many episodes there are."""
+
+    permits: int
+    batch: int
+    group: int
+    async_level: int
+    interval: int
+    """Steps between two evaluations."""
+    eval_tasks: int
+    eval_group: int
+
+    @classmethod
+    def of(cls, file: Path) -> Shape:
+        config = load(RunConfig, [file])[0].orchestrator
+        (evaluated,) = config.eval.env
+        permits, batch = config.max_inflight_rollouts, config.batch_size
+        interval, tasks, group = (
+            getattr(evaluated, key) or getattr(config.eval, key) for key in ("interval", "num_examples", "group_size")
+        )
+        if not isinstance(permits, int) or batch is None or tasks is None:
+            fix = "Set max_inflight_rollouts, batch_size and eval.num_examples of [orchestrator] to numbers."
+            raise BadInput("the shape of the run is not in the file", file=file, fix=fix)
+        return cls(permits, batch, config.group_size, config.max_async_level, interval, tasks, group)
+
+
 class Busy(msgspec.Struct):
     """Episode seconds over permit seconds."""
 
+    total: int
+    """Permits that there are."""
     episodes: float = 0.0
     permits: float = 0.0
 
     def add(self, running: int, seconds: float) -> None:
         self.episodes += running * seconds
-        self.permits += PERMITS * seconds
+        self.permits += self.total * seconds
 
     @property
     def shown(self) -> str:
@@ -82,9 +112,9 @@ class Busy(msgspec.Struct):
 class SimulatedRun:
     """The real pipeline; everything that it asks for takes simulated time."""
 
-    def __init__(self, interval: int, async_level: int, *, blocking: bool = False, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, *, blocking: bool = False, seed: int = 0) -> None:
         self.now = 0.0
-        self.always, self.across = Busy(), Busy()
+        self.always, self.across = Busy(shape.permits), Busy(shape.permits)
         self.dropped = 0
         self._blocking = blocking
         self._rng = random.Random(seed)
@@ -94,10 +124,12 @@ class SimulatedRun:
         self._held: dict[int, Episode] = {}
         """Episodes that the pipeline has started and the blocking harness has not."""
         self._trained_at = 0.0
-        settings = Settings(FOREVER, BATCH, None, 512, {"train": GROUP}, PERMITS, max_async_level=async_level)
-        tasks, evals = ([Task(name, {"n": n}) for n in range(EVAL_EPISODES)] for name in ("train", "heldout"))
+        sizes = {"train": shape.group}
+        settings = Settings(FOREVER, shape.batch, None, 512, sizes, shape.permits, max_async_level=shape.async_level)
+        tasks, evals = ([Task(name, {"n": n}) for n in range(shape.eval_tasks)] for name in ("train", "heldout"))
         source = TrainSource([TrainTasks("train", tasks, 1.0)], seed)
-        eval_source = EvalSource([EvalEnv("heldout", evals, interval, group_size=1)], {"heldout": Version(0, 0)})
+        heldout = EvalEnv("heldout", evals, shape.interval, group_size=shape.eval_group)
+        eval_source = EvalSource([heldout], {"heldout": Version(0, 0)})
         ledger = Ledger(Totals(), Clock(), 0, self.now)
         self.pipeline = Pipeline(settings, source, eval_source, ledger, Version(0, 0), 1, self.now)
 
@@ -177,25 +209,27 @@ def _scored(action: ProcessGroup) -> ScoredGroup:
     return ScoredGroup(action.kind, action.group, action.rollouts, [], arrived=len(action.rollouts), credited=credited)
 
 
-async def real_busy(model: Path, seconds: float, async_level: int) -> tuple[Busy, Busy]:
+async def real_busy(model: Path, seconds: float, shape: Shape) -> tuple[Busy, Busy]:
     """The same as a process over sockets, with a trainer that needs no time: busy in all, and across evaluations."""
     engine = FakeEngine(model, COMPLETION_TOKENS, MEDIAN, SIGMA)
     settings = {
-        "batch_size": BATCH,
-        "max_inflight_rollouts": PERMITS,
-        "max_async_level": async_level,
+        "batch_size": shape.batch,
+        "group_size": shape.group,
+        "max_inflight_rollouts": shape.permits,
+        "max_async_level": shape.async_level,
         "max_off_policy_steps": 8,
         "log_loop_interval": 0.25,
         "eval": {
-            "interval": INTERVAL,
-            "num_examples": EVAL_EPISODES,
+            "interval": shape.interval,
+            "num_examples": shape.eval_tasks,
+            "group_size": shape.eval_group,
             "eval_base_model": False,
             "env": [{"id": "fake_run:OneTurn", "name": "heldout"}],
         },
     }
-    always, across = Busy(), Busy()
+    always, across = Busy(shape.permits), Busy(shape.permits)
     async with running(engine, model, settings) as orchestrator:
-        while engine.in_flight < PERMITS:
+        while engine.in_flight < shape.permits:
             orchestrator.check()
             await asyncio.sleep(0.05)
         gauges = Tail(orchestrator.run.metrics)
@@ -213,16 +247,16 @@ async def real_busy(model: Path, seconds: float, async_level: int) -> tuple[Busy
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_file", nargs="?", type=Path, default=EXAMPLE, metavar="RUN_FILE")
     parser.add_argument("--steps", type=int, default=101)
-    parser.add_argument("--async-level", type=int, default=1)
     parser.add_argument("--real", type=float, default=0.0, metavar="SECONDS")
     arguments = parser.parse_args()
-    level = arguments.async_level
+    shape = Shape.of(arguments.run_file)
     print(f"{'evaluation':<26}{'busy':>8}{'across evaluations':>20}{'seconds':>10}{'ratio':>7}{'dropped':>9}")
     runs = {
-        "none": SimulatedRun(FOREVER, level),
-        "overlapping": SimulatedRun(INTERVAL, level),
-        "blocking": SimulatedRun(INTERVAL, level, blocking=True),
+        "none": SimulatedRun(msgspec.structs.replace(shape, interval=FOREVER)),
+        "overlapping": SimulatedRun(shape),
+        "blocking": SimulatedRun(shape, blocking=True),
     }
     for run in runs.values():
         run.run(arguments.steps)
@@ -232,7 +266,7 @@ def main() -> None:
     if arguments.real:
         with tempfile.TemporaryDirectory() as directory:
             write_tiny_model(Path(directory))
-            always, across = asyncio.run(real_busy(Path(directory), arguments.real, level))
+            always, across = asyncio.run(real_busy(Path(directory), arguments.real, shape))
         print(f"{'overlapping, over sockets':<26}{always.shown:>8}{across.shown:>20}")
 
 
