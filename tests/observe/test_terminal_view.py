@@ -13,7 +13,17 @@ from rich.console import Console
 from headrace.observe import terminal
 from headrace.observe.history import History
 from headrace.observe.status import ProcessStatus, Progress
-from headrace.observe.terminal import LABEL_WIDTH, LiveView, PlainView, facts, make_view, number, render, sparkline
+from headrace.observe.terminal import (
+    LABEL_WIDTH,
+    LiveView,
+    PlainView,
+    activity,
+    facts,
+    make_view,
+    number,
+    render,
+    sparkline,
+)
 
 
 def history(steps: int) -> History:
@@ -194,6 +204,11 @@ def test_how_far_a_step_has_come_is_shown_and_since_when() -> None:
     shown = "\n".join(lines_at(110))
     assert "training step 11: micro-batch 3 of 7 (30 s)" in shown
     assert "collecting batch 11: rollouts 87 of 128, waiting for rollouts" in shown
+
+
+def test_a_process_that_has_finished_is_not_expected_to_report() -> None:
+    assert activity(ProcessStatus("trainer", 1, 100.0, "finished"), 130.0) == "finished"
+    assert activity(ProcessStatus("trainer", 1, 100.0, "idle"), 130.0) == "idle (no sign of life for 30 s)"
 
 
 def test_a_run_that_retries_says_since_when_and_why_and_has_no_countdown() -> None:

@@ -195,7 +195,7 @@ def activity(status: ProcessStatus, now: float) -> str:
         since = max(0.0, now - status.waiting_since)
         wait = f"waiting for {status.waiting_for}" + (f" ({since:.0f} s)" if since >= 1 else "")
         words = wait if words.startswith("waiting") else f"{words}, {wait}"
-    if now - status.time > 10:
+    if now - status.time > 10 and status.state != "finished":
         words += f" (no sign of life for {now - status.time:.0f} s)"
     return words
 
