@@ -233,38 +233,32 @@ def test_ones_own_algorithm_sees_the_tasks_of_the_run(run: Run, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (
-            "--algo max_rl --algo.length_penalty.type linear",
-            "max_rl has no length_penalty: it is a key of grpo and echo",
-        ),
-        (
-            "--algo max_rl --length-penalty short",
-            "set type to the kind of length penalty: linear, tokens, turns, overlong",
-        ),
+        ("--algo max_rl --algo.length_penalty.type linear", "algo.length_penalty = "),
+        ("--algo max_rl --length-penalty short", 'length_penalty.type = "short"'),
         (
             "--algo opd --length-penalty linear --algo.teacher.name big --algo.teacher.base_url http://localhost:9/v1",
-            "opd gives no credit that a length penalty could be added to",
+            '--length-penalty = "linear"',
         ),
-        ("--algo gpro", "no such algorithm as 'gpro'. Did you mean grpo?"),
-        ("--algo opd", "opd needs a teacher: set teacher.name"),
-        ("--algo opsd", "opsd asks the policy how likely it finds each sample, and the policy of that time is gone"),
-        ("--algo rlcsd", "a checkpoint of the run that `headrace export` wrote and `headrace serve` serves"),
+        ("--algo gpro", 'algo.type = "gpro"'),
+        ("--algo opd", "algo.teacher: "),
+        ("--algo opsd", '--algo.teacher = "policy"'),
+        ("--algo rlcsd", '--algo.teacher = "policy"'),
         (
             "--algo sft --algo.teacher.name big --algo.teacher.base_url http://localhost:9/v1",
-            "sft trains on what its teacher writes",
+            '--algo = "sft"',
         ),
-        ("--env nowhere", "the run has no such environment to train on; it has copy, reverse-text"),
+        ("--env nowhere", '--env = "nowhere"'),
         ("--steps 7:9", "has none of these steps, but steps 1 to 2: a run keeps the newest orchestrator.keep_rollouts"),
-        ("--orchestrator.seed 3", "--orchestrator.seed: only keys of the algorithm can be set here"),
-        ("--algo grpo --algo.lenght_penalty.type linear", "unknown key. Did you mean"),
+        ("--orchestrator.seed 3", "--orchestrator.seed: "),
+        ("--algo grpo --algo.lenght_penalty.type linear", "algo.lenght_penalty: "),
     ],
 )
 def test_what_cannot_be_told_is_refused_with_a_way_out(
-    run: Run, words: str, message: str, capsys: pytest.CaptureFixture[str]
+    run: Run, words: str, named: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert message in refusal(capsys, run, *words.split())
+    assert named in refusal(capsys, run, *words.split())
 
 
 def test_a_policy_that_a_users_algorithm_would_ask_is_gone(

@@ -424,10 +424,11 @@ async def test_a_group_scored_together_is_dropped_whole_when_one_member_failed(t
 async def test_groups_scored_together_that_cannot_run_at_once_are_refused_at_the_start(
     tmp_path: Path, tiny_model: Path
 ):
-    train = {"env": [{"id": "tests.orchestrator.test_orchestrator:Tournament", "name": "tournament"}]}
-    pipeline = Pipeline(tmp_path, tiny_model, train=train, max_inflight_rollouts=3)
-    with pytest.raises(BadInput, match="max_inflight_rollouts is 3, but an environment scores groups of 4"):
+    evaluated = {"env": [{"id": "tests.orchestrator.test_orchestrator:Tournament", "group_size": 5}]}
+    pipeline = Pipeline(tmp_path, tiny_model, eval=evaluated, max_inflight_rollouts=4)
+    with pytest.raises(BadInput) as refused:
         await pipeline.finish()
+    assert (refused.value.key, refused.value.value) == ("orchestrator.max_inflight_rollouts", 4)
 
 
 async def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(

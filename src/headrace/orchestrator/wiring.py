@@ -168,8 +168,10 @@ def _settings(
     largest = max((_group_size(config, *env) for env in _together(environments)), default=0)
     if largest > settings.max_inflight:
         raise BadInput(
-            f"max_inflight_rollouts is {settings.max_inflight}, but an environment scores groups of {largest}, "
-            "which must run at once: raise it, or lower group_size"
+            f"an environment scores groups of {largest}, whose episodes must run at once",
+            key="orchestrator.max_inflight_rollouts",
+            value=settings.max_inflight,
+            fix=f"Raise it to at least {largest}, or lower group_size.",
         )
     return settings
 
