@@ -14,7 +14,7 @@ import pytest
 from headrace.algorithms import rlcsd
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.length_penalty import Overlong
-from headrace.algorithms.rlcsd import Rlcsd
+from headrace.algorithms.rlcsd import BATCHES_WITHOUT_CONTRAST, Rlcsd
 from headrace.algorithms.siblings import response_text
 from headrace.errors import BadInput
 from headrace.rollout.contrast import fold, modulate
@@ -185,6 +185,20 @@ async def test_without_contrast_credit_stays_plain_and_is_counted():
     tally = algorithm.tally.take()
     assert (tally["no_contrast"], tally["contrast_available"]) == (4, pytest.approx(2 / 6))
     assert tally["prefills"] == 2 * 2
+
+
+async def test_batches_without_any_contrast_are_logged_and_told_after_several_in_a_row(caplog: Any):
+    algorithm, notices = await set_up(Rlcsd(), Teacher()), []
+    algorithm.host.notify = notices.append
+    caplog.set_level("INFO")
+    for batch in range(BATCHES_WITHOUT_CONTRAST - 1):
+        await processed(algorithm, group_of([0.5, WRONG], f"group-{batch}"))
+    await processed(algorithm, group_of([RIGHT, WRONG, RIGHT], "a"), group_of([0.5, WRONG], "b"))
+    assert "1 of 2 groups had a contrast" in caplog.messages[-1] and not notices
+    for batch in range(BATCHES_WITHOUT_CONTRAST):
+        assert not notices
+        await processed(algorithm, group_of([0.5, WRONG], f"later-{batch}"))
+    assert len(notices) == 1 and "algo.correct_threshold" in notices[0]
 
 
 async def test_what_is_logged():

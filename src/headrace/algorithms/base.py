@@ -6,7 +6,8 @@ scheduling, packing or the training loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from headrace.text.tokenizer import Tokenizer
 
+
+log = logging.getLogger(__name__)
 
 LARGEST_ADVANTAGE = float(np.finfo(np.float32).max)
 """What is larger would be infinite to the trainer."""
@@ -39,6 +42,8 @@ class Host(msgspec.Struct):
     seed: int = 0
     temperature: float = 1.0
     """What the environment's turns are sampled at, unless it says otherwise."""
+    notify: Callable[[str], None] = log.warning
+    """Say something to the user, in the log and on the terminal of the run."""
 
 
 class RolloutView:

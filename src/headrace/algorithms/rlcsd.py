@@ -35,6 +35,8 @@ from headrace.rollout.types import Rollout
 log = logging.getLogger(__name__)
 
 PLACEHOLDER = "{response}"
+BATCHES_WITHOUT_CONTRAST = 5
+"""Batches in a row without any contrast after which the user is notified, each time."""
 TEMPLATE = """\
 Here is a reference solution of the problem below, with its final answer:
 
@@ -72,6 +74,8 @@ class Rlcsd(Algorithm):
         self._template = check_template(TEMPLATE if template is None else template, PLACEHOLDER, "rlcsd")
         self._max_concurrent = max_concurrent
         self._scorer: Scorer
+        self._without_contrast = 0
+        """Batches in a row in which no group had one."""
 
     async def setup(self) -> None:
         longest, cost = hinted_length(self.host.seq_len), "rollouts with longer ones keep their plain credit"
@@ -130,10 +134,24 @@ class Rlcsd(Algorithm):
         self.tally.count("no_contrast", len(drawn) - available)
         self.tally.count("prefills", sum(not isinstance(outcome, ReferenceFailed) for outcome in outcomes))
         self.tally.count("teacher_failed", len(failures))
+        self._report_contrast(rollouts, drawn)
         if failures:
             words = "%s: no contrast for %d rollouts, which keep their plain credit: %s"
             log.warning(words, self.host.env, len(failures), failures[-1])
         return [None if isinstance(e, ReferenceFailed) else e for e in found]
+
+    def _report_contrast(self, rollouts: Sequence[Rollout], drawn: Sequence[Sequence[Rollout]]) -> None:
+        """Log how many groups had a contrast; notify where batch after batch has none."""
+        groups = {rollout.group_id for rollout in rollouts}
+        contrasted = {rollout.group_id for rollout, siblings in zip(rollouts, drawn, strict=True) if siblings}
+        log.info("%s: %d of %d groups had a contrast", self.host.env, len(contrasted), len(groups))
+        self._without_contrast = 0 if contrasted else self._without_contrast + 1
+        if self._without_contrast % BATCHES_WITHOUT_CONTRAST == 0 and not contrasted:
+            self.host.notify(
+                f"{self.host.env}: no group of the last {self._without_contrast} batches had both a correct and an "
+                "incorrect rollout, so that rlcsd gives plain group credit: check algo.correct_threshold against the "
+                "rewards, take tasks that are solved sometimes, or raise group_size"
+            )
 
 
 def _contrast(

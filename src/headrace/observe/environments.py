@@ -7,7 +7,7 @@ rollouts, which keep the messages. Whatever of these a run does not have is left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,17 @@ def _by_reason(counts: Counter[tuple[str, str]]) -> dict[str, str]:
 
 def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
     """For people: a row of titles, then one per environment."""
-    titles = ["environment", "algorithm", "draws", "trained", "reward", "held-out", "dropped"]
+    titles = ["environment", "algorithm", "draws", "trained", "reward", "held-out", "not trained on"]
     return [titles, *([cell or "-" for cell in _row(entry)] for entry in entries)]
+
+
+IN_WORDS = {"max_steps": "left over at the end"}
+"""A reason that every run has, and whose name reads like an error; docs/metrics.md lists the others."""
+
+
+def dropped_text(dropped: Mapping[str, int]) -> str:
+    """Return rollouts that were not trained on, by reason: `24 left over at the end, 3 timeout`."""
+    return ", ".join(f"{count:,} {IN_WORDS.get(reason, reason)}" for reason, count in sorted(dropped.items()))
 
 
 def _row(entry: EnvironmentReport) -> list[str]:
@@ -159,7 +168,7 @@ def _row(entry: EnvironmentReport) -> list[str]:
         f"{entry.rollouts_trained:,}" if trains else "",
         _change(entry.reward_start, entry.reward_end),
         _change(entry.eval_start, entry.eval_end),
-        ", ".join(f"{count:,} {reason}" for reason, count in sorted(entry.dropped.items())),
+        dropped_text(entry.dropped),
     ]
 
 

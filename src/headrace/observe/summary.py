@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.observe.environments import EnvironmentReport, ends, failures, report, table
+from headrace.observe.environments import EnvironmentReport, dropped_text, ends, failures, report, table
 from headrace.observe.history import History, Tail
 from headrace.observe.plot import reward_chart
 from headrace.transport.files import write_atomically
@@ -107,9 +107,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.rollouts:
         result.append(("rollouts", f"{summary.rollouts:,}"))
     if summary.dropped:
-        result.append(
-            ("dropped", ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items())))
-        )
+        result.append(("not trained on", dropped_text(summary.dropped)))
     if summary.tokens_sampled:
         result.append(("tokens sampled", f"{summary.tokens_sampled:,}"))
     if summary.tokens_trained:

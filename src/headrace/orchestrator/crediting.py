@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -72,6 +72,7 @@ async def set_up_algorithms(
     tokenizer: Tokenizer,
     journal: Journal,
     stack: AsyncExitStack,
+    notify: Callable[[str], None] = log.warning,
 ) -> dict[str, Algorithm]:
     """One per training environment, where it was when the journal was last written; closed with the stack."""
     assert config.seq_len is not None
@@ -82,7 +83,7 @@ async def set_up_algorithms(
         algorithm = make_algorithm(algo, seq_len=config.seq_len, connect=frozen_model)
         check_algorithm(env.name, algo, algorithm, renderer)
         temperature = config.train_temperature(env)
-        algorithm.host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature)
+        algorithm.host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature, notify)
         await algorithm.setup()
         stack.push_async_callback(algorithm.close)
         if env.name in states:

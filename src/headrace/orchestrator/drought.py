@@ -38,14 +38,23 @@ class Drought:
         """What those had that were lost for having no advantage."""
         self._empty_batches = 0
         self._cause = ""
-        """What emptied the last of them."""
+        """What emptied the last of them, and below what to change."""
+        self._advice = ""
 
     @property
     def story(self) -> str | None:
         """Why nothing ships although rollouts arrive; None as long as something does."""
         if not self._empty_batches:
             return None
-        return f"{_batches(self._empty_batches)} in a row had nothing to train on: {self._cause}"
+        limit = self._max_empty_batches
+        stop = (
+            "Sampling goes on: Ctrl-C stops it, orchestrator.max_empty_batches = N ends a run after N such batches"
+            if limit is None
+            else f"The run ends after {limit} (orchestrator.max_empty_batches)"
+        )
+        return (
+            f"{_batches(self._empty_batches)} in a row had nothing to train on: {self._cause}. {self._advice}. {stop}."
+        )
 
     def on_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> str | None:
         """Groups that leave nothing count as an empty batch as soon as they would have filled one."""
@@ -84,10 +93,10 @@ class Drought:
 
     def _on_empty(self, step: int, reasons: Counter[str], rewards: list[float]) -> str | None:
         counts = +reasons
-        self._cause = likely_cause(counts.most_common(1)[0][0], rewards)
+        self._cause, self._advice = likely_cause(counts.most_common(1)[0][0], rewards)
         self._empty_batches += 1
         words = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
-        message = f"a batch for step {step} had nothing to train on ({words}); {self._cause}"
+        message = f"a batch for step {step} had nothing to train on ({words}); {self._cause}. {self._advice}"
         if self._empty_batches.bit_count() == 1:  # ever more rarely: there may be several in a second
             log.warning("%s (%s in a row)", message, _batches(self._empty_batches))
         if self._max_empty_batches is None or self._empty_batches < self._max_empty_batches:
@@ -99,16 +108,29 @@ def _batches(count: int) -> str:
     return f"{count} batch{'es' * (count > 1)}"
 
 
-def likely_cause(reason: str, rewards: list[float]) -> str:
-    """What most likely emptied a batch."""
+def likely_cause(reason: str, rewards: list[float]) -> tuple[str, str]:
+    """Return what most likely emptied a batch, and what to change about it."""
     if reason == "not_trainable":
-        return "no rollout was trainable: does the environment set `trainable`?"
+        return "no rollout was trainable", "Let the environment set `trainable` on the agents that learn"
     if reason == GATED:
-        return "the gate of the curriculum rejected them: is its range too wide, or are rewards equal within groups?"
+        return (
+            "the gate of the curriculum rejected every group",
+            "Widen its range, or see why rewards are equal within groups",
+        )
     if reason == NO_REFERENCE:
-        return "the model that they are scored with gave no scores: is it up? The warning before this says more"
+        return "the model that scores them gave no scores", "Check that it is up; the log has its last error"
     if reason != NO_ADVANTAGE:
-        return f"{reason!r} took them: is the model broken, a filter too strict, or the environment failing?"
+        return (
+            f"{reason!r} took them",
+            "Look for a broken model, a filter too strict, or a failing environment",
+        )
     if max(rewards) == min(rewards):
-        return f"every reward was {rewards[0]:g}: too hard, too easy, or a reward that does not tell answers apart"
-    return "rewards were equal within each group"
+        return (
+            f"every reward was {rewards[0]:g}",
+            "Give partial credit, take easier or harder tasks, raise group_size or the sampling temperature, or "
+            "train with SFT first",
+        )
+    return (
+        "rewards were equal within each group",
+        "Give rewards that tell the answers to one task apart, raise group_size or the sampling temperature",
+    )

@@ -83,7 +83,7 @@ async def _run(
             stack.push_async_callback(client.close)
             # Before all that takes long: a teacher that is not there must not be told last.
             policy = PolicyReference(client)
-            setting_up = set_up_algorithms(config, policy, renderer, tokenizer, journal, stack)
+            setting_up = set_up_algorithms(config, policy, renderer, tokenizer, journal, stack, status.notify)
             algorithms = await wait_for(setting_up, "an answer", "the models that the algorithms refer to", status)
             opening = open_sources(config, stack)
             sources = await wait_for(opening, "an answer", "the models that play episodes", status)

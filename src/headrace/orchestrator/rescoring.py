@@ -9,6 +9,7 @@ groups of a step in the order in which they were drawn.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -50,6 +51,8 @@ from headrace.rollout.types import Task
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """What is being done, how many steps of it are, and how many there are in all."""
@@ -210,6 +213,7 @@ class _Host:
         self.seq_len = config.seq_len
         self.seed = config.seed
         self.temperature = config.train_temperature(entry)
+        self.notify = log.warning
         self._model = config.model.name
         self._renderer = config.renderer.model_dump(exclude={"pool_size"})
 

@@ -61,7 +61,7 @@ class Rewards:
         try:
             async with limit:
                 value = reward(text, data)
-                return _finite(await value if inspect.isawaitable(value) else value)
+                return _finite(name, await value if inspect.isawaitable(value) else value)
         except EpisodeError:
             raise
         except asyncio.CancelledError as error:
@@ -163,14 +163,19 @@ def _named(rewards: Sequence[Reward]) -> dict[str, Reward]:
     return named
 
 
-def _finite(value: Any) -> float:
-    """Anything that is a number, numpy's and booleans included."""
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"it gave {_short(value)}, a {type(value).__name__}, where a number belongs")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"it gave {number}, where a finite number belongs")
-    return number
+def _finite(name: str, value: Any) -> float:
+    """Return any number, numpy's and booleans included, as a float; what is none needs no traceback."""
+    words = f"it gave {_short(value)}, a {type(value).__name__}, where a number belongs"
+    if hasattr(value, "__float__"):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            words = f"it gave {_short(value)}, where a number belongs: {error}"
+        else:
+            if math.isfinite(number):
+                return number
+            words = f"it gave {number}, where a finite number belongs"
+    raise EpisodeError("reward_no_number", f"reward {name!r}: {words}", place=f"{name} no number")
 
 
 def _short(value: Any) -> str:
