@@ -71,7 +71,7 @@ def test_a_dry_run_lists_the_runs_and_starts_nothing(folder: Path, capsys: pytes
 def test_two_sweeps_do_not_share_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]):
     with hold(folder / "out"):
         assert main(["sweep", "sweep.yaml"]) == 2
-    assert "out is in use by another launcher" in capsys.readouterr().err
+    assert "output_dir = out: " in capsys.readouterr().err
 
 
 def test_a_changed_run_file_is_refused_by_the_run_that_is_there(folder: Path, capsys: pytest.CaptureFixture[str]):
