@@ -76,7 +76,7 @@ def _bars(left: float, top: float, title: str, shares: Sequence[Share]) -> list[
 def _scatter(left: float, top: float, height: float, advantages: np.ndarray) -> list[str]:
     """A circle for the rollouts of each cell, its area by how many they are."""
     known = advantages[~np.isnan(advantages).any(axis=1)]
-    title = text(left, top + 10, "mean advantage of a rollout: now (up) over then")
+    title = text(left, top + 10, "mean advantage of a rollout: now (vertical) over then")
     if not len(known):
         return [title, text(left, top + 40, "one side has no advantages: it trains without them", size=12)]
     frame = _Square(Box(left + 44, top + 28, left + PANEL - 16, top + 28 + height), known)
