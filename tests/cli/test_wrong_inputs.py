@@ -75,7 +75,35 @@ NOT_A_RUN += [
     Wrong("export into a folder with files", "export outputs/none folder", {"folder/file": ""}, key="DIR"),
     Wrong("eval of an empty folder", "eval folder --env reverse-text", {"folder/file": ""}, key="CHECKPOINT"),
 ]
-ALL = [*NOT_A_RUN]
+SOME_RATIOS = '[[orchestrator.train.env]]\nid = "copy"\nratio = 1\n[[orchestrator.train.env]]\nid = "reverse-text"\n'
+SHORT = "model: MODEL\ndata: {provider: arithmetic}\ntrainer: {max_steps: 3}\n"
+VALUES = [
+    Wrong("a ratio on some environments", "rl rl.toml more.toml", {"more.toml": SOME_RATIOS},
+          key="orchestrator.train.env.1.ratio"),
+    Wrong("fewer in flight than a group", "rl rl.toml --orchestrator.max_inflight_rollouts 7",
+          key="--orchestrator.max_inflight_rollouts"),
+    Wrong("an evaluation of nothing", "rl rl.toml --orchestrator.eval.interval 5", key="orchestrator.eval.env"),
+    Wrong("an empty list of evaluations", "rl rl.toml --orchestrator.eval.env []", key="--orchestrator.eval.env"),
+    Wrong("an SFT evaluation of nothing", "sft sft.toml --eval.interval 5", key="eval.env"),
+    Wrong("two models at once", "rl rl.toml --model.init tiny --model.sft sft.toml", key="--model.sft"),
+    Wrong("two sources of examples at once", "sft sft.toml --data.env copy --data.name a/b", key="--data.env"),
+    Wrong("a split of a file", "sft sft.toml --data.split test", key="--data.split"),
+    Wrong("batches of broken groups", "rl rl.toml --orchestrator.batch_size 12", key="--orchestrator.batch_size"),
+    Wrong("an unknown algorithm", "rl rl.toml --orchestrator.algo.type gpro", key="--orchestrator.algo.type"),
+    Wrong("greedy training", "rl rl.toml --orchestrator.train.sampling.temperature 0",
+          key="--orchestrator.train.sampling.temperature"),
+    Wrong("a policy that is not the model", "rl rl.toml --orchestrator.policy.name other",
+          key="--orchestrator.policy.name"),
+    Wrong("attn_implementation", "rl rl.toml --model.attn_implementation sdpa", key="--model.attn_implementation"),
+    Wrong("use_liger_kernel", "rl rl.toml --trainer.use_liger_kernel true", key="--trainer.use_liger_kernel"),
+    Wrong("deepspeed", "rl rl.toml --trainer.deepspeed zero3.json", key="--trainer.deepspeed"),
+    Wrong("kwargs of no reward", "rl short.yaml", {"short.yaml": SHORT + "rewards: {kwargs: {brevity: {limit: 3}}}\n"},
+          key="rewards.kwargs.brevity", file="short.yaml"),
+    Wrong("an unknown objective", "rl short.yaml --objective.name grpo", {"short.yaml": SHORT}, key="--objective.name"),
+    Wrong("an optimizer of another trainer", "rl short.yaml --trainer.optim lion", {"short.yaml": SHORT},
+          key="--trainer.optim"),
+]  # fmt: skip
+ALL = [*NOT_A_RUN, *VALUES]
 
 
 def commands(wrong: Wrong) -> list[str]:
