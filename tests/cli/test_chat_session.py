@@ -243,8 +243,8 @@ def test_input_that_is_no_text_is_refused(
         (["http://127.0.0.1:9", "--message", "x"], 1, "http://127.0.0.1:9/v1 cannot be reached"),
         (["{url}", "--message", "x", "--model", "huge"], 2, "does not serve huge; its models are: small, large"),
         (["{url}", "--message", "  "], 2, "there is nothing to ask"),
-        (["{url}", "--message", "x", "--seed", "a"], 2, "seed is a whole number"),
-        (["/no/such/model", "--message", "x"], 2, "model '/no/such/model': no such directory"),
+        (["{url}", "--message", "x", "--seed", "a"], 2, 'seed = "a": '),
+        (["/no/such/model", "--message", "x"], 2, '"/no/such/model": no such directory'),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(

@@ -36,8 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--grid.trainer.optim.lrr", "[1]"], "--trainer.optim.lrr: unknown key. Did you mean"),
-        (["--grid.max_steps", "[2, 0]"], "headrace: lr=0.0001,max_steps=0,seed=0: "),
+        (["--grid.trainer.optim.lrr", "[1]"], "Did you mean trainer.optim.lr?"),
+        (["--grid.max_steps", "[2, 0]"], "lr=0.0001,max_steps=0,seed=0"),
         (["--grid.trainer.optim.betas", "[3]"], "trainer.optim.betas"),
         (["--grids", "1"], "--grids: unknown key. Did you mean grid?"),
         (["--run", "gone.toml"], "gone.toml: no such file"),
@@ -78,7 +78,7 @@ def test_a_changed_run_file_is_refused_by_the_run_that_is_there(folder: Path, ca
     write_sweep(folder / "out", {(1e-4, 0): 0.5})
     assert main(["sweep", "sweep.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "out/lr=0.0001,seed=0 holds a run, and max_steps was 7, now 3: choose another output_dir" in said
+    assert "max_steps was 7, now 3" in said
 
 
 def test_the_report_is_made_from_what_is_there_also_while_it_runs(folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -13,6 +13,7 @@ from headrace.sweep.file import SweepConfig, flat, read_sweep
 from headrace.sweep.names import folder_name
 from headrace.sweep.plan import planned
 from headrace.sweep.words import words
+from tests.refusing import refused
 
 
 def sweep(**keys: Any) -> SweepConfig:
@@ -101,37 +102,36 @@ def test_a_draw_is_told_in_four_digits_within_its_range():
 def test_points_that_were_drawn_twice_count_once():
     runs = planned(sweep(random={"num": 3, "keys": {"n": {"choice": [1, 2, 3]}}}))
     assert sorted(run.values["n"] for run in runs) == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"random.num: there are only 3 different points, and 4 are asked"):
+    with refused(ConfigError, key="random.num", value=4):
         planned(sweep(random={"num": 4, "keys": {"n": {"choice": [1, 2, 3]}}}))
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "key"),
     [
-        ({}, "give exactly one of grid, list and random, not none"),
-        ({"grid": {"a": [1]}, "list": [{"a": 1}]}, "give exactly one of grid, list and random, not grid and list"),
-        ({"grid": {}}, "grid: has nothing in it"),
-        ({"grid": {"a": 1}}, "grid.a: give a list of values, not 1"),
-        ({"grid": {"a": [1, 2, 1]}}, "grid.a: 1 is given twice"),
-        ({"grid": {"a": [1]}, "overrides": {"a": 2}}, "a is varied, and in overrides, too"),
-        ({"grid": {"output_dir": ["x"]}}, "output_dir: every run has its own folder"),
-        ({"grid": {"a": [None]}}, "a: nothing cannot be set"),
-        ({"grid": {"seed": [1]}, "seeds": [1]}, "seed is set by seeds"),
-        ({"grid": {"a": [1]}, "seeds": [1, 1]}, "seeds: give each once"),
-        ({"grid": {"a": [1]}, "parallel": 0}, "parallel: at least one run at a time, or auto"),
-        ({"grids": {"a": [1]}}, "grids: unknown key. Did you mean grid?"),
-        ({"list": [{"a": 1}, {"name": "x", "a": 1}]}, "list.1 sets the same as list.0"),
-        ({"list": [{"name": "x"}, {"name": "x", "a": 1}]}, "list.1.name: 'x' is the name of list.0 already"),
-        ({"random": {"num": 1, "keys": {"a": {"unifrom": [0, 1]}}}}, "random.keys.a.unifrom: [0, 1] is none of"),
-        ({"random": {"num": 1, "keys": {"a": {"uniform": [1, 0]}}}}, "random.keys.a.uniform: give two numbers"),
-        ({"random": {"num": 1, "keys": {"a": {"integers": [0, 1.5]}}}}, "random.keys.a.integers: give two numbers"),
-        ({"random": {"num": 1, "keys": {"a": {"log_uniform": [0, 1]}}}}, "0 has no logarithm"),
+        ({}, "grid"),
+        ({"grid": {"a": [1]}, "list": [{"a": 1}]}, "list"),
+        ({"grid": {}}, "grid"),
+        ({"grid": {"a": 1}}, "grid.a"),
+        ({"grid": {"a": [1, 2, 1]}}, "grid.a"),
+        ({"grid": {"a": [1]}, "overrides": {"a": 2}}, "a"),
+        ({"grid": {"output_dir": ["x"]}}, "output_dir"),
+        ({"grid": {"a": [None]}}, "a"),
+        ({"grid": {"seed": [1]}, "seeds": [1]}, "seed"),
+        ({"grid": {"a": [1]}, "seeds": [1, 1]}, "seeds"),
+        ({"grid": {"a": [1]}, "parallel": 0}, "parallel"),
+        ({"grids": {"a": [1]}}, "grids"),
+        ({"list": [{"a": 1}, {"name": "x", "a": 1}]}, "list.1"),
+        ({"list": [{"name": "x"}, {"name": "x", "a": 1}]}, "list.1.name"),
+        ({"random": {"num": 1, "keys": {"a": {"unifrom": [0, 1]}}}}, "random.keys.a.unifrom"),
+        ({"random": {"num": 1, "keys": {"a": {"uniform": [1, 0]}}}}, "random.keys.a.uniform"),
+        ({"random": {"num": 1, "keys": {"a": {"integers": [0, 1.5]}}}}, "random.keys.a.integers"),
+        ({"random": {"num": 1, "keys": {"a": {"log_uniform": [0, 1]}}}}, "random.keys.a.log_uniform"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_its_key(keys: Tree, says: str):
-    with pytest.raises(ConfigError) as refused:
+def test_what_cannot_be_meant_is_refused_by_its_key(keys: Tree, key: str | None):
+    with refused(ConfigError, key=key):
         planned(sweep(**keys))
-    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_run_files_are_found_beside_the_sweep_and_typed_ones_from_here(tmp_path:
     file.write_text("run: [rl.toml, more.toml]\ngrid: {a: [1]}")
     assert read_sweep([file], []).files == [folder / "rl.toml", folder / "more.toml"]
     assert read_sweep([file], ["--run", "typed.toml"]).files == [tmp_path / "typed.toml"]
-    with pytest.raises(ConfigError, match=r"deep/sweep.yaml: run: .*gone.toml: no such file"):
+    with refused(ConfigError, key="run", value=tmp_path / "gone.toml"):
         read_sweep([file], ["--run", "gone.toml"])
 
 

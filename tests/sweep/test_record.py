@@ -13,6 +13,7 @@ from headrace.sweep.plan import Planned
 from headrace.sweep.record import SweepRecord, check_settings, named, read_record, settings, state_of, write_record
 from tests.config.run_files import run
 from tests.observe.runs import write_run
+from tests.refusing import refused
 from tests.sweep.sweeps import LR, grid, record_of, write_sweep
 
 
@@ -25,10 +26,10 @@ def test_what_is_written_is_read_back(tmp_path: Path):
 
 def test_a_damaged_or_newer_record_is_refused(tmp_path: Path):
     (tmp_path / "sweep.json").write_text("{")
-    with pytest.raises(BadInput, match=r"sweep.json is not what `headrace sweep` writes"):
+    with refused(BadInput, file=tmp_path / "sweep.json"):
         read_record(tmp_path)
     (tmp_path / "sweep.json").write_text('{"schema": 2}')
-    with pytest.raises(BadInput, match="is of schema 2, and this version reads 1"):
+    with refused(BadInput, file=tmp_path / "sweep.json"):
         read_record(tmp_path)
 
 
@@ -50,7 +51,7 @@ def test_a_changed_plan_keeps_what_is_done_and_what_it_no_longer_asks_for(tmp_pa
 def test_a_run_of_other_settings_is_refused_by_name_with_what_differs(tmp_path: Path):
     known = write_sweep(tmp_path, {(0.1, 0): 0.5})
     asked = record_of(tmp_path, grid(0.1, seeds=[0]), known, steps=9)
-    with pytest.raises(BadRequest, match=r"lr=0.1,seed=0 holds a run, and max_steps was 7, now 9: choose another"):
+    with pytest.raises(BadRequest, match=r"lr=0.1,seed=0 .* max_steps was 7, now 9"):
         check_settings(tmp_path, known, asked, clean=False)
     assert (tmp_path / "lr=0.1,seed=0" / "metrics.jsonl").is_file()
 

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from headrace.text.tokenizer import Tokenizer, TokenizerError
+from tests.refusing import refused
 from tests.text.conftest import CHATML, WriteModel
 
 TEXTS = [
@@ -131,19 +132,17 @@ def test_a_template_may_be_in_the_settings(write_model: WriteModel, setting: Any
 
 def test_a_missing_template_is_an_error_that_names_the_directory(write_model: WriteModel):
     directory = write_model(None)
-    with pytest.raises(TokenizerError, match="has no chat template") as failure:
+    with refused(TokenizerError, file=str(directory)):
         Tokenizer(directory).apply_chat_template(CONVERSATION)
-    assert str(directory) in str(failure.value)
 
 
 def test_a_missing_tokenizer_is_an_error_that_names_the_directory(tmp_path: Path):
-    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json") as failure:
+    with refused(TokenizerError, file=tmp_path / "tokenizer.json"):
         Tokenizer(tmp_path)
-    assert str(tmp_path) in str(failure.value)
 
 
 def test_a_garbled_tokenizer_is_an_error_that_names_the_file(write_model: WriteModel):
     directory = write_model()
     (directory / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+    with refused(TokenizerError, file=directory / "tokenizer.json"):
         Tokenizer(directory)

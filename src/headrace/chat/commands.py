@@ -60,14 +60,14 @@ def obey(conversation: Conversation, line: str) -> str:
             return _set(conversation, rest)
         case "/save":
             return _save(conversation, rest)
-    raise BadInput(f"{command} is no command: /help shows them, and // says a line that begins with /")
+    raise BadInput("unknown command", value=command, fix="/help lists them; // sends a line that begins with /")
 
 
 def _set(conversation: Conversation, rest: str) -> str:
     if rest:
         name, _, value = rest.replace("=", " ", 1).partition(" ")
         if not value.strip():
-            raise BadInput(f"/set {name} VALUE: the value is missing")
+            raise BadInput("the value is missing", key="/set", value=name, fix=f"Write /set {name} VALUE")
         conversation.set(name, value.strip())
     settings = conversation.settings.items()
     return ", ".join(f"{name} {value:g}" for name, value in settings) or "all as the server has it"
@@ -75,10 +75,10 @@ def _set(conversation: Conversation, rest: str) -> str:
 
 def _save(conversation: Conversation, file: str) -> str:
     if not file:
-        raise BadInput("/save FILE: the file is missing")
+        raise BadInput("the file is missing", key="/save", fix="Write /save FILE")
     path = Path(file).expanduser()
     try:
         path.write_text(conversation.json_lines(), encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"{path} cannot be written: {error.strerror}") from error
+        raise BadInput(f"cannot be written: {error.strerror}", file=path) from error
     return f"wrote {len(conversation.transcript())} messages to {path}"

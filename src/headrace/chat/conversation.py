@@ -42,7 +42,7 @@ class Conversation:
     def set(self, name: str, text: str) -> None:
         """Raises `BadInput` for what is no setting, or not a value of it."""
         if name not in SETTINGS:
-            raise BadInput(f"{name} is no setting: there are {', '.join(SETTINGS)}")
+            raise BadInput("unknown setting", key=name, fix=f"Known: {', '.join(SETTINGS)}.")
         if text == UNSET:
             self.settings.pop(name, None)
             return
@@ -50,7 +50,7 @@ class Conversation:
             self.settings[name] = SETTINGS[name](text)
         except ValueError as error:
             kind = "a whole number" if SETTINGS[name] is int else "a number"
-            raise BadInput(f"{name} is {kind}, or {UNSET}, not {text!r}") from error
+            raise BadInput(f"must be {kind}, or {UNSET}", key=name, value=text) from error
 
     def transcript(self) -> list[Message]:
         """All of it, thoughts included."""

@@ -59,7 +59,12 @@ def live(run: RunDir) -> ChatServer | None:
         else:
             return server
     if in_use(run.root):
-        raise BadInput(f"{run.root} is running, but none of its servers answers: try again when it is up")
+        raise BadInput(
+            "the run is running, but none of its servers answers",
+            key="MODEL",
+            value=run.root,
+            fix="Try again when it is up.",
+        )
     return None
 
 

@@ -17,8 +17,10 @@ def longest_sequence(positions: int | None, configured: int | None) -> int:
         return min(positions or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
     if positions is not None and configured > positions:
         raise BadInput(
-            f"max_model_len = {configured}, but the model's max_position_embeddings is {positions}: set "
-            f"inference.max_model_len to {positions} or less; where a run does not set it, it follows from seq_len"
+            f"the model's max_position_embeddings is {positions}",
+            key="inference.max_model_len",
+            value=configured,
+            fix=f"Lower it to {positions} or less; where a run does not set it, it follows from seq_len.",
         )
     return configured
 

@@ -31,7 +31,12 @@ class _Episode(msgspec.Struct):
 def read_scores(evaluation: Path, runs: Sequence[Path]) -> list[Scores]:
     """Those of each run's final model, in the order of the runs; nothing for one that was not evaluated."""
     if not evaluation.is_dir():
-        raise BadInput(f"{evaluation}: no such directory; `headrace eval RUN... --output DIR` makes one")
+        raise BadInput(
+            "no such directory",
+            key="--evaluation",
+            value=evaluation,
+            fix="`headrace eval RUN... --output DIR` makes one.",
+        )
     folders = {_model_of(file): file.parent for file in sorted(evaluation.rglob("settings.json"))}
     found = [folders.get((RunDir(run).final_model).resolve()) for run in runs]
     return [{} if folder is None else _read(folder / "completions.jsonl") for folder in found]
@@ -41,7 +46,7 @@ def _model_of(settings: Path) -> Path:
     try:
         return Path(msgspec.json.decode(settings.read_bytes(), type=_Settings).model)
     except msgspec.DecodeError as error:
-        raise BadInput(f"{settings} is not what `headrace eval` writes: {error}") from error
+        raise BadInput(f"not written by headrace eval: {error}", file=settings) from error
 
 
 def _read(path: Path) -> Scores:
@@ -52,6 +57,6 @@ def _read(path: Path) -> Scores:
         try:
             episode = decoder.decode(line)
         except msgspec.DecodeError as error:
-            raise BadInput(f"{path}, line {number}, is no episode: {error}") from error
+            raise BadInput(f"not an episode: {error}", file=path, line=number) from error
         episodes.setdefault(episode.key, {})[episode.sample] = episode.correct
     return {key: sum(samples.values()) / len(samples) for key, samples in episodes.items()}

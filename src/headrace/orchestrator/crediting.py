@@ -49,8 +49,10 @@ class PolicyReference:
         other = sorted(self._temperatures - {1.0})
         if other and any(health.engine == "vllm" for health in engines):
             raise BadInput(
-                f"the policy is to score what was sampled at temperature {other[0]:g}, and vLLM scores at temperature "
-                '1 alone: set train.sampling.temperature to 1, or inference.engine to "embedded"'
+                "the policy scores its own samples, and vLLM scores at temperature 1 alone",
+                key="orchestrator.train.sampling.temperature",
+                value=other[0],
+                fix='Set it to 1, or inference.engine to "embedded".',
             )
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
@@ -111,18 +113,24 @@ def check_algorithm(env: str, config: AlgoConfig, algorithm: Algorithm, renderer
     """What the configuration alone cannot tell: a renderer that was chosen by the model, an algorithm of the user's."""
     if isinstance(config, EchoConfig) and isinstance(renderer, DefaultRenderer):
         raise BadInput(
-            f"environment {env!r}: echo needs to know which tokens a tool or user wrote, and the model's own chat "
-            "template does not tell: set orchestrator.renderer.name to the model's family (qwen3, llama-3, ...)"
+            f"echo in environment {env!r} needs to know which tokens a tool or user wrote, and the model's own chat "
+            "template does not say",
+            key="orchestrator.renderer.name",
+            fix="Set it to the model's family (qwen3, llama-3, ...).",
         )
     if algorithm.keeps_state() and type(algorithm).load_state is Algorithm.load_state:
         raise BadInput(
-            f"environment {env!r}: {name_of(type(algorithm))} has state() and no load_state(): a run that goes on "
-            "after a kill could not give it back"
+            f"the algorithm of environment {env!r} has state() and no load_state(): a resumed run could not restore it",
+            key="algo.type",
+            value=name_of(type(algorithm)),
+            fix="Add load_state().",
         )
     if sampling_source(config) is not None and algorithm.action_loss_type != "ce":
         raise BadInput(
-            f"environment {env!r}: {config.type} trains with {algorithm.action_loss_type}, which needs the logprobs of "
-            'the live policy: leave algo.sampling.source at "policy"'
+            f"{config.type} in environment {env!r} trains with {algorithm.action_loss_type}, which needs the logprobs "
+            "of the live policy",
+            key="algo.sampling.source",
+            fix='Leave it at "policy".',
         )
 
 

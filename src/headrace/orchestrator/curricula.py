@@ -55,7 +55,9 @@ def check_imports(config: CurriculumConfig) -> None:
 def _imported_sampler(config: ImportedSamplerConfig) -> type[TaskSampler]:
     kind = imports.load(config.type, "sampler")
     if not (isinstance(kind, type) and issubclass(kind, TaskSampler)):
-        raise BadInput(f"sampler {config.type!r} is not a subclass of headrace.orchestrator.curriculum.TaskSampler")
+        raise BadInput(
+            "not a subclass of headrace.orchestrator.curriculum.TaskSampler", key="sampler.type", value=config.type
+        )
     check_kwargs(kind, ([],), config.kwargs, f"sampler {config.type!r}")
     return kind
 
@@ -63,6 +65,6 @@ def _imported_sampler(config: ImportedSamplerConfig) -> type[TaskSampler]:
 def _imported_gate(config: ImportedGateConfig) -> type[Gate]:
     kind = imports.load(config.type, "gate")
     if not (isinstance(kind, type) and issubclass(kind, Gate)):
-        raise BadInput(f"gate {config.type!r} is not a subclass of headrace.orchestrator.gate.Gate")
+        raise BadInput("not a subclass of headrace.orchestrator.gate.Gate", key="gate.type", value=config.type)
     check_kwargs(kind, (), config.kwargs, f"gate {config.type!r}")
     return kind

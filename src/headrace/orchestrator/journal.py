@@ -174,8 +174,9 @@ class Journal:
             if type(error) is not sqlite3.DatabaseError:  # a disk that is full, say
                 raise
             raise BadInput(
-                f"{path} is damaged ({error}), and with it what is known of the run's draws: put a copy of it back; "
-                "without one, `headrace export` still gives the model of the newest checkpoint"
+                f"the journal is damaged ({error}), and with it the record of the run's draws",
+                file=path,
+                fix="Put a copy of it back; without one, `headrace export` still gives the newest checkpoint's model.",
             ) from error
 
     def _open(self, path: Path, read_only: bool) -> None:
@@ -417,8 +418,9 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     version = _schema(db)
     if 0 < version < OLDEST_SCHEMA:
         raise BadInput(
-            f"{path} was written by an older Headrace (journal {version}, this one writes {JOURNAL_SCHEMA}): "
-            "finish the run with that version, or start a new one from its newest checkpoint's model"
+            f"written by an older Headrace (journal {version}, this one writes {JOURNAL_SCHEMA})",
+            file=path,
+            fix="Finish the run with that version, or start a new one from its newest checkpoint's model.",
         )
     check_schema(version, str(path), newest=JOURNAL_SCHEMA)
 

@@ -109,10 +109,7 @@ def _key(variable: str) -> str | None:
     """What an environment variable holds for engines that want a key."""
     key = os.environ.get(variable) or None
     if key is not None and why_not_sent({"Authorization": key}) is not None:
-        raise BadInput(
-            f"the environment variable {variable} holds no key: there is a space at an end, a line break or a "
-            "character beyond ASCII in it"
-        )
+        raise BadInput("not a key: it has a space at an end, a line break or a character beyond ASCII", key=variable)
     return key
 
 

@@ -76,10 +76,18 @@ class GonePolicy:
     name = "the policy"
 
     async def check(self, tokenizer: Tokenizer, seq_len: int, temperature: float = 1.0) -> None:
-        raise BadInput("the algorithm asks the policy, and the policy of that time is gone: give it a frozen model")
+        raise BadInput(
+            "the algorithm asks the policy, and the policy of that time is gone",
+            key="--algo",
+            fix="Give it a frozen model.",
+        )
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
-        raise BadInput("the algorithm asks the policy, and the policy of that time is gone: give it a frozen model")
+        raise BadInput(
+            "the algorithm asks the policy, and the policy of that time is gone",
+            key="--algo",
+            fix="Give it a frozen model.",
+        )
 
     async def close(self) -> None:
         """There is nothing."""
@@ -129,8 +137,10 @@ class _Desk(msgspec.Struct):
         rollout = saved.rollout
         if self.reads_roles and any(observed_roles(sample, rollout.turns) is None for sample in rollout.samples):
             raise BadInput(
-                f"environment {self.env!r}: echo must know who wrote what the policy observed, and the saved rollouts "
-                "do not say: the run's renderer could not tell, or an older version of Headrace saved them"
+                f"echo must know who wrote what the policy observed, and the rollouts of {self.env!r} do not say: the "
+                "run's renderer could not, or an older version of Headrace saved them",
+                key="--algo",
+                value="echo",
             )
         return Member(rollout, self._task(rollout.task_key), not saved.drop_reason, excluded)
 
@@ -139,8 +149,10 @@ class _Desk(msgspec.Struct):
             return Task(self.env, {}, key)
         if key not in self.tasks:
             raise BadInput(
-                f"environment {self.env!r} has no task {key} any more, which the run had: have its data or its args "
-                "changed since?"
+                f"environment {self.env!r} no longer has this task, which the run had",
+                key="task",
+                value=key,
+                fix="Use the data and the args that the run had.",
             )
         return self.tasks[key]
 
@@ -198,8 +210,9 @@ def _tasks(entry: TrainEnvConfig, algo: AlgoConfig) -> dict[str, Task]:
         return {task.key: task for task in tasks_of(load_environment(entry.id, entry.args), entry.name)}
     except Exception as error:  # an environment is a user's code, and may need what was there when the run ran
         raise BadInput(
-            f"{algo.type} may look at the tasks of {entry.name!r}, and the environment cannot be loaded as the run had "
-            f"it: {error}"
+            f"{algo.type} may look at the tasks, and the environment cannot be loaded as the run had it: {error}",
+            key="env",
+            value=entry.name,
         ) from error
 
 

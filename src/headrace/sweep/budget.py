@@ -37,7 +37,7 @@ def shares(machine: Machine, parallel: int | Literal["auto"], gpus_per_run: int,
         count = max(1, min(runs, room if parallel == "auto" else parallel))
         return [Share((), max(1, machine.pairs // count) if count > 1 else None)] * count
     if each > len(gpus):
-        raise ConfigError(f"gpus_per_run = {each}, but {len(gpus)} are visible")
+        raise ConfigError(f"{len(gpus)} GPUs are visible", key="gpus_per_run", value=each)
     sets = [gpus[first : first + each] for first in range(0, len(gpus) - each + 1, each)]
     count = max(1, min(runs, len(sets) if parallel == "auto" else parallel))
     threads = max(1, machine.pairs // count) if count > 1 else None
@@ -62,6 +62,7 @@ def check_engines(config: RunConfig | SftConfig, count: int) -> None:
     """Engines that run elsewhere have the weights of one policy at a time."""
     if count > 1 and isinstance(config, RunConfig) and config.orchestrator.client.base_url:
         raise ConfigError(
-            "orchestrator.client.base_url: these engines serve one run at a time; set parallel to 1, or leave it out "
-            "and let every run start its own"
+            "these engines serve one run at a time",
+            key="orchestrator.client.base_url",
+            fix="Set parallel to 1, or leave base_url out and let every run start its own.",
         )

@@ -21,18 +21,20 @@ def check(key: str, given: Any) -> None:
     """Refuse what nothing can be drawn from."""
     where = f"random.keys.{key}"
     if not is_distribution(given):
-        raise ConfigError(f"{where}: {given!r} is none of {', '.join(DISTRIBUTIONS)}, as in {{uniform: [0, 1]}}")
+        known = ", ".join(DISTRIBUTIONS)
+        fix = f"Write one of {known}, as in {{uniform: [0, 1]}}."
+        raise ConfigError("not a distribution", key=where, value=given, fix=fix)
     ((kind, values),) = given.items()
     if not isinstance(values, list) or not values:
-        raise ConfigError(f"{where}.{kind}: give a list, not {values!r}")
+        raise ConfigError("must be a list", key=f"{where}.{kind}", value=values)
     if kind == "choice":
         return
     wanted = int if kind == "integers" else (int, float)
     numbers = [value for value in values if isinstance(value, wanted) and not isinstance(value, bool)]
     if len(values) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
-        raise ConfigError(f"{where}.{kind}: give two numbers, the lower first, not {values!r}")
+        raise ConfigError("must be two numbers, the lower first", key=f"{where}.{kind}", value=values)
     if kind == "log_uniform" and numbers[0] <= 0:
-        raise ConfigError(f"{where}.log_uniform: {numbers[0]!r} has no logarithm; begin above 0")
+        raise ConfigError("the lower end has no logarithm", key=f"{where}.{kind}", value=values, fix="Begin above 0.")
 
 
 def draw(given: dict[str, Any], key: str, seed: int, number: int) -> Any:

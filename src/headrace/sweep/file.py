@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.base import Config, ConfigError, Tree, load
+from headrace.errors import InvalidValue
 
 # Outside the class: one of its fields is called `list`.
 Paths = list[Path]
@@ -66,22 +67,23 @@ class SweepConfig(Config):
     @classmethod
     def _at_least_one(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError("at least one run at a time, or auto")
+            raise InvalidValue("must be at least 1, or auto", value=value)
         return value
 
     @model_validator(mode="after")
     def _one_way(self) -> SweepConfig:
         given = [way for way in WAYS if getattr(self, way) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of grid, list and random, not {' and '.join(given) or 'none'}")
+            key = given[-1] if given else "grid"
+            raise InvalidValue(f"{len(given)} of {', '.join(WAYS)} are given", key=key, fix="Give exactly one of them.")
         if not getattr(self, given[0]):
-            raise ValueError(f"{given[0]}: has nothing in it")
+            raise InvalidValue("is empty", key=given[0])
         return self
 
     @model_validator(mode="after")
     def _seeds_are_distinct(self) -> SweepConfig:
         if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds)):
-            raise ValueError("seeds: give each once, and at least one")
+            raise InvalidValue("must be distinct, and at least one", key="seeds", value=self.seeds)
         return self
 
 
@@ -90,10 +92,10 @@ def read_sweep(files: Sequence[Path], overrides: Sequence[str]) -> SweepConfig:
     config, _ = load(SweepConfig, files, overrides)
     where = " + ".join(map(str, files))
     if not config.files:
-        raise ConfigError(f"{where}: run: name a run file")
+        raise ConfigError("required, and not set", key="run", file=where, fix="Name a run file.")
     for path in config.files:
         if not path.is_file():
-            raise ConfigError(f"{where}: run: {path}: no such file")
+            raise ConfigError("no such file", key="run", value=path, file=where)
     return config
 
 

@@ -52,6 +52,8 @@ def jobs_of(
         try:
             config, _ = load(kind, files, overrides)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            for problem in error.problems:
+                problem.fact = f"{problem.fact.rstrip('.')} (in run {name})"
+            raise
         jobs.append(Job(name, folder, [command, *map(str, files), *overrides], config))
     return jobs

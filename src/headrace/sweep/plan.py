@@ -55,9 +55,9 @@ def _combinations(grid: Values) -> list[Values]:
     """The last key varies fastest."""
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"grid.{key}: give a list of values, not {values!r}")
+            raise ConfigError("must be a list of values", key=f"grid.{key}", value=values)
         if twice := [value for number, value in enumerate(values) if value in values[:number]]:
-            raise ConfigError(f"grid.{key}: {twice[0]!r} is given twice")
+            raise ConfigError("a value is given twice", key=f"grid.{key}", value=twice[0])
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
@@ -67,12 +67,14 @@ def _listed(tables: Tables) -> tuple[list[str | None], list[Values]]:
     for number, table in enumerate(tables):
         name = table.get("name")
         if name is not None and (not isinstance(name, str) or not name.strip()):
-            raise ConfigError(f"list.{number}.name: give a text, not {name!r}")
+            raise ConfigError("must be a text", key=f"list.{number}.name", value=name)
         if name is not None and name in names:
-            raise ConfigError(f"list.{number}.name: {name!r} is the name of list.{names.index(name)} already")
+            raise ConfigError(f"the name of list.{names.index(name)}, too", key=f"list.{number}.name", value=name)
         point = flat({key: value for key, value in table.items() if key != "name"})
         if point in points:
-            raise ConfigError(f"list.{number} sets the same as list.{points.index(point)}: for chance there are seeds")
+            raise ConfigError(
+                f"sets the same as list.{points.index(point)}", key=f"list.{number}", fix="Use seeds to repeat a run."
+            )
         names.append(name)
         points.append(point)
     return names, points
@@ -86,7 +88,7 @@ def _drawn(config: RandomConfig | None) -> list[Values]:
     points: list[Values] = []
     for number in count():
         if number == TRIES * config.num:
-            raise ConfigError(f"random.num: there are only {len(points)} different points, and {config.num} are asked")
+            raise ConfigError(f"there are only {len(points)} different points", key="random.num", value=config.num)
         point = {key: draw(given, key, config.seed, number) for key, given in keys.items()}
         if point not in points:
             points.append(point)
@@ -99,12 +101,12 @@ def _check_keys(points: list[Values], common: Values, *, has_seeds: bool) -> Non
     varied = dict.fromkeys(key for point in points for key in point)
     for key in (*varied, *common):
         if key in OWN_KEYS:
-            raise ConfigError(f"{key}: every run has its own folder; set output_dir of the sweep instead")
+            raise ConfigError("every run has a folder of its own", key=key, fix="Set output_dir of the sweep.")
     for key in varied:
         if key in common:
-            raise ConfigError(f"{key} is varied, and in overrides, too: leave it out there")
+            raise ConfigError("varied, and set in overrides, too", key=key, fix="Leave it out there.")
     if has_seeds and ("seed" in varied or "seed" in common):
-        raise ConfigError("seed is set by seeds; leave it out elsewhere")
+        raise ConfigError("set by seeds", key="seed", fix="Leave it out elsewhere.")
     for values in (*points, common):
         if unset := [key for key, value in values.items() if value is None]:
-            raise ConfigError(f"{unset[0]}: nothing cannot be set; to leave a key as it is, leave it out")
+            raise ConfigError("has no value", key=unset[0], fix="Leave the key out to keep it as it is.")

@@ -67,9 +67,9 @@ def read_record(directory: Path) -> SweepRecord:
     try:
         record = msgspec.json.decode(path.read_bytes(), type=SweepRecord)
     except msgspec.DecodeError as error:
-        raise BadInput(f"{path} is not what `headrace sweep` writes: {error}") from error
+        raise BadInput(f"not written by headrace sweep: {error}", file=path) from error
     if record.schema != SCHEMA:
-        raise BadInput(f"{path} is of schema {record.schema}, and this version reads {SCHEMA}")
+        raise BadInput(f"written with schema {record.schema}, and this version reads {SCHEMA}", file=path)
     return record
 
 
@@ -122,8 +122,10 @@ def check_settings(directory: Path, known: SweepRecord, asked: SweepRecord, *, c
         told = "it is not one that this sweep has started" if before is None else _changes(before, record)
         if told and not clean:
             raise BadRequest(
-                f"{folder} holds a run, and {told}: choose another output_dir, or start such runs over with --clean "
-                "(deletes them)"
+                f"{folder} has a run, and {told}",
+                key="output_dir",
+                value=folder.parent,
+                fix="Choose another, or start such runs over with --clean (deletes them).",
             )
         if told:
             Plan(folder, clean=True).apply()

@@ -25,4 +25,4 @@ def _toml(key: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return repr(value)
-    raise ConfigError(f"{key}: {value!r} is no text, number, boolean, list or table")
+    raise ConfigError("must be a text, number, boolean, list or table", key=key, value=value)

@@ -39,14 +39,15 @@ class Tokenizer:
         file = root / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(
-                f"{root} has no tokenizer.json: a model directory needs its tokenizer beside the weights "
-                "(save it there with AutoTokenizer.from_pretrained(...).save_pretrained)"
+                "no such file: a model directory needs its tokenizer beside the weights",
+                file=file,
+                fix="Save it there with AutoTokenizer.from_pretrained(...).save_pretrained(...).",
             )
         self.name_or_path = str(directory)
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more precise
-            raise TokenizerError(f"{file} cannot be read as a tokenizer: {error}") from error
+            raise TokenizerError(f"not a tokenizer: {error}", file=file) from error
         settings = _read_json(root / "tokenizer_config.json")
         self.chat_template = _chat_template(root, settings)
         self.eos_token: str | None = _token_text(settings.get("eos_token"))
@@ -155,8 +156,9 @@ class Tokenizer:
         if self._compiled is None:
             if self.chat_template is None:
                 raise TokenizerError(
-                    f"{self.name_or_path} has no chat template: add chat_template.jinja, or `chat_template` in "
-                    "tokenizer_config.json"
+                    "the model has no chat template",
+                    file=self.name_or_path,
+                    fix="Add chat_template.jinja, or `chat_template` in tokenizer_config.json.",
                 )
             environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
                 trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]

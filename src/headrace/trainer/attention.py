@@ -40,8 +40,10 @@ def available_kernel(choice: Choice, device: torch.device, dtype: torch.dtype, h
     if choice == "auto":
         return "sdpa"
     raise UnavailableAttention(
-        f'trainer.attention = "{choice}" computes on a GPU of compute capability 8.0 or newer, in bfloat16, but '
-        f'{obstacles[0]}: set trainer.attention to "auto"'
+        f"needs a GPU of compute capability 8.0 or newer and bfloat16, but {obstacles[0]}",
+        key="trainer.attention",
+        value=choice,
+        fix='Set it to "auto".',
     )
 
 
@@ -75,7 +77,7 @@ def packed_attention(
     """[1, heads, places, dim] in, [1, places, heads, dim] out."""
     if layout is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} does not pass `layout` on to its attention: it cannot be packed"
+            "does not pass `layout` on to its attention: it cannot be packed", key="model", value=type(module).__name__
         )
     _refuse_other_kinds(module, options)
     window = sliding_window or getattr(module, "sliding_window", None)
@@ -138,7 +140,9 @@ def _gather(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def _refuse_other_kinds(module: torch.nn.Module, options: dict[str, Any]) -> None:
     name = type(module).__name__
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(f"{name} sees the tokens that follow, which packed attention does not")
+        raise UnsupportedModel("sees the tokens that follow, which packed attention does not", key="model", value=name)
     for option in ("softcap", "s_aux", "position_bias"):
         if options.get(option) is not None:
-            raise UnsupportedModel(f"{name} uses {option!r} in its attention, which packed attention does not compute")
+            raise UnsupportedModel(
+                f"uses {option!r} in its attention, which packed attention does not compute", key="model", value=name
+            )

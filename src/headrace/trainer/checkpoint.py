@@ -156,7 +156,9 @@ def saved_names(checkpoint: Path) -> Collection[str]:
         return HuggingFaceStorageReader(str(checkpoint / TENSORS)).read_metadata().state_dict_metadata.keys()
     except SafetensorError as error:
         raise BadInput(
-            f"{checkpoint} is damaged ({error}): move it away, and --resume goes on from the one before it"
+            f"the checkpoint is damaged ({error})",
+            file=checkpoint,
+            fix="Move it away, and --resume goes on from the one before it.",
         ) from error
 
 

@@ -27,7 +27,7 @@ def export(
     checkpoint.read_state(source)
     files = source / checkpoint.MODEL
     if adapter_only and not is_adapter(files):
-        raise BadInput(f"{source} has no adapter: the run trained the whole model")
+        raise BadInput("has no adapter: the run trained the whole model", key="--adapter", value=source)
     model = _model(files, trust_remote_code)
     checkpoint.load_tensors(source, prefixed(MODEL, model.learned()))
     if adapter_only:
@@ -46,7 +46,7 @@ def _model(files: Path, trust_remote_code: bool) -> PackedModel:
         return PackedModel(files, alone, load=False, trust_remote_code=trust_remote_code)
     adapter = read_config(files / CONFIG)
     if adapter.base_model_name_or_path is None:
-        raise BadInput(f"{files / CONFIG} does not say which model the adapter belongs to")
+        raise BadInput("does not say which model the adapter belongs to", file=files / CONFIG)
     lora = {
         "r": adapter.r,
         "alpha": adapter.lora_alpha,

@@ -114,8 +114,11 @@ class Learner:
         strangers = sorted(name for name in names if name not in model and name not in known)
         if strangers:
             raise ResumeError(
-                f"{start} has {strangers[0]}, which this run has no use for: it was saved for another model or with "
-                "another optim.type; resume with those it was saved with"
+                f"the checkpoint has {strangers[0]}, which this run does not use: it was saved for another model or "
+                "with another optim.type",
+                key="--resume",
+                value=start,
+                fix="Resume with the model and the optim.type that it was saved with.",
             )
         checkpoint.load_tensors(start, {**model, **known})
         self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in known.items()})
@@ -191,8 +194,9 @@ class Learner:
         number = int.from_bytes(digest.digest())
         if self.ranks.any(number != self.ranks.most(number)):
             raise BadInput(
-                f"the ranks have different examples for step {self.state.step + 1}: does the environment's data depend "
-                "on the process, such as the order of a set?"
+                f"the ranks have different examples for step {self.state.step + 1}",
+                key="data",
+                fix="Make the environment's data the same in every process: the order of a set, for example, is not.",
             )
 
     def metrics(self, result: StepResult, lr: float, seconds: float) -> dict[str, float]:
@@ -242,8 +246,10 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
     if resume is None:
         if newest is not None:
             raise ResumeError(
-                f"{checkpoints} already has checkpoints, the newest {newest.name}: resume the run, or choose another "
-                "output_dir"
+                f"the run already has checkpoints, the newest {newest.name}",
+                key="output_dir",
+                value=checkpoints.parent,
+                fix="Resume the run, or choose another output_dir.",
             )
         return None
     if resume == "latest":
@@ -252,8 +258,10 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
     checkpoint.read_state(chosen)
     if newest is not None and chosen.parent.resolve() == checkpoints.resolve() and chosen.name != newest.name:
         raise ResumeError(
-            f"{chosen} is not the newest checkpoint of its run ({newest.name} is): to go back on purpose, start a run "
-            "with another output_dir from it"
+            f"not the newest checkpoint of its run ({newest.name} is)",
+            key="--resume",
+            value=chosen,
+            fix="To go back on purpose, start a run with another output_dir from it.",
         )
     return chosen
 
@@ -263,8 +271,9 @@ def _check_adapter(saved_in: Path, own: AdapterConfig | None) -> None:
     saved = read_config(saved_in / CONFIG) if is_adapter(saved_in) else None
     if _shape(saved) != _shape(own):
         raise ResumeError(
-            f"{saved_in.parent} was saved with {_shape(saved)}, and this run has {_shape(own)}: what is learned cannot "
-            "change within a run"
+            f"{saved_in.parent} was saved with {_shape(saved)}, and this run has {_shape(own)}",
+            key="lora",
+            fix="Resume with the settings that it was saved with.",
         )
 
 

@@ -85,15 +85,17 @@ def _targets(model: Any, wanted: str | Sequence[str]) -> dict[str, Linear]:
     head = model.get_output_embeddings()
     layers = {name: part for name, part in model.named_modules() if type(part) is Linear and part is not head}
     if not layers:
-        raise BadInput(f"lora: {type(model).__name__} has no linear layers that could be adapted")
+        raise BadInput(f"{type(model).__name__} has no linear layers that could be adapted", key="lora")
     if wanted == ALL_LINEAR:
         return layers
     suffixes = [wanted] if isinstance(wanted, str) else wanted
     unknown = [suffix for suffix in suffixes if not any(_ends_in(name, suffix) for name in layers)]
     if unknown:
         raise BadInput(
-            f"lora.target_modules: {type(model).__name__} has no linear layers named {', '.join(unknown)}. "
-            f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}"
+            f"{type(model).__name__} has no linear layers of this name",
+            key="lora.target_modules",
+            value=unknown,
+            fix=f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}.",
         )
     return {name: part for name, part in layers.items() if any(_ends_in(name, suffix) for suffix in suffixes)}
 

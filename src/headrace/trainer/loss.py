@@ -192,7 +192,9 @@ class CustomLoss:
         try:
             inspect.signature(function).bind(None, **kwargs)
         except TypeError as error:
-            raise BadInput(f"loss {import_path!r} does not take these kwargs: {error}") from error
+            raise BadInput(
+                f"{import_path} does not take them: {error}", key="trainer.loss.kwargs", value=kwargs
+            ) from error
         self._function = partial(function, **kwargs)
         one = torch.ones(1)
         sequence = LossInputs((-one).requires_grad_(), -one, -one, one, one.bool(), one)

@@ -255,9 +255,11 @@ class PackedModel:
             tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
             if not error <= tolerance * expected.abs().max() + 1e-6:
                 raise UnsupportedModel(
-                    f"{self.directory}: {type(self.module).__name__} gives other logits for packed sequences than for "
-                    f"each alone (by up to {error:.1g}): its layers or its head do more than causal "
-                    "attention and a linear map, and packed training would be wrong"
+                    f"{type(self.module).__name__} gives other logits for packed sequences than for each alone (by up "
+                    f"to {error:.1g}): its layers or its head do more than causal attention and a linear map, and "
+                    "packed training would be wrong",
+                    key="model.name",
+                    value=self.directory,
                 )
 
 
@@ -340,7 +342,8 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
             output_loading_info=True,
         )
         if report["missing_keys"]:
-            raise UnsupportedModel(f"{directory} lacks the tensors {', '.join(sorted(report['missing_keys']))}")
+            missing = ", ".join(sorted(report["missing_keys"]))
+            raise UnsupportedModel(f"lacks the tensors {missing}", key="model.name", value=directory)
     else:
         with no_init_weights():
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -362,11 +365,15 @@ def _refuse_unsupported(config: Any, directory: Path) -> None:
     kinds = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if hasattr(config, name)]
     if kinds or config.get_text_config() is not config:
         raise UnsupportedModel(
-            f"{directory} is a multimodal model ({' and '.join([config.model_type, *kinds])}): Headrace trains "
-            "text-only causal language models; extract its language model first"
+            f"a multimodal model ({' and '.join([config.model_type, *kinds])}): models are text only",
+            key="model.name",
+            value=directory,
+            fix="Extract its language model first.",
         )
     for name in _NOT_COMPUTED_HERE:
         if getattr(config, name, None) is not None:
             raise UnsupportedModel(
-                f"{directory}: {config.model_type} uses {name}, which packed training does not compute"
+                f"{config.model_type} uses {name}, which packed training does not compute",
+                key="model.name",
+                value=directory,
             )

@@ -169,15 +169,17 @@ class Optimizer:
             found = {key: left.pop(f"{name}.{key}") for key in keys if f"{name}.{key}" in left}
             if found and len(found) < len(keys):
                 missing = [key for key in keys if key not in found]
-                raise BadInput(f"the optimizer state has no {', '.join(missing)} for parameter {name}")
+                raise BadInput(f"the checkpoint's optimizer state has no {', '.join(missing)} of it", key=name)
             if found:  # a parameter that never had a gradient has no state
                 # `step` too goes beside the parameter, as the fused kernel wants it.
                 device = torch.device("cpu") if self._offloads else parameter.device
                 part.state[parameter] = {key: value.to(device) for key, value in found.items()}
         if left:
             raise BadInput(
-                f"the optimizer state has {min(left)}, which this optimizer has no use for: it was saved for another "
-                "model or with another optim.type; resume with the type it was saved with"
+                f"the checkpoint's optimizer state has {min(left)}, which this optimizer does not use: it was saved "
+                "for another model or with another optimizer",
+                key="optim.type",
+                fix="Resume with the type that it was saved with.",
             )
 
     def _update(self, lr: float) -> None:

@@ -102,7 +102,10 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
     seen = [version.incarnation for version in published]
     if not resuming and seen:
         raise ResumeError(
-            f"{run.weights.directory} already has published weights: resume the run, or choose another output_dir"
+            "the run already has published weights",
+            key="output_dir",
+            value=run.root,
+            fix="Resume the run, or choose another output_dir.",
         )
     if learner.state.step:
         seen.append(learner.state.incarnation)

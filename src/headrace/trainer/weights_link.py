@@ -190,7 +190,10 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise BadInput(
-            f"cannot listen on trainer.weights.host {host}, trainer.weights.port {port}: {error.strerror}"
+            f"cannot listen on {host}:{port} (trainer.weights.host, trainer.weights.port): {error.strerror}",
+            key="trainer.weights.port",
+            value=port,
+            fix="Choose another; 0 takes any free one.",
         ) from error
 
 

@@ -114,7 +114,7 @@ def read_adapter(directory: Path) -> Adapter:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{path}: {error}") from error
+        raise AdapterError(str(error), file=path) from error
     return Adapter(config, _by_layer(tensors, config.r, path))
 
 
@@ -123,19 +123,22 @@ def read_config(path: Path) -> AdapterConfig:
         settings = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         config = msgspec.convert(settings, AdapterConfig)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise AdapterError(f"{path}: {error}") from error
+        raise AdapterError(str(error), file=path) from error
     kind = settings.get("peft_type")
     if kind != "LORA":
-        raise AdapterError(f"{path}: peft_type is {kind}, but only LORA adapters can be used")
+        raise AdapterError("only LORA adapters can be used", file=path, key="peft_type", value=kind)
     if config.r < 1:
-        raise AdapterError(f"{path}: r is {config.r}, but a rank is at least 1")
+        raise AdapterError("a rank is at least 1", file=path, key="r", value=config.r)
     known = {*AdapterConfig.__struct_fields__, *_WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
     foreign = [key for key, value in settings.items() if key not in known and value and value != "none"]
     if settings.get("init_lora_weights", True) not in _PLAIN_STARTS:
         foreign.append("init_lora_weights")
     if foreign:
-        used = ", ".join(f"{key} = {json.dumps(settings[key])}" for key in sorted(foreign))
-        raise AdapterError(f"{path} uses {used}, which is not computed here: only plain LoRA is")
+        problems = [
+            AdapterError("not computed here: only plain LoRA is", file=path, key=key, value=settings[key])
+            for key in sorted(foreign)
+        ]
+        raise AdapterError.combine(problems)
     return config
 
 
@@ -145,16 +148,15 @@ def _by_layer(tensors: Mapping[str, Tensor], r: int, path: Path) -> dict[str, Ma
     for name, tensor in tensors.items():
         match = _KEY.fullmatch(name)
         if match is None:
-            raise AdapterError(f"{path}: {name} is no matrix of a LoRA layer, and nothing else can be used here")
+            raise AdapterError("not a matrix of a LoRA layer, and nothing else can be used", file=path, key=name)
         found.setdefault(match["layer"], {})[match["matrix"]] = tensor
     if not found:
-        raise AdapterError(f"{path} has no tensors")
+        raise AdapterError("has no tensors", file=path)
     for layer, pair in found.items():
         if len(pair) < 2:
-            raise AdapterError(f"{path}: {layer} has lora_{next(iter(pair))}, but not its other matrix")
+            raise AdapterError(f"has lora_{next(iter(pair))}, but not its other matrix", file=path, key=layer)
         a, b = pair["A"], pair["B"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != r or b.shape[1] != r:
-            raise AdapterError(
-                f"{path}: {layer} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, which do not fit rank {r}"
-            )
+            shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
+            raise AdapterError(f"{shapes} do not fit rank {r}", file=path, key=layer)
     return {layer: Matrices(pair["A"], pair["B"]) for layer, pair in found.items()}

@@ -54,5 +54,5 @@ def read_endpoint(path: Path) -> Endpoint | None:
     except FileNotFoundError:
         return None
     except PermissionError as error:
-        raise BadInput(f"{path} has the keys of a server: only its owner may call that server") from error
+        raise BadInput("has the keys of a server: only its owner may call that server", file=path) from error
     return decode_versioned(content, Endpoint, str(path))

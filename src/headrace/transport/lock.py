@@ -40,7 +40,7 @@ def only_one(run: RunDir, process: str) -> Iterator[None]:
     """Be the only process of this name in a run: a second one would write over the first one's files."""
 
     def refuse(_: int | None) -> None:
-        raise BadInput(f"another {process} is at work in {run.root}: stop it first")
+        raise BadInput(f"another {process} is running in it", key="RUN", value=run.root, fix="Stop that one first.")
 
     with lock(run.root / f".{process}.lock", refuse):
         yield

@@ -47,8 +47,10 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype == "bfloat16" and device.type == "cpu" and not multiplies_bfloat16():
         raise UnsupportedModel(
-            "model.dtype = bfloat16: this CPU has no instructions for it and would be a hundred times slower than in "
-            "float32; leave the key out"
+            "this CPU has no instructions for it and would be a hundred times slower than in float32",
+            key="model.dtype",
+            value="bfloat16",
+            fix="Leave it out.",
         )
     disable_progress_bar()  # our logs are files
     model = AutoModelForCausalLM.from_pretrained(
@@ -82,17 +84,22 @@ def refuse_unsupported(model: Any, longest: int) -> None:
     config = model.config.get_text_config()
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if strange:
-        raise UnsupportedModel(f"{name} has {', '.join(strange)} layers; the embedded engine has full and sliding ones")
+        raise UnsupportedModel(
+            f"has {', '.join(strange)} layers; the embedded engine has full and sliding ones", key="model", value=name
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(
-            f"{name} does not use transformers' attention interface, which the embedded engine needs"
+            "does not use transformers' attention interface, which the embedded engine needs", key="model", value=name
         )
     for rope in _rope_settings(config):
         plain = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if rope.get("rope_type") in ROPE_BY_LENGTH and longest > plain:
             raise UnsupportedModel(
                 f"{name} has other positions ({rope['rope_type']}) where any sequence is longer than {plain} tokens, "
-                f"and here long ones share a step with short ones: set inference.max_model_len to {plain} or less"
+                "and long sequences share a step with short ones",
+                key="inference.max_model_len",
+                value=longest,
+                fix=f"Lower it to {plain} or less.",
             )
 
 
@@ -112,8 +119,10 @@ def kv_blocks(model: Any, longest: int, max_running: int, memory: int) -> int:
     needed, most = blocks_for(longest), int(memory / size)
     if most < needed:
         raise UnsupportedModel(
-            f"a request of max_model_len = {longest} tokens takes {needed * size / 1e9:.2g} GB of keys and values, but "
-            f"there are {memory / 1e9:.2g}: lower inference.max_model_len, or raise inference.kv_cache_gb"
+            f"such a request takes {needed * size / 1e9:.2g} GB of KV cache, and there are {memory / 1e9:.2g}",
+            key="inference.max_model_len",
+            value=longest,
+            fix="Lower it, or raise inference.kv_cache_gb.",
         )
     return min(most, max_running * needed)
 

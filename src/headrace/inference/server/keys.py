@@ -50,8 +50,10 @@ def find_keys(environment: Mapping[str, str], api_var: str, admin_var: str, host
     admin = _key(environment, admin_var)
     if api is None and not is_loopback(host):
         raise ConfigError(
-            f"inference.host {host} can be reached by others: set the environment variable {api_var} to the key that "
-            "they must show, or listen on 127.0.0.1"
+            "the address can be reached by others, and no key is set",
+            key="inference.host",
+            value=host,
+            fix=f"Set the environment variable {api_var} to the key that clients must send, or listen on 127.0.0.1.",
         )
     if admin is None and in_run:
         admin = secrets.token_urlsafe(32)
@@ -69,7 +71,7 @@ def is_loopback(host: str) -> bool:
 def _key(environment: Mapping[str, str], name: str) -> str | None:
     key = environment.get(name)
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"the environment variable {name} holds no usable key: it must be visible ASCII, no spaces")
+        raise ConfigError("a key must be printable ASCII without spaces", key=name)
     return key
 
 

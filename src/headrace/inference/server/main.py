@@ -68,7 +68,9 @@ def serve(
     `shared` is the device, if the run's trainer computes on it, too.
     """
     if config.model.name is None:
-        raise ConfigError("inference.model.name is not set: give a model directory or a name on the hub")
+        raise ConfigError(
+            "required, and not set", key="inference.model.name", fix="Give a directory or a name on the hub."
+        )
     turn = None if shared is None or shared.turns is None else Turn(shared.turns, trainer=False)
     if turn is not None:
         _wait_for(turn, status)

@@ -53,7 +53,7 @@ def _read(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         if default is None:
-            raise BadInput(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from None
+            raise BadInput("no such file: its directory is not a Hugging Face model", file=path) from None
         return default
     except msgspec.DecodeError as error:
-        raise BadInput(f"{path}: {error}") from error
+        raise BadInput(str(error), file=path) from error

@@ -166,7 +166,7 @@ def refuse_arguments(given: list[str]) -> None:
     for word in given:
         name = word.partition("=")[0].replace("_", "-")
         if name in OURS:
-            raise ConfigError(f"inference.vllm.args may not give {name}: it follows from other keys, or cannot be used")
+            raise ConfigError("follows from other keys, or cannot be used", key="inference.vllm.args", value=name)
 
 
 def _adapters(config: InferenceConfig, room: Room) -> Adapters | None:
