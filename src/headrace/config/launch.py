@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.config.base import Config
+from headrace.config.model import HttpUrl
 from headrace.config.paths import CACHE_VARIABLE
 
 EXPORTED_WINS = ("HF_HUB_OFFLINE", "WANDB_MODE")
@@ -49,6 +50,11 @@ class LaunchConfig(Config):
     """More of them, by the variable here that has the value: `HF_TOKEN = "MY_TOKEN"`; values are not kept anywhere."""
     max_restarts: int = Field(3, ge=0)
     """How often in a row, without progress of the run, a process that was killed is started again."""
+    heartbeat_url: HttpUrl | None = None
+    """Where the launcher POSTs `heartbeat.json` while the run goes on, and when it has finished or was stopped: for a
+    service that raises an alarm when it hears nothing. Unset: nowhere."""
+    heartbeat_interval: float = Field(60.0, gt=0)
+    """Seconds from one POST to the next."""
 
     @property
     def storage_root(self) -> Path | None:

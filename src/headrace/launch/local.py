@@ -14,6 +14,7 @@ from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.errors import InputRefused, LaunchError
+from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.own_code import save_folders
 from headrace.launch.placement import Placement, Sharing, place, place_trainer, seeing
 from headrace.launch.process import ProcessSpec
@@ -77,6 +78,7 @@ def make_supervisor(
         stop_timeout=limits.stop_timeout,
         max_restarts=limits.max_restarts,
         inherited=inherited,
+        heartbeat=Heartbeat(run.heartbeat, limits.heartbeat_url, limits.heartbeat_interval),
     )
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from headrace.launch.errors import InputRefused, LaunchError
+from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.lifeline import Lifeline
 from headrace.launch.process import Process, ProcessSpec
 from headrace.launch.restarts import DELAY, Restarts
@@ -43,11 +44,13 @@ class Supervisor:
         restart_delay: float = DELAY,
         patience: float = PATIENCE,
         inherited: Sequence[int] = (),
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.history = History()
         self._specs, self._run, self._view = specs, run, view
         self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
         self._inherited = inherited
+        self._heartbeat = heartbeat or Heartbeat(run.heartbeat)
         self._tail = Tail(run.metrics)
         self._lifeline = Lifeline()
         self._processes: dict[str, Process] = {}
@@ -64,14 +67,18 @@ class Supervisor:
 
     def run(self) -> int:
         """0 when the work is done, 128 + signal when it was interrupted; raises `LaunchError` when a process failed."""
+        state = "failed"
         with signals_to(self._signals):
             try:
                 self._start()
-                return self._supervise()
+                code = self._supervise()
+                state = "stopped" if code else "finished"
+                return code
             finally:
                 try:
                     self._stop()
                 finally:
+                    self._heartbeat.close(state)
                     self._view.close(self.history, self._statuses)
                     self._lifeline.close()
 
@@ -96,6 +103,8 @@ class Supervisor:
             ended = [process for process in self._processes.values() if process not in running]
             self._read()
             self._view.show(self.history, self._statuses)
+            problem = next((status.problem for status in self._statuses.values() if status.problem), "")
+            self._heartbeat.look(self.history.step, self.history.moves, problem)
             finished = [process for process in ended if process.exit_status == 0 and not self._has_failed(process)]
             if all(process.spec.service or process in finished for process in self._processes.values()):
                 return 0

@@ -21,6 +21,7 @@ class RunDir:
         self.logs = root / "logs"
         self.status = root / "status"
         self.metrics = root / "metrics.jsonl"
+        self.heartbeat = root / "heartbeat.json"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
         self.endpoints = root / "endpoints"

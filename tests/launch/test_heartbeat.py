@@ -1,0 +1,76 @@
+"""A sign of life for outside monitors: a file, and calls to a URL that can neither stall nor fail the run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.launch.heartbeat import Heartbeat
+
+
+@contextmanager
+def listener() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that keeps what is posted to it."""
+    received: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/ping", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_file_says_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat.json"
+    heartbeat = Heartbeat(path)
+    heartbeat.look(step=3, moves=7, problem="every reward was 0")
+    first = json.loads(path.read_text())
+    assert (first["state"], first["step"], first["problem"]) == ("running", 3, "every reward was 0")
+    assert first["last_progress"] == first["time"]
+    heartbeat.look(step=3, moves=7, problem="")
+    heartbeat.close("finished")
+    last = json.loads(path.read_text())
+    assert last["state"] == "finished" and last["last_progress"] == first["last_progress"]
+
+
+@pytest.mark.parametrize(("state", "posts"), [("finished", ["running", "finished"]), ("failed", ["running"])])
+def test_the_url_hears_of_a_run_that_lives_or_ended_well(tmp_path: Path, state: str, posts: list[str]) -> None:
+    with listener() as (url, received):
+        heartbeat = Heartbeat(tmp_path / "heartbeat.json", url, interval=3600.0)
+        heartbeat.look(1, 1, "")
+        assert heartbeat.call is not None
+        heartbeat.call.join()
+        heartbeat.look(2, 2, "")  # not due
+        heartbeat.close(state)
+        heartbeat.call.join()
+        assert [post["state"] for post in received] == posts
+
+
+def test_a_url_that_does_not_answer_costs_a_warning_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeat.json", "http://127.0.0.1:9/", interval=1e-9)
+    for _ in range(2):
+        heartbeat.look(1, 1, "")
+        assert heartbeat.call is not None
+        heartbeat.call.join()
+    assert len(caplog.records) == 1
+    assert (tmp_path / "heartbeat.json").exists()
