@@ -358,7 +358,7 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _something_is_evaluated(self) -> OrchestratorConfig:
         if "eval" in self.model_fields_set and not self.eval.env:
-            fix = "Add an [[orchestrator.eval.env]], or leave the section out."
+            fix = "Add an [[orchestrator.eval.env]], or take the section back: --orchestrator.eval null."
             raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix=fix)
         return self
 
