@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput
-from headrace.evaluate.completions import Completion, CompletionsFile, Thinking, completion_of, counted_of
+from headrace.evaluate.completions import Completion, CompletionsFile, Correctness, Thinking, completion_of, counted_of
 from headrace.rollout.types import Rollout, RolloutError, Turn
 
 THINKING = Thinking(lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len)
@@ -21,9 +21,14 @@ def rollout(text: str, **fields: object) -> Rollout:
     return made
 
 
-def line(*rollouts: Rollout, correct: str | None = None, tags: tuple[str, str] = ("<think>", "</think>")) -> Completion:
+def line(
+    *rollouts: Rollout,
+    correct: str | None = None,
+    solved: float | None = None,
+    tags: tuple[str, str] = ("<think>", "</think>"),
+) -> Completion:
     tokens = sum(rollout.completion_tokens for rollout in counted_of(rollouts))
-    return completion_of("k", 0, rollouts, THINKING, tags, correct, tokens)
+    return completion_of("k", 0, rollouts, THINKING, tags, Correctness(correct, solved), tokens)
 
 
 def test_an_answer_is_right_by_the_component_that_says_so_and_in_format_by_another():
@@ -36,6 +41,13 @@ def test_without_such_a_component_the_whole_reward_must_be_one():
     assert line(rollout("x", reward=1.0, rewards={"exact": 1.0})).correct
     half = line(rollout("x", reward=0.5, rewards={"exact": 0.5}))
     assert (half.correct, half.in_format) == (False, None)
+
+
+def test_a_threshold_is_of_the_whole_reward_or_of_what_is_named():
+    parts = {"correct": 0.0, "style": 0.6}
+    assert line(rollout("x", reward=0.6, rewards=parts), solved=0.5).correct
+    assert not line(rollout("x", reward=0.6, rewards=parts), solved=0.5, correct="correct").correct
+    assert line(rollout("x", reward=0.1, rewards=parts), solved=0.5, correct="style").correct
 
 
 def test_a_component_that_nobody_reports_is_refused_with_those_that_are():
@@ -79,7 +91,7 @@ def test_of_several_agents_those_that_are_trained_count_and_all_are_kept():
     assert list(given.conversations) == ["first", "second", "guest"]
 
 
-def test_a_failed_episode_is_wrong_and_says_why():
+def test_a_failed_episode_says_why():
     given = line(rollout("x", reward=1.0), Rollout(error=RolloutError("timeout", "longer than 3 s")))
     assert (given.correct, given.reward, given.error, given.detail) == (False, 0.0, "timeout", "longer than 3 s")
 

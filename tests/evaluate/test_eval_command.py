@@ -14,6 +14,8 @@ from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput
 from headrace.hackable.zero_shot import read_zero_shot
+from headrace.orchestrator.rollout_files import RolloutFiles
+from headrace.transport.rollouts import RolloutKind
 
 DOCS = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
 RUN = """
@@ -144,9 +146,11 @@ def test_a_model_one_that_does_not_load_and_permanent_checkpoints(
     good, bad = json.loads(Path("out/results.json").read_text())["models"]
     assert (good["name"], good["examples"], good["failure"]) == ("tiny", 3, "")
     assert bad["failure"]
+    score = "accuracy" if "pass@1" in good["estimates"] else "reward"
     assert {path.name for path in Path("out").iterdir()} == {
-        *("results.json", "results.csv", "accuracy.svg", "accuracy-length.svg", "tiny", "broken")
+        *("results.json", "results.csv", f"{score}.svg", f"{score}-length.svg", "tiny", "broken")
     }
+    assert len(RolloutFiles(Path("out/tiny/rollouts"), RolloutKind.EVAL).read(0)) == 3
     Path("run.toml").write_text(RUN)
     assert main(["sft", "run.toml"]) == 0
     permanent = ["eval", "run", "--checkpoints", "permanent", *asked, "steps", "--zero-shot", "record.jsonl"]

@@ -1,6 +1,7 @@
 """What models are evaluated on where nobody says."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +16,17 @@ from headrace.evaluate.own_environment import own_environment
 def a_run(directory: Path, train: list[str], evaluated: list[str]) -> Candidate:
     envs = {slot: [{"id": name, "args": {"split": slot}} for name in names] for slot, names in
             (("train", train), ("eval", evaluated))}  # fmt: skip
-    orchestrator = {"train": {"env": envs["train"]}, "eval": {"env": envs["eval"]}}
+    orchestrator = {slot: {"env": listed} for slot, listed in envs.items() if listed}
     tree = {"output_dir": str(directory), "max_steps": 1, "seq_len": 64, "model": {"name": "tiny"},
             "orchestrator": orchestrator}  # fmt: skip
     return saved(validate(RunConfig, tree, "test")[0], directory)
 
 
 def an_sft_run(directory: Path, evaluated: list[str]) -> Candidate:
-    tree = {"output_dir": str(directory), "max_steps": 1, "seq_len": 64, "model": {"name": "tiny"},
-            "data": {"env": "copy"}, "eval": {"env": [{"id": name} for name in evaluated]}}  # fmt: skip
+    tree: dict[str, Any] = {"output_dir": str(directory), "max_steps": 1, "seq_len": 64, "model": {"name": "tiny"},
+            "data": {"env": "copy"}}  # fmt: skip
+    if evaluated:
+        tree["eval"] = {"env": [{"id": name} for name in evaluated]}
     return saved(validate(SftConfig, tree, "test")[0], directory)
 
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from headrace.environments.rewards import Exact
 from headrace.environments.single_turn import environment
 from headrace.errors import BadInput
+from headrace.evaluate.completions import Correctness
 from headrace.evaluate.evaluation import Evaluation, evaluate
 from headrace.evaluate.exam import Conditions
 from headrace.evaluate.models import Candidate
@@ -45,7 +46,7 @@ def asked(output: Path, tokenizer: Path | None = None, **conditions: Any) -> Eva
     made = Conditions(
         samples=1,
         seed=7,
-        correct=None,
+        correct=Correctness(),
         concurrency=4,
         timeout=None,
         tokenizer=None if tokenizer is None else str(tokenizer),
@@ -133,7 +134,7 @@ async def test_of_several_models_one_is_named(tmp_path: Path):
         assert isinstance(refused.error, BadInput) and refused.error.key == "--endpoint-model"
         assert "small, large" in refused.error.fact
         (outcome,) = await evaluate(asked(tmp_path / "b", endpoint_model="large"), [candidate], silent)
-        assert outcome.result.accuracy.value == 0.75
+        assert outcome.result.estimates["pass@1"].value == 0.75
         assert {request["model"] for request in server.asked} == {"large"}
     settings = json.loads((tmp_path / "b/words/settings.json").read_text())
     assert settings["endpoint_model"] == "large"
@@ -156,7 +157,7 @@ async def test_episodes_go_to_all_servers_and_one_that_fails_costs_nothing(tmp_p
         assert outcome.result.errors == {}
         second.respond = lambda request: error(500, "broken") if "Write" in str(request) else "hello"
         (outcome,) = await evaluate(asked(tmp_path / "b"), [candidate], silent)
-        assert (outcome.result.errors, outcome.result.accuracy.value) == ({}, 0.75)
+        assert (outcome.result.errors, outcome.result.estimates["pass@1"].value) == ({}, 0.75)
 
 
 async def test_a_key_is_sent_and_a_server_that_is_neither_kind_is_named(

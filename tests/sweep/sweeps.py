@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.config.base import load
 from headrace.config.run import RunConfig
-from headrace.evaluate.completions import Scored
+from headrace.evaluate.completions import Correctness, Scored
 from headrace.evaluate.report import write_report
 from headrace.evaluate.results import Result, result_of
 from headrace.sweep.plan import Planned
@@ -68,7 +68,7 @@ def write_evaluation(directory: Path, lengths: Mapping[str, tuple[Sequence[bool]
             Scored(f"task-{n}", 0, reward=float(correct), correct=correct, tokens=length + 5, thinking_tokens=length)
             for n, correct in enumerate(right)
         ]
-        results.append(result_of(name, str(RunDir(directory / name).final_model), scored, samples=1))
+        results.append(result_of(name, str(RunDir(directory / name).final_model), scored, 1, Correctness()))
     write_report(directory / "eval", "sums", {"environment": "sums"}, results)
 
 

@@ -58,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--renderer", **pairs, help="as in a run file [the run's own]")  # type: ignore[arg-type]
     reading = parser.add_argument_group("how they are read")
     reading.add_argument("--correct", metavar="NAME", help="the reward or metric that is 1 where an answer is right")
+    reading.add_argument("--solved", metavar="R", type=float, help="count an answer as right from this reward on [1]")
     reading.add_argument(
         "--think-tags", metavar=("OPENING", "CLOSING"), nargs=2, help="around thoughts [the environment's]"
     )
@@ -191,6 +192,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     from headrace.config.base import validate
     from headrace.config.model import RendererConfig, SamplingConfig
     from headrace.errors import BadInput
+    from headrace.evaluate.completions import Correctness
     from headrace.evaluate.evaluation import Evaluation
     from headrace.evaluate.exam import Conditions
 
@@ -217,7 +219,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         arguments.seq_len,
         arguments.seed,
         arguments.think_tags and tuple(arguments.think_tags),
-        arguments.correct,
+        Correctness(arguments.correct, arguments.solved),
         arguments.concurrency,
         arguments.timeout,
         arguments.tokenizer,

@@ -41,11 +41,12 @@ TALL = 320
 def accuracy_chart(
     title: str, models: Sequence[tuple[str, Estimate]], what: str = "accuracy, with its 95% interval"
 ) -> str:
-    """A row per model: its accuracy, and the interval around it; `what` says which that is."""
+    """A row per model: its accuracy or mean reward, and the interval around it; `what` says which that is."""
     left = MARGIN + CHARACTER * max((len(_shown(name)) for name, _ in models), default=0) + 12
     height = TOP + ROW * len(models) + UNDER
-    frame = Frame(0.0, 1.0, 0.0, 1.0, Box(left, TOP, WIDTH - 70, height - UNDER))
-    body = axes(frame, ticks(0.0, 1.0, 5), (), what, "")
+    x_ticks = ticks(min([0.0, *(each.low for _, each in models)]), max([1.0, *(each.high for _, each in models)]), 5)
+    frame = Frame(x_ticks[0], x_ticks[-1], 0.0, 1.0, Box(left, TOP, WIDTH - 70, height - UNDER))
+    body = axes(frame, x_ticks, (), what, "")
     for number, (name, accuracy) in enumerate(models):
         y = TOP + ROW * (number + 0.5)
         color = COLORS[number % len(COLORS)]
@@ -59,9 +60,13 @@ def accuracy_chart(
 
 
 def length_chart(
-    title: str, what: str, models: Sequence[tuple[str, Estimate, Estimate]], bars: str = "95% intervals"
+    title: str,
+    what: str,
+    models: Sequence[tuple[str, Estimate, Estimate]],
+    bars: str = "95% intervals",
+    score: str = "accuracy",
 ) -> str:
-    """`models` are names, lengths and accuracies; `what` is the length's name; `bars` says what the error bars are.
+    """`models` are names, lengths and scores; `what` and `score` name the axes; `bars` says what the error bars are.
 
     Names are beside the chart, each with a line to its point. The frontier joins the models that none beats in both.
     """
@@ -71,7 +76,7 @@ def length_chart(
     x_ticks = _range([length for _, length, _ in models], least=1.0)
     y_ticks = _range([accuracy for _, _, accuracy in models], least=0.1)
     frame = Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1], Box(60, top, right, height - UNDER))
-    body = axes(frame, x_ticks, y_ticks, what, "accuracy")
+    body = axes(frame, x_ticks, y_ticks, what, score)
     edge = frontier([(length.value, accuracy.value) for _, length, accuracy in models])
     body += [rule(frame.path(edge), dashes="5 4", width=1.5)] if edge else []
     order = sorted(range(len(models)), key=lambda number: (-models[number][2].value, models[number][1].value))

@@ -6,7 +6,8 @@ evaluation is; of two lines about one episode the later one counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ FORMAT = "format"
 
 
 class Scored(msgspec.Struct):
-    """One episode as it is counted. One that failed has an `error`, and is neither right nor rewarded."""
+    """One episode as it is counted. One that failed has an `error`, and counts in no mean."""
 
     key: str
     sample: int
@@ -47,6 +48,25 @@ class Completion(Scored):
     conversations: dict[str, list[Message]] = msgspec.field(default_factory=dict)
 
 
+class Correctness(NamedTuple):
+    """What says whether an episode is right, as in the evaluations of a run."""
+
+    name: str | None = None
+    """A reward or metric; unset: `CORRECT`, or else the whole reward."""
+    solved: float | None = None
+    """From which value on it is right; unset: from 1. Where it is set, and no name is, the whole reward counts."""
+
+    @property
+    def threshold(self) -> float:
+        return 1.0 if self.solved is None else self.solved
+
+    def value(self, parts: Mapping[str, float | None], reward: float) -> float:
+        """Return the number that is compared with the threshold; `parts` are rewards and metrics by name."""
+        name = self.name or (CORRECT if self.solved is None else None)
+        value = reward if name is None else parts.get(name, reward)
+        return math.nan if value is None else value
+
+
 class Thinking(NamedTuple):
     """How thoughts are found in what was written, and measured."""
 
@@ -62,13 +82,12 @@ def completion_of(
     rollouts: Sequence[Rollout],
     thinking: Thinking,
     tags: tuple[str, str],
-    correct: str | None,
+    correct: Correctness,
     tokens: int | None,
 ) -> Completion:
     """An episode's rollouts as one line: those of the agents that are trained count, or all where none is.
 
-    It is right if what is named `correct` (unset: `CORRECT`, or else the whole reward) is at least 1. `tags` are
-    those around thoughts; `tokens` is how many its replies took.
+    `tags` are those around thoughts; `tokens` is how many its replies took.
     """
     conversations = {rollout.agent: rollout.messages for rollout in rollouts}
     counted = counted_of(rollouts)
@@ -79,21 +98,20 @@ def completion_of(
     metrics = _means([rollout.metrics for rollout in counted])
     reward = sum(rollout.reward for rollout in counted) / len(counted)
     told = {**rewards, **metrics}
-    if correct is not None and correct not in told:
+    if correct.name is not None and correct.name not in told:
         names = ", ".join(sorted(told)) or "none"
         raise BadInput(
             "the environment reports no such reward or metric",
             key="--correct",
-            value=correct,
+            value=correct.name,
             fix=f"It reports: {names}.",
         )
-    right = told.get(correct or CORRECT, reward)
     formatted = told.get(FORMAT)
     thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking, tags)) is not None]
     return Completion(
         key,
         sample,
-        correct=right >= 1.0,
+        correct=correct.value(told, reward) >= correct.threshold,
         reward=reward,
         rewards=dict(rewards),
         metrics=dict(metrics),

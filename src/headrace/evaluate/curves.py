@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.evaluate.charts import curve_chart
 from headrace.evaluate.estimates import Estimate
-from headrace.evaluate.results import Result
+from headrace.evaluate.results import Result, score_of
 from headrace.names import short_names
 
 Curves = dict[str, list[tuple[int, Estimate]]]
@@ -19,9 +19,10 @@ MEASURES = {
 
 
 def curves_of(title: str, results: Sequence[Result]) -> dict[str, str]:
-    """Pictures by name: `accuracy`, `thinking` and `format`, as far as two steps of a run have them."""
-    accuracy = _curves([(result, result.accuracy) for result in results])
-    pictures = {"accuracy": curve_chart(title, "accuracy", accuracy)} if accuracy else {}
+    """Pictures by name: `accuracy` (or `reward`), `thinking` and `format`, as far as two steps of a run have them."""
+    score = score_of([result.estimates for result in results], results[0].samples)
+    scores = _curves([(result, result.estimates[score.measure]) for result in results])
+    pictures = {score.name.split()[-1]: curve_chart(title, score.name, scores)} if scores else {}
     for name, measures in MEASURES.items():
         for measure, what in measures.items():
             found = [(result, result.estimates[measure]) for result in results if measure in result.estimates]

@@ -24,7 +24,7 @@ from headrace.evaluate.completions import CompletionsFile, Scored
 from headrace.evaluate.engines import Team, gpus_per_engine, teams_of, this_machine
 from headrace.evaluate.exam import Conditions, Examples, Tags, examine, missing
 from headrace.evaluate.models import Candidate
-from headrace.evaluate.results import Result, result_of, unmatched_tags
+from headrace.evaluate.results import Result, failures, result_of, unmatched_tags
 from headrace.evaluate.rollouts import saving_rollouts
 from headrace.evaluate.serving import engine_urls, serving
 from headrace.inference.client.engine_client import EngineClient
@@ -69,7 +69,8 @@ class Evaluation(NamedTuple):
             "seq_len": given.seq_len,
             "seed": given.seed,
             "tags": list(tags[0]) if len(tags) == 1 else [list(pair) for pair in tags],
-            "correct": given.correct,
+            "correct": given.correct.name,
+            **({} if given.correct.solved is None else {"solved": given.correct.solved}),
             "renderer": self.renderer,
             **({} if given.endpoint_model is None else {"endpoint_model": given.endpoint_model}),
         }
@@ -181,13 +182,13 @@ async def _evaluate(
                     async with serving(candidate, *options, team) as served, saving as save:
                         await examine(environment, examples, served, renderer, given, done, save, ended)
         scored = [done.scored[task.key, sample] for task in tasks for sample in range(given.samples)]
-    result = result_of(candidate.name, candidate.source, scored, given.samples)
+    result = result_of(candidate.name, candidate.source, scored, given.samples, given.correct)
     if all(episode.error for episode in scored):
         reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
         return Outcome(Result(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), [])
     result.run, result.step = str(candidate.run or ""), candidate.step
     result.thinking_tags = examples.pairs
-    result.notices = list(filter(None, [unmatched_tags(scored, examples.pairs)]))
+    result.notices = list(filter(None, [unmatched_tags(scored, examples.pairs), failures(result)]))
     return Outcome(result, scored)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
-from headrace.evaluate.completions import CompletionsFile, Thinking, completion_of, counted_of
+from headrace.evaluate.completions import CompletionsFile, Correctness, Thinking, completion_of, counted_of
 from headrace.evaluate.serving import Served
 from headrace.evaluate.words import WordsLine, find_model
 from headrace.inference.client.engine_client import EngineClient
@@ -64,8 +64,7 @@ class Conditions(NamedTuple):
     seed: int | None
     tags: Tags | None
     """Around thoughts; unset: those of the environment."""
-    correct: str | None
-    """The reward or metric that says whether an answer is right."""
+    correct: Correctness
     concurrency: int
     """Episodes at once on each engine."""
     timeout: float | None

@@ -15,11 +15,11 @@ from rich.text import Text
 from headrace.evaluate.charts import accuracy_chart, length_chart
 from headrace.evaluate.curves import curves_of
 from headrace.evaluate.estimates import Spread
-from headrace.evaluate.results import Result
+from headrace.evaluate.results import Result, score_of
 from headrace.transport.files import write_atomically
 
 SCHEMA = 1
-COLUMNS = ("reward", "format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
+COLUMNS = ("format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
 """Measures that the table on the terminal has beside avg@k and pass@k, where any model has them."""
 
 LENGTHS = {
@@ -39,12 +39,18 @@ def write_report(output: Path, title: str, about: dict[str, Any], results: Seque
     }
     known = [result for result in results if not result.failure]
     if known:
-        files["accuracy.svg"] = accuracy_chart(title, [(result.name, result.accuracy) for result in known])
+        score = score_of([result.estimates for result in known], known[0].samples)
+        file = score.name.split()[-1]
+        scores = [result.estimates[score.measure] for result in known]
+        rows = [(result.name, found) for result, found in zip(known, scores, strict=True)]
+        files[f"{file}.svg"] = accuracy_chart(title, rows, f"{score.name}, with its 95% interval")
         measure = next((name for name in LENGTHS if all(name in result.estimates for result in known)), None)
         files |= {f"curve-{name}.svg": chart for name, chart in curves_of(title, known).items()}
         if measure is not None:
-            points = [(result.name, result.estimates[measure], result.accuracy) for result in known]
-            files["accuracy-length.svg"] = length_chart(title, f"{LENGTHS[measure]}, mean", points)
+            points = [
+                (name, result.estimates[measure], found) for (name, found), result in zip(rows, known, strict=True)
+            ]
+            files[f"{file}-length.svg"] = length_chart(title, f"{LENGTHS[measure]}, mean", points, score=score.name)
     for name, content in files.items():
         write_atomically(output / name, content.encode())
     return [output / name for name in files]

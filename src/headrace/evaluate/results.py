@@ -1,20 +1,22 @@
 """From episodes to a model's numbers: means over examples with intervals, and failures by reason. Pure functions.
 
-Each number is the mean over examples of the mean over an example's samples. A failed episode is wrong and earns
-nothing, so that a model is not better for failing; in lengths, format and components it is left out.
+Each number is the mean over examples of the mean over an example's samples. A failed episode is left out of all of them
+and counted as `failed`, as in the evaluations of a run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.evaluate.completions import Scored
+from headrace.evaluate.completions import Correctness, Scored
 from headrace.evaluate.estimates import Estimate, Spread, estimate, spread_of
-from headrace.rollout.pass_at_k import ks_of, pass_at_k
+from headrace.orchestrator.eval_metrics import FAILURES_TO_TELL
+from headrace.rollout.pass_at_k import pass_rates
 
 LENGTH_OF: dict[str, Callable[[Scored], float | None]] = {
     "tokens": lambda episode: episode.tokens,
@@ -46,22 +48,33 @@ class Result(msgspec.Struct):
     notices: list[str] = msgspec.field(default_factory=list)
     """What makes a number mean less than it seems to."""
 
-    @property
-    def accuracy(self) -> Estimate:
-        return self.estimates[f"avg@{self.samples}"]
+
+class Score(NamedTuple):
+    """What models are compared by, and what it is called in pictures."""
+
+    measure: str
+    name: str
 
 
-def result_of(name: str, source: str, scored: Sequence[Scored], samples: int) -> Result:
+def score_of(measured: Sequence[Collection[str]], samples: int) -> Score:
+    """Return accuracy where right and wrong are told apart of all models, else the mean reward.
+
+    `measured` has the names of the measures of each model.
+    """
+    binary = all("pass@1" in names for names in measured)
+    return Score("pass@1", "accuracy") if binary else Score(f"avg@{samples}", "mean reward")
+
+
+def result_of(name: str, source: str, scored: Sequence[Scored], samples: int, correct: Correctness) -> Result:
     """`scored` has as many samples of each example as there are."""
     by_key: dict[str, list[Scored]] = {}
     for episode in scored:
         by_key.setdefault(episode.key, []).append(episode)
     groups = list(by_key.values())
-    right = [sum(episode.correct for episode in group) for group in groups]
-    values = {f"avg@{samples}": [correct / samples for correct in right]}
-    values |= {f"pass@{k}": [pass_at_k(samples, correct, k) for correct in right] for k in ks_of(samples)}
-    values["reward"] = _means(groups, lambda episode: episode.reward)
     whole = [[episode for episode in group if not episode.error] for group in groups]
+    values = {f"avg@{samples}": _means(whole, lambda episode: episode.reward)}
+    right = [[correct.value(each.rewards | each.metrics, each.reward) for each in group] for group in whole]
+    values |= {f"pass@{k}": rates for k, rates in pass_rates(right, samples, correct.solved).items()}
     readings: dict[str, Callable[[Scored], float | None]] = {
         "format": lambda episode: episode.in_format,
         **LENGTH_OF,
@@ -94,6 +107,15 @@ def unmatched_tags(scored: Sequence[Scored], pairs: Sequence[tuple[str, str]]) -
         return None
     looked_for = " or ".join(f"{opening}...{closing}" for opening, closing in pairs)
     return f"no completion has {looked_for}: thinking is not measured. --think-tags OPENING CLOSING sets other tags."
+
+
+def failures(result: Result) -> str | None:
+    """Return the notice that more than `FAILURES_TO_TELL` of the episodes failed; None where fewer did."""
+    share = result.estimates["failed"].value
+    if share <= FAILURES_TO_TELL:
+        return None
+    reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
+    return f"{share:.0%} of the episodes failed and are left out of every mean ({reasons})."
 
 
 def _means(groups: Iterable[Sequence[Scored]], read: Callable[[Scored], float | None]) -> list[float]:

@@ -26,6 +26,7 @@ class _Episode(msgspec.Struct):
     key: str
     sample: int
     correct: bool = False
+    error: str = ""
 
 
 def read_scores(evaluation: Path, runs: Sequence[Path]) -> list[Scores]:
@@ -58,5 +59,6 @@ def _read(path: Path) -> Scores:
             episode = decoder.decode(line)
         except msgspec.DecodeError as error:
             raise BadInput(f"not an episode: {error}", file=path, line=number) from error
-        episodes.setdefault(episode.key, {})[episode.sample] = episode.correct
+        if not episode.error:  # what failed says nothing about the model
+            episodes.setdefault(episode.key, {})[episode.sample] = episode.correct
     return {key: sum(samples.values()) / len(samples) for key, samples in episodes.items()}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup
-from headrace.rollout.pass_at_k import ks_of, pass_at_k
+from headrace.rollout.pass_at_k import pass_rates
 from headrace.rollout.types import Rollout
 
 CORRECT = "correct"
@@ -94,15 +94,7 @@ def _pass_metrics(groups: Sequence[Sequence[Episode]], solved: float | None, k: 
     """Return pass@1, 2, 4, ... k, over the tasks with enough episodes; nothing where right and wrong are not told."""
     read = _correctness if solved is None else _reward
     values = [[_value(episode, read) for episode in group] for group in groups]
-    if solved is None and not all(value in (0.0, 1.0) for group in values for value in group):
-        return {}
-    right = [[value >= (1.0 if solved is None else solved) for value in group] for group in values]
-    enough = {size: [group for group in right if len(group) >= size] for size in ks_of(k)}
-    return {
-        f"pass@{size}": _mean([pass_at_k(len(group), sum(group), size) for group in tasks])
-        for size, tasks in enough.items()
-        if tasks
-    }
+    return {f"pass@{size}": _mean(rates) for size, rates in pass_rates(values, k, solved).items()}
 
 
 def _agent_metrics(groups: Sequence[Sequence[Episode]], k: int) -> dict[str, float]:

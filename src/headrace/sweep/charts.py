@@ -9,6 +9,7 @@ from typing import NamedTuple
 from headrace.evaluate.charts import accuracy_chart, length_chart
 from headrace.evaluate.estimates import Estimate
 from headrace.evaluate.report import LENGTHS
+from headrace.evaluate.results import score_of
 from headrace.observe.comparison import comparison_chart
 from headrace.observe.history import Curve
 from headrace.observe.run_comparison import smaller_is_better
@@ -51,23 +52,24 @@ def best(results: Results) -> list[str]:
 
 def evaluation_charts(results: Results) -> list[Chart]:
     """Of the variants whose models were evaluated."""
-    name = f"avg@{results.samples}"
-    accuracies = by_variant(results.runs, lambda run: run.evaluation.get(name))
-    if not accuracies:
-        return []
-    accuracy = "Accuracy by variant"
-    several = any(count > 1 for count in _counts(results.runs).values())
-    told = f"accuracy, {BAND}" if several else "accuracy, with its 95% interval"
-    bars = "from the lowest to the highest seed" if several else "95% intervals"
-    charts = [Chart("accuracy.svg", accuracy, accuracy_chart(accuracy, list(accuracies.items()), told))]
     known = [run for run in results.runs if run.evaluation]
+    score = score_of([run.evaluation for run in known], results.samples)
+    scores = by_variant(known, lambda run: run.evaluation.get(score.measure))
+    if not scores:
+        return []
+    what, file = score.name.capitalize(), score.name.split()[-1]
+    title = f"{what} by variant"
+    several = any(count > 1 for count in _counts(results.runs).values())
+    band = f"{score.name}, {BAND}" if several else f"{score.name}, with its 95% interval"
+    charts = [Chart(f"{file}.svg", title, accuracy_chart(title, list(scores.items()), band))]
     measure = next((name for name in LENGTHS if all(name in run.evaluation for run in known)), None)
     if measure is not None:
         lengths = by_variant(known, lambda run: run.evaluation.get(measure))
-        points = [(name, lengths[name], found) for name, found in accuracies.items()]
-        title = "Accuracy against length, and the frontier"
-        chart = length_chart(title, f"{LENGTHS[measure]}, mean", points, bars)
-        charts.append(Chart("accuracy-length.svg", title, chart))
+        points = [(name, lengths[name], found) for name, found in scores.items()]
+        title = f"{what} against length, and the frontier"
+        bars = "from the lowest to the highest seed" if several else "95% intervals"
+        picture = length_chart(title, f"{LENGTHS[measure]}, mean", points, bars, score.name)
+        charts.append(Chart(f"{file}-length.svg", title, picture))
     return charts
 
 

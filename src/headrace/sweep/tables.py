@@ -12,7 +12,7 @@ from headrace.sweep.charts import by_variant
 from headrace.sweep.names import shown
 from headrace.sweep.results import Results, RunResult
 
-MEASURES = ("reward", "format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
+MEASURES = ("format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
 """Of an evaluation, beside avg@k and pass@k."""
 
 
