@@ -9,9 +9,9 @@ import pytest
 from headrace.algorithms import opsd
 from headrace.algorithms.hints import RENDER_AT_ONCE, Hints
 from headrace.algorithms.opsd import Opsd, demonstration
-from headrace.errors import BadInput
 from headrace.rollout.types import Task
 from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
+from tests.refusals import refused
 
 PLAIN = "{demonstration}"
 
@@ -138,7 +138,7 @@ async def test_a_failing_teacher_drops_what_it_did_not_score():
 
 
 def test_a_template_without_a_place_for_the_demonstration_is_refused():
-    with pytest.raises(BadInput, match=r"the template of opsd has no \{demonstration\} in it"):
+    with refused(key="template", value="Do it well."):
         Opsd(template="Do it well.")
 
 

@@ -16,10 +16,10 @@ from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.length_penalty import Overlong
 from headrace.algorithms.rlcsd import BATCHES_WITHOUT_CONTRAST, Rlcsd
 from headrace.algorithms.siblings import response_text
-from headrace.errors import BadInput
 from headrace.rollout.contrast import fold, modulate
 from headrace.rollout.types import Rollout
 from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
+from tests.refusals import refused
 
 PLAIN = "{response}"
 RIGHT, WRONG = 1.0, 0.0
@@ -375,7 +375,7 @@ async def test_a_frozen_teacher_is_asked_and_closed_and_the_policy_is_neither():
 
 
 def test_a_template_without_a_place_for_the_response_is_refused():
-    with pytest.raises(BadInput, match=r"the template of rlcsd has no \{response\} in it"):
+    with refused(key="template", value="{answer}"):
         Rlcsd(template="{answer}")
 
 

@@ -151,7 +151,7 @@ def test_a_teacher_that_nobody_named_is_stood_in_for(kind: str, capsys: pytest.C
         (["grpo", "--algo.nrmalize", "std"], "algo.nrmalize: unknown key. Did you mean algo.normalize?"),
         (["custom"], "algo.import_path"),
         (["nowhere.py:Mine"], "nowhere.py: no such file"),
-        (["json:JSONDecoder"], "'json:JSONDecoder' is not a subclass of headrace.algorithms.base.Algorithm"),
+        (["json:JSONDecoder"], 'algorithm = "json:JSONDecoder":'),
         (["grpo", "--config", "nowhere.toml"], "nowhere.toml: no such file"),
     ],
 )

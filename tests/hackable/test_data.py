@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.environments.data.tables import DataError
-from headrace.errors import BadInput
 from headrace.hackable import TrainingSample, build_data_provider
 from headrace.hackable.samples import format_of
 from tests.hackable.completions import STRICT
@@ -43,7 +42,7 @@ def test_the_tags_of_a_sample_are_those_that_its_prompt_asks_for():
     (sample,) = samples("arithmetic", num_tasks=1, tags=tags)
     assert tags[0] in sample.prompt and "<think>" not in sample.prompt
     assert format_of(sample.info).opening == tags[0]
-    with pytest.raises(BadInput, match="tags must be two texts"):
+    with refused(key="tags", value=["<a>"]):
         samples("arithmetic", num_tasks=1, tags=["<a>"])
 
 
@@ -97,7 +96,7 @@ def test_local_rows_without_an_answer_have_an_empty_one_and_without_a_question_a
     assert next(iter(provider)).answer == ""
     with refused(DataError, file=str(path), line=2, key="question"):
         list(provider)
-    with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
+    with refused(DataError, file=str(tmp_path / "nowhere.jsonl")):
         samples("local", path=str(tmp_path / "nowhere.jsonl"))
 
 

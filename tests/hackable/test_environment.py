@@ -18,6 +18,7 @@ from headrace.hackable.environment import newest_version, with_tokenizer
 from headrace.orchestrator.processing import EvalProcessing
 from headrace.rollout.types import Group, Rollout, Task, Turn
 from tests.hackable.completions import STRICT, thought, write_tokenizer
+from tests.refusals import refused
 
 WEIGHTED = {"reward_mode": "weighted_length_penalty"}
 
@@ -199,19 +200,19 @@ def test_it_demonstrates_what_has_a_solution():
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "fields"),
     [
-        ({"provider": "gsm"}, "unknown data provider"),
-        ({"objective": "x"}, "unknown objective"),
-        ({"objective_kwargs": {"a": 1}}, "objective 'token_grpo' has no kwarg 'a'"),
-        ({"reward_kwargs": {"format_tag_reward": {"a": 1}}}, "reward 'format_tag_reward' has no kwarg 'a'"),
-        ({"reward_timeout": -1}, "reward_timeout must be a number"),
-        ({"groups_per_step": "many"}, "groups_per_step must be a number"),
-        ({"rewards": {}}, "unexpected keyword argument 'rewards'"),
+        ({"provider": "gsm"}, {"value": "gsm"}),
+        ({"objective": "x"}, {"value": "x"}),
+        ({"objective_kwargs": {"a": 1}}, {"key": "a"}),
+        ({"reward_kwargs": {"format_tag_reward": {"a": 1}}}, {"key": "a"}),
+        ({"reward_timeout": -1}, {}),
+        ({"groups_per_step": "many"}, {}),
+        ({"rewards": {}}, {}),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(args: dict[str, Any], words: str):
-    with pytest.raises(BadInput, match=words):
+def test_arguments_that_make_no_sense_are_refused(args: dict[str, Any], fields: dict[str, str]):
+    with refused(**fields):
         hackable(**args)
 
 

@@ -19,6 +19,7 @@ from headrace.hackable import (
 from headrace.hackable.registry import REWARDS, Registry, kwargs_by_reward
 from headrace.hackable.samples import TrainingSample as Sample
 from tests.hackable.plugins import Longest, polite, shouting
+from tests.refusals import refused
 
 HERE = "tests.hackable.plugins"
 BATCH: tuple[Any, ...] = (["p", "p"], ["YES", "yes please"], ["", ""], [{}, {}])
@@ -36,9 +37,9 @@ def test_a_plugin_is_found_by_its_own_name_or_by_the_one_it_was_given():
 def test_two_plugins_cannot_have_one_name():
     registry = Registry("reward", 4)
     registry.register(shouting)
-    with pytest.raises(BadInput, match=rf"reward 'shouting' is {HERE}:shouting already: {HERE}:Longest needs another"):
+    with refused(key="reward", value="shouting"):
         registry.register(Longest, "shouting")
-    with pytest.raises(BadInput, match="a name has no colon"):
+    with refused(key="reward", value="my:reward"):
         registry.register(Longest, "my:reward")
 
 
@@ -62,22 +63,22 @@ async def test_an_import_path_stands_for_a_reward_with_its_kwargs_bound():
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "words"),
+    ("name", "kwargs", "fields"),
     [
-        (f"{HERE}:shouting", {"wait": 1}, "has no kwarg 'wait'. It takes weight"),
-        (f"{HERE}:shouting", {"prompts": []}, "has no kwarg 'prompts'"),
-        (f"{HERE}:Longest", {}, "cannot be called with the kwargs .*: missing a required argument: 'limit'"),
-        (f"{HERE}:NotAReward", {}, "cannot be called: give its class __call__"),
-        (f"{HERE}:NUMBER", {}, "is a int, not a class or a function"),
-        (f"{HERE}:nothing", {}, "cannot be imported"),
-        ("no_such_module:reward", {}, "cannot be imported: No module named 'no_such_module'"),
-        ("regex_reward", {"pattern": "a", "patern": "b"}, "has no kwarg 'patern'. It takes pattern, part"),
-        ("regex_reward", {"pattern": "("}, "is not a regular expression"),
-        ("exact_match_reward", {"part": "half"}, "part must be 'all' or 'answer', not 'half'"),
+        (f"{HERE}:shouting", {"wait": 1}, {"key": "wait", "fix": "It takes weight."}),
+        (f"{HERE}:shouting", {"prompts": []}, {"key": "prompts"}),
+        (f"{HERE}:Longest", {}, {"key": "limit"}),
+        (f"{HERE}:NotAReward", {}, {"key": "reward", "value": f"{HERE}:NotAReward"}),
+        (f"{HERE}:NUMBER", {}, {"key": "reward", "value": f"{HERE}:NUMBER"}),
+        (f"{HERE}:nothing", {}, {}),
+        ("no_such_module:reward", {}, {}),
+        ("regex_reward", {"pattern": "a", "patern": "b"}, {"key": "patern"}),
+        ("regex_reward", {"pattern": "("}, {}),
+        ("exact_match_reward", {"part": "half"}, {}),
     ],
 )
-def test_what_cannot_be_a_reward_is_refused_by_name(name: str, kwargs: dict[str, Any], words: str):
-    with pytest.raises(BadInput, match=words):
+def test_what_cannot_be_a_reward_is_refused_by_name(name: str, kwargs: dict[str, Any], fields: dict[str, str]):
+    with refused(**fields):
         build_reward(name, kwargs)
 
 
@@ -103,7 +104,7 @@ def test_kwargs_of_a_reward_given_by_path_stand_under_the_path_or_its_last_part(
 
 def test_an_import_path_stands_for_an_objective_which_must_be_one():
     assert build_objective(f"{HERE}:Shout").reward_names() == [f"{HERE}:shouting"]
-    with pytest.raises(BadInput, match=r"is not a subclass of headrace\.hackable\.Objective"):
+    with refused(key="objective", value=f"{HERE}:NotAReward"):
         build_objective(f"{HERE}:NotAReward")
 
 
@@ -115,9 +116,9 @@ def test_a_provider_gives_the_same_samples_again_and_takes_the_seed_unless_it_ha
 
 
 def test_what_is_no_sample_is_refused_with_its_number():
-    with pytest.raises(BadInput, match=rf"data provider '{HERE}:Words': sample 0 is a str, not a TrainingSample"):
+    with refused(key="data provider", value=f"{HERE}:Words"):
         list(build_data_provider(f"{HERE}:Words", {"words": ["a"]}))
-    with pytest.raises(BadInput, match="gives a NotAReward, not samples one after another"):
+    with refused(key="data provider", value=f"{HERE}:NotAReward"):
         list(build_data_provider(f"{HERE}:NotAReward"))
 
 

@@ -24,7 +24,7 @@ from tests.hackable.files import load_tree, run_of, small
         ({"objective": {"name": "a", "class_path": "b:C"}}, "objective.class_path", ""),
         ({"objective": {"kwargs": {"reward_mod": 1}}}, "objective.kwargs.reward_mod", "objective.kwargs.reward_mode?"),
         ({"objective": {"kwargs": {"reward_mode": "x"}}}, "objective.kwargs.reward_mode", ""),
-        ({"objective": {"kwargs": {"stage2_start_step": 2}}}, "objective.kwargs", ""),
+        ({"objective": {"kwargs": {"stage2_start_step": 2}}}, "objective.kwargs.stage2_start_step", ""),
         ({"data": {"provider": "gsm"}}, "data.provider", "gsm8k"),
         ({"data": {"kwargs": {"digit": 2}}}, "data.kwargs.digit", "data.kwargs.digits?"),
         ({"data": {"provider": "local"}}, "data.kwargs.path", ""),

@@ -21,7 +21,8 @@ RENDER_AT_ONCE = 20_000
 def check_template(template: str, placeholder: str, algorithm: str) -> str:
     """The template itself, if it has a place for the text."""
     if placeholder not in template:
-        raise BadInput(f"the template of {algorithm} has no {placeholder} in it: that is where the text goes")
+        fact = f"the template of {algorithm} has no {placeholder} in it"
+        raise BadInput(fact, key="template", value=template, fix=f"Write {placeholder} where the text goes.")
     return template
 
 

@@ -172,8 +172,9 @@ def _reference(model: ModelReference | None, connect: Connect) -> Reference | No
 def _imported_class(config: ImportedAlgoConfig) -> type[Algorithm]:
     kind = imports.load(config.type, "algorithm")
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
-        raise BadInput(f"algorithm {config.type!r} is not a subclass of headrace.algorithms.base.Algorithm")
-    check_kwargs(kind, (), config.kwargs, f"algorithm {config.type!r}")
+        fact = "it is not a subclass of headrace.algorithms.base.Algorithm"
+        raise BadInput(fact, key="algorithm", value=config.type)
+    check_kwargs(kind, (), config.kwargs, "algorithm", config.type)
     return kind
 
 

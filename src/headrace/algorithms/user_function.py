@@ -16,21 +16,25 @@ from headrace.errors import BadInput
 def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Callable[..., Any]:
     """A user's function with its kwargs bound; it is called with one thing more. `what` it is is for the message."""
     function = imports.load(import_path, what)
-    check_kwargs(function, (None,), kwargs, f"{what} {import_path!r}")
+    check_kwargs(function, (None,), kwargs, what, import_path)
     if inspect.iscoroutinefunction(function):
         raise BadInput(
-            f"{what} {import_path!r} is an async function, and nobody would await it: write a plain function, or what "
-            "must wait as a class, a subclass of headrace.algorithms.base.Algorithm"
+            "it is an async function, which nothing awaits",
+            key=what,
+            value=import_path,
+            fix="Write a plain function, or a subclass of headrace.algorithms.base.Algorithm, whose hooks may wait.",
         )
     return partial(function, **kwargs)
 
 
-def check_kwargs(called: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
+def check_kwargs(
+    called: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, import_path: str
+) -> None:
     """Refuse what `called` could not be called with, without calling it."""
     try:
         inspect.signature(called).bind(*args, **kwargs)
     except TypeError as error:
-        raise BadInput(f"{name} does not take these kwargs: {error}") from error
+        raise BadInput(f"it does not take these kwargs: {error}", key=what, value=import_path) from error
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -77,7 +77,7 @@ def local(
     All other columns are in `info`; one that is called `key` names the example. What has no answer has an empty one.
     """
     if not Path(path).exists():
-        raise DataError(f"{path}: no such file or directory")
+        raise DataError("no such file or directory", file=path)
     rows = (_row(row) for row in located_rows(path, split, None, columns))
     return _asked(_chosen(rows, limit, shuffle, seed), instructions, tags)
 

@@ -82,8 +82,9 @@ class TokenGrpo(Objective):
         check_flag("strict_format_gate", strict_format_gate)
         if isinstance(additional_rewards, str) or {correctness_reward, *ROLES} & set(additional_rewards):
             raise BadArgument(
-                f"additional_rewards must be a list of rewards besides {', '.join([correctness_reward, *ROLES])}, "
-                f"not {additional_rewards!r}"
+                f"expected a list of rewards besides {', '.join([correctness_reward, *ROLES])}",
+                key="additional_rewards",
+                value=additional_rewards,
             )
         self._weighted = weighted
         self._with_utilisation = enable_token_utilisation
@@ -132,20 +133,23 @@ class TokenGrpo(Objective):
 def _two_stages(first: Any, second: Any, start_step: Any, start_epoch: Any) -> TwoStages:
     starts = [start for start in (start_step, start_epoch) if start is not None]
     if len(starts) > 1:
-        raise BadArgument("a second stage starts at stage2_start_step or at stage2_start_epoch: leave one of them away")
+        fact, fix = "stage2_start_step is set, too", "Leave one of the two out."
+        raise BadArgument(fact, key="stage2_start_epoch", value=start_epoch, fix=fix)
     if (second is None) != (not starts):
-        raise BadArgument(
-            "a second stage needs stage2_length_penalty_lambda, and stage2_start_step or stage2_start_epoch"
-        )
+        given = {"stage2_start_step": start_step, "stage2_start_epoch": start_epoch} if starts else {}
+        given |= {"stage2_length_penalty_lambda": second} if second is not None else {}
+        key, value = next((key, value) for key, value in given.items() if value is not None)
+        fix = "Set stage2_length_penalty_lambda, and stage2_start_step or stage2_start_epoch."
+        raise BadArgument("half of a second stage", key=key, value=value, fix=fix)
     if start_step is not None:
         check_whole("stage2_start_step", start_step, 0)
     if start_epoch is not None and _finite("stage2_start_epoch", start_epoch) < 0:
-        raise BadArgument(f"stage2_start_epoch must not be negative, as {start_epoch!r} is")
+        raise BadArgument("it must not be negative", key="stage2_start_epoch", value=start_epoch)
     then = None if second is None else _finite("stage2_length_penalty_lambda", second)
     return TwoStages(_finite("length_penalty_lambda", first), then, start_step, start_epoch)
 
 
 def _finite(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadArgument(f"{name} must be a finite number, not {value!r}")
+        raise BadArgument("expected a finite number", key=name, value=value)
     return float(value)

@@ -55,10 +55,11 @@ class Registry:
     def register(self, plugin: Plugin, name: str | None = None) -> Plugin:
         named = plugin.__name__ if name is None else name
         if not named or ":" in named:
-            raise BadInput(f"{self.what} {named!r}: a name has no colon, which is for import paths")
+            raise BadInput("a name has no colon, which is for import paths", key=self.what, value=named)
         known = self._plugins.get(named)
         if known is not None and _place(known) != _place(plugin):  # a module may be loaded again
-            raise BadInput(f"{self.what} {named!r} is {_place(known)} already: {_place(plugin)} needs another name")
+            fix = f"Give {_place(plugin)} another name."
+            raise BadInput(f"the name of {_place(known)}", key=self.what, value=named, fix=fix)
         self._plugins[named] = plugin
         return plugin
 
@@ -80,7 +81,7 @@ class Registry:
             )
         plugin = imports.load(name, self.what)
         if not callable(plugin):
-            raise BadInput(f"{self.what} {name!r} is a {type(plugin).__name__}, not a class or a function")
+            raise BadInput(f"a {type(plugin).__name__}, not a class or a function", key=self.what, value=name)
         return cast(Callable[..., Any], plugin)
 
 
@@ -134,12 +135,12 @@ class DataProvider:
     def __iter__(self) -> Iterator[TrainingSample]:
         made: Any = self._make()
         if not isinstance(made, Iterable):
-            raise BadInput(f"data provider {self.name!r} gives a {type(made).__name__}, not samples one after another")
+            fact = f"it gives a {type(made).__name__}, not samples one after another"
+            raise BadInput(fact, key="data provider", value=self.name)
         for number, sample in enumerate(made):
             if not isinstance(sample, TrainingSample):
-                raise BadInput(
-                    f"data provider {self.name!r}: sample {number} is a {type(sample).__name__}, not a TrainingSample"
-                )
+                fact = f"sample {number} is a {type(sample).__name__}, not a TrainingSample"
+                raise BadInput(fact, key="data provider", value=self.name)
             yield sample
 
 
@@ -155,16 +156,15 @@ def build_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
     bound = REWARDS.bound(name, kwargs or {})
     reward = _constructed(bound, f"reward {name!r}") if isinstance(REWARDS.find(name), type) else bound
     if not callable(reward):
-        raise BadInput(
-            f"reward {name!r} cannot be called: give its class __call__(self, prompts, completions, answers, infos)"
-        )
+        fix = "Give its class __call__(self, prompts, completions, answers, infos)."
+        raise BadInput("it cannot be called", key="reward", value=name, fix=fix)
     return cast(Reward, reward)
 
 
 def build_objective(name: str, kwargs: Mapping[str, Any] | None = None) -> Objective:
     objective = _constructed(OBJECTIVES.bound(name, kwargs or {}), f"objective {name!r}")
     if not isinstance(objective, Objective):
-        raise BadInput(f"objective {name!r} is not a subclass of headrace.hackable.Objective")
+        raise BadInput("it is not a subclass of headrace.hackable.Objective", key="objective", value=name)
     return objective
 
 
@@ -201,7 +201,8 @@ def _constructed(make: Callable[[], Any], what: str) -> Any:
     try:
         return make()
     except BadArgument as error:
-        raise BadInput(f"{what} does not take these kwargs: {error}") from error
+        fact = f"{what} does not take these kwargs: {error}" if error.key is None else f"{what}: {error.fact}"
+        raise BadInput(fact, key=error.key, value=error.value, fix=error.fix) from error
 
 
 def _check_kwargs(plugin: Callable[..., Any], arguments: int, kwargs: Mapping[str, Any], what: str) -> None:
@@ -213,11 +214,10 @@ def _check_kwargs(plugin: Callable[..., Any], arguments: int, kwargs: Mapping[st
     unknown = [] if takes_any else [name for name in kwargs if name not in known]
     if unknown:
         nearest = sorted(known, key=lambda name: (-_likeness(unknown[0], name), name))
-        raise BadInput(f"{what} has no kwarg {unknown[0]!r}. It takes {', '.join(nearest) or 'none'}")
-    try:
-        signature.bind(*(None,) * arguments, **kwargs)
-    except TypeError as error:
-        raise BadInput(f"{what} cannot be called with the kwargs {sorted(kwargs)}: {error}") from error
+        raise BadInput(f"{what} has no such kwarg", key=unknown[0], fix=f"It takes {', '.join(nearest) or 'none'}.")
+    needed = [name for name in known if signature.parameters[name].default is inspect.Parameter.empty]
+    if missing := [name for name in needed if name not in kwargs]:
+        raise BadInput(f"{what} needs this kwarg, and it is not set", key=missing[0])
 
 
 def _likeness(one: str, other: str) -> float:

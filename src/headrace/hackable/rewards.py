@@ -125,7 +125,7 @@ class TokenUtilisationReward:
         symbolic: bool = True,
     ) -> None:
         if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < float("inf"):
-            raise BadArgument(f"beta must be a number that is not negative, not {beta!r}")
+            raise BadArgument("expected a number that is not negative", key="beta", value=beta)
         self._records = read_zero_shot(zero_shot_path)
         self._beta = beta
         self._length = length_in(tokenizer_name, cache_dir)

@@ -76,7 +76,8 @@ def strict_format(tags: Sequence[str] | None) -> StrictFormat:
     if tags is None:
         return _format()
     if isinstance(tags, str) or len(tags) != 2:
-        raise BadArgument(f'{TAGS} must be two texts, as ["<think>", "</think>"], not {tags!r:.80}')
+        fix = 'For example ["<think>", "</think>"].'
+        raise BadArgument("expected two texts", key=TAGS, value=tags, fix=fix)
     return _format(*tags)
 
 

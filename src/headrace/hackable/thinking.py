@@ -44,7 +44,8 @@ def tokenizer_directory(name: str, cache_dir: str | Path | None = None) -> Path:
         if folder.is_dir():
             return folder
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise BadInput(f"tokenizer {name!r}: no such directory; looked for {' and '.join(map(str, folders))}")
+        fact = f"no such directory; looked for {' and '.join(map(str, folders))}"
+        raise BadInput(fact, key="tokenizer_name", value=name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -52,8 +53,10 @@ def tokenizer_directory(name: str, cache_dir: str | Path | None = None) -> Path:
         return Path(snapshot_download(name, cache_dir=cache_dir, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise BadInput(
-            f"tokenizer {name!r} is neither a directory ({' or '.join(map(str, folders))}) nor to be had from the hub: "
-            f"{type(error).__name__}: {error}"
+            f"neither a directory ({' or '.join(map(str, folders))}) nor a model that the hub gives: "
+            f"{type(error).__name__}: {error}",
+            key="tokenizer_name",
+            value=name,
         ) from error
 
 

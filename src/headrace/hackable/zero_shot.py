@@ -22,7 +22,8 @@ def read_zero_shot(path: str | Path) -> dict[str, ZeroShot]:
     """The record of each example by its key."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"zero_shot_path: there is no file {file}: evaluate the base model first, which writes it")
+        fix = "Evaluate the base model first, which writes it."
+        raise DataError("no such file", key="zero_shot_path", value=file, fix=fix)
     records: dict[str, ZeroShot] = {}
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -31,9 +32,8 @@ def read_zero_shot(path: str | Path) -> dict[str, ZeroShot]:
             try:
                 record = msgspec.json.decode(line, type=ZeroShot)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{file}, line {number}: not a record of an example: {error}") from error
+                raise DataError(f"not a record of an example: {error}", file=file, line=number) from error
             if records.setdefault(record.key, record) != record:
-                raise DataError(
-                    f"{file}, line {number}: {record.key!r} has another record before: one for each example"
-                )
+                fact = "an earlier line has another record of this example"
+                raise DataError(fact, key="key", value=record.key, file=file, line=number)
     return records

@@ -58,7 +58,7 @@ def _imported_sampler(config: ImportedSamplerConfig) -> type[TaskSampler]:
         raise BadInput(
             "not a subclass of headrace.orchestrator.curriculum.TaskSampler", key="sampler.type", value=config.type
         )
-    check_kwargs(kind, ([],), config.kwargs, f"sampler {config.type!r}")
+    check_kwargs(kind, ([],), config.kwargs, "sampler.type", config.type)
     return kind
 
 
@@ -66,5 +66,5 @@ def _imported_gate(config: ImportedGateConfig) -> type[Gate]:
     kind = imports.load(config.type, "gate")
     if not (isinstance(kind, type) and issubclass(kind, Gate)):
         raise BadInput("not a subclass of headrace.orchestrator.gate.Gate", key="gate.type", value=config.type)
-    check_kwargs(kind, (), config.kwargs, f"gate {config.type!r}")
+    check_kwargs(kind, (), config.kwargs, "gate.type", config.type)
     return kind

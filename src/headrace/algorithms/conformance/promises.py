@@ -90,8 +90,7 @@ def _of_own(algorithm: Algorithm) -> Promises:
     given = algorithm.promises
     unknown = [name for name in given if name not in PROMISES]
     if unknown:
-        raise BadInput(
-            f"{type(algorithm).__name__}.promises has {unknown[0]!r}: what can be promised is {', '.join(PROMISES)}"
-        )
+        key, fix = f"{type(algorithm).__name__}.promises", f"Known: {', '.join(PROMISES)}."
+        raise BadInput("unknown promise", key=key, value=unknown[0], fix=fix)
     modulates = {SIGNS} if isinstance(algorithm, Rlcsd) else set()
     return Promises(frozenset({*given, *modulates}))
