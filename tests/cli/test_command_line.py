@@ -17,6 +17,7 @@ from headrace.config.base import load
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
+from headrace.trainer.tiny import write_tiny_settings
 from tests.cli.run_files import RUN_FILE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse-text"
@@ -24,13 +25,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse-text"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """What the launcher checks of a model: a configuration and a tokenizer."""
-    import tokenizers
-
+    """What the launcher checks of a model: all but its weights."""
     directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(directory / "tokenizer.json"))
+    write_tiny_settings(directory)
     return directory
 
 
@@ -139,7 +136,7 @@ def test_dry_run_prints_what_loads_to_the_same_and_touches_nothing(
     [
         ("0", "# one GPU: trainer and engine compute on it in turns (launch.sharing = alternate)"),
         ("0,1,2", "# 2 GPUs train and 1 sample"),
-        ("", 'output_dir = "'),
+        ("", "# prompts of reverse-text: "),
     ],
 )
 def test_dry_run_says_what_depends_on_the_machine(

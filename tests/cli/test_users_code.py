@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.trainer.tiny import write_tiny_settings
 from tests.cli.run_files import RUN_FILE
 
 CODE = """
@@ -33,8 +34,10 @@ def write_run(tmp_path: Path, name: str, more: str) -> Path:
     """A run file with the user's module beside it, and an older run in its output_dir."""
     (tmp_path / f"{name}.py").write_text(CODE)
     (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "config.toml").touch()
+    write_tiny_settings(tmp_path / "model")
     file = tmp_path / "rl.toml"
-    file.write_text(RUN_FILE.format(output=tmp_path / "out", model=tmp_path) + more)
+    file.write_text(RUN_FILE.format(output=tmp_path / "out", model=tmp_path / "model") + more)
     return file
 
 
@@ -58,7 +61,7 @@ def write_run(tmp_path: Path, name: str, more: str) -> Path:
 def test_code_that_is_not_there_is_refused_before_an_older_run_is_deleted(
     name: str, more: str, words: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["rl", str(write_run(tmp_path, name, more)), option]) == 2
+    assert main(["rl", str(write_run(tmp_path, name, more)), "--inference.port", "0", option]) == 2
     assert words in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoints").is_dir()
 
@@ -76,12 +79,12 @@ def test_code_that_is_not_there_is_refused_before_an_older_run_is_deleted(
         (
             "own_8",
             '[trainer.loss]\ntype = "custom"\nimport_path = "own_8:gone"',
-            "loss 'own_8:gone' cannot be imported",
+            'trainer.loss.import_path = "own_8:gone": ',
         ),
         (
             "own_9",
             '[trainer.loss]\ntype = "custom"\nimport_path = "own_9:too_long"',
-            'loss = "own_9:too_long":',
+            'trainer.loss.import_path = "own_9:too_long": ',
         ),
     ],
 )
@@ -90,7 +93,6 @@ def test_environments_and_losses_are_tried_before_a_run_is_deleted_or_a_start_mo
     name: str, more: str, words: str, occasion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = write_run(tmp_path, name, more)
-    (tmp_path / "out" / "config.toml").write_text("")
     if occasion == "no start model":
         (tmp_path / "out").rename(tmp_path / "elsewhere")
         file.write_text(file.read_text().replace("name =", "sft ="))

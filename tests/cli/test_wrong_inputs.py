@@ -9,12 +9,12 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from headrace.text.byte_level import byte_tokenizer
+from headrace.trainer.tiny import write_tiny_settings
 from tests.cli.attempts import Attempts, Outcome
 
 RL = """
@@ -36,6 +36,20 @@ name = "MODEL"
 path = "data.jsonl"
 """
 DATA = '{"prompt": "Say a.", "completion": "a"}\n'
+MINE = """
+from headrace.environments.base import Environment
+
+class Mine(Environment):
+    def __init__(self):
+        pass
+
+    def tasks(self):
+        return []
+"""
+LOSS = "--trainer.loss.type custom --trainer.loss.import_path my_loss:loss"
+MOE = json.dumps({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4})
+TOKENIZER = byte_tokenizer(("user",)).to_str()
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,175 @@ VALUES = [
     Wrong("an optimizer of another trainer", "rl short.yaml --trainer.optim lion", {"short.yaml": SHORT},
           key="--trainer.optim"),
 ]  # fmt: skip
-ALL = [*NOT_A_RUN, *VALUES]
+
+ENV = "orchestrator.train.env.0"
+LONG_DATA = "".join(f'{{"prompt": "{"x" * 300}", "completion": "{number}"}}\n' for number in range(3))
+CHECKED_FIRST = [
+    Wrong("an unknown environment", f"rl rl.toml --{ENV}.id reverse-txt", key=f"{ENV}.id"),
+    Wrong(
+        "an unknown environment to evaluate in",
+        "rl rl.toml more.toml",
+        {"more.toml": "[[orchestrator.eval.env]]\nid = 'x'"},
+        key="orchestrator.eval.env.0.id",
+    ),
+    Wrong("an argument that the environment does not take", f"rl rl.toml --{ENV}.args.colour red", key=f"{ENV}.id"),
+    Wrong("an environment whose module is not there", f"rl rl.toml --{ENV}.id my_env:Mine", key=f"{ENV}.id"),
+    Wrong(
+        "an environment whose module raises",
+        f"rl rl.toml --{ENV}.id my_env:Mine",
+        {"my_env.py": "\n1 / 0\n"},
+        key=f"{ENV}.id",
+        file="my_env.py",
+        line=2,
+    ),
+    Wrong(
+        "an environment whose module is not Python",
+        f"rl rl.toml --{ENV}.id my_env:Mine",
+        {"my_env.py": "x = 1\nclass Mine(:\n"},
+        key=f"{ENV}.id",
+        file="my_env.py",
+        line=2,
+    ),
+    Wrong(
+        "an environment whose module lacks the class",
+        f"rl rl.toml --{ENV}.id my_env:Mine",
+        {"my_env.py": ""},
+        key=f"{ENV}.id",
+    ),
+    Wrong(
+        "an environment that is not one",
+        f"rl rl.toml --{ENV}.id my_env:Mine",
+        {"my_env.py": "class Mine: pass"},
+        key=f"{ENV}.id",
+    ),
+    Wrong(
+        "an environment that raises when it is made",
+        f"rl rl.toml --{ENV}.id my_env:Mine",
+        {"my_env.py": MINE.replace("pass", "raise RuntimeError('no')")},
+        key=f"{ENV}.id",
+        file="my_env.py",
+    ),
+    Wrong("an environment without tasks", f"rl rl.toml --{ENV}.id my_env:Mine", {"my_env.py": MINE}, key=f"{ENV}.id"),
+    Wrong(
+        "a renderer that is not there",
+        "rl rl.toml --orchestrator.renderer.name qwen33",
+        key="orchestrator.renderer.name",
+    ),
+    Wrong("a renderer of sft that is not there", "sft sft.toml --renderer.name qwen33", key="renderer.name"),
+    Wrong(
+        "an option that the renderer does not have",
+        "rl rl.toml --orchestrator.renderer.name llama-3 --orchestrator.renderer.tool_parser glm",
+        key="orchestrator.renderer.tool_parser",
+    ),
+    Wrong(
+        "an algorithm whose module is not there", "rl rl.toml --orchestrator.algo my_algo:Mine", key="orchestrator.algo"
+    ),
+    Wrong(
+        "an algorithm of one environment whose module is not there",
+        f"rl rl.toml --{ENV}.algo my_algo:Mine",
+        key=f"{ENV}.algo",
+    ),
+    Wrong(
+        "an algorithm whose module raises",
+        "rl rl.toml --orchestrator.algo my_algo:Mine",
+        {"my_algo.py": "1 / 0"},
+        key="orchestrator.algo",
+        file="my_algo.py",
+        line=1,
+    ),
+    Wrong("a loss whose module is not there", f"rl rl.toml {LOSS}", key="trainer.loss.import_path"),
+    Wrong(
+        "a loss whose module lacks the function",
+        f"rl rl.toml {LOSS}",
+        {"my_loss.py": "import torch\n"},
+        key="trainer.loss.import_path",
+    ),
+    Wrong(
+        "a loss that does not take its kwargs",
+        f"rl rl.toml {LOSS} --trainer.loss.kwargs.beta 1",
+        {"my_loss.py": "import torch\ndef loss(inputs, alpha=1): ...\n"},
+        key="trainer.loss.import_path",
+        file="my_loss.py",
+        line=2,
+    ),
+    Wrong(
+        "a loss whose module is not Python",
+        f"rl rl.toml {LOSS}",
+        {"my_loss.py": "def loss(\n"},
+        key="trainer.loss.import_path",
+        file="my_loss.py",
+    ),
+    Wrong(
+        "a filter whose module is not there",
+        'rl rl.toml --orchestrator.post_batch_filters \'[{type = "custom", import_path = "my_filter:f"}]\'',
+        key="orchestrator.post_batch_filters.0.import_path",
+    ),
+    Wrong("a model directory that is not there", "rl rl.toml --model.name ./none", key="model.name"),
+    Wrong("a model of sft that is not there", "sft sft.toml --model.name ./none", key="model.name"),
+    Wrong("a model without config.json", "rl rl.toml --model.name ./folder", {"folder/file": ""}, key="model.name"),
+    Wrong("a model without a tokenizer", "rl rl.toml --model.name ./folder", {"folder/config.json": "{}"}, key="model"),
+    Wrong("a model on a hub that cannot be reached", "rl rl.toml --model.name owner/none", key="model.name"),
+    Wrong(
+        "a model with fused experts",
+        "rl rl.toml --model.name ./moe",
+        {"moe/config.json": MOE, "moe/tokenizer.json": TOKENIZER, "moe/chat_template.jinja": TEMPLATE},
+        key="model.name",
+    ),
+    Wrong(
+        "a start model whose run file is not there",
+        "rl start.toml",
+        {"start.toml": RL.replace('name = "MODEL"', 'sft = "none.toml"')},
+        key="model.sft",
+    ),
+    Wrong(
+        "a start model whose data is not there",
+        "rl start.toml",
+        {
+            "start.toml": RL.replace('name = "MODEL"', 'sft = "sft.toml"'),
+            "sft.toml": SFT.replace("data.jsonl", "none.jsonl"),
+        },
+        key="data.path",
+    ),
+    Wrong("a seq_len below the shortest prompt", "rl rl.toml --seq_len 8", key="seq_len"),
+    Wrong(
+        "max_tokens above seq_len",
+        "rl rl.toml --orchestrator.train.sampling.max_tokens 129",
+        key="orchestrator.train.sampling.max_tokens",
+    ),
+    Wrong(
+        "max_tokens of an environment above seq_len",
+        f"rl rl.toml --{ENV}.sampling.max_tokens 129",
+        key=f"{ENV}.sampling.max_tokens",
+    ),
+    Wrong("an output_dir below a file", "rl rl.toml --output_dir data.jsonl/out", key="output_dir"),
+    Wrong("an output_dir that is a file", "rl rl.toml --output_dir data.jsonl", key="output_dir"),
+    Wrong("an output_dir of sft below a file", "sft sft.toml --output_dir data.jsonl/out", key="output_dir"),
+    Wrong("SFT data that is not there", "sft sft.toml --data.path none.jsonl", key="data.path", file="none.jsonl"),
+    Wrong("SFT data that is empty", "sft sft.toml", {"data.jsonl": ""}, key="data.path", file="data.jsonl"),
+    Wrong("SFT data in another format", "sft sft.toml --data.path data.csv", {"data.csv": "a,b"}, key="data.path"),
+    Wrong(
+        "SFT data with other columns",
+        "sft sft.toml",
+        {"data.jsonl": '{"question": "a", "answer": "b"}'},
+        key="data.path",
+    ),
+    Wrong("SFT data that lacks a named column", "sft sft.toml --data.columns.prompt question", key="data.path"),
+    Wrong("SFT data that is not JSON", "sft sft.toml", {"data.jsonl": DATA + "{"}, key="data.path"),
+    Wrong("SFT examples that are all cut to nothing", "sft sft.toml", {"data.jsonl": LONG_DATA}, key="seq_len"),
+    Wrong(
+        "a validation file that is not there",
+        "sft sft.toml --validation.path none.jsonl",
+        key="validation.path",
+        file="none.jsonl",
+    ),
+    Wrong(
+        "an environment without demonstrations",
+        "sft env.toml",
+        {"env.toml": SFT.replace('path = "data.jsonl"', 'env = "my_env:Mine"'), "my_env.py": MINE},
+        key="data.env",
+    ),
+]
+ALL = [*NOT_A_RUN, *VALUES, *CHECKED_FIRST]
 
 
 def commands(wrong: Wrong) -> list[str]:
@@ -122,12 +304,7 @@ def attempts() -> Iterator[Attempts]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory without weights, which nothing reads that is refused in time."""
     directory = tmp_path_factory.mktemp("models") / "model"
-    directory.mkdir()
-    byte_tokenizer(("system", "user", "assistant")).save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    template = resources.files("headrace.trainer").joinpath("chat_template.jinja").read_text()
-    (directory / "chat_template.jinja").write_text(template)
+    write_tiny_settings(directory)
     return directory
 
 

@@ -84,4 +84,19 @@ def test_examples_that_are_cut_are_counted_and_said_once(caplog: pytest.LogCaptu
         assert counts == {"data/truncated": 3, "data/not_learned": 1}
         cuts.of([example(4, 9)])
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("3 of 4 examples are longer than seq_len 8 and are cut; of 1 nothing is left")
+    assert "3 of 4 examples" in caplog.messages[0]
+
+
+def test_examples_that_are_all_cut_to_nothing_are_an_error_with_the_length_that_they_need():
+    cuts = Cuts(seq_len=8)
+    cuts.of([example(8, 12)] * (Cuts.ENOUGH - 1))
+    with pytest.raises(DataError) as refusal:
+        cuts.of([example(9, 20)])
+    assert (refusal.value.key, refusal.value.value) == ("seq_len", 8)
+    assert "20" in str(refusal.value.fix)
+    few = Cuts(seq_len=8)
+    few.of([example(8, 12)])
+    with pytest.raises(DataError):
+        few.refuse_if_nothing_is_learned()
+    few.of([example(2, 3)])
+    few.refuse_if_nothing_is_learned()

@@ -22,8 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.cli.training import run_from_files
-    from headrace.config.base import load
+    from headrace.config.base import dump, load
     from headrace.config.hackable.sections import HackableConfig
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
@@ -36,8 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.explain is None:
         if not files:
             raise BadInput("which run file? headrace config FILE, or headrace config --explain KEY")
-        asked = argparse.Namespace(files=files, overrides=[], dry_run=True, resume=None, clean=False)
-        return run_from_files(kind, "rl" if kind is RunConfig else "sft", asked)
+        find_code_beside(files)
+        config, notices = load(kind, files)
+        print("".join(f"# {notice}\n" for notice in notices) + dump(config), end="")
+        return 0
     tree: dict[str, Any] | None = None
     if is_of_hackable(arguments.explain) and not is_key(RunConfig, arguments.explain):
         find_code_beside(files)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.config.orchestrator import OrchestratorConfig
     from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
+    from headrace.launch.run_directory import Plan
 
 GRACE = 60.0
 """Seconds to end in order once the sweep that started this run is gone: its processes end one after the other."""
@@ -42,46 +42,46 @@ def leaving_on_sigterm() -> Iterator[None]:
 
 def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
     """Load, check, find the model, prepare the run directory, launch. Nothing is changed before all checks passed."""
+    from headrace.text.light_import import import_renderers
+
+    import_renderers()
+    from headrace.algorithms.user_function import load_function
     from headrace.config.base import ConfigError, dump, load
     from headrace.config.run import RunConfig
+    from headrace.config.trainer import CustomLossConfig
+    from headrace.launch.checks import check_run
     from headrace.launch.errors import naming_run
-    from headrace.launch.local import check_ports, has_servers, launch, on_this_machine
-    from headrace.launch.origin import resolve, resolve_again
+    from headrace.launch.local import launch, on_this_machine
+    from headrace.launch.origin import model_of_run, resolve, resolve_again
     from headrace.launch.own_code import find_code_beside
-    from headrace.launch.run_directory import decide, refuse_shorter
     from headrace.launch.saved_config import changes, pin
     from headrace.launch.variables import set_variables
-    from headrace.text.tokenizer import Tokenizer
     from headrace.transport.run_dir import RunDir
 
     folders = find_code_beside(arguments.files)
     _refuse_other_kind(kind, arguments.files)
     config, notices = load(kind, arguments.files, arguments.overrides)
-    _notify(*notices)
-    if isinstance(config, RunConfig):
-        _check_own_code(config.orchestrator)
-    if arguments.dry_run:
+    _notify(*notices, *set_variables(config.launch))
+    plan = None if arguments.dry_run else _plan(arguments, config)
+    goes_on = plan is not None and plan.resume and (config.model.sft or config.model.init)
+    before = RunDir(plan.fork_of or plan.directory) if plan is not None else None
+    checked = check_run(config, model_of_run(before) if goes_on and before is not None else None)
+    _notify(*checked.notices)
+    if plan is None or before is None:
         try:
-            sentences = on_this_machine(config)
+            sentences = [*on_this_machine(config), *checked.lines]
         except ConfigError as error:  # it may be meant for another machine
-            sentences = [f"not on this machine: {error}"]
+            sentences = [f"not on this machine: {error}", *checked.lines]
         print("".join(f"# {sentence}\n" for sentence in sentences) + dump(config), end="")
         return 0
-    _notify(*set_variables(config.launch))
-    if config.output_dir is None:
-        raise ConfigError("output_dir: say where the run shall keep its files")
-    _refuse_a_copy(arguments, config.output_dir)
-    plan = decide(config.output_dir, arguments.resume, arguments.clean)
-    if has_servers(config):
-        check_ports(config.launch, config.inference)
-    if plan.clean or (config.model.sft is not None and not plan.resume):
-        _check_thoroughly(config)
-    if plan.resume and plan.fork_of is None:
-        refuse_shorter(plan.directory, config.max_steps)
-    before = RunDir(plan.fork_of or plan.directory)
+    if plan.clean and isinstance(config, RunConfig) and isinstance(loss := config.trainer.loss, CustomLossConfig):
+        load_function(loss.import_path, loss.kwargs, "loss")  # brings torch: worth it where a run is deleted
     model = resolve_again(config.model, before) if plan.resume else resolve(config.model)
-    Tokenizer(model)  # refused here rather than by three processes
     config = pin(config, plan.directory, model)
+    if checked.model is None:  # it has been fetched by now
+        checked = check_run(config)
+        _notify(*checked.notices)
+    _notify(*checked.lines)
     if plan.notice:
         _notify(plan.notice)
     if plan.resume and (changed := changes(config, before)):
@@ -117,6 +117,23 @@ def _without_output_dir(words: Sequence[str]) -> list[str]:
     return kept
 
 
+def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> Plan:
+    """What is to be done with `output_dir`, and that it can be done."""
+    from headrace.config.base import ConfigError
+    from headrace.launch.local import check_ports, has_servers
+    from headrace.launch.run_directory import decide, refuse_shorter
+
+    if config.output_dir is None:
+        raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
+    _refuse_a_copy(arguments, config.output_dir)
+    plan = decide(config.output_dir, arguments.resume, arguments.clean)
+    if plan.resume and plan.fork_of is None:
+        refuse_shorter(plan.directory, config.max_steps)
+    if has_servers(config):
+        check_ports(config.launch, config.inference)
+    return plan
+
+
 def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
     """A run that was copied or moved has a configuration which still names its old place."""
     from headrace.launch.errors import BadRequest
@@ -132,49 +149,6 @@ def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
                 f"{file} is of a run in {output_dir}, and lies in {folder}: was that copied or moved? "
                 f"Say which is meant: --output_dir {folder}, or --output_dir {output_dir}"
             )
-
-
-def _check_own_code(config: OrchestratorConfig) -> None:
-    """Code of the user's is there and takes its kwargs, before an older run is deleted for this."""
-    from headrace.algorithms.registry import check_imports
-    from headrace.algorithms.user_function import load_function
-    from headrace.config.orchestrator import CustomFilterConfig
-    from headrace.orchestrator import curricula
-
-    for env in config.train.env:
-        check_imports(config.algo_of(env))
-        curricula.check_imports(config.curriculum_of(env))
-    for entry in (*config.pre_batch_filters, *config.post_batch_filters):
-        if isinstance(entry, CustomFilterConfig):
-            load_function(entry.import_path, entry.kwargs, "filter")
-
-
-def _check_thoroughly(config: RunConfig | SftConfig) -> None:
-    """What may take a while, and is worth it where much would be lost or done in vain.
-
-    Environments are constructed, and a loss of the user's, which brings torch, is found.
-    """
-    from headrace.algorithms.user_function import load_function
-    from headrace.config.run import RunConfig
-    from headrace.config.trainer import CustomLossConfig
-    from headrace.environments.registry import load_environment
-
-    for identifier, args in _environments_of(config):
-        if identifier != "hackable":  # it may need the model's tokenizer, and its file was checked when it was read
-            load_environment(identifier, args)
-    if isinstance(config, RunConfig) and isinstance(loss := config.trainer.loss, CustomLossConfig):
-        load_function(loss.import_path, loss.kwargs, "loss")
-
-
-def _environments_of(config: RunConfig | SftConfig) -> list[tuple[str, dict[str, Any]]]:
-    """All that are trained on, learned from or evaluated in: id and args."""
-    from headrace.config.run import RunConfig
-
-    if isinstance(config, RunConfig):
-        return [(env.id, env.args) for env in (*config.orchestrator.train.env, *config.orchestrator.eval.env)]
-    sources = [source for source in (config.data, config.validation) if source is not None]
-    learned = [(source.env, source.args) for source in sources if source.env is not None]
-    return [*learned, *((env.id, env.args) for env in config.eval.env)]
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -50,11 +50,17 @@ def resolve_again(model: ModelConfig, run: RunDir) -> str:
 
     The code and the data behind `model.sft` may have changed since. A model that is gone is made again as they are now.
     """
-    began_with = value_at(read_toml(run.config), ["model", "name"]) if run.config.is_file() else None
-    if (model.sft or model.init) and began_with is not None and os.path.isdir(began_with):
+    began_with = model_of_run(run) if model.sft or model.init else None
+    if began_with is not None:
         _say(f"the run goes on with the model that it began with, {began_with}; for another one, start a new run")
-        return str(began_with)
+        return began_with
     return resolve(model)
+
+
+def model_of_run(run: RunDir) -> str | None:
+    """Return the model that a run began with, if it has begun and the model is still there."""
+    name = value_at(read_toml(run.config), ["model", "name"]) if run.config.is_file() else None
+    return name if name is not None and os.path.isdir(name) else None
 
 
 def _trained(file: Path, trail: tuple[Path, ...]) -> Path:

@@ -11,6 +11,10 @@ class ModelNotFound(BadInput):
     """No such model. The message says where it was looked for."""
 
 
+FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]
+"""What of a model on the hub is fetched."""
+
+
 def model_directory(name: str, key: str = "model") -> Path:
     """Return the directory of a model given by path or hub name; `key` is where the user gave it."""
     path = Path(name).expanduser()
@@ -18,7 +22,7 @@ def model_directory(name: str, key: str = "model") -> Path:
         if not (path / "config.json").is_file():
             raise ModelNotFound("no config.json in it: not a Hugging Face model directory", key=key, value=path)
         return path
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if not _may_be_on_hub(name):
         raise ModelNotFound("no such directory, and not the name of a model on the hub", key=key, value=name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -29,7 +33,7 @@ def model_directory(name: str, key: str = "model") -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]))
+        return Path(snapshot_download(name, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ModelNotFound(
             f"neither a local directory nor reachable on the hub: {type(error).__name__}: {error}",
@@ -37,3 +41,21 @@ def model_directory(name: str, key: str = "model") -> Path:
             value=name,
             fix="Give the path of a directory that is there, or the name of a model on the hub.",
         ) from error
+
+
+def cached_model_directory(name: str, key: str = "model") -> Path | None:
+    """Return the same without fetching anything; None where the hub has to be asked."""
+    if Path(name).expanduser().is_dir() or not _may_be_on_hub(name):
+        return model_directory(name, key)
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return model_directory(name, key) if constants.HF_HUB_OFFLINE else None
+    return directory if (directory / "tokenizer.json").is_file() else None
+
+
+def _may_be_on_hub(name: str) -> bool:
+    return not (Path(name).is_absolute() or name.startswith((".", "~"))) and name.count("/") == 1

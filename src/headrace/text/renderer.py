@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from renderers import config_from_name, create_renderer
 from renderers.base import Renderer
 
+from headrace.errors import InvalidValue
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -86,10 +87,10 @@ def _config(name: str, options: dict[str, Any]) -> Any:
     try:
         base = config_from_name(name)
     except ValueError as error:
-        raise ValueError(f"renderer.name = {name!r}: {error}") from error
+        raise InvalidValue(str(error), key="name", value=name) from error
     unknown = [key for key in options if key not in type(base).model_fields]
     if unknown and name != "default":  # the default renderer hands on to the template what it does not know
-        raise ValueError(f"renderer {name!r} has no option {', '.join(unknown)}; remove it from the renderer section")
+        raise InvalidValue(f"the renderer {name!r} has no such option", key=unknown[0], fix="Leave it out.")
     return type(base)(name=name, **options) if options else base
 
 

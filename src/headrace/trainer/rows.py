@@ -29,7 +29,7 @@ class Rows:
         self._columns = columns
         self._ends = list(accumulate(map(len, tables)))
         if not len(self):
-            raise DataError(f"{name}: has no rows")
+            raise DataError("has no rows", file=name)
         self.name = name
         self.have_tools = False
         """Whether any row says which tools there are."""
@@ -56,12 +56,27 @@ class Rows:
 
 def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> Rows:
     """Every row of a JSONL or Parquet file, or of all such files below a directory in the order of their names."""
-    columns = columns or {}
+    return Rows(_tables(path, columns or {}), columns or {}, str(path))
+
+
+def sample_rows(path: Path, columns: Mapping[str, str], most: int) -> list[Conversation]:
+    """Return at most so many rows of the same files, checked, evenly spread over each file."""
+    tables = _tables(path, columns)
+    if not any(map(len, tables)):
+        raise DataError("has no rows", file=path)
+    share = max(1, most // len(tables))
+    return [
+        conversation_of(table[row], columns, table.where(row))
+        for table in tables
+        for row in range(0, len(table), max(1, len(table) // share))
+    ][:most]
+
+
+def _tables(path: Path, columns: Mapping[str, str]) -> list[Table]:
     if not path.exists():
-        raise DataError(f"{path}: no such file or directory")
+        raise DataError("no such file or directory", file=path)
     wanted = partial(_wanted, columns=columns)
-    tables = directory_tables(path, wanted) if path.is_dir() else [file_table(path, wanted)]
-    return Rows(tables, columns, str(path))
+    return directory_tables(path, wanted) if path.is_dir() else [file_table(path, wanted)]
 
 
 def load_rows(name: str, subset: str | None, split: str, columns: Mapping[str, str] | None = None) -> Rows:

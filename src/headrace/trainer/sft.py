@@ -69,7 +69,7 @@ def train(
             status.notify(f"{rows.name} has tools, but the model's chat template {NO_PLACE_FOR_TOOLS}")
     conversations, held_out = open_conversations(config, rows, learner.state.examples)
     validation = make_validation(config, learner, [render(conversation, renderer) for conversation in held_out])
-    cuts = Cuts(learner.seq_len)
+    cuts = Cuts(learner.seq_len, status.notify)
     metrics = MetricsLog(run.metrics, "sft")
     status.set("training", step=learner.state.step, max_steps=learner.max_steps)
     watch = Stopwatch()
@@ -78,6 +78,7 @@ def train(
             validate(validation, learner, metrics, stopped)
             watch.lap("time/validate")
         samples = [render(conversation, renderer) for conversation in islice(conversations, config.data.batch_size)]
+        counts = cuts.of(samples)
         watch.lap("time/render")
         lr = learner.learning_rate
         on_micro_batch = partial(status.advance, f"step {step}, micro-batch")
@@ -87,7 +88,7 @@ def train(
         learner.state.examples += len(samples)
         watch.lap("time/forward_backward")
         # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
-        record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **cuts.of(samples)}
+        record = {**learner.metrics(result, lr, watch.total()), **watch.laps, **counts}
         if learner.ranks.first:
             metrics.log(step, record)
         status.set(step=step, loss=record["loss"], tokens_per_second=record["perf/trained_tokens_per_second"])
@@ -109,6 +110,7 @@ def train(
             watch.lap("time/publish")
     learner.checkpoints.finish(wait=True)
     if learner.state.step == learner.max_steps:
+        cuts.refuse_if_nothing_is_learned()
         if validation is not None:
             validate(validation, learner, metrics, stopped)
         status.set("saving the final model")

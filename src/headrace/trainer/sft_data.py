@@ -7,7 +7,7 @@ examples that an uninterrupted one would have seen.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -78,27 +78,46 @@ def drawn(rows: Conversations, most: int) -> list[Conversation]:
 
 
 class Cuts:
-    """Counts the examples that are longer than `seq_len`, and says so the first time."""
+    """Counts the examples that are longer than `seq_len`, and says so the first time.
 
-    def __init__(self, seq_len: int) -> None:
+    A run that learns nothing at all is refused, once `ENOUGH` examples have shown it or at its end.
+    """
+
+    ENOUGH = 64
+    """Examples that must all be cut to nothing before the run is given up."""
+
+    def __init__(self, seq_len: int, notify: Callable[[str], None] = log.warning) -> None:
         self._seq_len = seq_len
+        self._notify = notify
         self._said = False
+        self._seen = self._lost = self._longest = 0
 
     def of(self, samples: Sequence[Sample]) -> dict[str, float]:
         """`data/truncated`, and `data/not_learned`, those whose every learned token was cut off with the rest."""
         cut = sum(len(sample) > self._seq_len for sample in samples)
         lost = sum(not sample.mask[1 : self._seq_len].any() for sample in samples)
+        self._seen += len(samples)
+        self._lost += lost
+        self._longest = max(self._longest, *map(len, samples))
+        if self._seen >= self.ENOUGH:
+            self.refuse_if_nothing_is_learned()
         if (cut or lost) and not self._said:
-            log.warning(
-                "%d of %d examples are longer than seq_len %d and are cut; of %d nothing is left to learn (every step "
-                "counts its own as data/truncated and data/not_learned)",
-                cut,
-                len(samples),
-                self._seq_len,
-                lost,
+            self._notify(
+                f"{cut} of {len(samples)} examples are longer than seq_len = {self._seq_len} and are cut; of {lost} "
+                "nothing is left to learn (every step counts its own as data/truncated and data/not_learned)"
             )
             self._said = True
         return {"data/truncated": cut, "data/not_learned": lost}
+
+    def refuse_if_nothing_is_learned(self) -> None:
+        """Raise if nothing was left to learn of any example so far."""
+        if self._seen and self._lost == self._seen:
+            raise DataError(
+                f"nothing is left to learn of {self._seen} examples, of up to {self._longest} tokens",
+                key="seq_len",
+                value=self._seq_len,
+                fix=f"Raise seq_len to at least {self._longest}.",
+            )
 
 
 def _random(*seeds: int) -> np.random.Generator:

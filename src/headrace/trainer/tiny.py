@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from headrace.text.byte_level import BYTES, SPECIAL_TOKENS, byte_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 VOCAB_SIZE = 320
 ROLE_TOKENS = ("system", "user", "assistant")
@@ -23,6 +23,14 @@ ROLE_TOKENS = ("system", "user", "assistant")
 
 def write_tiny_model(directory: Path, seed: int = 0) -> None:
     """Write a Hugging Face directory. The same seed gives the same bytes."""
+    from safetensors.torch import save_file
+
+    write_tiny_settings(directory)
+    save_file(_random_weights(directory, seed), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_tiny_settings(directory: Path) -> None:
+    """Write all but the weights, without torch: enough to render and count prompts."""
     directory.mkdir(parents=True, exist_ok=True)
     byte_tokenizer(ROLE_TOKENS).save(str(directory / "tokenizer.json"))
     pad, _, stop = (BYTES + index for index in range(len(SPECIAL_TOKENS)))
@@ -33,7 +41,6 @@ def write_tiny_model(directory: Path, seed: int = 0) -> None:
     )
     template = resources.files("headrace.trainer").joinpath("chat_template.jinja").read_text()
     (directory / "chat_template.jinja").write_text(template)
-    save_file(_random_weights(directory, seed), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _tokenizer_config() -> dict[str, Any]:
@@ -77,6 +84,7 @@ def _model_config(eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
 
 def _random_weights(directory: Path, seed: int) -> dict[str, torch.Tensor]:
     """Weights by the architecture's own initialisation, without touching the caller's random state."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
