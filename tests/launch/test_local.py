@@ -26,7 +26,7 @@ from headrace.launch.local import (
 )
 from headrace.machine import VISIBLE
 from headrace.transport.run_dir import RunDir
-from tests.refusing import refused
+from tests.refusals import refused
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from headrace.launch import origin
 from headrace.launch.origin import resolve, resolve_again
 from headrace.text.hub import ModelNotFound
 from headrace.transport.run_dir import RunDir
-from tests.refusing import refused
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 from headrace.config.base import ConfigError
 from headrace.launch.placement import PARALLEL, Placement, place, place_trainer, seeing
 from headrace.machine import VISIBLE, visible_gpus
-from tests.refusing import refused
+from tests.refusals import refused
 
 
 def placed(

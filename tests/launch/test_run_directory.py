@@ -12,7 +12,7 @@ from headrace.launch.run_directory import checkpoints, decide, hold, refuse_shor
 from headrace.observe.history import History
 from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
-from tests.refusing import refused
+from tests.refusals import refused
 
 
 @pytest.fixture

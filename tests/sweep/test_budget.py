@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.config.base import ConfigError
 from headrace.sweep.budget import Machine, Share, check_engines, of_its_own, shares
 from tests.config.run_files import run
-from tests.refusing import refused
+from tests.refusals import refused
 
 LARGE = 1 << 40
 

@@ -13,7 +13,7 @@ from headrace.sweep.file import SweepConfig, flat, read_sweep
 from headrace.sweep.names import folder_name
 from headrace.sweep.plan import planned
 from headrace.sweep.words import words
-from tests.refusing import refused
+from tests.refusals import refused
 
 
 def sweep(**keys: Any) -> SweepConfig:

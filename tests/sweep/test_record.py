@@ -13,7 +13,7 @@ from headrace.sweep.plan import Planned
 from headrace.sweep.record import SweepRecord, check_settings, named, read_record, settings, state_of, write_record
 from tests.config.run_files import run
 from tests.observe.runs import write_run
-from tests.refusing import refused
+from tests.refusals import refused
 from tests.sweep.sweeps import LR, grid, record_of, write_sweep
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from headrace.text.tokenizer import Tokenizer, TokenizerError
-from tests.refusing import refused
+from tests.refusals import refused
 from tests.text.conftest import CHATML, WriteModel
 
 TEXTS = [

@@ -18,7 +18,7 @@ from headrace.transport.adapter import (
     read_adapter,
     write_adapter,
 )
-from tests.refusing import refused
+from tests.refusals import refused
 
 LAYER = "model.layers.0.self_attn.q_proj"
 KEY = f"base_model.model.{LAYER}.lora_A.weight"

@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, SchemaError
 from headrace.transport.endpoint import Endpoint, read_endpoint, read_endpoints, withdraw_endpoint, write_endpoint
-from tests.refusing import refused
+from tests.refusals import refused
 
 
 def test_an_endpoint_is_read_back(tmp_path: Path):
