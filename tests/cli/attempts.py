@@ -8,12 +8,14 @@ torch was imported. Run as a program, this module is the server; `Attempts` is i
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -85,10 +87,19 @@ def serve(requests: Iterator[str]) -> None:
     import headrace.config.run
     import headrace.config.sft
     import headrace.environments.registry
+    import headrace.environments.shipped.reverse_text
+    import headrace.launch.checks
     import headrace.launch.local
     import headrace.launch.origin
-    import headrace.text.renderer  # noqa: F401
+    import headrace.launch.variables  # noqa: F401
+    from headrace.text.renderer import make_renderer
+    from headrace.text.tokenizer import Tokenizer
+    from headrace.trainer.tiny import write_tiny_settings
 
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_settings(Path(directory))
+        make_renderer(directory, Tokenizer(directory))  # the first one imports those of all families
+    gc.freeze()
     assert "torch" not in sys.modules
     for line in requests:
         sys.stdout.flush()

@@ -91,6 +91,8 @@ NOT_A_RUN += [
 ]
 SOME_RATIOS = '[[orchestrator.train.env]]\nid = "copy"\nratio = 1\n[[orchestrator.train.env]]\nid = "reverse-text"\n'
 SHORT = "model: MODEL\ndata: {provider: arithmetic}\ntrainer: {max_steps: 3}\n"
+BY_PATH = SHORT + "objective: {kwargs: {additional_rewards: ['my_rewards:brevity']}}\n"
+BREVITY = "def brevity(completions, limit=3):\n    return [0.0 for _ in completions]\n"
 VALUES = [
     Wrong("a ratio on some environments", "rl rl.toml more.toml", {"more.toml": SOME_RATIOS},
           key="orchestrator.train.env.1.ratio"),
@@ -113,9 +115,69 @@ VALUES = [
     Wrong("deepspeed", "rl rl.toml --trainer.deepspeed zero3.json", key="--trainer.deepspeed"),
     Wrong("kwargs of no reward", "rl short.yaml", {"short.yaml": SHORT + "rewards: {kwargs: {brevity: {limit: 3}}}\n"},
           key="rewards.kwargs.brevity", file="short.yaml"),
+    Wrong("kwargs of a misspelt reward path", "rl short.yaml",
+          {"short.yaml": BY_PATH + "rewards: {kwargs: {brevty: {limit: 3}}}\n", "my_rewards.py": BREVITY},
+          key="rewards.kwargs.brevty", file="short.yaml"),
+    Wrong("a misspelt kwarg of a reward by path", "rl short.yaml",
+          {"short.yaml": BY_PATH + "rewards: {kwargs: {brevity: {limt: 3}}}\n", "my_rewards.py": BREVITY},
+          key="rewards.kwargs.my_rewards:brevity.limt", file="short.yaml"),
+    Wrong("a misspelt kwarg of a reward", "rl short.yaml",
+          {"short.yaml": SHORT + "rewards: {kwargs: {length_penalty_reward: {cache_dr: x}}}\n"},
+          key="rewards.kwargs.length_penalty_reward.cache_dr", file="short.yaml"),
     Wrong("an unknown objective", "rl short.yaml --objective.name grpo", {"short.yaml": SHORT}, key="--objective.name"),
     Wrong("an optimizer of another trainer", "rl short.yaml --trainer.optim lion", {"short.yaml": SHORT},
           key="--trainer.optim"),
+]  # fmt: skip
+
+FILES = [
+    Wrong("a run file that is not there", "rl none.toml", file="none.toml"),
+    Wrong("no run file", "rl", says="FILE"),
+    Wrong("a directory", "rl folder", {"folder/file": ""}, file="folder"),
+    Wrong("an empty run file", "rl empty.toml", {"empty.toml": ""}, file="empty.toml"),
+    Wrong("UTF-16", "rl wide.toml", {"wide.toml": RL.encode("utf-16")}, file="wide.toml"),
+    Wrong("UTF-16 without a byte order mark", "rl wide.toml", {"wide.toml": RL.encode("utf-16-le")}, file="wide.toml"),
+    Wrong("UTF-16 in YAML", "rl wide.yaml", {"wide.yaml": SHORT.encode("utf-16")}, file="wide.yaml"),
+    Wrong("Latin-1", "rl old.toml", {"old.toml": "max_steps = 3\n# für\n".encode("latin-1")}, file="old.toml", line=2),
+    Wrong("JSON", "rl run.json", {"run.json": '{"max_steps": 3}'}, file="run.json"),
+    Wrong("JSON in TOML", "sft run.toml", {"run.toml": '{"max_steps": 3}'}, file="run.toml"),
+    Wrong("TOML syntax", "rl bad.toml", {"bad.toml": "max_steps = 3\nseq_len 128\n"}, file="bad.toml", line=2),
+    Wrong("a TOML key twice", "rl bad.toml", {"bad.toml": "seq_len = 3\nseq_len = 4\n"}, file="bad.toml", line=2),
+    Wrong("YAML syntax", "rl bad.yaml", {"bad.yaml": "model: a\ndata: {provider: [a\n"}, file="bad.yaml", line=3),
+    Wrong("a tab in YAML", "rl bad.yaml", {"bad.yaml": "model: a\ndata:\n\tprovider: a\n"}, file="bad.yaml", line=3),
+    Wrong("a YAML key twice", "rl bad.yaml", {"bad.yaml": "model: a\nmodel: b\n"}, file="bad.yaml", line=2),
+    Wrong("a YAML list", "rl bad.yaml", {"bad.yaml": "- model\n"}, file="bad.yaml"),
+    Wrong("a key without dashes", "rl rl.toml max_steps=3", file="max_steps=3"),
+    Wrong("an RL file for sft", "sft rl.toml", file="rl.toml"),
+    Wrong("a YAML file of RL for sft", "sft short.yaml", {"short.yaml": SHORT}, file="short.yaml"),
+    Wrong("an SFT file for rl", "rl sft.toml", file="sft.toml"),
+    Wrong("a single table of environments", "rl single.toml",
+          {"single.toml": RL.replace("[[orchestrator.train.env]]", "[orchestrator.train.env]")},
+          key="orchestrator.train.env", file="single.toml"),
+    Wrong("a misspelt key", "rl more.toml rl.toml", {"more.toml": "max_step = 3"}, key="max_step", file="more.toml"),
+    Wrong("text for a number", "rl rl.toml more.toml", {"more.toml": "seq_len = 'long'"}, key="seq_len",
+          file="more.toml"),
+    Wrong("two models in one file", "rl rl.toml more.toml", {"more.toml": "[model]\nname = 'a'\ninit = 'tiny'"},
+          key="model.init", file="more.toml"),
+    Wrong("two sources of examples in one file", "sft sft.toml more.toml",
+          {"more.toml": "[data]\npath = 'data.jsonl'\nenv = 'copy'"}, key="data.env", file="more.toml"),
+]  # fmt: skip
+COMMAND_LINE = [
+    Wrong("a misspelt command", "lr rl.toml", key="COMMAND"),
+    Wrong("a run file without a command", "rl.toml", key="COMMAND"),
+    Wrong("a flag given twice", "rl rl.toml --max_steps 3 --max_steps 4", key="--max_steps"),
+    Wrong("a flag given twice in two spellings", "rl rl.toml --max_steps 3 --max-steps=4", key="--max_steps"),
+    Wrong("a misspelt override", "rl rl.toml --max_step 4", key="--max_step"),
+    Wrong("an override of an unknown section", "rl rl.toml --trainr.optim.lr 1e-5", key="--trainr"),
+    Wrong("an override without its value", "rl rl.toml --max_steps", key="--max_steps"),
+    Wrong("text for a number on the command line", "rl rl.toml --seq_len long", key="--seq_len"),
+    Wrong("a number out of range", "sft sft.toml --max_steps -1", key="--max_steps"),
+    Wrong("an environment beyond the last", "rl rl.toml --orchestrator.train.env.1.id copy",
+          key="--orchestrator.train.env.1.id"),
+    Wrong("a key below a value", "rl rl.toml --seq_len.most 4", key="--seq_len.most"),
+    Wrong("a required key taken back", "rl rl.toml --seq_len null", key="--seq_len"),
+    Wrong("a model taken back", "rl rl.toml --model.name null", key="model"),
+    Wrong("resume of a step that is no number", "rl rl.toml --resume first", key="--resume"),
+    Wrong("resume of a run that is not there", "rl rl.toml --resume", key="--resume"),
 ]  # fmt: skip
 
 ENV = "orchestrator.train.env.0"
@@ -285,7 +347,7 @@ CHECKED_FIRST = [
         key="data.env",
     ),
 ]
-ALL = [*NOT_A_RUN, *VALUES, *CHECKED_FIRST]
+ALL = [*NOT_A_RUN, *FILES, *COMMAND_LINE, *VALUES, *CHECKED_FIRST]
 
 
 def commands(wrong: Wrong) -> list[str]:
@@ -362,14 +424,33 @@ def contents(folder: Path) -> dict[Path, bytes]:
     }
 
 
-@pytest.mark.parametrize("command", ["rl rl.toml --dry-run", "sft sft.toml --dry-run"])
-def test_the_files_that_the_wrong_inputs_begin_from_are_right(
-    command: str, attempts: Attempts, folder: Path, model: Path
-) -> None:
-    outcome = attempt(attempts, folder, model, command)
+ROOM = "[orchestrator]\nmax_inflight_rollouts = 7\n"
+START = RL.replace('name = "MODEL"', 'sft = "sft.toml"')
+ACCEPTED: dict[str, Mapping[str, str | bytes]] = {
+    "rl rl.toml": {},
+    "sft sft.toml": {},
+    "rl @ rl.toml": {},
+    "rl bom.toml": {"bom.toml": b"\xef\xbb\xbf" + RL.encode()},
+    "rl bom.yaml": {"bom.yaml": b"\xef\xbb\xbf" + SHORT.encode()},
+    "rl start.toml --model.name MODEL": {"start.toml": START},
+    "rl start.toml --model.sft null --model.name MODEL": {"start.toml": START},
+    "rl rl.toml --orchestrator.max_inflight_rollouts null": {"rl.toml": RL.replace("[model]", ROOM + "[model]")},
+    "rl rl.toml more.toml": {
+        "rl.toml": RL.replace("[model]", ROOM + "[model]"),
+        "more.toml": ROOM.replace("7", '"null"'),
+    },
+}
+"""Command lines with the files that they need, each once refused or easily taken for wrong."""
+
+
+@pytest.mark.parametrize("command", ACCEPTED)
+def test_inputs_that_are_right_pass_a_dry_run(command: str, attempts: Attempts, folder: Path, model: Path) -> None:
+    write(folder, ACCEPTED[command], model)
+    outcome = attempt(attempts, folder, model, f"{command} --dry-run")
     assert (outcome.code, outcome.started, outcome.imported_torch) == (0, (), False), outcome
 
 
 def test_each_wrong_input_has_a_name_of_its_own() -> None:
     names = [wrong.name for wrong in ALL]
     assert len(set(names)) == len(names)
+    assert len({(wrong.command, str(wrong.files)) for wrong in ALL}) == len(ALL) >= 60

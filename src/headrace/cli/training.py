@@ -62,12 +62,12 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     _refuse_other_kind(kind, arguments.files)
     config, notices = load(kind, arguments.files, arguments.overrides)
     _notify(*notices, *set_variables(config.launch))
-    plan = None if arguments.dry_run else _plan(arguments, config)
+    plan = None if arguments.dry_run and arguments.resume is None else _plan(arguments, config)
     goes_on = plan is not None and plan.resume and (config.model.sft or config.model.init)
     before = RunDir(plan.fork_of or plan.directory) if plan is not None else None
     checked = check_run(config, model_of_run(before) if goes_on and before is not None else None)
     _notify(*checked.notices)
-    if plan is None or before is None:
+    if arguments.dry_run or plan is None or before is None:
         try:
             sentences = [*on_this_machine(config), *checked.lines]
         except ConfigError as error:  # it may be meant for another machine
