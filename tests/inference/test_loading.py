@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import BadInput
 from headrace.inference.embedded import loading
 from headrace.inference.embedded.batch import Attention
 from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
@@ -26,6 +25,7 @@ from headrace.inference.embedded.loading import (
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import assert_like_plain, plain_logprobs, run_all, weights_of
+from tests.refusals import refused
 
 SIZES = {
     "vocab_size": 97,
@@ -76,13 +76,13 @@ def test_positions_that_depend_on_the_longest_of_a_step_are_refused_beyond_where
     model = make_model(0)
     model.config.rope_parameters = rope
     refuse_unsupported(model, plain)
-    with pytest.raises(UnsupportedModel, match=rf"dynamic.*set inference.max_model_len to {plain} or less"):
+    with refused(UnsupportedModel, key="inference.max_model_len", value=plain + 1):
         refuse_unsupported(model, plain + 1)
 
 
 def test_chunked_attention_is_refused_by_name() -> None:
     config = transformers.Llama4TextConfig(**SIZES, num_local_experts=2)
-    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM has chunked_attention layers"):
+    with refused(UnsupportedModel, key="model", value="Llama4ForCausalLM"):
         refuse_unsupported(AutoModelForCausalLM.from_config(config), 64)
 
 
@@ -105,12 +105,8 @@ def test_a_model_that_computes_something_else_is_found_by_the_check(
 def test_the_context_limit_is_the_models_own_unless_set_lower(model: Any) -> None:
     assert max_model_len(model, None) == 256
     assert max_model_len(model, 64) == 64
-    with pytest.raises(BadInput) as refused:
+    with refused(key="inference.max_model_len", value=512):
         max_model_len(model, 512)
-    assert str(refused.value) == (
-        "max_model_len = 512, but the model's max_position_embeddings is 256: set inference.max_model_len to 256 or "
-        "less; where a run does not set it, it follows from seq_len"
-    )
     model.config.max_position_embeddings = 100_000
     assert max_model_len(model, None) == 4096
 
@@ -133,9 +129,7 @@ def test_the_cache_has_room_for_all_that_run_within_the_memory(model: Any, memor
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_what_to_do(model: Any) -> None:
-    with pytest.raises(
-        UnsupportedModel, match=r"max_model_len = 65 .*lower inference.max_model_len, or raise .*kv_cache_gb"
-    ):
+    with refused(UnsupportedModel, key="inference.max_model_len", value=65):
         kv_blocks(model, 65, 8, 5 * BLOCK_BYTES - 1)
 
 
@@ -157,7 +151,7 @@ def test_bfloat16_is_refused_on_a_cpu_that_cannot_multiply_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: False)
-    with pytest.raises(UnsupportedModel, match=r"dtype = bfloat16.*leave the key out"):
+    with refused(UnsupportedModel, key="model.dtype", value="bfloat16"):
         load_model(model_directory, "bfloat16")
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: True)
     assert load_model(model_directory, "bfloat16").dtype == torch.bfloat16

@@ -14,6 +14,7 @@ from headrace.inference.schema import Health
 from headrace.orchestrator.crediting import PolicyReference, set_up_algorithms
 from headrace.orchestrator.journal import Journal
 from tests.algorithms.teachers import MODEL, Teacher
+from tests.refusals import refused
 
 
 class Idle(Algorithm):
@@ -37,18 +38,18 @@ async def test_an_algorithm_knows_what_its_environment_is_sampled_at(inherited: 
 
 
 @pytest.mark.parametrize(
-    ("engine", "temperatures", "refused"),
+    ("engine", "temperatures", "is_refused"),
     [("vllm", [1.0, 0.7], True), ("vllm", [1.0], False), ("vllm", [], False), ("embedded", [0.7], False)],
 )
 async def test_a_policy_on_vllm_is_not_asked_for_scores_that_it_does_not_give(
-    engine: str, temperatures: list[float], refused: bool
+    engine: str, temperatures: list[float], is_refused: bool
 ):
     policy = PolicyReference(EngineClient([]))
     for temperature in temperatures:
         await policy.check(MODEL.tokenizer, 64, temperature)
     engines = [Health("ok", "0-0", "m", 0, 0, False, 8, 64, 300, engine=name) for name in ("embedded", engine)]
-    if refused:
-        with pytest.raises(BadInput, match=r"sampled at temperature 0\.7, and vLLM scores at temperature 1 alone"):
+    if is_refused:
+        with refused(BadInput, key="orchestrator.train.sampling.temperature", value=0.7):
             policy.check_engines(engines)
     else:
         policy.check_engines(engines)

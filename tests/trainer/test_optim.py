@@ -17,6 +17,7 @@ from headrace.errors import BadInput
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import default_loss
 from headrace.trainer.optim import Optimizer, UpdateRule, adamw, hidden_matrices, muon, sgd, update_rule
+from tests.refusals import refused
 from tests.trainer.training_samples import ARCHITECTURES, random_samples, write_random_model
 
 RULES: dict[str, UpdateRule] = {
@@ -211,9 +212,9 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_has_no_state():
 
 def test_the_state_of_another_model_is_refused():
     optimizer = Optimizer({"weight": parameter(1.0)})
-    with pytest.raises(BadInput, match=r"has other\.exp_avg, which this optimizer has no use for"):
+    with refused(BadInput, key="optim.type"):
         optimizer.load_state_tensors({"other.exp_avg": torch.zeros(1)})
-    with pytest.raises(BadInput, match="no step, exp_avg_sq for parameter weight"):
+    with refused(BadInput, key="weight"):
         optimizer.load_state_tensors({"weight.exp_avg": torch.zeros(1)})
 
 
@@ -223,7 +224,7 @@ def test_the_state_of_another_model_is_refused():
 def test_the_state_of_another_type_is_refused(saved: str, resumed: str):
     optimizer = Optimizer(random_parameters(), RULES[saved])
     train(optimizer, 1, 1)
-    with pytest.raises(BadInput, match=r"another optim\.type"):
+    with refused(BadInput, key="optim.type"):
         Optimizer(random_parameters(), RULES[resumed]).load_state_tensors(optimizer.state_tensors())
 
 

@@ -22,6 +22,7 @@ from headrace.trainer.plan import Plan
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.rehearsal import rehearse, row_tokens
 from headrace.transport.files import MARKER, write_directory
+from tests.refusals import refused
 from tests.trainer.training_samples import random_samples
 
 MakeLearner = Callable[..., Learner]
@@ -82,7 +83,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(make_learner: MakeLearner
     learner.checkpoints.finish(wait=True)
     (tensors,) = learner.checkpoints.directory.glob("step-*/tensors/*.safetensors")
     os.truncate(tensors, 1000)
-    with pytest.raises(BadInput, match=r"step-00000001 is damaged .*move it away, and --resume goes on"):
+    with pytest.raises(BadInput, match=r"step-00000001: .*--resume"):
         make_learner()
 
 
@@ -147,7 +148,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
     learner.begin_checkpoint()
     learner.checkpoints.finish(wait=True)
     config = learner.config.model_copy(update={"optim": TrainingConfig(optim={"type": "sgd"}).optim})
-    with pytest.raises(ResumeError, match=r"exp_avg, which this run has no use for.*optim.type"):
+    with refused(ResumeError, key="--resume"):
         Learner(config, {"rl": default_loss}, tmp_path, "latest")
 
 
@@ -213,9 +214,9 @@ def test_starting_point_follows_what_was_asked(tmp_path: Path):
     assert starting_point(tmp_path, "latest") == newest
     assert starting_point(tmp_path, str(newest)) == newest
     assert starting_point(tmp_path / "a fork", str(older)) == older
-    with pytest.raises(ResumeError, match="already has checkpoints, the newest step-00000002"):
+    with refused(ResumeError, key="output_dir"):
         starting_point(tmp_path, None)
-    with pytest.raises(ResumeError, match="not the newest checkpoint of its run"):
+    with refused(ResumeError, key="--resume", value=older):
         starting_point(tmp_path, str(older))
     with pytest.raises(FileNotFoundError, match="not a checkpoint"):
         starting_point(tmp_path, str(tmp_path / "nothing"))

@@ -243,7 +243,7 @@ def test_a_second_trainer_in_a_run_is_refused(run: RunDir, tiny_model: Path, cap
     save(SftConfig.model_validate({**config, "data": {"env": "reverse-text"}}), run)
     with only_one(run, "trainer"):
         assert main(["trainer", str(run.root)]) == 2
-    assert f"another trainer is at work in {run.root}: stop it first" in capsys.readouterr().err
+    assert f"RUN = {run.root}: another trainer" in capsys.readouterr().err
 
 
 def test_the_last_version_can_be_had_when_the_trainer_is_gone_also_after_a_resume(
