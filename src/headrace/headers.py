@@ -14,13 +14,13 @@ NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def why_not_sent(headers: Mapping[Any, Any]) -> str | None:
-    """What is wrong with the first that no server would get, never with its value in it; None if all are well."""
+    """Return what is wrong with the first header that cannot be sent, without its value; None if all can."""
     for number, (name, value) in enumerate(headers.items(), 1):
         if not isinstance(name, str) or not NAME.fullmatch(name):
             # A whole header may stand here by mistake.
-            return f"the name of header {number} is none: a name has letters, digits and hyphens, and no space or colon"
+            return f"header {number} has no valid name: use letters, digits and hyphens, without spaces or colons"
         if not isinstance(value, str):
-            return f"the value of header {name} is no text: put it in quotes"
+            return f"the value of header {name} is not a text: put it in quotes"
         if not (value.isascii() and value.isprintable() and value == value.strip()):
             return (
                 f"the value of header {name} cannot be sent: it has a line break or a character beyond ASCII, or a "

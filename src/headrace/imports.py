@@ -8,12 +8,12 @@ from typing import Any
 from headrace.errors import BadInput
 
 
-def load(path: str, what: str) -> Any:
-    """The object that `path` names; `what` it is supposed to be is for the message."""
+def load(path: str, key: str) -> Any:
+    """Return the object that `path` names; an error names the `key` that the user set to it."""
     module, separator, name = path.partition(":")
     if not (module and separator and name):
-        raise BadInput(f"{what} {path!r} is not an import path: write package.module:Name")
+        raise BadInput("not an import path", key=key, value=path, fix="Write package.module:Name.")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise BadInput(f"{what} {path!r} cannot be imported: {error}") from error
+        raise BadInput(f"cannot be imported: {error}", key=key, value=path) from error

@@ -164,7 +164,7 @@ def test_what_cannot_be_checked_is_refused_in_a_sentence(
 
 def test_a_file_that_cannot_be_imported_is_refused_with_the_place(mine: str):
     Path(mine).write_text("import json\njson.nothing()\n")
-    with pytest.raises(BadInput, match=r"cannot be imported: module 'json' has no attribute 'nothing'"):
+    with pytest.raises(BadInput, match="no attribute 'nothing'"):
         read_section(f"{mine}:Half", None, [])
     Path(mine).write_text("import json\n1 / 0\n")
     with pytest.raises(BadInput, match=r"cannot be imported: ZeroDivisionError: .*mine_.*\.py:2\)"):

@@ -44,16 +44,16 @@ def write_run(tmp_path: Path, name: str, more: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
-        ("own_1", '[orchestrator.algo]\ntype = "own_1:Gone"', "algorithm 'own_1:Gone' cannot be imported"),
+        ("own_1", '[orchestrator.algo]\ntype = "own_1:Gone"', 'orchestrator.algo = "own_1:Gone":'),
         (
             "own_2",
             '[orchestrator.algo]\ntype = "own_2:Own"\nkwargs = { x = 1 }',
-            'algorithm = "own_2:Own":',
+            'orchestrator.algo = "own_2:Own":',
         ),
         (
             "own_3",
             '[[orchestrator.post_batch_filters]]\ntype = "custom"\nimport_path = "own_3:too_long"',
-            'filter = "own_3:too_long":',
+            'orchestrator.post_batch_filters.0.import_path = "own_3:too_long":',
         ),
     ],
 )
@@ -69,12 +69,12 @@ def test_code_that_is_not_there_is_refused_before_an_older_run_is_deleted(
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
-        ("own_5", '[[orchestrator.train.env]]\nid = "reverse-txt"', "no environment 'reverse-txt'. Did you mean"),
-        ("own_6", '[[orchestrator.eval.env]]\nid = "own_6:Gone"', "environment 'own_6:Gone' cannot be imported"),
+        ("own_5", '[[orchestrator.train.env]]\nid = "reverse-txt"', 'orchestrator.train.env.1.id = "reverse-txt":'),
+        ("own_6", '[[orchestrator.eval.env]]\nid = "own_6:Gone"', 'orchestrator.eval.env.0.id = "own_6:Gone":'),
         (
             "own_7",
             '[[orchestrator.eval.env]]\nid = "reverse-text"\nargs = { x = 1 }',
-            "environment 'reverse-text' does not take these args: got an unexpected keyword argument 'x'",
+            "orchestrator.eval.env.0.args.x = 1:",
         ),
         (
             "own_8",
@@ -117,7 +117,7 @@ def test_environments_of_an_sft_run_are_tried_before_an_older_run_is_deleted(
     file = tmp_path / "sft.toml"
     file.write_text(f'output_dir = "{tmp_path / "out"}"\nmax_steps = 1\nseq_len = 8\n{more}\n[model]\ninit = "tiny"\n')
     assert main(["sft", str(file), "--inference.port", "0", "--clean"]) == 2
-    assert "no environment 'reverse-txt'" in capsys.readouterr().err
+    assert '= "reverse-txt":' in capsys.readouterr().err
     assert (tmp_path / "out" / "config.toml").is_file()
 
 

@@ -190,7 +190,11 @@ CHECKED_FIRST = [
         {"more.toml": "[[orchestrator.eval.env]]\nid = 'x'"},
         key="orchestrator.eval.env.0.id",
     ),
-    Wrong("an argument that the environment does not take", f"rl rl.toml --{ENV}.args.colour red", key=f"{ENV}.id"),
+    Wrong(
+        "an argument that the environment does not take",
+        f"rl rl.toml --{ENV}.args.colour red",
+        key=f"{ENV}.args.colour",
+    ),
     Wrong("an environment whose module is not there", f"rl rl.toml --{ENV}.id my_env:Mine", key=f"{ENV}.id"),
     Wrong(
         "an environment whose module raises",

@@ -102,9 +102,9 @@ async def test_an_exception_says_what_it_was_and_where_and_the_process_stays(san
 
 
 async def test_a_function_that_cannot_be_imported_is_named(sandbox: Sandbox):
-    with pytest.raises(CallFailed, match="'no_such_package:name' cannot be imported"):
+    with pytest.raises(CallFailed, match="no_such_package:name"):
         await sandbox.call("no_such_package:name", timeout=AMPLE)
-    with pytest.raises(CallFailed, match="'len' is not an import path"):
+    with pytest.raises(CallFailed, match='"len"'):
         await sandbox.call("len", timeout=AMPLE)
 
 

@@ -111,9 +111,9 @@ def test_settings_that_cannot_be_meant_are_refused(kwargs: dict, key: str):
     "kwargs", [{"reward_mode": "sum"}, {"length_penalty_interaction": "all"}, {"strict_format_gate": 1}]
 )
 def test_a_choice_or_a_flag_that_is_none_is_refused(kwargs: dict):
-    with refused() as error:
+    ((key, value),) = kwargs.items()
+    with refused(key=key, value=value):
         build_objective("token_grpo", kwargs)
-    assert next(iter(kwargs)) in str(error.value)
 
 
 def test_an_unknown_setting_is_refused_with_those_that_there_are_nearest_first():

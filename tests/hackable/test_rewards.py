@@ -117,7 +117,7 @@ async def test_groups_are_of_a_size_or_of_equal_prompts():
     assert build_reward("length_penalty_reward")(*batch(completions, prompts)) == [0.5, 0.0, 0.5, 0.0, 0.0]
     by_size = build_reward("length_penalty_reward", {"group_size": 3})
     assert by_size(*batch(completions, prompts)) == pytest.approx([0.5, 0.0, 0.0, 0.2, 0.0])
-    with refused():
+    with refused(key="group_size", value=0):
         build_reward("length_penalty_reward", {"group_size": 0})
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.config.trainer import TrainerConfig
-from headrace.errors import BadInput, Failure
+from headrace.errors import Failure
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.batch import Batch, BatchSample
@@ -24,6 +24,7 @@ from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tokens import COMPONENTS
 from headrace.transport.run_dir import RunDir
+from tests.refusals import refused
 from tests.trainer.training_samples import (
     ARCHITECTURES,
     make_sample,
@@ -164,16 +165,16 @@ def test_a_loss_of_ones_own_trains_a_run_by_its_import_path(tmp_path: Path, tiny
 
 
 @pytest.mark.parametrize(
-    ("import_path", "kwargs", "message"),
+    ("import_path", "kwargs", "key"),
     [
-        ("nowhere", {}, "loss 'nowhere' is not an import path: write package.module:Name"),
-        (f"{OWN}:nothing", {}, "loss 'tests.trainer.custom_losses:nothing' cannot be imported"),
-        (f"{OWN}:cispo", {}, "trainer.loss.kwargs = .*missing a required argument: 'limit'"),
-        (f"{OWN}:cispo", {"limt": 1.0}, "trainer.loss.kwargs = "),
+        ("nowhere", {}, "trainer.loss.import_path"),
+        (f"{OWN}:nothing", {}, "trainer.loss.import_path"),
+        (f"{OWN}:cispo", {}, "trainer.loss.kwargs"),
+        (f"{OWN}:cispo", {"limt": 1.0}, "trainer.loss.kwargs"),
     ],
 )
-def test_a_loss_that_cannot_be_loaded_is_refused_at_the_start(import_path: str, kwargs: dict[str, Any], message: str):
-    with pytest.raises(BadInput, match=message):
+def test_a_loss_that_cannot_be_loaded_is_refused_at_the_start(import_path: str, kwargs: dict[str, Any], key: str):
+    with refused(key=key):
         policy_loss("custom", import_path=import_path, kwargs=kwargs)
 
 

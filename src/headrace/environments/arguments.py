@@ -17,11 +17,21 @@ class BadArgument(BadInput):
 
 
 def bound(function: Callable[..., Made], args: dict[str, Any], first: Sequence[Any] = ()) -> Callable[[], Made]:
-    """The function with these arguments, those without a name first, to be called later; checked now."""
+    """Check the arguments, those without a name first, and return the function with them, to be called later."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*first, **args)
+        signature.bind(*first, **args)
     except TypeError as error:
-        raise BadArgument(str(error)) from error
+        parameters = list(signature.parameters.values())[len(first) :]
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        fix = f"Known arguments: {', '.join(p.name for p in named) or 'none'}."
+        unknown = args.keys() - {p.name for p in named}
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            wrong = min(unknown)
+            raise BadArgument("unknown argument", key=wrong, value=args[wrong], fix=fix) from error
+        missing = [p.name for p in named if p.default is p.empty and p.name not in args]
+        fact = "required, but not set" if missing else str(error)
+        raise BadArgument(fact, key=missing[0] if missing else None, fix=fix) from error
     return functools.partial(function, *first, **args)
 
 
@@ -30,28 +40,28 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None) -> Non
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
     if not fits:
         bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise BadArgument(f"{name} must be a whole number {bounds}, not {value!r}")
+        raise BadArgument(f"expected a whole number {bounds}", key=name, value=value)
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise BadArgument(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+        raise BadArgument(f"expected a number from {low:g} to {high:g}", key=name, value=value)
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise BadArgument(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
+        raise BadArgument(f"expected {' or '.join(map(repr, choices))}", key=name, value=value)
 
 
 def check_letters(name: str, value: Any, letters: Collection[str]) -> None:
     """A text of at least one of these letters, in any order and number."""
     if not (isinstance(value, str) and value and set(value) <= set(letters)):
-        raise BadArgument(f"{name} must be some of {' '.join(letters)}, not {value!r}")
+        raise BadArgument(f"expected a text of one or more of {' '.join(letters)}", key=name, value=value)
 
 
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise BadArgument(f"{name} must be true or false, not {value!r}")
+        raise BadArgument("expected true or false", key=name, value=value)
 
 
 def check_mistakes(share: Any) -> None:

@@ -50,22 +50,36 @@ def location_of(identifier: str) -> tuple[str, list[str]]:
     return SHIPPED.get(identifier, identifier), []
 
 
-def load_environment(identifier: str, args: dict[str, Any]) -> Environment:
-    """Construct an environment from its id and the `args` of its config. What its own code raises is left as it is."""
+def load_environment(identifier: str, args: dict[str, Any], key: str = "environment") -> Environment:
+    """Construct an environment from its id and the `args` of its config. What its own code raises is left as it is.
+
+    An error names `key`, to which the user set the id, or `args` beside it.
+    """
     location, named = location_of(identifier)
     if ":" not in location:
         close = difflib.get_close_matches(identifier, SHIPPED, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = f"Did you mean {close[0]!r}? " if close else ""
         raise EnvironmentNotFound(
-            f"no environment {identifier!r}.{hint} Known: {', '.join(sorted(SHIPPED))}; those of other libraries are "
-            f"named {', '.join(f'{library}:NAME' for library in sorted(ADAPTERS))}; your own by import path, "
-            "package.module:Class"
+            "unknown environment",
+            key=key,
+            value=identifier,
+            fix=f"{hint}Known: {', '.join(sorted(SHIPPED))}; those of other libraries are named "
+            f"{', '.join(f'{library}:NAME' for library in sorted(ADAPTERS))}; your own by import path, "
+            "package.module:Class.",
         )
-    kind = imports.load(location, "environment")
+    kind = imports.load(location, key)
     try:
         environment = bound(kind, args, named)()
     except BadArgument as error:
-        raise EnvironmentNotFound(f"environment {identifier!r} does not take these args: {error}") from error
+        section = key.rpartition(".")[0]
+        place = f"{section}.args" if section else "args"
+        raise EnvironmentNotFound(
+            f"{error.fact} (environment {identifier})",
+            key=place if error.key is None else f"{place}.{error.key}",
+            value=error.value,
+            fix=error.fix,
+        ) from error
     if not isinstance(environment, Environment):
-        raise EnvironmentNotFound(f"{location} is not a headrace.environments.base.Environment")
+        fact = "not a subclass of headrace.environments.base.Environment"
+        raise EnvironmentNotFound(fact, key=key, value=identifier)
     return environment

@@ -31,7 +31,10 @@ class StrictFormat:
         texts = all(isinstance(tag, str) and tag for tag in (opening, closing))
         if not texts or self.parse(self.write("", "0")) is None:
             raise BadArgument(
-                f"tags must be two different texts, neither in the other, not {opening!r} and {closing!r}"
+                f"with opening = {opening!r}, no completion could be accepted",
+                key="closing",
+                value=closing,
+                fix="Give two different texts, neither in the other.",
             )
 
     @property

@@ -208,7 +208,7 @@ def check_environments(subject: Subject) -> Iterator[BadInput]:
     for key, entry, defaults, seq_len in _environments(subject.config):
         try:
             with saying(f"loading environment {entry.name}"):
-                lengths = _lengths(subject, entry)
+                lengths = _lengths(subject, entry, f"{key}.id")
         except Exception as error:
             yield from _with_key(explain(error, f"{key}.id", entry.id), f"{key}.id", entry.id)
             continue
@@ -227,7 +227,7 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
             continue
         name = f"{key}.{origin}"
         try:
-            with saying(f"reading {name}"), closing(_examples(source, subject.config.seed)) as examples:
+            with saying(f"reading {name}"), closing(_examples(source, name, subject.config.seed)) as examples:
                 yield from _judge_examples(subject, name, examples)
         except Exception as error:
             value = getattr(source, origin)
@@ -303,12 +303,12 @@ def _environments(config: RunConfig | SftConfig) -> list[tuple[str, EnvConfig, A
     ]
 
 
-def _lengths(subject: Subject, entry: EnvConfig) -> list[int]:
-    """Of an environment's prompts, in tokens; none where they cannot be measured."""
+def _lengths(subject: Subject, entry: EnvConfig, key: str) -> list[int]:
+    """Return the tokens of an environment's prompts; none where they cannot be measured."""
     args = dict(entry.args)
     if entry.id == "hackable" and subject.model is not None:
         args.setdefault("tokenizer_name", str(subject.model))
-    environment = load_environment(entry.id, args)
+    environment = load_environment(entry.id, args, key)
     tasks = tasks_of(environment, entry.name)
     if subject.renderer is None:
         return []
@@ -347,10 +347,10 @@ def _judge_prompts(
     )
 
 
-def _examples(source: SourceConfig, seed: int) -> Generator[Conversation, None, None]:
+def _examples(source: SourceConfig, key: str, seed: int) -> Generator[Conversation, None, None]:
     """Some of a source's examples; none where they would have to be fetched."""
     if source.env is not None:
-        yield from islice(from_environment(load_environment(source.env, source.args), seed, 0), SAMPLED)
+        yield from islice(from_environment(load_environment(source.env, source.args, key), seed, 0), SAMPLED)
     elif source.path is not None:
         yield from sample_rows(source.path, source.columns.model_dump(exclude_none=True), SAMPLED)
 
@@ -428,7 +428,9 @@ def _tried(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[
     try:
         check(*arguments)
     except Exception as error:
-        yield from _with_key(explain(error, key), key)
+        for problem in explain(error, key).problems:
+            problem.key = key  # the check knows what it looks at ("filter"), not where the user set it
+            yield problem
 
 
 def _with_key(error: BadInput, key: str, value: Any = None) -> Iterator[BadInput]:

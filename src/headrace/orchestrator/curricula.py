@@ -53,7 +53,7 @@ def check_imports(config: CurriculumConfig) -> None:
 
 
 def _imported_sampler(config: ImportedSamplerConfig) -> type[TaskSampler]:
-    kind = imports.load(config.type, "sampler")
+    kind = imports.load(config.type, "sampler.type")
     if not (isinstance(kind, type) and issubclass(kind, TaskSampler)):
         raise BadInput(
             "not a subclass of headrace.orchestrator.curriculum.TaskSampler", key="sampler.type", value=config.type
@@ -63,7 +63,7 @@ def _imported_sampler(config: ImportedSamplerConfig) -> type[TaskSampler]:
 
 
 def _imported_gate(config: ImportedGateConfig) -> type[Gate]:
-    kind = imports.load(config.type, "gate")
+    kind = imports.load(config.type, "gate.type")
     if not (isinstance(kind, type) and issubclass(kind, Gate)):
         raise BadInput("not a subclass of headrace.orchestrator.gate.Gate", key="gate.type", value=config.type)
     check_kwargs(kind, (), config.kwargs, "gate.type", config.type)

@@ -188,7 +188,7 @@ class CustomLoss:
 
     def __init__(self, import_path: str, kwargs: dict[str, Any]) -> None:
         self.import_path = import_path
-        function = load(import_path, "loss")
+        function = load(import_path, "trainer.loss.import_path")
         try:
             inspect.signature(function).bind(None, **kwargs)
         except TypeError as error:

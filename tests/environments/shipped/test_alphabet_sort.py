@@ -9,6 +9,7 @@ from headrace.environments.script import as_reply
 from headrace.environments.shipped.alphabet_sort import AlphabetSort
 from headrace.rollout.types import Task
 from tests.environments.shipped.games import HOSTILE, first_tasks, heard, play_gold, play_mistakes, play_replies, total
+from tests.refusals import refused
 
 LETTERS = AlphabetSort(items="letters", terse=True)
 DAC_B = Task("game", {"batches": [["d", "a", "c"], ["b"]], "by": "first"})
@@ -149,24 +150,24 @@ async def test_a_turn_that_is_not_reached_counts_as_nothing():
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"split": "test"}, "split must be 'train' or 'eval'"),
-        ({"min_turns": 0}, "min_turns must be a whole number of at least 1, not 0"),
-        ({"min_turns": 4}, "max_turns must be a whole number from 4 to 40, not 3"),
-        ({"max_names_per_turn": 1}, "max_names_per_turn must be a whole number from 2"),
-        ({"items": "letters", "max_names_per_turn": 9}, "max_names_per_turn must be a whole number from 2 to 8, not 9"),
-        ({"items": "words"}, "items must be 'names' or 'letters'"),
-        ({"sort_by": "age"}, "sort_by must be 'first' or 'last' or 'either'"),
-        ({"terse": True, "sort_by": "last"}, "sort_by = 'last' needs names"),
-        ({"terse": "yes"}, "terse must be true or false"),
-        ({"similarity_power": "4"}, "similarity_power must be a number"),
-        ({"demonstrate_mistakes": 2}, "demonstrate_mistakes must be a number from 0 to 1"),
-        ({"num_tasks": True}, "num_tasks must be a whole number"),
+        ({"split": "test"}, "split"),
+        ({"min_turns": 0}, "min_turns"),
+        ({"min_turns": 4}, "max_turns"),
+        ({"max_names_per_turn": 1}, "max_names_per_turn"),
+        ({"items": "letters", "max_names_per_turn": 9}, "max_names_per_turn"),
+        ({"items": "words"}, "items"),
+        ({"sort_by": "age"}, "sort_by"),
+        ({"terse": True, "sort_by": "last"}, "sort_by"),
+        ({"terse": "yes"}, "terse"),
+        ({"similarity_power": "4"}, "similarity_power"),
+        ({"demonstrate_mistakes": 2}, "demonstrate_mistakes"),
+        ({"num_tasks": True}, "num_tasks"),
     ],
 )
-def test_wrong_args_are_refused_by_name(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_are_refused_by_name(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("alphabet-sort", args)
 
 

@@ -8,6 +8,7 @@ from headrace.environments.base import tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import play
 from headrace.environments.shipped.drawing import draw_tasks
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "copy"])
@@ -59,34 +60,34 @@ async def test_a_copy_earns_by_its_likeness():
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"operations": "+/"}, "operations must be some of"),
-        ({"digits": 0}, "digits must be a whole number from 1"),
-        ({"split": "test"}, "split must be 'train' or 'eval'"),
-        ({"num_tasks": 0}, "num_tasks must be a whole number of at least 1, not 0"),
-        ({"num_tasks": True}, "num_tasks must be a whole number of at least 1, not True"),
-        ({"operations": 5}, "operations must be some of"),
-        ({"split": ["train"]}, "split must be"),
-        ({"demonstrate_mistakes": 7}, "demonstrate_mistakes must be a number from 0 to 1, not 7"),
+        ({"operations": "+/"}, "operations"),
+        ({"digits": 0}, "digits"),
+        ({"split": "test"}, "split"),
+        ({"num_tasks": 0}, "num_tasks"),
+        ({"num_tasks": True}, "num_tasks"),
+        ({"operations": 5}, "operations"),
+        ({"split": ["train"]}, "split"),
+        ({"demonstrate_mistakes": 7}, "demonstrate_mistakes"),
     ],
 )
-def test_wrong_args_say_what_is_right(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_say_what_is_right(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("arithmetic", args)
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"min_letters": 9}, "max_letters must be a whole number of at least 9, not 8"),
-        ({"min_letters": 0}, "min_letters must be a whole number of at least 1, not 0"),
-        ({"num_tasks": "5"}, "num_tasks must be a whole number of at least 1, not '5'"),
-        ({"demonstrate_mistakes": 7}, "demonstrate_mistakes must be a number from 0 to 1, not 7"),
+        ({"min_letters": 9}, "max_letters"),
+        ({"min_letters": 0}, "min_letters"),
+        ({"num_tasks": "5"}, "num_tasks"),
+        ({"demonstrate_mistakes": 7}, "demonstrate_mistakes"),
     ],
 )
-def test_wrong_args_of_copying_say_what_is_right(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_of_copying_say_what_is_right(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("copy", args)
 
 

@@ -20,6 +20,7 @@ from tests.environments.shipped.games import (
     play_replies,
     total,
 )
+from tests.refusals import refused
 
 SUM = Task("game", {"expression": "(348 + 2) * 27", "answer": "9450"})
 NO_TOOL = {"tool_calls": 0, "tool_errors": 0, "turns": 1}
@@ -187,20 +188,20 @@ def test_demonstrations_show_the_tool():
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"split": "test"}, "split must be"),
-        ({"operators": "+^"}, r"operators must be some of \+ - \* / %, not '\+\^'"),
-        ({"operators": ""}, "operators must be some of"),
-        ({"operators": ["+"]}, "operators must be some of"),
-        ({"min_terms": 1}, "min_terms must be a whole number of at least 2"),
-        ({"max_terms": 9}, "max_terms must be a whole number from 2 to 8"),
-        ({"max_digits": 1}, "max_digits must be a whole number from 2 to 9, not 1"),
-        ({"max_turns": 1}, "max_turns must be a whole number of at least 2"),
-        ({"terse": None}, "terse must be true or false"),
-        ({"demonstrate_mistakes": 1.1}, "demonstrate_mistakes must be a number from 0 to 1"),
+        ({"split": "test"}, "split"),
+        ({"operators": "+^"}, "operators"),
+        ({"operators": ""}, "operators"),
+        ({"operators": ["+"]}, "operators"),
+        ({"min_terms": 1}, "min_terms"),
+        ({"max_terms": 9}, "max_terms"),
+        ({"max_digits": 1}, "max_digits"),
+        ({"max_turns": 1}, "max_turns"),
+        ({"terse": None}, "terse"),
+        ({"demonstrate_mistakes": 1.1}, "demonstrate_mistakes"),
     ],
 )
-def test_wrong_args_are_refused_by_name(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_are_refused_by_name(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("calculator", args)

@@ -8,6 +8,7 @@ from headrace.environments.script import play
 from headrace.environments.shipped.countdown import Countdown
 from headrace.environments.shipped.expression import evaluate
 from headrace.rollout.types import Task
+from tests.refusals import refused
 
 TASK = Task("countdown", {"numbers": [3, 5, 7], "target": 22, "solution": "(3*5)+7"})
 
@@ -62,14 +63,14 @@ def test_splits_share_no_task():
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"numbers": 1}, "numbers must be a whole number from 2 to 8, not 1"),
-        ({"terse": "yes"}, "terse must be true or false, not 'yes'"),
-        ({"num_tasks": True}, "num_tasks must be a whole number of at least 1, not True"),
-        ({"split": "test"}, "split must be 'train' or 'eval', not 'test'"),
+        ({"numbers": 1}, "numbers"),
+        ({"terse": "yes"}, "terse"),
+        ({"num_tasks": True}, "num_tasks"),
+        ({"split": "test"}, "split"),
     ],
 )
-def test_wrong_args_say_what_is_right(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_say_what_is_right(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("countdown", args)

@@ -7,6 +7,7 @@ from headrace.environments.script import play
 from headrace.environments.shipped.guess_number import GuessNumber
 from headrace.rollout.types import Task
 from tests.environments.shipped.games import HOSTILE, first_tasks, heard, play_gold, play_mistakes, play_replies, total
+from tests.refusals import refused
 
 TERSE = GuessNumber(terse=True)
 SECRET = Task("game", {"number": 37})
@@ -103,16 +104,16 @@ async def test_the_prompt_echoed_is_no_guess():
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"split": "dev"}, "split must be"),
-        ({"highest": 1}, "highest must be a whole number from 2"),
-        ({"highest": 10**9}, "highest must be a whole number from 2"),
-        ({"max_guesses": 0}, "max_guesses must be a whole number of at least 1"),
-        ({"num_tasks": 0}, "num_tasks must be"),
-        ({"demonstrate_mistakes": "half"}, "demonstrate_mistakes must be a number from 0 to 1"),
+        ({"split": "dev"}, "split"),
+        ({"highest": 1}, "highest"),
+        ({"highest": 10**9}, "highest"),
+        ({"max_guesses": 0}, "max_guesses"),
+        ({"num_tasks": 0}, "num_tasks"),
+        ({"demonstrate_mistakes": "half"}, "demonstrate_mistakes"),
     ],
 )
-def test_wrong_args_are_refused_by_name(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_are_refused_by_name(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("guess-number", args)

@@ -14,6 +14,7 @@ from headrace.orchestrator.processing import TrainProcessing
 from headrace.rollout.fitness import check
 from headrace.rollout.types import Group, Rollout, Task, Turn
 from tests.environments.shipped.games import HOSTILE, first_tasks, heard
+from tests.refusals import refused
 
 TERSE = ProposerSolver(terse=True)
 WORDY = ProposerSolver()
@@ -166,15 +167,15 @@ async def test_solvers_are_compared_within_their_episode_and_proposers_across_th
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"split": "dev"}, "split must be"),
-        ({"num_solvers": 0}, "num_solvers must be a whole number from 1 to 64"),
-        ({"max_digits": 10}, "max_digits must be a whole number from 1 to 9"),
-        ({"operators": "/"}, r"operators must be some of \+ - \*"),
-        ({"terse": "yes"}, "terse must be true or false"),
+        ({"split": "dev"}, "split"),
+        ({"num_solvers": 0}, "num_solvers"),
+        ({"max_digits": 10}, "max_digits"),
+        ({"operators": "/"}, "operators"),
+        ({"terse": "yes"}, "terse"),
     ],
 )
-def test_wrong_args_are_refused_by_name(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_are_refused_by_name(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("proposer-solver", args)

@@ -14,6 +14,7 @@ from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.environments.shipped.similarity import similarity
 from headrace.rollout.types import Message, Task, Turn
+from tests.refusals import refused
 
 FIXED = settings(deadline=None, max_examples=60, derandomize=True)
 
@@ -132,17 +133,17 @@ async def test_an_answer_cut_at_the_limit_is_truncated():
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"split": "test"}, "split must be 'train' or 'eval', not 'test'"),
-        ({"num_tasks": 0}, "num_tasks must be a whole number of at least 1, not 0"),
-        ({"min_letters": 9}, "max_letters must be a whole number of at least 9, not 8"),
-        ({"min_letters": 0, "max_letters": 0}, "min_letters must be a whole number of at least 1, not 0"),
-        ({"demonstrate_copies": 7}, "demonstrate_copies must be a number from 0 to 1, not 7"),
+        ({"split": "test"}, "split"),
+        ({"num_tasks": 0}, "num_tasks"),
+        ({"min_letters": 9}, "max_letters"),
+        ({"min_letters": 0, "max_letters": 0}, "min_letters"),
+        ({"demonstrate_copies": 7}, "demonstrate_copies"),
     ],
 )
-def test_wrong_args_are_refused_by_name(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_are_refused_by_name(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("reverse-text", args)
 
 

@@ -8,6 +8,7 @@ from headrace.environments.base import tasks_of
 from headrace.environments.data.tables import DataError
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import play
+from tests.refusals import refused
 
 DATA = Path(__file__).parents[2] / "data"
 STRICT = "<think>\n{}\n</think>\n\n\\boxed{{{}}}"
@@ -88,18 +89,18 @@ def test_math_can_be_narrowed_to_levels():
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "complaint"),
+    ("name", "args", "key"),
     [
-        ("gsm8k", {"sauce": "x"}, "unexpected keyword argument 'sauce'"),
-        ("math", {"sauce": "x"}, "unexpected keyword argument 'sauce'"),
-        ("strict-math", {"sauce": "x"}, "unexpected keyword argument 'sauce'"),
-        ("strict-math", {"data": "arithmetic", "digits": 0}, "digits must be a whole number from 1 to 100, not 0"),
-        ("strict-math", {"opening": "think", "closing": "/think"}, "neither in the other"),
-        ("gsm8k", {"demonstrate_mistakes": 7}, "demonstrate_mistakes must be a number from 0 to 1, not 7"),
+        ("gsm8k", {"sauce": "x"}, "sauce"),
+        ("math", {"sauce": "x"}, "sauce"),
+        ("strict-math", {"sauce": "x"}, "sauce"),
+        ("strict-math", {"data": "arithmetic", "digits": 0}, "digits"),
+        ("strict-math", {"opening": "think", "closing": "/think"}, "closing"),
+        ("gsm8k", {"demonstrate_mistakes": 7}, "demonstrate_mistakes"),
     ],
 )
-def test_wrong_args_are_refused_by_name(name: str, args: dict, complaint: str):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_are_refused_by_name(name: str, args: dict, key: str):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment(name, args)
 
 
@@ -117,5 +118,5 @@ def test_the_tasks_are_the_same_list_each_time():
 
 
 def test_unknown_data_is_refused():
-    with pytest.raises(EnvironmentNotFound, match="data must be 'gsm8k' or 'math' or 'arithmetic', not 'aime'"):
+    with refused(EnvironmentNotFound, key="args.data", value="aime"):
         load_environment("strict-math", {"data": "aime"})

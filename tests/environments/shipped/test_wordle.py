@@ -8,6 +8,7 @@ from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.shipped.wordle import Wordle, accepted, answers, feedback
 from headrace.rollout.types import Task
 from tests.environments.shipped.games import HOSTILE, first_tasks, heard, play_gold, play_mistakes, play_replies, total
+from tests.refusals import refused
 
 CRANE = Task("game", {"word": "crane"})
 
@@ -137,15 +138,15 @@ async def test_hostile_replies_earn_nothing(environment, reply):
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "key"),
     [
-        ({"split": "test"}, "split must be"),
-        ({"max_guesses": 0}, "max_guesses must be a whole number of at least 1"),
-        ({"num_tasks": 1.5}, "num_tasks must be a whole number"),
-        ({"terse": 1}, "terse must be true or false"),
-        ({"demonstrate_mistakes": -0.1}, "demonstrate_mistakes must be a number from 0 to 1"),
+        ({"split": "test"}, "split"),
+        ({"max_guesses": 0}, "max_guesses"),
+        ({"num_tasks": 1.5}, "num_tasks"),
+        ({"terse": 1}, "terse"),
+        ({"demonstrate_mistakes": -0.1}, "demonstrate_mistakes"),
     ],
 )
-def test_wrong_args_are_refused_by_name(args, complaint):
-    with pytest.raises(EnvironmentNotFound, match=complaint):
+def test_wrong_args_are_refused_by_name(args, key):
+    with refused(EnvironmentNotFound, key=f"args.{key}"):
         load_environment("wordle", args)

@@ -60,9 +60,8 @@ class AlphabetSort(Drawn):
         arguments.check_number("similarity_power", similarity_power, 0.1, 100)
         arguments.check_flag("terse", terse)
         if sort_by != "first" and (terse or items == "letters"):
-            raise arguments.BadArgument(
-                f"sort_by = {sort_by!r} needs names, and an instruction that says so: leave it at 'first'"
-            )
+            fact = "only names can be sorted so, and only with terse = false, whose instruction says how"
+            raise arguments.BadArgument(fact, key="sort_by", value=sort_by, fix="Leave sort_by at 'first'.")
         self.turns = (min_turns, max_turns)
         self.names_per_turn = (min_names_per_turn, max_names_per_turn)
         self.items = items
