@@ -1,5 +1,6 @@
 """`headrace tokens`: the largest gradients of a step, a sample token by token, and what is refused."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 
 from headrace.cli.main import main, parse
+from headrace.errors import BadInput
+from headrace.launch.saved_config import read_rl_run
+from headrace.observe.token_view import read_tokens
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.packing import pack
 from headrace.text.tokenizer import Tokenizer
@@ -25,19 +29,20 @@ def run(tmp_path: Path, tiny_model: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     run.config.write_text(RUN_FILE.format(output=run.root, model=tiny_model))
-    tokenizer = Tokenizer(tiny_model)
+    for step in (10, 20):
+        export(run, step)
+    return run
+
+
+def export(run: RunDir, step: int, limit: int | None = None) -> None:
+    """What a step would leave whose gradients are -0.1 and 0 for the first sample, 0.2, 0.3 and 0.4 for the second."""
+    tokenizer = Tokenizer(read_rl_run(run.root).model.name or "")
     words = ("say:ab", "say:c d")
     samples = [
         make_sample(tokenizer.encode(text), 4, advantages=[0] * 4 + [credit] * (len(text) - 4))
         for text, credit in zip(words, (0.5, -1.0), strict=True)
     ]
-    for step in (10, 20):
-        export(run, step, [BatchSample(s, env, n) for n, (s, env) in enumerate(zip(samples, "xy", strict=True))])
-    return run
-
-
-def export(run: RunDir, step: int, entries: list[BatchSample]) -> None:
-    """What a step would leave whose gradients are -0.1 and 0 for the first sample, 0.2, 0.3 and 0.4 for the second."""
+    entries = [BatchSample(s, env, n) for n, (s, env) in enumerate(zip(samples, "xy", strict=True))]
     tokens = StepTokens(pack([entry.sample for entry in entries], 64))
     trace = TokenTrace(tokens, {"rl": 5, "ce": 0, "ref_kl": 0})
     first = np.repeat(tokens.sources, tokens.lengths) == 0
@@ -46,7 +51,7 @@ def export(run: RunDir, step: int, entries: list[BatchSample]) -> None:
         trace.gradients[tokens.scored & inside] = gradients
         trace.masked["rl"][tokens.scored & inside] = masked
     trace.logprobs[tokens.scored] = -0.7 + np.log(1.5)
-    write_token_table(run.tokens.path(step), trace, Batch(step, 0, entries), Ranks())
+    write_token_table(run.tokens.path(step), trace, Batch(step, 0, entries), Ranks(), limit)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: object) -> list[list[str]]:
@@ -87,19 +92,37 @@ def test_the_newest_step_is_shown_by_default(run: RunDir, capsys: pytest.Capture
     assert "step 20; tokens trained: 5 by rl" in capsys.readouterr().out
 
 
-def test_a_step_without_tokens_names_those_that_have_them_and_the_keys(run: RunDir, capsys: pytest.CaptureFixture[str]):
-    told = refusal(capsys, run.root, 11)
-    assert "does not have the tokens of step 11 (it has: 10, 20)" in told
-    assert "trainer.token_export.steps" in told
-    assert "trainer.token_export.interval" in told
-    for step in (10, 20):
-        (run.tokens.path(step) / "part-0.parquet").unlink()
-        run.tokens.path(step).rmdir()
-    assert "does not have the tokens of any step (it has: none)" in refusal(capsys, run.root)
+def test_a_step_without_tokens_names_those_that_have_them(run: RunDir):
+    with pytest.raises(BadInput, match="10, 20") as error:
+        read_tokens(run.tokens, 11)
+    assert (error.value.key, error.value.value) == ("STEP", 11)
+    assert error.value.fix is not None
 
 
-def test_a_sample_that_is_not_in_the_batch_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]):
-    assert "has no sample 2: its samples are 0 to 1" in refusal(capsys, run.root, 10, "--sample", 2)
+def test_a_run_without_exported_tokens_names_the_key(run: RunDir, capsys: pytest.CaptureFixture[str]):
+    shutil.rmtree(run.tokens.directory)
+    with pytest.raises(BadInput) as error:
+        read_tokens(run.tokens, None)
+    assert error.value.key == "trainer.token_export"
+    assert error.value.fix is not None
+    assert refusal(capsys, run.root).count("trainer.token_export: ") == 1
+
+
+@pytest.mark.parametrize(("limit", "there"), [(None, "0 to 1"), (1, "1")])
+def test_a_sample_that_was_not_exported_is_refused(run: RunDir, limit: int | None, there: str):
+    export(run, 30, limit)
+    with pytest.raises(BadInput, match=rf"has samples {there}\.") as error:
+        read_tokens(run.tokens, 30, 2)
+    assert (error.value.key, error.value.value) == ("--sample", 2)
+
+
+def test_a_part_of_the_sequences_is_marked_as_such(run: RunDir, capsys: pytest.CaptureFixture[str]):
+    export(run, 30, 1)
+    assert len(shown(capsys, run.root)) == 3
+    assert main(["tokens", str(run.root)]) == 0
+    assert "of 2 sequences those with the largest gradients" in capsys.readouterr().out
+    assert main(["tokens", str(run.root), "20"]) == 0
+    assert "sequences" not in capsys.readouterr().out
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config.trainer import TrainerConfig
 from headrace.observe.status import Status
+from headrace.observe.token_view import largest
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
@@ -23,10 +25,10 @@ from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import TrainStep
-from headrace.trainer.token_table import COLUMNS, write_token_table
+from headrace.trainer.token_table import COLUMNS, remove_samples, write_token_table
 from headrace.trainer.tokens import COMPONENTS, StepTokens
 from headrace.transport.run_dir import RunDir
-from headrace.transport.token_exports import ExportHeader, read_header
+from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
 from tests.trainer.training_samples import (
     ARCHITECTURES,
     Gradients,
@@ -68,11 +70,11 @@ def train_step(directory: Path, optimizer: type[Optimizer], kind: str = "default
     )
 
 
-def export(step: TrainStep, samples: list[Sample], path: Path) -> pa.Table:
+def export(step: TrainStep, samples: list[Sample], path: Path, limit: int | None = None) -> pa.Table:
     batch = batch_of(samples)
     result = step.run(pack(samples, 32), 1e-2, envs=[entry.env for entry in batch.samples], traced=True)
     assert result is not None and result.trace is not None
-    write_token_table(path, result.trace, batch, Ranks())
+    write_token_table(path, result.trace, batch, Ranks(), limit)
     return pq.read_table(path)
 
 
@@ -306,11 +308,46 @@ def test_a_newer_header_is_refused():
 
 @pytest.mark.parametrize(
     ("chosen", "steps"),
-    [({}, []), ({"steps": [2, 5]}, [2, 5]), ({"interval": 3}, [3, 6]), ({"interval": 3, "steps": [1]}, [1, 3, 6])],
+    [
+        ({"steps": [2, 5]}, [2, 5]),
+        ({"interval": 9}, [9, 18]),
+        ({"interval": 9, "steps": [1]}, [1, 9, 18]),
+        ({}, [1, 10, 20, 23]),
+        ({"sample": 0}, []),
+    ],
 )
-def test_steps_are_chosen_by_number_and_by_interval(chosen: dict[str, Any], steps: list[int]):
+def test_steps_are_chosen_by_number_and_by_interval_and_sampled_by_default(chosen: dict[str, Any], steps: list[int]):
     export = TrainerConfig(token_export=chosen).token_export
-    assert [step for step in range(1, 8) if export.includes(step)] == steps
+    assert [step for step in range(1, 24) if export.includes(step, last=23)] == steps
+
+
+def test_a_sample_has_the_sequences_with_the_largest_gradients_whole(directory: Path, tmp_path: Path):
+    samples = random_samples(seed=3, count=12)
+    everything = export(train_step(directory, Gradients), samples, tmp_path / "all")
+    some = export(train_step(directory, Gradients), samples, tmp_path / "some", limit=4)
+    chosen = {row["sample"] for row in largest(everything, everything.num_rows).to_pylist()[:4]}
+    kept = some["sample"].unique().to_pylist()
+    assert len(kept) == 4
+    assert chosen <= set(kept)
+    assert some.equals(everything.filter(pc.is_in(everything["sample"], pa.array(kept, pa.int32()))))
+    assert largest(some, 4).equals(largest(everything, 4))
+    assert read_header(everything.schema.metadata, "all").sequences is None
+    assert read_header(some.schema.metadata, "some").sequences == 12
+
+
+def test_a_token_that_is_not_finite_is_always_in_the_sample(directory: Path, tmp_path: Path):
+    broken = make_sample([5, 6, 7], 1, advantages=[0, float("nan"), 1])
+    samples = [*random_samples(seed=3, count=6), broken]
+    table = export(train_step(directory, Optimizer), samples, tmp_path / "step", limit=1)
+    assert table["sample"].to_pylist() == [6, 6, 6]
+
+
+def test_only_samples_are_removed_and_not_those_to_keep(directory: Path, tmp_path: Path):
+    exports, step = TokenExports(tmp_path), train_step(directory, Gradients)
+    for number, limit in ((1, 1), (2, None), (10, 1), (20, 1)):
+        export(step, random_samples(1, 2), exports.path(number), limit)
+    remove_samples(exports, keep=(1, 20))
+    assert exports.steps() == [1, 2, 20]
 
 
 @pytest.fixture
@@ -320,7 +357,13 @@ def status(tmp_path: Path) -> Iterator[Status]:
     status.close("done")
 
 
-def test_a_run_writes_the_steps_that_were_chosen(tmp_path: Path, tiny_model: Path, status: Status):
+@pytest.mark.parametrize(
+    ("chosen", "steps", "sequences"),
+    [({"steps": [2], "interval": 3}, [2, 3], 4), ({"sample": 2}, [1, 3], 2)],
+)
+def test_a_run_writes_the_steps_that_were_chosen(
+    tmp_path: Path, tiny_model: Path, status: Status, chosen: dict[str, Any], steps: list[int], sequences: int
+):
     run = RunDir(tmp_path / "run")
     for step in (1, 2, 3):
         samples = [BatchSample(sample, "letters", n) for n, sample in enumerate(random_samples(step, 4))]
@@ -332,11 +375,13 @@ def test_a_run_writes_the_steps_that_were_chosen(tmp_path: Path, tiny_model: Pat
             "output_dir": run.root,
             "max_steps": 3,
             "seq_len": 32,
-            "token_export": {"steps": [2], "interval": 3},
+            "token_export": chosen,
         }
     )
     rl.train(config, stopped=threading.Event(), status=status)
-    assert run.tokens.steps() == [2, 3]
+    assert run.tokens.steps() == steps
     table = pq.read_table(run.tokens.path(3))
-    assert table.num_rows == sum(map(len, random_samples(3, 4)))
+    samples = table["sample"].unique().to_pylist()
+    assert len(samples) == sequences
+    assert table.num_rows == sum(len(random_samples(3, 4)[sample]) for sample in samples)
     assert read_header(table.schema.metadata, "table").step == 3

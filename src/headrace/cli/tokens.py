@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.top is not None or arguments.sample is None:
         tokens = largest(tokens, arguments.top or MOST)
     if config.model.name is None:
-        raise ConfigError(f"{arguments.run}: model.name is not set, and text needs the model's tokenizer")
+        raise ConfigError("not set, and text needs the model's tokenizer", key="model.name", file=arguments.run)
     tokenizer = Tokenizer(model_directory(config.model.name))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(render(header, tokens, tokenizer.decode))

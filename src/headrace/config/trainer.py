@@ -293,15 +293,30 @@ class TrainingConfig(Config):
         return 4 + (0 if self.optim.offload_state else state) + computes + (4 if while_training else 0)
 
 
+SAMPLE_INTERVAL_STEPS = 10
+"""Steps between two samples of a run that chooses no steps to export."""
+
+
 class TokenExportConfig(Config):
-    """Steps whose every token is written to `tokens/`, with all that decided its gradient; see `headrace tokens`."""
+    """Steps whose tokens are written to `tokens/`, with all that decided their gradients; see `headrace tokens`."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     interval: int = Field(0, ge=0)
     """Also every step that this divides; 0: none."""
+    sample: int = Field(20, ge=0)
+    """Where `steps` and `interval` choose nothing: this many sequences (of each trainer rank), those with the largest
+    gradients, of the first step, every tenth and the last. The first and the newest sample are kept. 0: none."""
 
-    def includes(self, step: int) -> bool:
-        return step in self.steps or (self.interval > 0 and step % self.interval == 0)
+    @property
+    def limit(self) -> int | None:
+        """Sequences that a rank exports of a step; None: all."""
+        return None if self.steps or self.interval else self.sample
+
+    def includes(self, step: int, last: int) -> bool:
+        """Return whether a step is exported, in a run whose last step is `last`."""
+        if self.limit is None:
+            return step in self.steps or (self.interval > 0 and step % self.interval == 0)
+        return self.limit > 0 and (step in (1, last) or step % SAMPLE_INTERVAL_STEPS == 0)
 
 
 class WeightsConfig(Config):

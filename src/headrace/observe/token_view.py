@@ -31,21 +31,29 @@ NUMBERS = {
 
 
 def read_tokens(exports: TokenExports, step: int | None, sample: int | None = None) -> tuple[ExportHeader, pa.Table]:
-    """An exported step, the newest by default; all of it, or one sample."""
+    """Read an exported step, the newest by default; all of it, or one sample."""
     known = exports.steps()
-    if not known or step not in (None, *known):
-        wanted, there = "any step" if step is None else f"step {step}", ", ".join(map(str, known)) or "none"
+    if not known:
         raise BadInput(
-            f"{exports.directory} does not have the tokens of {wanted} (it has: {there}): "
-            "the trainer writes those of the steps that trainer.token_export.steps lists or "
-            "trainer.token_export.interval divides"
+            f"{exports.directory} has no tokens of any step",
+            key="trainer.token_export",
+            fix="Train with trainer.token_export.sample above 0 (20 by default), or choose steps or an interval.",
+        )
+    if step not in (None, *known):
+        raise BadInput(
+            f"{exports.directory} has the tokens of other steps: {', '.join(map(str, known))}",
+            key="STEP",
+            value=step,
+            fix="Choose one of these; trainer.token_export.steps and .interval say which steps a run exports.",
         )
     path = exports.path(known[-1] if step is None else step)
     table = pq.read_table(path, filters=None if sample is None else pc.field("sample") == sample)
+    header = read_header(table.schema.metadata, str(path))
     if table.num_rows == 0:
-        there = pc.min_max(pq.read_table(path, columns=["sample"])["sample"]).as_py()
-        raise BadInput(f"{path} has no sample {sample}: its samples are {there['min']} to {there['max']}")
-    return read_header(table.schema.metadata, str(path)), table
+        there = pc.unique(pq.read_table(path, columns=["sample"])["sample"]).to_pylist()
+        known_samples = f"0 to {max(there)}" if header.sequences is None else ", ".join(map(str, there))
+        raise BadInput(f"{path} has samples {known_samples}", key="--sample", value=sample, fix="Choose one of these.")
+    return header, table
 
 
 def largest(table: pa.Table, count: int) -> pa.Table:
@@ -73,8 +81,14 @@ def render(header: ExportHeader, rows: pa.Table, text_of: Callable[[int], str]) 
 def headline(header: ExportHeader) -> str:
     losses = ", ".join(f"{count:,} by {name}" for name, count in header.counts.items() if count)
     total = "not finite" if header.gradient_sum is None else f"{header.gradient_sum:.4g}"
+    sampled = ""
+    if header.sequences is not None:
+        sampled = (
+            f"exported: of {header.sequences:,} sequences those with the largest gradients (trainer.token_export)\n"
+        )
     return (
         f"step {header.step}; tokens trained: {losses or 'none'}\n"
+        f"{sampled}"
         "loss: those that train the token, in brackets if they masked it\n"
         f"gradient: dL/dt, where t is the trainer's logprob; share: of the sum of all |dL/dt|, which is {total}\n"
     )

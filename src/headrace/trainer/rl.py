@@ -29,7 +29,7 @@ from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.rehearsal import rehearse
 from headrace.trainer.stopwatch import Stopwatch
-from headrace.trainer.token_table import write_token_table
+from headrace.trainer.token_table import remove_samples, write_token_table
 from headrace.trainer.turn import TrainerTurn
 from headrace.transport.acknowledgements import Acknowledgements
 from headrace.transport.run_dir import RunDir
@@ -72,7 +72,7 @@ def train(
 
         lr = learner.learning_rate
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
-        traced = config.token_export.includes(step)
+        traced = config.token_export.includes(step, learner.max_steps)
         learn = partial(
             learner.learn,
             samples,
@@ -99,7 +99,10 @@ def train(
                 publisher.retire(config.keep_weights)
                 watch.lap("time/publish")
         if result.trace is not None:
-            write_token_table(run.tokens.path(step), result.trace, batch, learner.ranks)
+            limit = config.token_export.limit
+            write_token_table(run.tokens.path(step), result.trace, batch, learner.ranks, limit)
+            if limit is not None and learner.ranks.first:
+                remove_samples(run.tokens, keep=(1, step))
             watch.lap("time/token_export")
         # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
         record = {**learner.metrics(result, lr, watch.total()), **watch.laps}

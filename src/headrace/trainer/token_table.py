@@ -1,4 +1,4 @@
-"""Every token of one optimizer step as a Parquet table, with all that decided its gradient.
+"""The tokens of one optimizer step as a Parquet table, with all that decided their gradients.
 
 A row is a token, in the order of samples and positions. Tokens that no component trains are rows too, with nulls where
 nothing was computed. Summed over the rows, `gradient` times the gradient of `trainer_logprobs` is that of the step's
@@ -11,6 +11,8 @@ purpose: text, which `headrace tokens` puts beside the ids, and which loss has w
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -24,7 +26,7 @@ from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS
 from headrace.rollout.types import NOT_SAMPLED
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tokens import COMPONENTS, StepTokens, TokenTrace
-from headrace.transport.token_exports import HEADER_KEY, ExportHeader
+from headrace.transport.token_exports import HEADER_KEY, ExportHeader, TokenExports, read_header
 
 _NUMBER, _FLAG, _INTEGER, _NAME = pa.float32(), pa.bool_(), pa.int32(), pa.string()
 
@@ -67,10 +69,13 @@ _Column = tuple[np.ndarray, np.ndarray]
 """A value for each token of the step, and whether it has one."""
 
 
-def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: Ranks) -> None:
-    """Write a traced step. Every rank must call this, with its own trace and the whole batch."""
+def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: Ranks, limit: int | None = None) -> None:
+    """Write a traced step, or the `limit` sequences of each rank with the largest gradients.
+
+    Every rank must call this, with its own trace and the whole batch.
+    """
     gradient_sum = ranks.add_up(torch.tensor(np.abs(trace.gradients).sum(dtype=np.float64))).item()
-    table = token_table(trace, batch, gradient_sum)
+    table = token_table(trace, batch, gradient_sum, limit)
 
     def fill(draft: Path) -> None:
         part = draft / f"part-{ranks.index}.parquet"
@@ -80,19 +85,42 @@ def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: R
     ranks.write_directory(directory, fill)
 
 
-def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float) -> pa.Table:
+def remove_samples(exports: TokenExports, keep: Collection[int]) -> None:
+    """Remove the exports with only some sequences of a step, except those of the steps in `keep`."""
+    for step in exports.steps():
+        part = exports.path(step) / "part-0.parquet"
+        if step not in keep and read_header(pq.read_schema(part).metadata, str(part)).sequences is not None:
+            shutil.rmtree(exports.path(step))
+
+
+def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float, limit: int | None = None) -> pa.Table:
     """The rows of one rank's tokens; `gradient_sum` is that of |dL/dt| over the tokens of all ranks."""
-    sources = np.repeat(trace.tokens.sources, trace.tokens.lengths)
+    tokens = trace.tokens
+    sources = np.repeat(tokens.sources, tokens.lengths)
+    chosen = _largest(trace, limit) if limit is not None else tokens.sources != NO_SAMPLE
     rows = np.argsort(sources, kind="stable")
-    rows = rows[sources[rows] != NO_SAMPLE]
-    columns = {**_shipped(trace.tokens, sources, batch), **_computed(trace), **_decided(trace, gradient_sum)}
+    rows = rows[np.repeat(chosen, tokens.lengths)[rows]]
+    columns = {**_shipped(tokens, sources, batch), **_computed(trace), **_decided(trace, gradient_sum)}
     arrays = {name: _array(*column, rows, SCHEMA.field(name).type) for name, column in columns.items()}
     for name, kind in (("env", _NAME), ("rollout", _INTEGER)):
         arrays[name] = pa.array([getattr(entry, name) for entry in batch.samples], kind).take(arrays["sample"])
     finite = gradient_sum if math.isfinite(gradient_sum) else None
-    header = ExportHeader(batch.step, batch.incarnation, trace.counts, finite)
+    sequences = len(batch.samples) if limit is not None else None
+    header = ExportHeader(batch.step, batch.incarnation, trace.counts, finite, sequences)
     schema = SCHEMA.with_metadata({HEADER_KEY: msgspec.json.encode(header)})
     return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=schema)
+
+
+def _largest(trace: TokenTrace, limit: int) -> np.ndarray:
+    """Return which sequences are the `limit` with the largest |gradient| of a token; NaN is larger than any number.
+
+    They contain the `limit` tokens with the largest gradients of all.
+    """
+    sizes = np.maximum.reduceat(np.nan_to_num(np.abs(trace.gradients), nan=np.inf), trace.tokens.starts)
+    sizes[trace.tokens.sources == NO_SAMPLE] = -1.0
+    chosen = np.zeros(len(sizes), np.bool_)
+    chosen[np.argsort(-sizes, kind="stable")[:limit]] = True
+    return chosen & (sizes >= 0)
 
 
 def _shipped(tokens: StepTokens, sources: np.ndarray, batch: Batch) -> dict[str, _Column]:

@@ -1,4 +1,4 @@
-"""Every token of chosen steps, from the trainer to those who ask why: one directory of Parquet files per step.
+"""The tokens of chosen steps, for `headrace tokens`: one directory of Parquet files per step.
 
 What the columns mean is said by the files themselves; `trainer/token_table.py` writes them.
 """
@@ -25,6 +25,8 @@ class ExportHeader(msgspec.Struct):
     """Member tokens of each component, by which its loss is divided."""
     gradient_sum: float | None
     """The sum of |dL/dt| over all tokens; null if it is no finite number."""
+    sequences: int | None = None
+    """Sequences of the step, where only those with the largest gradients were exported; null: all were."""
     schema: int = SCHEMA
 
 
