@@ -57,7 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(config, RunConfig):
             from headrace.trainer.rl import train as train_rl
 
-            train_rl(config.trainer, resume=resume, stopped=request.stopped, status=status, engines=engines)
+            train_rl(
+                config.trainer,
+                resume=resume,
+                stopped=request.stopped,
+                status=status,
+                engines=engines,
+                embedded=config.inference.engine == "embedded",
+            )
         else:
             from headrace.trainer.sft import train as train_sft
 

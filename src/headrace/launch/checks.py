@@ -55,7 +55,7 @@ from headrace.trainer.tiny import write_tiny_settings
 
 SLOW_S = 2.0
 """Seconds after which it is said what is being loaded."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json that count the experts of a layer."""
 
 
@@ -145,7 +145,8 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
 def check_experts(subject: Subject) -> Iterator[BadInput]:
     """The embedded engine takes new weights by the names that they have in memory, where experts are fused.
 
-    So the first update of a run with such a model would fail. vLLM takes them by the names that files have.
+    So the first update of a run with such a model would fail. vLLM takes them by the names that files have. What
+    config.json does not show, the trainer refuses when it has loaded the model (`Publisher.check_embedded`).
     """
     config = subject.config
     publishes = isinstance(config, RunConfig) or config.evaluates
@@ -153,7 +154,7 @@ def check_experts(subject: Subject) -> Iterator[BadInput]:
         return
     settings = json.loads((subject.model / "config.json").read_text())
     for section in (settings, settings.get("text_config") or {}):
-        if any((section.get(key) or 0) > 1 for key in EXPERTS):
+        if any(section.get(key) not in (None, 0, 1) for key in EXPERTS):  # some families have a list, by layer
             yield BadInput(
                 f"{section.get('model_type', 'this model')} has experts, whose weights the embedded engine cannot "
                 "take from the trainer",

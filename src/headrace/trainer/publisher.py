@@ -9,10 +9,13 @@ from pathlib import Path
 import torch
 
 from headrace.inference.weights.carriers import Wanted
+from headrace.inference.weights.published import misfit
 from headrace.rollout.version import Version
+from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.learner import Learner, ResumeError
+from headrace.trainer.lora import merged_parameters
 from headrace.trainer.model import PackedModel
-from headrace.trainer.model_files import whole_layers
+from headrace.trainer.model_files import Tensors, whole_layers
 from headrace.trainer.snapshot import Snapshot, size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.run_dir import RunDir
@@ -51,6 +54,23 @@ class Publisher:
             if shared or carrier == "ipc":
                 self._sender.share(self._size())
 
+    def check_embedded(self) -> None:
+        """Refuse a model that the embedded engine could not update, which looks tensors up by their names in memory.
+
+        Versions have the names that files have. They differ where transformers makes one tensor of many, as of experts.
+        """
+        model = self._model
+        loaded = merged_parameters(self._outlines(), scaling=1.0)
+        layers = whole_layers(model.module, loaded, model.dtype, keeper=0)
+        problem = misfit(loaded, {name: tensor for layer in layers for name, tensor in layer.items()})
+        if problem is not None:
+            raise UnsupportedModel(
+                f"the embedded engine cannot take {type(model.module).__name__} from the trainer: {problem}",
+                key="model.name",
+                value=model.directory,
+                fix='Set inference.engine = "vllm", or choose a model without experts.',
+            )
+
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Make the model's weights visible as `version`; `lasting`: so that they can be had without this process."""
         if self._linked and not lasting:
@@ -83,11 +103,14 @@ class Publisher:
         snapshot = take_snapshot(tensors, row=self._sender.vacant_row(self._size))
         self._weights.publish(version, lambda draft: self._write(draft, version, snapshot))
 
+    def _outlines(self) -> Tensors:
+        """The model's tensors without their values."""
+        tensors = self._model.tensors().items()
+        return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors}
+
     def _size(self) -> int:
-        """Bytes of a version, of which only the outlines are looked at."""
-        model = self._model
-        outlines = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in model.tensors().items()}
-        layers = whole_layers(model.module, outlines, model.dtype, keeper=0)
+        """Bytes of a version."""
+        layers = whole_layers(self._model.module, self._outlines(), self._model.dtype, keeper=0)
         return size_of(tensor for layer in layers for tensor in layer.values())
 
     def _write(self, draft: Path, version: Version, snapshot: Snapshot) -> None:

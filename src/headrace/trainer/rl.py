@@ -44,10 +44,11 @@ def train(
     stopped: threading.Event,
     status: Status,
     engines: EnginesBeside | None = None,
+    embedded: bool = True,
 ) -> None:
     """Train to `max_steps`, or until `stopped`. `resume` is a checkpoint, or "latest" for the newest, if any.
 
-    `engines` are those of the run that are on this device, too.
+    `engines` are those of the run that are on this device, too; `embedded`: the run's engine is the embedded one.
     """
     if config.output_dir is None:
         raise ValueError("output_dir must be set to train")
@@ -55,6 +56,8 @@ def train(
     status.set("loading model")
     learner = Learner(config, losses(config), run.checkpoints, resume, engines=engines)
     publisher = make_publisher(config.weights, run, learner, shared=engines is not None)
+    if embedded:
+        publisher.check_embedded()
     acknowledgements = Acknowledgements(run.weights, config.weights.ack_timeout or None)
     enter_incarnation(learner, run, publisher, resuming=resume is not None)
     takes_turns = engines is not None and engines.take_turns

@@ -60,6 +60,8 @@ def train(
     )
     publisher = Publisher(run.weights, learner.model) if config.evaluates else None
     if publisher is not None:
+        if config.inference.engine == "embedded":
+            publisher.check_embedded()
         enter_incarnation(learner, run, publisher, resuming=resume is not None)
     status.set("reading the data")
     rows = open_rows(config.data) if config.data.env is None else None

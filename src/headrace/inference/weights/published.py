@@ -4,8 +4,8 @@ A published directory is a whole model, or a LoRA adapter. An adapter stands for
 with, as its files have it, plus a difference: it is read as that whole model, so nothing of what was installed before
 is left (see `base`).
 
-Left out on purpose: checkpoints whose tensors transformers renames while loading (fused experts); they are refused by
-name like any other that does not fit.
+Left out on purpose: checkpoints whose tensors transformers renames while loading (fused experts); the trainer
+refuses them before its first step (`Publisher.check_embedded`).
 """
 
 from __future__ import annotations
