@@ -13,7 +13,6 @@ from headrace.environments.base import Environment, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
 from headrace.environments.workers import WorkerPool
-from headrace.errors import BadInput
 from headrace.hackable.environment import newest_version, with_tokenizer
 from headrace.orchestrator.processing import EvalProcessing
 from headrace.rollout.types import Group, Rollout, Task, Turn
@@ -183,8 +182,9 @@ def test_a_group_of_a_repeated_question_is_scored_by_its_own_row(tmp_path: Path)
 
 def test_another_question_under_the_same_key_is_refused_with_what_to_do(tmp_path: Path):
     rows = [{"key": "a", "question": f"{number}+2?", "answer": "4"} for number in range(2)]
-    with pytest.raises(BadInput, match=r"task 1 has the key 'a' of another one.*: give each a key of its own, or none"):
+    with refused(key="environment", value="hackable") as error:
         tasks_of(local(tmp_path / "rows.jsonl", *rows), "hackable")
+    assert "task 1 " in error.value.fact and "key" in error.value.fix
 
 
 def test_it_demonstrates_what_has_a_solution():

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
+from headrace import imports
 from headrace.errors import BadInput
 
 Made = TypeVar("Made")
@@ -16,8 +17,13 @@ class BadArgument(BadInput):
     """An argument that is missing, unknown, or has a value that will not do."""
 
 
-def bound(function: Callable[..., Made], args: dict[str, Any], first: Sequence[Any] = ()) -> Callable[[], Made]:
-    """Check the arguments, those without a name first, and return the function with them, to be called later."""
+def bound(
+    function: Callable[..., Made], args: dict[str, Any], first: Sequence[Any] = (), within: str = ""
+) -> Callable[[], Made]:
+    """Check the arguments, those without a name first, and return the function with them, to be called later.
+
+    `within` goes before the name of one in an error, such as `task_args.`.
+    """
     signature = inspect.signature(function)
     try:
         signature.bind(*first, **args)
@@ -28,11 +34,19 @@ def bound(function: Callable[..., Made], args: dict[str, Any], first: Sequence[A
         unknown = args.keys() - {p.name for p in named}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             wrong = min(unknown)
-            raise BadArgument("unknown argument", key=wrong, value=args[wrong], fix=fix) from error
+            raise BadArgument("unknown argument", key=within + wrong, value=args[wrong], fix=fix) from error
         missing = [p.name for p in named if p.default is p.empty and p.name not in args]
         fact = "required, but not set" if missing else str(error)
-        raise BadArgument(fact, key=missing[0] if missing else None, fix=fix) from error
+        raise BadArgument(fact, key=within + missing[0] if missing else None, fix=fix) from error
     return functools.partial(function, *first, **args)
+
+
+def import_argument(name: str, path: str) -> Any:
+    """Return the object at the import path that the argument `name` gives."""
+    try:
+        return imports.load(path, name)
+    except BadInput as error:
+        raise BadArgument(error.fact, key=name, value=path, fix=error.fix) from error
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -162,34 +163,36 @@ class Environment:
         return demonstrate(self, seed)
 
 
-def tasks_of(environment: Environment, name: str) -> list[Task]:
-    """Its tasks, checked: JSON, at least one, and no two of one key with different data."""
+def tasks_of(environment: Environment, name: str, key: str = "environment") -> list[Task]:
+    """Return its tasks, checked: JSON, at least one, and no two of one key with different data.
+
+    An error names `key`, to which the user set the environment.
+    """
+    refuse = partial(BadInput, key=key, value=name)
     tasks: dict[str, Task] = {}
     found = []
     listed: Any = environment.tasks()
     if not isinstance(listed, Iterable):
-        raise BadInput(f"environment {name!r}: tasks() must return the tasks, not a {type(listed).__name__}")
+        raise refuse(f"tasks() returned a {type(listed).__name__}", fix="Return a list of dicts.")
     for number, data in enumerate(listed):
         given: Any = data
         if not isinstance(given, dict):
-            raise BadInput(
-                f"environment {name!r}: task {number} is a {type(given).__name__}, not a dict of JSON values"
-            )
-        key = given.get("key", "")
+            raise refuse(f"task {number} is a {type(given).__name__}, not a dict of JSON values")
+        own_key = given.get("key", "")
         try:
             _check_json(given)
-            task = Task(name, given, key if isinstance(key, str) else "")
+            task = Task(name, given, own_key if isinstance(own_key, str) else "")
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise BadInput(f"environment {name!r}: task {number} is not JSON: {error}") from error
+            raise refuse(f"task {number} is not JSON: {error}") from error
         known = tasks.setdefault(task.key, task).data
         if known != given and fingerprint([known]) != fingerprint([given]):  # what is no number does not equal itself
-            raise BadInput(
-                f"environment {name!r}: task {number} has the key {task.key!r} of another one and other data: give "
-                "each a key of its own, or none, and they are told apart by their data"
+            raise refuse(
+                f"task {number} has the key {task.key!r} of another task with other data",
+                fix="Give each task its own key, or leave the keys out: tasks then differ by their data.",
             )
         found.append(task)
     if not found:
-        raise BadInput(f"environment {name!r} has no tasks: tasks() gave nothing")
+        raise refuse("tasks() returned no tasks")
     return found
 
 
@@ -205,7 +208,7 @@ def _find_loss(value: Any, path: str) -> None:
         case dict():
             for key, entry in value.items():
                 if not isinstance(key, str):
-                    raise TypeError(f"the key {key!r} is no text")
+                    raise TypeError(f"the key {key!r} is not a text")
                 _find_loss(entry, f"{path}[{key!r}]")
         case list():
             for number, entry in enumerate(value):

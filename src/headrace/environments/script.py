@@ -83,7 +83,8 @@ def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
     What is not trained, or failed, is not shown.
     """
     if type(environment).gold is Environment.gold:
-        raise BadInput(f"{type(environment).__name__} has no demonstrations to train on: it needs gold(task, messages)")
+        fact = f"{type(environment).__name__} has no demonstrations to train on"
+        raise BadInput(fact, fix="Implement its method gold(task, messages).")
     rng = random.Random(seed)
     tasks = tasks_of(environment, type(environment).__name__)
 
@@ -103,8 +104,8 @@ def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
             yield from (Demonstration(rollout.messages, script.tools_of(rollout.messages)) for rollout in shown)
             in_vain = 0 if shown else in_vain + 1
         raise BadInput(
-            f"{type(environment).__name__} has nothing to demonstrate: in {PATIENCE} episodes with gold replies, one "
-            "after another, every rollout failed or is not trainable"
+            f"{type(environment).__name__} has nothing to demonstrate: in {PATIENCE} episodes in a row with gold "
+            "replies, every rollout failed or is not trainable"
         )
     finally:
         loop.run_until_complete(environment.close())

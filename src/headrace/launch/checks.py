@@ -310,7 +310,7 @@ def _lengths(subject: Subject, entry: EnvConfig, key: str) -> list[int]:
     if entry.id == "hackable" and subject.model is not None:
         args.setdefault("tokenizer_name", str(subject.model))
     environment = load_environment(entry.id, args, key)
-    tasks = tasks_of(environment, entry.name)
+    tasks = tasks_of(environment, entry.name, key)
     if subject.renderer is None:
         return []
     if opens_something(environment):

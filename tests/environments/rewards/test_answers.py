@@ -3,7 +3,7 @@ r"""Where the answer stands: boxes, `####`, "the answer is", and texts of any si
 import pytest
 
 from headrace.environments.rewards.answers import boxed_answer, extract_named, final_answer, whole_text
-from headrace.errors import BadInput
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_last_number_is_taken_where_the_announced_answer_is_prose():
 
 
 def test_an_unknown_extraction_lists_those_that_there_are():
-    with pytest.raises(BadInput, match="extract = 'box': there is only boxed, final, last_number, all"):
+    with refused(key="extract", value="box"):
         extract_named("box")
     assert extract_named(str.upper)("a") == "A"
 

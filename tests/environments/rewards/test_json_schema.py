@@ -13,9 +13,9 @@ import pytest_asyncio
 from headrace.environments.rewards import JsonSchema
 from headrace.environments.rewards.fences import last_block
 from headrace.environments.sandbox import CallFailed
-from headrace.errors import BadInput
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import hostile
+from tests.refusals import refused
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -95,16 +95,13 @@ async def test_a_schema_on_another_machine_is_not_fetched(make: Schemas):
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"type": "text"}, r"'text' is not valid .*\$\.type"),
-        ({"pattern": "("}, "is not a JSON schema"),
-        ({"const": object()}, "is not JSON"),
-    ],
+    ("schema", "place"),
+    [({"type": "text"}, "$.type"), ({"pattern": "("}, "$.pattern"), ({"const": object()}, "object")],
 )
-async def test_what_is_no_schema_is_refused_at_once(schema: dict[str, Any], words: str):
-    with pytest.raises(BadInput, match=words):
+async def test_what_is_no_schema_is_refused_at_once(schema: dict[str, Any], place: str):
+    with refused(key="schema", value=schema) as error:
         JsonSchema(schema)
+    assert place in error.value.fact
 
 
 async def test_a_pattern_in_a_schema_that_takes_for_ever_scores_nothing_and_is_counted(make: Schemas):
@@ -126,7 +123,7 @@ async def test_without_the_library_one_line_says_what_to_install():
         "try: JsonSchema({})\nexcept Exception as error: print(type(error).__name__, error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: ASYNC221
-    assert done.stdout == "BadInput JsonSchema needs the library jsonschema: pip install 'headrace[json-schema]'\n"
+    assert done.stdout.startswith("BadInput ") and "headrace[json-schema]" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from headrace.environments.base import EpisodeError
 from headrace.environments.rewards import Judge, Rewards, judge
 from headrace.environments.rewards.answer_cache import AnswerCache
 from headrace.environments.rewards.judge import JudgeFailed, zero_to_one
-from headrace.errors import BadInput
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import HOSTILE
 from tests.inference.openai_stand_in import OpenAIStandIn, completion, error
+from tests.refusals import refused
 
 PROMPT = "Question: {question}\nAnswer: {text}\nEnd with Score: X."
 DATA = {"question": "What is 2 + 2?"}
@@ -70,23 +70,14 @@ async def test_braces_in_values_stay_as_they_are(server: OpenAIStandIn):
     assert contents(server) == ['{{question} {0} {{}} %s {text.__class__}} of {text}, [1, {"ä": null}]']
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        ("Is it good?", "does not show the answer"),
-        ("{text} {", "is not a template: .*a brace is {{ or }}"),
-        ("{text} {}", "has {...}, which is not the name of a field"),
-        ("{text!r}", "has {text...}"),
-        ("{text:>30}", "has {text...}"),
-    ],
-)
-def test_a_prompt_that_cannot_work_is_refused_at_once(prompt: str, words: str):
-    with pytest.raises(BadInput, match=words):
+@pytest.mark.parametrize("prompt", ["Is it good?", "{text} {", "{text} {}", "{text!r}", "{text:>30}"])
+def test_a_prompt_that_cannot_work_is_refused_at_once(prompt: str):
+    with refused(key="prompt", value=prompt):
         Judge("http://localhost:1/v1", "wise", prompt)
 
 
 def test_what_to_give_on_failure_must_be_a_number():
-    with pytest.raises(BadInput, match="on_failure must be 'error' or a number, not 'zero'"):
+    with refused(key="on_failure", value="zero"):
         Judge("http://localhost:1/v1", "wise", PROMPT, on_failure="zero")  # type: ignore[arg-type]
 
 
@@ -146,9 +137,9 @@ async def test_a_score_may_be_read_otherwise(server: OpenAIStandIn):
         assert await reward("4", DATA) == 7.0
     async with judging(server, parse=lambda answer: float("Grade" in answer)) as reward:
         assert await reward("4", DATA) == 1.0
-    with pytest.raises(BadInput, match="has no group"):
+    with refused(key="parse", value=r"\d+"):
         Judge(server.url, "wise", PROMPT, parse=r"\d+")
-    with pytest.raises(BadInput, match="is not a regular expression"):
+    with refused(key="parse", value="("):
         Judge(server.url, "wise", PROMPT, parse="(")
 
 
@@ -201,15 +192,15 @@ async def test_answers_outlive_the_judge_and_serve_others_at_the_same_time(serve
 def test_a_file_that_is_no_cache_is_refused_at_once(tmp_path: Path):
     text = tmp_path / "text"
     text.write_text("this is no database, but it is long enough to be looked at" * 20)
-    with pytest.raises(BadInput, match=r"cache of answers .*text cannot be used: file is not a database"):
+    with refused(file=text):
         AnswerCache(text)
     newer = tmp_path / "newer"
     with sqlite3.connect(newer) as file:
         file.execute("PRAGMA user_version = 2")
     file.close()
-    with pytest.raises(BadInput, match="has schema 2, but this version of headrace reads 1"):
+    with refused(file=newer):
         AnswerCache(newer)
-    with pytest.raises(BadInput, match="cannot be used"):
+    with refused(file=tmp_path):
         AnswerCache(tmp_path)
 
 

@@ -10,9 +10,9 @@ import pytest_asyncio
 
 from headrace.environments.rewards.symbolic import Symbolic
 from headrace.environments.sandbox import CallFailed
-from headrace.errors import BadInput
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import hostile
+from tests.refusals import refused
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # starting a process takes longest: the tests share two
 
@@ -112,5 +112,6 @@ async def test_a_broken_installation_is_an_error_and_no_wrong_answer(monkeypatch
 async def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else found(name))
-    with pytest.raises(BadInput, match=r"pip install 'headrace\[math\]'"):
+    with refused(key="reward", value="symbolic") as error:
         Symbolic()
+    assert "headrace[math]" in error.value.fix

@@ -12,11 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace import imports
 from headrace.environments.agents.environment import AgentEnvironment, Endpoint, Score
 from headrace.environments.agents.process import Processes
 from headrace.environments.agents.thread import in_thread
-from headrace.environments.arguments import BadArgument, bound, check_flag, check_mistakes, check_number
+from headrace.environments.arguments import (
+    BadArgument,
+    bound,
+    check_flag,
+    check_mistakes,
+    check_number,
+    import_argument,
+)
 from headrace.environments.data.rows import FILES, read_rows
 from headrace.rollout.types import Message, Task
 
@@ -96,20 +102,22 @@ class AgentProgram(AgentEnvironment):
 
 def _agent(agent: str | None, command: Sequence[str] | None) -> Callable[..., Any] | None:
     if (agent is None) == (command is None):
-        raise BadArgument("give one of agent, the import path of a function, and command, a program and its arguments")
+        fix = "Give either agent, the import path of a function, or command, a program and its arguments."
+        raise BadArgument("expected one of agent and command", key="agent", value=agent, fix=fix)
     if agent is not None:
         return _function(agent, "agent")
     if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
-        raise BadArgument(f'command must be a list of words, as in ["python", "my_agent.py"], not {command!r}')
+        fix = 'For example ["python", "my_agent.py"].'
+        raise BadArgument("expected a list of texts", key="command", value=command, fix=fix)
     if shutil.which(command[0]) is None:
-        raise BadArgument(f"command: there is no program {command[0]!r}")
+        raise BadArgument(f"program {command[0]!r} not found", key="command", value=command)
     return None
 
 
 def _function(path: str, what: str) -> Callable[..., Any]:
-    found = imports.load(path, what)
+    found = import_argument(what, path)
     if not callable(found):
-        raise BadArgument(f"{what} {path!r} is a {type(found).__name__}, not a function")
+        raise BadArgument(f"a {type(found).__name__}, not a function", key=what, value=path)
     function: Callable[..., Any] = found
     return function
 
@@ -117,9 +125,10 @@ def _function(path: str, what: str) -> Callable[..., Any]:
 def _rows(tasks: str, args: dict[str, Any]) -> Callable[[], Iterable[dict[str, Any]]]:
     if Path(tasks).suffix in FILES or Path(tasks).is_file():
         if args:
-            raise BadArgument("task_args are for a function that gives the tasks, and tasks names a file")
+            fact = f"tasks = {tasks!r} is a file, which takes no arguments"
+            raise BadArgument(fact, key="task_args", value=args, fix="Leave task_args out.")
         return functools.partial(read_rows, tasks)
-    return bound(_function(tasks, "tasks"), args)
+    return bound(_function(tasks, "tasks"), args, within="task_args.")
 
 
 def _variables(endpoint: Endpoint) -> dict[str, str]:

@@ -83,11 +83,10 @@ def _open(path: Path) -> sqlite3.Connection:
         file.execute("PRAGMA synchronous = NORMAL")
         [[schema]] = file.execute("PRAGMA user_version").fetchall()
         if schema not in (0, SCHEMA):
-            raise BadInput(
-                f"{path} has schema {schema}, but this version of headrace reads {SCHEMA}: name another file"
-            )
+            fact = f"it has schema {schema}, but this version of headrace reads {SCHEMA}"
+            raise BadInput(fact, file=path, fix="Name another file.")
         file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID")
         file.execute(f"PRAGMA user_version = {SCHEMA}")
     except (sqlite3.Error, OSError) as error:
-        raise BadInput(f"the cache of answers {path} cannot be used: {error}") from error
+        raise BadInput(f"cannot be used as a cache of answers: {error}", file=path) from error
     return file

@@ -81,7 +81,8 @@ def extract_named(extract: str | Extract) -> Extract:
     if callable(extract):
         return extract
     if extract not in EXTRACTS:
-        raise BadInput(f"extract = {extract!r}: there is only {', '.join(EXTRACTS)}; or give a function")
+        fix = f"Give one of {', '.join(EXTRACTS)}, or a function."
+        raise BadInput("unknown name", key="extract", value=extract, fix=fix)
     return EXTRACTS[extract]
 
 

@@ -41,7 +41,7 @@ class Rewards:
         self._timeout = timeout
         for name, reward in self._rewards.items():
             if not callable(reward):
-                raise BadInput(f"reward {name!r} is a {type(reward).__name__}, which cannot be called")
+                raise BadInput(f"a {type(reward).__name__}, which cannot be called", key=f"rewards.{name}")
 
     async def score(self, text: str, data: Mapping[str, Any]) -> dict[str, float]:
         """Every reward's number. Raises `EpisodeError` if one has none: what failed is the reward, not the answer."""
@@ -117,7 +117,7 @@ class _InSandbox:
     def __init__(self, function: str, timeout: float, processes: int) -> None:
         module, _, self.name = function.partition(":")
         if not (module and self.name):
-            raise BadInput(f"reward {function!r} is not an import path: write package.module:function")
+            raise BadInput("not an import path", key="function", value=function, fix="Write package.module:function.")
         self._function = function
         self._timeout = timeout
         self._sandbox = Sandbox(processes)
@@ -153,12 +153,13 @@ def name_of(reward: Reward) -> str:
 
 def _named(rewards: Sequence[Reward]) -> dict[str, Reward]:
     named: dict[str, Reward] = {}
+    fix = "Give rewards as {name: reward}."
     for reward in rewards:
         name = name_of(reward)
         if not name:
-            raise BadInput(f"a reward of type {type(reward).__name__} has no name: give rewards as {{name: reward}}")
+            raise BadInput(f"a reward of type {type(reward).__name__} has no name", key="rewards", fix=fix)
         if name in named:
-            raise BadInput(f"two rewards are named {name!r}: give rewards as {{name: reward}}")
+            raise BadInput("two rewards have this name", key=f"rewards.{name}", fix=fix)
         named[name] = reward
     return named
 

@@ -83,12 +83,14 @@ def _checked(schema: Mapping[str, Any] | bool) -> str:
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import Draft202012Validator, validator_for
     except ImportError as error:
-        raise BadInput("JsonSchema needs the library jsonschema: pip install 'headrace[json-schema]'") from error
+        fact, fix = "the library jsonschema is not installed", "Run pip install 'headrace[json-schema]'."
+        raise BadInput(fact, key="reward", value=JsonSchema.name, fix=fix) from error
     read = schema if isinstance(schema, bool) else dict(schema)
     try:
         validator_for(read, default=Draft202012Validator).check_schema(read)
         return json.dumps(read)
     except SchemaError as error:
-        raise BadInput(f"the schema is not a JSON schema: {error.message} (at {error.json_path})") from error
+        fact = f"not a JSON schema: {error.message} (at {error.json_path})"
+        raise BadInput(fact, key="schema", value=schema) from error
     except (TypeError, ValueError) as error:
-        raise BadInput(f"the schema is not JSON: {error}") from error
+        raise BadInput(f"not JSON: {error}", key="schema", value=schema) from error

@@ -17,6 +17,7 @@ import random
 import re
 import string
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,9 +53,9 @@ def _last_number(pattern: str) -> Callable[[str], float | None]:
     try:
         expression = re.compile(pattern)
     except re.error as error:
-        raise BadInput(f"parse = {pattern!r} is not a regular expression: {error}") from error
+        raise BadInput(f"not a regular expression: {error}", key="parse", value=pattern) from error
     if not expression.groups:
-        raise BadInput(f"parse = {pattern!r} has no group to read the score from")
+        raise BadInput("it has no group to read the score from", key="parse", value=pattern)
 
     def read(answer: str) -> float | None:
         found = [match[1] for match in expression.finditer(answer)]
@@ -120,7 +121,7 @@ class Judge:
         on_failure: Literal["error"] | float = "error",
     ) -> None:
         if isinstance(on_failure, str) and on_failure != "error":
-            raise BadInput(f"on_failure must be 'error' or a number, not {on_failure!r}")
+            raise BadInput("expected 'error' or a number", key="on_failure", value=on_failure)
         self.calls = 0
         self.cached = 0
         self.failures = 0
@@ -235,16 +236,17 @@ def _delay(attempt: int, wanted: float | None) -> float:
 
 def _parsed_template(prompt: str) -> list[tuple[str, str | None]]:
     """Texts, each with the field that follows it."""
-    advice = "the answer is {text}, a field of the task is {its name}, and a brace is {{ or }}"
+    fix = "Write {text} for the answer, {name} for a field of the task, and {{ or }} for a brace."
+    refuse = partial(BadInput, key="prompt", value=prompt, fix=fix)
     try:
         parts = list(string.Formatter().parse(prompt))
     except ValueError as error:
-        raise BadInput(f"the judge's prompt is not a template: {error}; {advice}") from error
+        raise refuse(f"not a template: {error}") from error
     for _, field, form, conversion in parts:
         if field == "" or form or conversion:
-            raise BadInput(f"the judge's prompt has {{{field}...}}, which is not the name of a field; {advice}")
+            raise refuse(f"{{{field}...}} is not the name of a field")
     if "text" not in (field for _, field, _, _ in parts):
-        raise BadInput(f"the judge's prompt does not show the answer; {advice}")
+        raise refuse("it does not show the answer")
     return [(literal, field) for literal, field, _, _ in parts]
 
 

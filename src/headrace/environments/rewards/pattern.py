@@ -32,7 +32,7 @@ class Pattern:
         try:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            raise BadInput(f"the pattern {pattern!r} is not a regular expression: {error}") from error
+            raise BadInput(f"not a regular expression: {error}", key="pattern", value=pattern) from error
         self.timeouts = 0
         self._pattern = pattern
         self._field = field

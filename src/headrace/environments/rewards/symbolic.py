@@ -38,7 +38,8 @@ class Symbolic:
         extract: str | Extract = "boxed",
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise BadInput("symbolic answers need math-verify: pip install 'headrace[math]'")
+            fix = "Run pip install 'headrace[math]'."
+            raise BadInput("the library math-verify is not installed", key="reward", value=self.name, fix=fix)
         self.timeouts = 0
         self.failures = 0
         self._field = field
