@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import BadInput
 from headrace.hackable.samples import format_of
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import shared_tokenizer
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 """All that counting needs of a model."""
@@ -33,7 +32,7 @@ def length_in(tokenizer_name: str | None, cache_dir: str | Path | None = None) -
     """Counts tokens of a model's tokenizer, special ones left out; words without one, or with an empty name."""
     if not tokenizer_name:
         return words_in
-    tokenizer = _tokenizer(tokenizer_directory(tokenizer_name, cache_dir))
+    tokenizer = shared_tokenizer(tokenizer_directory(tokenizer_name, cache_dir))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -58,8 +57,3 @@ def tokenizer_directory(name: str, cache_dir: str | Path | None = None) -> Path:
             key="tokenizer_name",
             value=name,
         ) from error
-
-
-@lru_cache
-def _tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer(directory)

@@ -47,7 +47,7 @@ from headrace.launch.prompt_lengths import (
 from headrace.orchestrator import curricula
 from headrace.text.hub import cached_model_directory, model_directory
 from headrace.text.renderer import make_renderer
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import shared_tokenizer
 from headrace.trainer.conversation import Conversation
 from headrace.trainer.rows import sample_rows
 from headrace.trainer.sft_data import from_environment
@@ -119,7 +119,7 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
             name = config.model.name
             subject.notices.append(f"{name} is not on this machine yet: prompts are measured once it has been fetched")
             return
-        tokenizer = Tokenizer(subject.model)
+        tokenizer = shared_tokenizer(subject.model)
     except BadInput as error:
         yield from _with_key(error, "model")
         return

@@ -173,6 +173,12 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
+@functools.lru_cache
+def shared_tokenizer(directory: Path) -> Tokenizer:
+    """Return this process's one tokenizer of a directory: a large vocabulary takes most of a second to read."""
+    return Tokenizer(directory)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
