@@ -348,6 +348,7 @@ def test_only_samples_are_removed_and_not_those_to_keep(directory: Path, tmp_pat
         export(step, random_samples(1, 2), exports.path(number), limit)
     remove_samples(exports, keep=(1, 20))
     assert exports.steps() == [1, 2, 20]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS
 from headrace.rollout.types import NOT_SAMPLED
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tokens import COMPONENTS, StepTokens, TokenTrace
+from headrace.transport.files import draft_of
 from headrace.transport.token_exports import HEADER_KEY, ExportHeader, TokenExports, read_header
 
 _NUMBER, _FLAG, _INTEGER, _NAME = pa.float32(), pa.bool_(), pa.int32(), pa.string()
@@ -90,7 +91,10 @@ def remove_samples(exports: TokenExports, keep: Collection[int]) -> None:
     for step in exports.steps():
         part = exports.path(step) / "part-0.parquet"
         if step not in keep and read_header(pq.read_schema(part).metadata, str(part)).sequences is not None:
-            shutil.rmtree(exports.path(step))
+            hidden = draft_of(exports.path(step))
+            shutil.rmtree(hidden, ignore_errors=True)
+            exports.path(step).rename(hidden)  # a kill while files are removed must not leave a part of an export
+            shutil.rmtree(hidden)
 
 
 def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float, limit: int | None = None) -> pa.Table:
