@@ -14,6 +14,7 @@ from headrace.cli.arguments import importable
 from headrace.cli.main import main, parse
 from headrace.cli.probe import read_options
 from headrace.config.base import ConfigError
+from headrace.environments.probe.prompts import TINY
 from headrace.errors import BadInput
 from tests.environments.probe.probed import ASKING, CALLING
 from tests.inference.openai_stand_in import OpenAIStandIn
@@ -22,14 +23,14 @@ REPOSITORY = Path(__file__).parents[2]
 FEW = ("--tasks", "2", "--examples", "1")
 
 
-def test_a_report_fits_on_80_columns_and_needs_no_torch(tiny_model: Path):
+def test_a_report_fits_on_80_columns_and_needs_no_torch():
     program = """
 import sys
 from headrace.cli.main import main
 assert main(["probe", *sys.argv[1:]]) == 0  # there are warnings, but no error
 assert not {"torch", "transformers"} & set(sys.modules)
 """
-    words = [CALLING, *FEW, "--model", str(tiny_model), "--renderer.name", "qwen3", "--seq-len", "1024"]
+    words = [CALLING, *FEW, "--renderer.name", "qwen3", "--seq-len", "1024"]
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -39,12 +40,23 @@ assert not {"torch", "transformers"} & set(sys.modules)
     assert text.startswith(f"{CALLING}: 2 tasks")
     assert "<|im_start|>user Press a button.<|im_end|>" in text
     assert "longest of 2 prompts: " in text
+    assert "press(word: string): Press the button with this word." in text
     (completions,) = [number for number, line in enumerate(lines) if line.startswith("completion ")]
     assert lines[completions + 1].split()[:5] == ["gold", "0.550", "0.00", "to", "1.10"]
     (components,) = [number for number, line in enumerate(lines) if line.startswith("by component")]
     assert lines[components].split()[2:] == ["found", "brief"]
     assert lines[components + 1].split() == ["gold", "0.500", "0.050"]
     assert "warning an episode does not end by itself: 'gold' still went on after 64 replies" in text
+
+
+def test_without_a_model_prompts_are_those_of_the_tiny_one(tiny_model: Path, capfd: pytest.CaptureFixture[str]):
+    prompts = []
+    for words in ([], ["--model", str(tiny_model)]):
+        assert main(["probe", CALLING, *FEW, *words, "--json"]) == 0
+        prompts.append(json.loads(capfd.readouterr().out)["prompts"])
+    assert [prompt.pop("tokenizer") for prompt in prompts] == [TINY, str(tiny_model)]
+    assert prompts[0] == prompts[1]
+    assert [tool["name"] for tool in prompts[0]["tools"]] == ["press"]
 
 
 def test_an_error_is_told_with_its_remedy_in_json_and_by_the_exit_code(capfd: pytest.CaptureFixture[str]):

@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--timeout", metavar="S", type=_seconds, default=10.0, help="seconds of one scripted episode [10]"
     )
     parser.add_argument("--load-timeout", metavar="S", type=_seconds, default=600.0, help="seconds to load it [600]")
-    parser.add_argument("--model", metavar="DIR|NAME", help="render prompts with this model's tokenizer and format")
+    parser.add_argument("--model", metavar="DIR|NAME", help="render and count prompts with its tokenizer [tiny]")
     parser.add_argument("--seq-len", metavar="N", type=_positive, help="the run's seq_len: do prompts fit?")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     sampling = parser.add_argument_group("to have a model play and see which groups would teach anything")
@@ -69,14 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Namespace, progress: Progress) -> Report:
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
     from headrace.environments.probe.probing import probe
-    from headrace.environments.probe.prompts import BYTES, Show, in_bytes, in_tokens, prompts_of
+    from headrace.environments.probe.prompts import TINY, in_tokens, prompts_of
     from headrace.environments.probe.sampling import sample
     from headrace.text.hub import model_directory
+    from headrace.trainer.tiny import write_tiny_settings
 
-    show: Show = in_bytes
-    if arguments.model is not None:  # before all else: it may be misspelt
-        show = in_tokens(model_directory(arguments.model), config.renderer.model_dump())
+    with TemporaryDirectory() as scratch:  # before all else: the model may be misspelt
+        if arguments.model is None:
+            write_tiny_settings(Path(scratch))
+        directory = Path(scratch) if arguments.model is None else model_directory(arguments.model)
+        show = in_tokens(directory, config.renderer.model_dump())
     endpoint = await _endpoint(arguments)
     tasks, episodes = arguments.sample
     report, to_sample = await probe(
@@ -90,7 +96,7 @@ async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Names
         progress=progress,
     )
     report.seq_len = arguments.seq_len
-    report.prompts = prompts_of(report, arguments.examples, show, BYTES if arguments.model is None else "tokens")
+    report.prompts = prompts_of(report, arguments.examples, show, arguments.model or TINY)
     for episode in report.episodes:
         episode.exchange = None  # it has been read
     if endpoint is not None:

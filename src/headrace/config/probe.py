@@ -14,4 +14,4 @@ class ProbeConfig(Config):
     args: dict[str, Any] = Field(default_factory=dict)
     """As in the environment's section of a run file."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
-    """As in the run file; only of use with a model."""
+    """As in the run file."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.environments.probe.findings import Finding, findings
+from headrace.environments.probe.prompts import TINY
 from headrace.environments.probe.report import Episode, Opening, Problem, Prompts, Report, Sampled
 from headrace.environments.probe.signal import Prediction, predict
 
@@ -196,12 +197,18 @@ def test_rewards_that_change_and_a_close_that_fails_are_told():
 
 
 def test_prompts_that_do_not_fit_are_an_error_and_conversations_a_warning():
-    long = Prompts("tokens", [], [10, 64, 70], [20, 80, 90])
+    long = Prompts("model", [], [10, 64, 70], [20, 80, 90])
     assert only(seen(prompts=long, seq_len=64)).seen == "2 of 3 prompts have 64 tokens or more (the longest 70)"
     assert findings(seen(prompts=long)) == []
     cut = only(seen(prompts=long, seq_len=85))
     assert (cut.severity, cut.seen[:23]) == ("warning", "1 of 3 gold conversatio")
-    assert only(seen(prompts=Prompts("tokens", [], [], [], "task 0: no such role"))).severity == "error"
+    assert only(seen(prompts=Prompts("model", [], [], [], problem="task 0: no such role"))).severity == "error"
+
+
+def test_without_a_model_prompts_that_do_not_fit_are_a_warning_that_asks_for_one():
+    long = Prompts(TINY, [], [10, 64, 70], [20, 80, 90])
+    finding = only(seen(prompts=long, seq_len=64))
+    assert (finding.severity, "--model" in finding.do) == ("warning", True)
 
 
 def sampled(rewards: list[list[float]], size: int = 4, **changes: Any) -> Sampled:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from headrace.environments.probe.report import Episode, Opening, Problem, Report, Sampled
+from headrace.environments.probe.prompts import TINY
+from headrace.environments.probe.report import Episode, OfferedTool, Opening, Problem, Prompts, Report, Sampled
 from headrace.environments.probe.signal import predict
 from headrace.environments.probe.view import view
 
 
-def shown(*episodes: Episode, sampled: Sampled | None = None) -> list[list[str]]:
+def shown(*episodes: Episode, sampled: Sampled | None = None, prompts: Prompts | None = None) -> list[list[str]]:
     """The words of each line."""
     opening = Opening(0.1, 0.1, 0.1, 2, 100, False, "")
-    report = Report("probed", {}, opening, ["a", "b"], [0, 1], 0, None, list(episodes), [], None, sampled=sampled)
+    report = Report("probed", {}, opening, ["a", "b"], [0, 1], 0, None, list(episodes), [], None, prompts)
+    report.sampled = sampled
     console = Console(width=80, highlight=False)
     with console.capture() as captured:
         console.print(view(report, []))
@@ -35,3 +37,14 @@ def test_the_range_is_that_of_all_agents_and_the_time_of_a_killed_process_is_not
     lines = shown(game, killed)
     assert ["gold", "0.000", "-1.00", "to", "1.00", "2.0", "1.0"] in lines
     assert ["empty", "-", "1,000", "-", "1", "blocked"] in lines
+
+
+def test_tools_and_the_tokenizer_are_named():
+    parameters = {"type": "object", "properties": {"word": {"type": "string"}, "times": {"type": "integer"}}}
+    tools = [OfferedTool("press", "Press it.", parameters, 1.0), OfferedTool("wait", "Wait.", {}, 0.25)]
+    lines = shown(prompts=Prompts("org/model", [], [565], [600], tools))
+    assert ["press(word:", "string,", "times:", "integer):", "Press", "it."] in lines
+    assert ["wait()", "[in", "25%", "of", "the", "prompts]:", "Wait."] in lines
+    assert ["tokenizer", "and", "chat", "format:", "org/model"] in lines
+    tiny = shown(prompts=Prompts(TINY, [], [565], [600]))
+    assert any("init-model" in " ".join(line) for line in tiny)

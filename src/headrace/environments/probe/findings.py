@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.environments.probe.completions import BY_NAME, HUGE, Completion, Severity
 from headrace.environments.probe.probing import LATE
+from headrace.environments.probe.prompts import TINY
 from headrace.environments.probe.report import Episode, Problem, Prompts, Report, Sampled
 from headrace.environments.probe.signal import Prediction
 from headrace.environments.probe.stage import GOLD_FAILED, MOST_REPLIES
@@ -86,13 +87,18 @@ def _of_prompts(prompts: Prompts | None, seq_len: int | None) -> Iterator[Findin
         yield Finding("error", f"a conversation cannot be rendered: {prompts.problem}", "see [renderer], and --model")
     if seq_len is None or not prompts.lengths:
         return
-    total, unit = len(prompts.lengths), prompts.counted_in
+    total = len(prompts.lengths)
+    tokens = "tokens of the tiny model" if prompts.tokenizer == TINY else "tokens"
     if too_long := sum(length >= seq_len for length in prompts.lengths):
-        seen = f"{too_long} of {total} prompts have {seq_len} {unit} or more (the longest {max(prompts.lengths)})"
-        yield Finding("error", seen, "raise seq_len, or leave long tasks out: these episodes fail")
+        seen = f"{too_long} of {total} prompts have {seq_len} {tokens} or more (the longest {max(prompts.lengths)})"
+        do = "raise seq_len, or leave long tasks out: these episodes fail"
+        if prompts.tokenizer == TINY:  # its tokens are bytes, so that most models have fewer
+            yield Finding("warning", seen, f"name the run's model (--model) to count its tokens, or {do}")
+        else:
+            yield Finding("error", seen, do)
     elif cut := sum(length > seq_len for length in prompts.conversation_lengths):
         longest = max(prompts.conversation_lengths)
-        seen = f"{cut} of {total} gold conversations are longer than seq_len {seq_len} (the longest {longest} {unit})"
+        seen = f"{cut} of {total} gold conversations are longer than seq_len {seq_len} (the longest {longest} {tokens})"
         yield Finding("warning", seen, "raise seq_len: nobody can finish these")
 
 

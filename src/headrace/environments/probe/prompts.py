@@ -6,23 +6,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.environments.probe.probing import spread
-from headrace.environments.probe.report import Exchange, Prompts, Report, ShownPrompt
-from headrace.rollout.types import Message
+from headrace.environments.probe.report import Exchange, OfferedTool, Prompts, Report, ShownPrompt
 
-BYTES = "bytes of text"
+TINY = "tiny"
+"""The tokenizer and chat format of `headrace init-model tiny`, in which a byte is a token."""
 Show = Callable[[Exchange], tuple[str, int, int]]
 """A first question's text, its length, and that of the whole conversation."""
 
 
-def prompts_of(report: Report, examples: int, show: Show, counted_in: str) -> Prompts:
-    """Of the tasks that were played; the text of `examples` of them, spread evenly."""
+def prompts_of(report: Report, examples: int, show: Show, tokenizer: str) -> Prompts:
+    """Return the lengths and tools of the tasks that were played; the text of `examples` of them, spread evenly."""
     exchanges = {episode.task: episode.exchange for episode in reversed(report.episodes) if episode.exchange}
     keys = dict(zip(report.played, report.keys, strict=True))
-    prompts = Prompts(counted_in, [], [], [])
     tasks = sorted(exchanges)
+    prompts = Prompts(tokenizer, [], [], [], offered_tools([exchanges[task] for task in tasks]))
     to_show = [tasks[place] for place in spread(len(tasks), examples)]
     for task in tasks:
         try:
@@ -37,15 +35,19 @@ def prompts_of(report: Report, examples: int, show: Show, counted_in: str) -> Pr
     return prompts
 
 
-def in_bytes(exchange: Exchange) -> tuple[str, int, int]:
-    """Without a model: the messages, and the bytes of their texts and tools. The tiny model's tokens are bytes."""
-    text = "\n".join(f"{message.get('role', '')}: {_content(message)}" for message in exchange.prompt)
-    tools = len(msgspec.json.encode(exchange.tools)) if exchange.tools else 0
-    return text, tools + _bytes(exchange.prompt), tools + _bytes(exchange.conversation)
+def offered_tools(exchanges: Sequence[Exchange]) -> list[OfferedTool]:
+    """Return the tools of all first questions, one of each name."""
+    offered: dict[str, OfferedTool] = {}
+    for exchange in exchanges:
+        for function in (tool["function"] for tool in exchange.tools):
+            described = function.get("description", ""), function.get("parameters", {})
+            tool = offered.setdefault(function["name"], OfferedTool(function["name"], *described))
+            tool.share += 1 / len(exchanges)
+    return list(offered.values())
 
 
 def in_tokens(directory: Path, renderer_options: dict[str, Any]) -> Show:
-    """With a model's own tokenizer and renderer, which is chosen as a run would choose it."""
+    """Render with the tokenizer and chat format of a model directory, chosen as a run would choose them."""
     from headrace.text.prompt import Prompts as Conversations
     from headrace.text.renderer import make_renderer
     from headrace.text.tokenizer import Tokenizer
@@ -61,12 +63,3 @@ def in_tokens(directory: Path, renderer_options: dict[str, Any]) -> Show:
         return tokenizer.decode(ids), len(ids), len(renderer.render_ids(messages, tools=tools))
 
     return show
-
-
-def _content(message: Message) -> str:
-    return str(message.get("content") or "")
-
-
-def _bytes(messages: Sequence[Message]) -> int:
-    calls = sum(len(msgspec.json.encode(message["tool_calls"])) for message in messages if message.get("tool_calls"))
-    return calls + sum(len(_content(message).encode(errors="replace")) for message in messages)

@@ -79,14 +79,27 @@ class ShownPrompt(msgspec.Struct):
     tokens: int
 
 
-class Prompts(msgspec.Struct):
-    """The first questions of all tasks that were played, in tokens; in bytes of text where no model was named."""
+class OfferedTool(msgspec.Struct):
+    """A tool that first questions offer; of several with one name, the first that was seen."""
 
-    counted_in: str
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema."""
+    share: float = 0.0
+    """Of the first questions, those that offer it."""
+
+
+class Prompts(msgspec.Struct):
+    """The first questions of all tasks that were played, as rendered: chat format and tools are counted."""
+
+    tokenizer: str
+    """The model whose tokenizer and chat format were used."""
     shown: list[ShownPrompt]
     lengths: list[int]
     conversation_lengths: list[int]
     """With everything that followed, up to the last reply."""
+    tools: list[OfferedTool] = msgspec.field(default_factory=list)
     problem: str = ""
     """Why a conversation could not be rendered."""
 

@@ -13,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.environments.probe.findings import Finding
-from headrace.environments.probe.prompts import BYTES
-from headrace.environments.probe.report import Episode, Prompts, Report, Sampled
+from headrace.environments.probe.prompts import TINY
+from headrace.environments.probe.report import Episode, OfferedTool, Prompts, Report, Sampled
 
 LONGEST_PROMPT = 800
 """Characters of a prompt that are shown, from its beginning and its end."""
 SAME_BEGINNING = 200
 """Characters that two prompts have in common before they are shown only once."""
+TINY_TOKENIZER = "those of `headrace init-model tiny`, where a byte is a token; --model DIR|NAME takes a model's own"
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
@@ -50,17 +51,27 @@ def _headline(report: Report) -> str:
 
 def _prompts(prompts: Prompts) -> Iterator[RenderableType]:
     for number, shown in enumerate(prompts.shown, 1):
-        title = f"prompt {number}, task {shown.task} ({shown.key}): {shown.tokens} {prompts.counted_in}"
+        title = f"prompt {number}, task {shown.task} ({shown.key}): {shown.tokens} tokens"
         yield Text(_printable(title), "bold")
         text = shown.text if number == 1 else _without_beginning(shown.text, prompts.shown[0].text)
         yield Padding(Text(_printable(_middle_cut(text).rstrip())), (0, 0, 1, 2))
+    if prompts.tools:
+        yield Text("tools that the prompts offer", "bold")
+        lines = "\n".join(_tool(tool) for tool in prompts.tools)
+        yield Padding(Text(_printable(lines)), (0, 0, 1, 2))
     if prompts.lengths:
         longest, total = max(prompts.lengths), len(prompts.lengths)
         whole = max(prompts.conversation_lengths)
-        yield Text(f"longest of {total} prompts: {longest} {prompts.counted_in}; of the conversations: {whole}")
-        if prompts.counted_in == BYTES:
-            yield Text("the tiny model's tokens are bytes; --model DIR counts those of another")
+        yield Text(f"longest of {total} prompts: {longest} tokens; of the conversations: {whole}")
+        yield Text(f"tokenizer and chat format: {TINY_TOKENIZER if prompts.tokenizer == TINY else prompts.tokenizer}")
         yield Text()
+
+
+def _tool(tool: OfferedTool) -> str:
+    types = {name: schema.get("type", "any") for name, schema in tool.parameters.get("properties", {}).items()}
+    arguments = ", ".join(f"{name}: {kind}" for name, kind in types.items())
+    share = "" if tool.share > 0.999 else f" [in {tool.share:.0%} of the prompts]"
+    return f"{tool.name}({arguments}){share}: {tool.description}"
 
 
 def _completions(report: Report) -> Table:
