@@ -8,8 +8,8 @@ from typing import Any
 from headrace.errors import BadInput
 
 
-def load(path: str, key: str) -> Any:
-    """Return the object that `path` names; an error names the `key` that the user set to it."""
+def load(path: str, key: str | None) -> Any:
+    """Return the object that `path` names; an error names the `key` that the user set to it, where it is known."""
     module, separator, name = path.partition(":")
     if not (module and separator and name):
         raise BadInput("not an import path", key=key, value=path, fix="Write package.module:Name.")

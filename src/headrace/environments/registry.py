@@ -73,12 +73,20 @@ def load_environment(identifier: str, args: dict[str, Any], key: str = "environm
     except BadArgument as error:
         section = key.rpartition(".")[0]
         place = f"{section}.args" if section else "args"
-        raise EnvironmentNotFound(
-            f"{error.fact} (environment {identifier})",
-            key=place if error.key is None else f"{place}.{error.key}",
-            value=error.value,
-            fix=error.fix,
-        ) from error
+        problems = [
+            EnvironmentNotFound(
+                f"{problem.fact} (environment {identifier})",
+                key=place if problem.key is None else f"{place}.{problem.key}",
+                value=problem.value,
+                fix=problem.fix,
+            )
+            for problem in error.problems
+        ]
+        raise EnvironmentNotFound.combine(problems) from error
+    except BadInput as error:
+        if error.key is None and error.file is None:
+            error.key, error.value = key, identifier if error.value is None else error.value
+        raise
     if not isinstance(environment, Environment):
         fact = "not a subclass of headrace.environments.base.Environment"
         raise EnvironmentNotFound(fact, key=key, value=identifier)

@@ -10,9 +10,9 @@ from headrace.environments.adapters.gymnasium import GymnasiumText
 from headrace.environments.base import EpisodeError, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
-from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 from tests.environments.adapters import games
+from tests.refusals import refused
 
 COUNT = "gymnasium:tests.environments.adapters.games:Count"
 
@@ -102,12 +102,13 @@ async def test_a_registered_environment_is_drawn_in_text_and_acted_on_by_numbers
 
 
 def test_a_name_that_gymnasium_does_not_have_is_named():
-    with pytest.raises(BadInput, match="has no environment 'NoSuchLake-v1'"):
+    with refused(key="environment", value="gymnasium:NoSuchLake-v1"):
         load_environment("gymnasium:NoSuchLake-v1", {})
 
 
 def test_ones_own_game_needs_no_gymnasium(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     assert isinstance(load_environment(COUNT, {}), GymnasiumText)
-    with pytest.raises(BadInput, match=r"pip install 'headrace\[gymnasium\]'"):
+    with refused(key="environment", value="gymnasium:FrozenLake-v1") as error:
         load_environment("gymnasium:FrozenLake-v1", {})
+    assert "headrace[gymnasium]" in error.value.fix

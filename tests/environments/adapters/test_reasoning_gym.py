@@ -27,8 +27,8 @@ from headrace.environments.adapters.reasoning_gym_tasks import (
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
-from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
+from tests.refusals import refused
 
 PAGE = (Path(__file__).parents[3] / "docs/reasoning-gym.md").read_text()
 
@@ -70,26 +70,29 @@ def test_settings_reach_the_family():
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "words"),
+    ("family", "settings", "key", "value", "words"),
     [
-        ("knights_knaves", {"n_peple": 3}, "no setting 'n_peple'. Did you mean 'n_people'? Its settings are: depth_c"),
-        ("knights_knaves", {"n_people": 0}, "refuses {'n_people': 0}: Number of people must be at least 1"),
-        ("knights_knaves", {"size": 9}, "set 'num_tasks' instead"),
-        ("knigths_knaves", {}, "no family 'knigths_knaves'. Did you mean 'knights_knaves'?"),
-        ("composite", {}, "is a mixture: give each of its families an environment of its own"),
-        ("graph_color", {}, "cannot be trained on: on 16 of 16 tasks there is no gold answer"),
+        ("knights_knaves", {"n_peple": 3}, "args.n_peple", 3, "'n_people'"),
+        ("knights_knaves", {"n_people": 0}, "args", {"n_people": 0}, "Number of people must be at least 1"),
+        ("knights_knaves", {"size": 9}, "args.size", 9, "num_tasks"),
+        ("knigths_knaves", {}, None, "reasoning-gym:knigths_knaves", "'knights_knaves'"),
+        ("composite", {}, None, "reasoning-gym:composite", "families"),
+        ("graph_color", {}, None, "reasoning-gym:graph_color", "16 of 16 tasks"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_its_reason(family: str, settings: dict[str, Any], words: str):
-    with pytest.raises(BadInput) as refusal:
+def test_what_cannot_be_used_is_refused_with_its_reason(
+    family: str, settings: dict[str, Any], key: str | None, value: Any, words: str
+):
+    with refused(key=key, value=value) as refusal:
         tasks(family, **settings)
     assert words in str(refusal.value)
 
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(BadInput, match=r"pip install 'headrace\[reasoning-gym\]'"):
+    with refused() as error:
         Family("chain_sum", {})
+    assert "headrace[reasoning-gym]" in error.value.fix
 
 
 def test_no_question_is_in_both_splits_whatever_the_seed():

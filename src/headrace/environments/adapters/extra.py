@@ -15,6 +15,5 @@ def library(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:  # it is there, and something that it needs is not
             raise
-        raise BadInput(
-            f"environments of {extra} need a library that is not installed: pip install 'headrace[{extra}]'"
-        ) from error
+        fact = f"the library {error.name} is not installed"
+        raise BadInput(fact, fix=f"Run pip install 'headrace[{extra}]'.") from error

@@ -16,10 +16,11 @@ from typing import Any
 from headrace import imports
 from headrace.environments.adapters.extra import library
 from headrace.environments.adapters.seeds import seeds_of
-from headrace.environments.arguments import BadArgument, bound, check_flag, check_whole
+from headrace.environments.arguments import bound, check_flag, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.tags import tagged
+from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
@@ -69,8 +70,8 @@ class GymnasiumText(Environment):
         self._max_turns = max_turns
         self._prompt = prompt if prompt is not None else TAGGED.format(tag=tag) if tag else ""
         self._tag = tag
-        self._parse: Callable[..., Any] = imports.load(parse, "parse") if parse else parsed
-        self._render: Callable[..., str] = imports.load(render, "render") if render else rendered
+        self._parse: Callable[..., Any] = import_argument("parse", parse) if parse else parsed
+        self._render: Callable[..., str] = import_argument("render", render) if render else rendered
         self._bad_action = bad_action
         self._blocking = blocking
 
@@ -158,12 +159,12 @@ def _parts(method: str, returned: Any, count: int, wanted: str) -> Any:
 def _maker(name: str, make: dict[str, Any]) -> Callable[[], Any]:
     """What makes a game, each episode anew; checked now."""
     if ":" in name and not name.startswith("gymnasium"):
-        return bound(imports.load(name, "environment"), make)
+        return bound(imports.load(name, None), make, within="make.")
     gymnasium = library("gymnasium", "gymnasium")
     try:
         specification = gymnasium.spec(name)
     except gymnasium.error.Error as error:
-        raise BadArgument(f"gymnasium has no environment {name!r}: {error}") from error
+        raise BadInput(f"unknown environment: {error}", value=f"gymnasium:{name}") from error
     drawn = {"render_mode": "ansi"} if _draws_text(specification) else {}
     return lambda: gymnasium.make(name, **{"disable_env_checker": True, **drawn, **make})
 

@@ -62,11 +62,12 @@ class ReasoningGym(Environment):
         check_flag("terse", terse)
         check_mistakes(demonstrate_mistakes)
         if terse and instructions != INSTRUCTIONS:
-            raise BadArgument("terse asks without instructions: leave one of the two away")
+            fix = "Leave out instructions or terse."
+            raise BadArgument("terse prompts have no instructions", key="instructions", value=instructions, fix=fix)
         try:
             self._settings: dict[str, Any] = msgspec.to_builtins(settings)
         except TypeError as error:
-            raise BadArgument(f"settings must be plain values: {error}") from error
+            raise BadArgument(f"expected plain values: {error}") from error
         self._request = Request(family, self._settings, split, num_tasks, seed)
         self._terse = terse
         self._instructions = instructions

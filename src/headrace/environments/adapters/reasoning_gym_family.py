@@ -39,19 +39,21 @@ class Family:
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         known = library("reasoning_gym", EXTRA).factory.DATASETS
         if name == "composite":
-            raise BadInput("'composite' is a mixture: give each of its families an environment of its own instead")
+            fix = "Give each of its families its own environment."
+            raise BadInput("a mixture of families", value=f"reasoning-gym:{name}", fix=fix)
         if name not in known:
-            raise BadInput(f"reasoning-gym has no family {name!r}.{_nearest(name, known, 'There are')}")
+            raise BadInput("unknown family", value=f"reasoning-gym:{name}", fix=_nearest(name, known))
         self.name = name
         self._dataset, self._config = known[name]
         defaults = {field.name: _default(field) for field in dataclasses.fields(self._config)}
         free = sorted(defaults.keys() - OURS.keys())
-        for setting in settings:
+        for setting, value in settings.items():
             if setting in OURS:
-                raise BadInput(f"{name!r} is not given {setting!r}: set {OURS[setting]!r} instead")
+                fact, fix = "not a setting to choose", f"Set {OURS[setting]} instead."
+                raise BadInput(fact, key=f"args.{setting}", value=value, fix=fix)
             if setting not in free:
-                near = _nearest(setting, free, "Its settings are")
-                raise BadInput(f"reasoning-gym's family {name!r} has no setting {setting!r}.{near}")
+                fact = f"unknown setting of reasoning-gym:{name}"
+                raise BadInput(fact, key=f"args.{setting}", value=value, fix=_nearest(setting, free))
         self._settings = settings
         self._defaults = defaults
 
@@ -65,7 +67,8 @@ class Family:
             return self._dataset(config)
         except Exception as error:
             words = str(error) or type(error).__name__
-            raise BadInput(f"reasoning-gym's family {self.name!r} refuses {self._settings}: {words}") from error
+            fact = f"refused by reasoning-gym:{self.name}: {words}"
+            raise BadInput(fact, key="args", value=self._settings) from error
 
 
 @cache
@@ -155,8 +158,8 @@ def _shaped(value: Any, like: Any) -> Any:
     return value
 
 
-def _nearest(name: str, known: Collection[str], those: str) -> str:
-    """Which one may have been meant, and which there are."""
+def _nearest(name: str, known: Collection[str]) -> str:
+    """Say which one may have been meant, and list all."""
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{hint} {those}: {', '.join(sorted(known)) or 'none'}"
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(sorted(known)) or 'none'}."

@@ -32,7 +32,7 @@ from headrace.environments.child import parents_end
 from headrace.environments.fault import fault_of
 from headrace.environments.sandbox import ONE_THREAD
 from headrace.environments.worker_process import how_it_ended
-from headrace.errors import BadInput, Failure
+from headrace.errors import BadInput
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,12 @@ class Made(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    words: str
+    """The fields of a `BadInput`."""
+
+    fact: str
+    key: str | None
+    value: Any
+    fix: str | None
 
 
 class Finished(msgspec.Struct, tag=True):
@@ -119,8 +124,8 @@ def _gathered(request: Request, ours: socket.socket, process: subprocess.Popen[b
             match decoder.decode(line):
                 case Made(task):
                     tasks.append(task)
-                case Refused(words):
-                    raise BadInput(words)
+                case Refused(fact, key, value, fix):
+                    raise BadInput(fact, key=key, value=value, fix=fix)
                 case Finished(left_out, why):
                     _tell_shortage(name, request, len(tasks), left_out, why)
                     return tasks
@@ -129,10 +134,12 @@ def _gathered(request: Request, ours: socket.socket, process: subprocess.Popen[b
                 log.info("%s: %d of %d tasks made in %.0f s", name, len(tasks), request.num_tasks, elapsed)
     except TimeoutError as error:
         raise BadInput(
-            f"{name} made {len(tasks)} of {request.num_tasks} tasks, and then none for {STUCK:g} s, with the settings "
-            f"{request.settings}: ask for fewer (num_tasks), or for easier ones"
+            f"{name} made {len(tasks)} tasks, and then none for {STUCK:g} s, with the settings {request.settings}",
+            key="args.num_tasks",
+            value=request.num_tasks,
+            fix="Lower num_tasks, or choose easier settings.",
         ) from error
-    raise BadInput(f"the process that makes the tasks of {name} {how_it_ended(process.wait())}")
+    raise BadInput(f"the process that makes the tasks {how_it_ended(process.wait())}", value=name)
 
 
 def _tell_shortage(name: str, request: Request, made: int, left_out: int, why: str) -> None:
@@ -155,8 +162,8 @@ def main() -> None:
         try:
             for told in made(msgspec.json.decode(stream.readline(), type=Request)):
                 tell(told)
-        except Failure as error:
-            tell(Refused(str(error)))
+        except BadInput as error:
+            tell(Refused(error.fact, error.key, error.value, error.fix))
 
 
 def made(request: Request) -> Iterator[Made | Finished]:
@@ -174,11 +181,12 @@ def made(request: Request) -> Iterator[Made | Finished]:
             yield Made(task)
         if 2 * len(faults) >= number and number >= TRIAL:
             share = f"on {len(faults)} of {number} tasks {faults[0]}"
-            raise BadInput(f"reasoning-gym's family {request.family!r} cannot be trained on: {share}")
+            raise BadInput(f"cannot be trained on: {share}", value=f"reasoning-gym:{request.family}")
         if len(known) == request.num_tasks or in_vain == PATIENCE:
             break
     if not known:
-        raise BadInput(f"reasoning-gym's family {request.family!r} has no question for {request.split}")
+        fact = f"no question for the split {request.split!r}"
+        raise BadInput(fact, value=f"reasoning-gym:{request.family}")
     yield Finished(len(faults), faults[0] if faults else "")
 
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace import imports
 from headrace.environments.adapters.extra import library
 from headrace.environments.adapters.seeds import seeds_of
-from headrace.environments.arguments import BadArgument, check_whole
+from headrace.environments.arguments import BadArgument, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
 from headrace.environments.fault import fault_of
@@ -68,7 +67,7 @@ class TextArena(Environment):
         self._textarena = library("textarena", "textarena")
         self._seats = _seats(self._textarena, name, self._args)
         if opponent is not None and self._seats == 1:
-            raise BadArgument(f"opponent: {name} is a game for one")
+            raise BadArgument("it is a game for one", key="opponent", value=opponent, fix="Leave opponent out.")
         self._opponent = _opponent(opponent)
         self._max_turns = max_turns
 
@@ -218,7 +217,7 @@ def random_move(text: str, rng: random.Random) -> str:
 def _opponent(name: str | None) -> Opponent | None:
     if name is None or name == RANDOM:
         return None if name is None else random_move
-    function: Opponent = imports.load(name, "opponent")
+    function: Opponent = import_argument("opponent", name)
     return function
 
 
@@ -226,7 +225,8 @@ def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
     """How many play it; tried with a game, which also tells whether it can be played here at all."""
     known = textarena.envs.registration.ENV_REGISTRY
     if name not in known:
-        raise BadArgument(f"textarena has no game {name!r}; textarena.pprint_registry_detailed() lists them")
+        fix = "textarena.pprint_registry_detailed() lists the games."
+        raise BadInput("unknown game", value=f"textarena:{name}", fix=fix)
     problem: Exception | None = None
     for seats in (1, 2):
         try:
@@ -238,8 +238,10 @@ def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
             if game.is_for_one == (seats == 1):
                 return seats
     raise BadInput(
-        f"textarena's {name} cannot be played here, by one or by two: {_line(problem)}. (Some games fetch word lists, "
-        "ask other models, are for more than two, or need a newer Python)"
+        f"cannot be played here, by one or by two: {_line(problem)}",
+        value=f"textarena:{name}",
+        fix="Choose another game. Some fetch word lists, call other models, are for more than two, or need a newer "
+        "Python.",
     ) from problem
 
 

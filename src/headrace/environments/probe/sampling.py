@@ -19,7 +19,7 @@ from headrace.environments.probe.report import Problem, Report, Sampled, rewards
 from headrace.environments.probe.signal import predict
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, again
+from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, again, without_password
 from headrace.rollout.types import Message, Rollout, Task
 
 GROUP_SIZES = (4, 8, 16, 32)
@@ -56,7 +56,8 @@ class Endpoint(NamedTuple):
         finally:
             await client.close()
         if not names:
-            raise BadInput(f"{self.url} has no model: name one with --endpoint-model")
+            url = without_password(self.url)
+            raise BadInput("the server lists no model", key="--endpoint", value=url, fix="Set --endpoint-model.")
         return self._replace(model=names[0])
 
 

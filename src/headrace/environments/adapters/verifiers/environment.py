@@ -10,6 +10,7 @@ from headrace.environments.adapters.verifiers import loading, toolsets
 from headrace.environments.adapters.verifiers.library import prepare, verifiers
 from headrace.environments.adapters.verifiers.outcome import POLICY, rollouts_of
 from headrace.environments.adapters.verifiers.seat import EPISODE, Doorway, Seats
+from headrace.environments.arguments import BadArgument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.errors import BadInput
 from headrace.rollout.types import Message, Rollout, Task
@@ -40,7 +41,8 @@ class VerifiersTaskset(Environment):
         chosen = loading.checked(verifiers().SelectConfig, select or {}, {}, "select.")
         self._taskset = self._env.taskset.select(chosen)
         if not self._taskset.bounded:
-            raise BadInput(f"verifiers:{name} has no end of tasks: say how many with select = {{ limit = 1000 }}")
+            fix = "Set how many tasks to use: select = { limit = 1000 }."
+            raise BadArgument("the taskset is endless", key="select", value=select, fix=fix)
         self._model = verifiers().ModelContext(POLICY, verifiers().EvalClientConfig(api_key_var=POLICY))
         self._single_agent = isinstance(self._env, verifiers().SingleAgentEnv)
         self._listed: list[Any] = []
@@ -73,7 +75,7 @@ class VerifiersTaskset(Environment):
             address.server = await toolsets.serve(toolset, self._open)
             server = verifiers("mcp").SharedToolServer(address, local=True, external=True)
             if shared.setdefault(toolset.server_name, server) is not server:
-                raise BadInput(f"verifiers:{self._name} has two toolsets of the name {toolset.server_name!r}")
+                raise BadInput(f"two toolsets are named {toolset.server_name!r}", value=f"verifiers:{self._name}")
         env._shared_tools, env._interception = shared, Doorway()
         self._open.push_async_callback(env.stop)
         await env.start()
@@ -87,7 +89,7 @@ class VerifiersTaskset(Environment):
         try:
             return self._gold.format_map(vars(self._task(task.key).data))
         except KeyError as error:
-            raise BadInput(f"args.gold names {error}, which is no field of the task") from error
+            raise BadInput(f"the task has no field {error}", key="args.gold", value=self._gold) from error
 
     def _load_tasks(self) -> None:
         if not self._listed:

@@ -25,21 +25,21 @@ class Unsupported(BadInput):
     """A taskset that needs what this process has not."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"verifiers:{name} cannot be run here: {reason}")
+        super().__init__(f"cannot be run here: {reason}", value=f"verifiers:{name}")
 
 
 def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
     """The environment of a taskset: `config` is the taskset's, `env` that of its environment and its agents."""
     loaders = verifiers("utils.loaders")
-    taskset_id = _found(name, verifiers().Taskset)
-    environment_id = _found(env["id"], verifiers().Env) if env.get("id") else ""
+    taskset_id = _found(name, verifiers().Taskset, None)
+    environment_id = _found(env["id"], verifiers().Env, "args.env.id") if env.get("id") else ""
     try:
         taskset = loaders.taskset_class(taskset_id)
         kind = loaders.environment_class(taskset_id, environment_id)
     except ModuleNotFoundError as error:
-        raise BadInput(f"verifiers:{name} cannot be imported: {error.__cause__ or error}") from error
+        raise BadInput(f"cannot be imported: {error.__cause__ or error}", value=f"verifiers:{name}") from error
     except (AttributeError, TypeError, ValueError) as error:  # it exports none, or several
-        raise BadInput(f"verifiers:{name} cannot be loaded: {error}") from error
+        raise BadInput(f"cannot be loaded: {error}", value=f"verifiers:{name}") from error
     if loaders.default_harness_id(taskset_id) != OWN_DEFAULT:
         raise Unsupported(name, "it brings a harness of its own, which is another program")
     rows = checked(loaders.taskset_config_type(taskset_id), config, {"id": taskset_id}, "")
@@ -75,21 +75,21 @@ def check_task(name: str, task: Any) -> None:
             raise Unsupported(name, f"task {data.idx} needs {wanted}")
 
 
-def _found(name: str, base: type) -> str:
+def _found(name: str, base: type, key: str | None) -> str:
     """The name under which verifiers finds a plugin. Its own are of one part: others are offered under such a name."""
     module, _, member = name.partition(":")
     alias = f"headrace_{name.replace('.', '_').replace(':', '_').lower()}"
     if member:
-        plugin = imports.load(name, f"{base.__name__.lower()} of verifiers")
+        plugin = imports.load(name, key)
         if not (isinstance(plugin, type) and issubclass(plugin, base)):
-            raise BadInput(f"verifiers:{name} is not a {base.__name__} of verifiers, but {plugin!r:.80}")
+            raise BadInput(f"not a {base.__name__} of verifiers, but {plugin!r:.80}", key=key, value=name)
         offer(alias, plugin)
         return alias
     if "." in module.partition("@")[0]:  # what follows is a version
         try:
             sys.modules[alias] = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise BadInput(f"verifiers:{name} cannot be imported: {error}") from error
+            raise BadInput(f"cannot be imported: {error}", key=key, value=name) from error
         return alias
     return name
 
@@ -99,17 +99,22 @@ def checked(kind: Any, given: dict[str, Any], fixed: dict[str, Any], prefix: str
     from pydantic import ValidationError
 
     known = [field for field in kind.model_fields if field not in fixed]
-    unknown = [key for key in given if key not in known]
+    fix = f"Known arguments: {', '.join(prefix + key for key in known)}."
+    unknown = [
+        BadArgument("unknown argument", key=prefix + key, value=value, fix=fix)
+        for key, value in given.items()
+        if key not in known
+    ]
     if unknown:
-        named = ", ".join(prefix + key for key in unknown)
-        raise BadArgument(f"{named} (it takes {', '.join(prefix + key for key in known)})")
+        raise BadArgument.combine(unknown)
     try:
         return kind.model_validate({**given, **fixed})
     except ValidationError as error:
-        complaints = [
-            f"{prefix}{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors(include_url=False)
+        problems = [
+            BadArgument(entry["msg"], key=prefix + ".".join(map(str, entry["loc"])), value=entry["input"])
+            for entry in error.errors(include_url=False)
         ]
-        raise BadArgument("; ".join(complaints)) from error
+        raise BadArgument.combine(problems) from error
 
 
 def _seated(name: str, config: Any) -> Any:
