@@ -454,6 +454,20 @@ def test_inputs_that_are_right_pass_a_dry_run(command: str, attempts: Attempts, 
     assert (outcome.code, outcome.started, outcome.imported_torch) == (0, (), False), outcome
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("--orchestrator.renderer.name qwen33", "orchestrator.renderer.name"),
+        ("--inference.renderer.name qwen33", "inference.renderer.name"),
+    ],
+)
+def test_a_value_that_another_section_takes_over_is_reported_where_it_is_written(
+    override: str, key: str, attempts: Attempts, folder: Path, model: Path
+) -> None:
+    outcome = attempt(attempts, folder, model, f"rl rl.toml {override} --dry-run")
+    assert [problem.key for problem in outcome.problems] == [key]
+
+
 def test_each_wrong_input_has_a_name_of_its_own() -> None:
     names = [wrong.name for wrong in ALL]
     assert len(set(names)) == len(names)

@@ -22,10 +22,14 @@ def explain_all(
     for problem in error.errors():
         place = _trace(kind, problem)
         name = ".".join(str(part) for part in place.path)
-        sources = [f"{s}{name.removeprefix(t)}" for t, s in filled_from.items() if f"{name}.".startswith(f"{t}.")]
-        if not any((source, problem["type"]) in found for source in sources):
+        if not any((source, problem["type"]) in found for source in filled_sources(name, filled_from)):
             found[name, problem["type"]] = located(_explain(kind, problem, place), origins)
     return list(found.values())
+
+
+def filled_sources(key: str, filled_from: Mapping[str, str]) -> list[str]:
+    """Return the keys from which this one has its value where none is written."""
+    return [f"{s}{key.removeprefix(t)}" for t, s in filled_from.items() if f"{key}.".startswith(f"{t}.")]
 
 
 def located(problem: BadInput, origins: Origins) -> BadInput:

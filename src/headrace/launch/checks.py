@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,6 +29,7 @@ from headrace.algorithms.registry import check_imports
 from headrace.algorithms.user_function import load_function
 from headrace.config.base import load
 from headrace.config.orchestrator import CustomFilterConfig, EnvConfig
+from headrace.config.problems import filled_sources
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
 from headrace.config.trainer import CustomLossConfig
@@ -93,8 +94,18 @@ def check_run(config: RunConfig | SftConfig, began_with: str | None = None) -> S
         subject = Subject(config, Path(scratch), began_with)
         problems = [problem for check in CHECKS for problem in check(subject)]
     if problems:
-        raise BadInput.combine(problems)
+        raise BadInput.combine(_each_once(problems, config.FILLED_FROM))
     return subject
+
+
+def _each_once(problems: Sequence[BadInput], filled_from: Mapping[str, str]) -> list[BadInput]:
+    """Leave out a problem of a key that has its value, and so the problem, from another."""
+    once = {(problem.key, problem.fact): problem for problem in problems}
+    return [
+        problem
+        for (key, fact), problem in once.items()
+        if not any((source, fact) in once for source in filled_sources(key or "", filled_from))
+    ]
 
 
 def check_output_dir(subject: Subject) -> Iterator[BadInput]:
