@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -412,11 +413,14 @@ PAGE = (Path(__file__).parents[2] / "docs" / "hacking.md").read_text().partition
 
 
 def test_the_file_and_the_commands_of_the_page_are_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    for folder in ("models/Qwen3-0.6B", "datasets/gsm8k"):
-        (tmp_path / "store" / folder).mkdir(parents=True)
+    shutil.copytree(tiny_model, tmp_path / "store" / "models" / "Qwen3-0.6B")
+    data = tmp_path / "store" / "datasets" / "gsm8k"
+    data.mkdir(parents=True)
+    for split in ("train", "test"):
+        (data / f"{split}.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "#### 2"}\n')
     (tmp_path / "brief.yaml").write_text(PAGE.partition("```yaml\n")[2].partition("```")[0])
     commands = [line for line in PAGE.partition("```\n")[2].splitlines() if line.startswith("headrace ")][:4]
     assert len(commands) == 4

@@ -65,7 +65,8 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     plan = None if arguments.dry_run and arguments.resume is None else _plan(arguments, config)
     goes_on = plan is not None and plan.resume and (config.model.sft or config.model.init)
     before = RunDir(plan.fork_of or plan.directory) if plan is not None else None
-    checked = check_run(config, model_of_run(before) if goes_on and before is not None else None)
+    began_with = model_of_run(before) if goes_on and before is not None else None
+    checked = check_run(config, began_with, downloads=not arguments.dry_run)
     _notify(*checked.notices)
     if arguments.dry_run or plan is None or before is None:
         try:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,7 @@ from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
 from headrace.config.trainer import CustomLossConfig
 from headrace.environments.base import tasks_of
+from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
 from headrace.launch.own_code import find_code_beside
@@ -74,6 +75,8 @@ class Subject:
     renderer: Renderer | None = None
     """Unset where the model is not on this machine yet."""
     model: Path | None = None
+    downloads: bool = True
+    """Whether data may be fetched to be checked."""
     lines: list[str] = field(default_factory=list)
     """Resolved lengths."""
     notices: list[str] = field(default_factory=list)
@@ -88,10 +91,16 @@ class Subject:
 Check = Callable[[Subject], Iterator[BadInput]]
 
 
-def check_run(config: RunConfig | SftConfig, began_with: str | None = None) -> Subject:
-    """Check all that can be checked; raise `BadInput` with every problem, or return what was learned."""
-    with tempfile.TemporaryDirectory(prefix="headrace-check-") as scratch:
-        subject = Subject(config, Path(scratch), began_with)
+def check_run(config: RunConfig | SftConfig, began_with: str | None = None, *, downloads: bool = True) -> Subject:
+    """Check all that can be checked; raise `BadInput` with every problem, or return what was learned.
+
+    Without `downloads`, what would have to be fetched first is not checked, and a notice says so. Where the user has
+    turned the hub off, nothing could be fetched later either.
+    """
+    downloads = downloads or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "true", "yes")
+    offline = nullcontext() if downloads else hub_offline()
+    with tempfile.TemporaryDirectory(prefix="headrace-check-") as scratch, offline:
+        subject = Subject(config, Path(scratch), began_with, downloads=downloads)
         problems = [problem for check in CHECKS for problem in check(subject)]
     if problems:
         raise BadInput.combine(_each_once(problems, config.FILLED_FROM))
@@ -222,7 +231,7 @@ def check_environments(subject: Subject) -> Iterator[BadInput]:
             with saying(f"loading environment {entry.name}"):
                 lengths = _lengths(subject, entry, f"{key}.id")
         except Exception as error:
-            yield from _with_key(explain(error, f"{key}.id", entry.id), f"{key}.id", entry.id)
+            yield from _refusals(subject, error, f"{key}.id", entry.id)
             continue
         if lengths:
             sampling = entry.sampling.over(defaults)
@@ -242,8 +251,7 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
             with saying(f"reading {name}"), closing(_examples(source, name, subject.config.seed)) as examples:
                 yield from _judge_examples(subject, name, examples)
         except Exception as error:
-            value = getattr(source, origin)
-            yield from _with_key(explain(error, name, value), name, value)
+            yield from _refusals(subject, error, name, getattr(source, origin))
 
 
 CHECKS: tuple[Check, ...] = (
@@ -270,7 +278,7 @@ def _local_model(subject: Subject) -> Path | None:
         return subject.scratch / model.init
     if model.name is None:
         raise BadInput("not set", key="model", fix="Set model.name, model.init or model.sft.")
-    return cached_model_directory(model.name, "model.name")
+    return cached_model_directory(model.name, "model.name", fetch_later=not subject.downloads)
 
 
 def _start_model(subject: Subject, file: Path) -> Path | None:
@@ -282,7 +290,7 @@ def _start_model(subject: Subject, file: Path) -> Path | None:
     find_code_beside([file])
     config, _ = load(SftConfig, [file])
     config = config.model_copy(update={"eval": SftEvalConfig()})
-    start = Subject(config, subject.scratch, trail=(*subject.trail, file.resolve()))
+    start = Subject(config, subject.scratch, trail=(*subject.trail, file.resolve()), downloads=subject.downloads)
     problems = [problem for check in CHECKS if check is not check_output_dir for problem in check(start)]
     for problem in problems:
         problem.file = problem.file or file
@@ -443,6 +451,28 @@ def _tried(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[
         for problem in explain(error, key).problems:
             problem.key = key  # the check knows what it looks at ("filter"), not where the user set it
             yield problem
+
+
+def _refusals(subject: Subject, error: Exception, key: str, value: Any) -> Iterator[BadInput]:
+    """Yield the problems of an error; data that may not be fetched now is a notice instead."""
+    if isinstance(error, DataNotHere) and not subject.downloads:
+        subject.notices.append(f"{key} = {value}: {error.file} is not on this machine yet: not checked")
+    else:
+        yield from _with_key(explain(error, key, value), key, value)
+
+
+@contextmanager
+def hub_offline() -> Iterator[None]:
+    """Inside, the hub's libraries use their cache alone. They read the variable when they are imported."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
 
 
 def _with_key(error: BadInput, key: str, value: Any = None) -> Iterator[BadInput]:

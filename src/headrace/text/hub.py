@@ -43,8 +43,11 @@ def model_directory(name: str, key: str = "model") -> Path:
         ) from error
 
 
-def cached_model_directory(name: str, key: str = "model") -> Path | None:
-    """Return the same without fetching anything; None where the hub has to be asked."""
+def cached_model_directory(name: str, key: str = "model", *, fetch_later: bool = False) -> Path | None:
+    """Return the same without fetching anything; None where the hub has to be asked.
+
+    Where the hub is turned off that is an error, unless it is off for now alone (`fetch_later`).
+    """
     if Path(name).expanduser().is_dir() or not _may_be_on_hub(name):
         return model_directory(name, key)
     from huggingface_hub import constants, snapshot_download
@@ -53,7 +56,7 @@ def cached_model_directory(name: str, key: str = "model") -> Path | None:
     try:
         directory = Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
-        return model_directory(name, key) if constants.HF_HUB_OFFLINE else None
+        return model_directory(name, key) if constants.HF_HUB_OFFLINE and not fetch_later else None
     return directory if (directory / "tokenizer.json").is_file() else None
 
 

@@ -27,6 +27,10 @@ class DataError(BadInput):
     """Data that cannot be used: `file` is the file or the dataset, `line` the line or row in it, `key` the column."""
 
 
+class DataNotHere(DataError):
+    """A data set on the hub that is not in the cache, and that cannot be fetched now."""
+
+
 class Table(Protocol):
     """Rows by number, and how errors call each."""
 
@@ -194,7 +198,7 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
             return datasets.load_dataset(name, subset, split=split)
         saved = datasets.load_from_disk(name)
     except ConnectionError as error:
-        raise DataError(
+        raise DataNotHere(
             f"not a local directory, and the hub cannot be reached: {error}",
             file=title,
             fix="Give a directory of its files, or load it once where there is a network and copy the cache (HF_HOME).",
