@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from headrace.config.algorithms import GrpoConfig
 from headrace.config.base import ConfigError, dump, load, validate
-from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.orchestrator import EvalConfig, OrchestratorConfig
 from headrace.config.problems import sections_of
 from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
@@ -201,3 +201,9 @@ def test_no_key_loses_its_value_by_being_unset(kind: type[BaseModel]):
         and type(None) in typing.get_args(field.annotation)
     }
     assert lost == set()
+
+
+def test_a_run_that_an_older_version_saved_without_evaluation_still_loads():
+    whole = EvalConfig().model_dump(mode="json", exclude_none=True)
+    assert whole["env"] == []
+    assert run(orchestrator={"eval": whole}).orchestrator.eval == EvalConfig()

@@ -164,6 +164,15 @@ def evaluates_nothing(section: EvalConfig) -> bool:
     return not section.env
 
 
+def says_nothing(section: EvalConfig) -> bool:
+    """Return whether an evaluation without an environment was written by a user, who must have meant something.
+
+    Older versions saved the whole section with a run that evaluates nothing: such a run can be resumed.
+    """
+    saved_whole = {"interval", "group_size", "sampling", "eval_base_model", "skip_eval_on_resume", "env"}
+    return not section.env and not saved_whole <= section.model_fields_set
+
+
 class ClientConfig(Config):
     """How the orchestrator reaches the engine."""
 
@@ -357,7 +366,7 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _something_is_evaluated(self) -> OrchestratorConfig:
-        if "eval" in self.model_fields_set and not self.eval.env:
+        if "eval" in self.model_fields_set and says_nothing(self.eval):
             fix = "Add an [[orchestrator.eval.env]], or take the section back: --orchestrator.eval null."
             raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix=fix)
         return self

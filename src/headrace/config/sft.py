@@ -19,6 +19,7 @@ from headrace.config.orchestrator import (
     OrchestratorRendererConfig,
     check_env_names,
     evaluates_nothing,
+    says_nothing,
 )
 from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.config.trainer import TrainingConfig
@@ -188,7 +189,7 @@ class SftConfig(TrainingConfig):
         for key in ("model", "output_dir", "renderer", "seed"):
             if getattr(self.inference, key) != getattr(InferenceConfig(), key):
                 raise InvalidValue(f"the server takes the run's own {key}", key=f"inference.{key}", fix="Leave it out.")
-        if "eval" in self.model_fields_set and not self.evaluates:
+        if "eval" in self.model_fields_set and says_nothing(self.eval):
             raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix="Add an [[eval.env]], or leave the section out.")
         if self.launch.sharing == "alternate":
             raise InvalidValue(
