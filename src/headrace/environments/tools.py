@@ -86,7 +86,7 @@ def _describe(function: Callable[..., Any]) -> tuple[dict[str, Any], type[pydant
     """The schema in OpenAI's form, and the model that checks arguments. Making them takes a millisecond."""
     given: Any = function
     if not hasattr(given, "__code__"):
-        raise TypeError(f"tool {function!r} is no function: give one with a name, type hints and a docstring")
+        raise TypeError(f"tool {function!r} is not a function: give one with a name, type hints and a docstring")
     # All that a schema is made of: closures of one code may differ in it.
     face = (given.__name__, given.__doc__, given.__defaults__, given.__kwdefaults__, given.__annotations__)
     known = _described.get(given.__code__)

@@ -58,7 +58,9 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
         for index, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise InvalidRequest(f"tools[{index}] is no function with a name: the policy can call nothing else")
+                raise InvalidRequest(
+                    f"tools[{index}] is not a function with a name: the policy can only call functions"
+                )
 
     @property
     def choices(self) -> int:
