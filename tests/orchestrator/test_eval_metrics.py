@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, worked by hand: means without what failed, pass@k where right and wrong are told."""
+"""The numbers of an evaluation, worked by hand: means without what failed, pass@k where rewards are binary."""
 
 from __future__ import annotations
 

@@ -97,21 +97,21 @@ def completion_of(
     rewards = _means([rollout.rewards for rollout in counted])
     metrics = _means([rollout.metrics for rollout in counted])
     reward = sum(rollout.reward for rollout in counted) / len(counted)
-    told = {**rewards, **metrics}
-    if correct.name is not None and correct.name not in told:
-        names = ", ".join(sorted(told)) or "none"
+    values = {**rewards, **metrics}
+    if correct.name is not None and correct.name not in values:
+        names = ", ".join(sorted(values)) or "none"
         raise BadInput(
             "the environment reports no such reward or metric",
             key="--correct",
             value=correct.name,
             fix=f"It reports: {names}.",
         )
-    formatted = told.get(FORMAT)
+    formatted = values.get(FORMAT)
     thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking, tags)) is not None]
     return Completion(
         key,
         sample,
-        correct=correct.value(told, reward) >= correct.threshold,
+        correct=correct.value(values, reward) >= correct.threshold,
         reward=reward,
         rewards=dict(rewards),
         metrics=dict(metrics),
@@ -129,15 +129,15 @@ def counted_of(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def thoughts_of(rollout: Rollout, thinking: Thinking, tags: tuple[str, str]) -> str | None:
-    """All that was thought: between the tags, to the end where they are not closed, or what the renderer told apart."""
+    """Return all thoughts: between the tags, to the end where they are not closed, or the renderer's own field."""
     opening, closing = tags
     found = []
     for written in thinking.written(rollout):
         _, opened, rest = written.partition(opening)
         if opened:
             found.append(rest.partition(closing)[0].strip())
-    told = [str(message["reasoning_content"]) for message in rollout.messages if message.get("reasoning_content")]
-    return "\n".join(found or told) if found or told else None
+    separate = [str(message["reasoning_content"]) for message in rollout.messages if message.get("reasoning_content")]
+    return "\n".join(found or separate) if found or separate else None
 
 
 def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:

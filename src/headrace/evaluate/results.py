@@ -15,7 +15,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.evaluate.completions import Correctness, Scored
 from headrace.evaluate.estimates import Estimate, Spread, estimate, spread_of
-from headrace.orchestrator.eval_metrics import FAILURES_TO_TELL
+from headrace.orchestrator.eval_metrics import NOTICE_ABOVE
 from headrace.rollout.pass_at_k import pass_rates
 
 LENGTH_OF: dict[str, Callable[[Scored], float | None]] = {
@@ -23,7 +23,7 @@ LENGTH_OF: dict[str, Callable[[Scored], float | None]] = {
     "thinking_tokens": lambda episode: episode.thinking_tokens,
     "thinking_words": lambda episode: episode.thinking_words,
 }
-"""Measures of length, of which more than the mean is told."""
+"""Measures of length, which are reported with quantiles."""
 
 
 class Result(msgspec.Struct):
@@ -57,7 +57,7 @@ class Score(NamedTuple):
 
 
 def score_of(measured: Sequence[Collection[str]], samples: int) -> Score:
-    """Return accuracy where right and wrong are told apart of all models, else the mean reward.
+    """Return accuracy where all models have one, else the mean reward.
 
     `measured` has the names of the measures of each model.
     """
@@ -110,9 +110,9 @@ def unmatched_tags(scored: Sequence[Scored], pairs: Sequence[tuple[str, str]]) -
 
 
 def failures(result: Result) -> str | None:
-    """Return the notice that more than `FAILURES_TO_TELL` of the episodes failed; None where fewer did."""
+    """Return the notice that more than `NOTICE_ABOVE` of the episodes failed; None where fewer did."""
     share = result.estimates["failed"].value
-    if share <= FAILURES_TO_TELL:
+    if share <= NOTICE_ABOVE:
         return None
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
     return f"{share:.0%} of the episodes failed and are left out of every mean ({reasons})."

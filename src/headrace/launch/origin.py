@@ -74,7 +74,7 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     config, notices = load(SftConfig, [file])
     for notice in notices:
         _say(notice)
-    # Only the model is kept: nobody could read an evaluation, and a monitor would show a directory that is gone.
+    # Only the model is kept: an evaluation could not be read, and a monitor would show a directory that is gone.
     config = config.model_copy(update={"eval": SftEvalConfig(), "wandb": None, "tensorboard": None})
     base = resolve(config.model, (*trail, file.resolve()))
     # Where and by how many processes it is trained does not shape it.

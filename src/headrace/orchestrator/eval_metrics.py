@@ -17,7 +17,7 @@ from headrace.rollout.types import Rollout
 CORRECT = "correct"
 """The reward or metric that says whether an episode is right, where an environment has one."""
 
-FAILURES_TO_TELL = 0.05
+NOTICE_ABOVE = 0.05
 """The share of failed episodes above which the user is notified."""
 
 Episode = list[Rollout]
@@ -39,9 +39,9 @@ def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
 
 
 def failure_notice(batch: EvalBatch) -> str | None:
-    """Return a sentence if more than `FAILURES_TO_TELL` of the episodes failed, with the commonest reason."""
+    """Return a sentence if more than `NOTICE_ABOVE` of the episodes failed, with the commonest reason."""
     share = batch.metrics[f"eval/{batch.env}/errors"]
-    if share <= FAILURES_TO_TELL:
+    if share <= NOTICE_ABOVE:
         return None
     errors = Counter(rollout.error for rollout in batch.rollouts if rollout.error is not None)
     (error, _), *_ = errors.most_common(1)
@@ -91,7 +91,7 @@ def _mean_over_tasks(groups: Sequence[Sequence[Episode]], read: Callable[[Rollou
 
 
 def _pass_metrics(groups: Sequence[Sequence[Episode]], solved: float | None, k: int) -> dict[str, float]:
-    """Return pass@1, 2, 4, ... k, over the tasks with enough episodes; nothing where right and wrong are not told."""
+    """Return pass@1, 2, 4, ... k, over the tasks with enough episodes; nothing where rewards are not binary."""
     read = _correctness if solved is None else _reward
     values = [[_value(episode, read) for episode in group] for group in groups]
     return {f"pass@{size}": _mean(rates) for size, rates in pass_rates(values, k, solved).items()}

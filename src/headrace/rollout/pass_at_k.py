@@ -22,7 +22,7 @@ def pass_rates(tasks: Sequence[Sequence[float]], samples: int, solved: float | N
     """Return by k the pass@k of each task that has at least k values, those of its episodes that did not fail.
 
     An episode is right from `solved` on. Unset: if its value is 1; nothing is returned where a value is neither 0 nor
-    1, since right and wrong cannot be told apart then.
+    1, since right and wrong are not defined then.
     """
     if solved is None and not all(value in (0.0, 1.0) for values in tasks for value in values):
         return {}

@@ -119,25 +119,25 @@ def check_settings(directory: Path, known: SweepRecord, asked: SweepRecord, *, c
             record.outcome, record.failure = "", ""
             continue
         before = known.runs.get(record.name)
-        told = "it is not one that this sweep has started" if before is None else _changes(before, record)
-        if told and not clean:
+        reason = "it is not one that this sweep has started" if before is None else _changes(before, record)
+        if reason and not clean:
             raise BadRequest(
-                f"{folder} has a run, and {told}",
+                f"{folder} has a run, and {reason}",
                 key="output_dir",
                 value=folder.parent,
                 fix="Choose another, or start such runs over with --clean (deletes them).",
             )
-        if told:
+        if reason:
             Plan(folder, clean=True).apply()
             record.outcome, record.failure = "", ""
 
 
 def _changes(before: RunRecord, now: RunRecord) -> str:
     found = differences([before.settings, now.settings])
-    return ", ".join(f"{key} was {_told(was)}, now {_told(asked)}" for key, (was, asked) in found.items())
+    return ", ".join(f"{key} was {_shown(was)}, now {_shown(asked)}" for key, (was, asked) in found.items())
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "default" if value is None else str(value)
 
 

@@ -111,10 +111,10 @@ class Learner:
         names = checkpoint.saved_names(start)
         model = prefixed(MODEL, self.model.learned())
         known = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
-        strangers = sorted(name for name in names if name not in model and name not in known)
-        if strangers:
+        unused = sorted(name for name in names if name not in model and name not in known)
+        if unused:
             raise ResumeError(
-                f"the checkpoint has {strangers[0]}, which this run does not use: it was saved for another model or "
+                f"the checkpoint has {unused[0]}, which this run does not use: it was saved for another model or "
                 "with another optim.type",
                 key="--resume",
                 value=start,
