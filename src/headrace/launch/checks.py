@@ -7,8 +7,6 @@ what its module raises when it is imported, the trainer reports.
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import os
 import sys
@@ -37,6 +35,7 @@ from headrace.environments.base import tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
+from headrace.launch.function_source import look_for
 from headrace.launch.own_code import find_code_beside
 from headrace.launch.prompt_lengths import (
     SAMPLED,
@@ -399,49 +398,6 @@ def _judge_examples(subject: Subject, key: str, examples: Iterator[Conversation]
             f"{subject.seq_len}: the longest has {longest} tokens"
         )
     subject.lines.append(f"examples of {key}: {shortest} to {longest} tokens ({count} sampled)")
-
-
-def look_for(import_path: str, kwargs: dict[str, Any]) -> None:
-    """Raise `BadInput` unless the source of a module has this function, and the function takes these kwargs."""
-    module, _, name = import_path.partition(":")
-    if not (module and name):
-        raise BadInput("not an import path", value=import_path, fix="Write package.module:function.")
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None:
-        raise BadInput(f"there is no module {module!r}", value=import_path)
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return  # compiled, or a folder: only an import can tell
-    tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
-    defined = dict(_names(tree))
-    if name not in defined and "*" not in defined:
-        raise BadInput(f"{spec.origin} does not define {name!r}", value=import_path)
-    match defined.get(name):
-        case ast.AsyncFunctionDef(lineno=line):
-            raise BadInput("an async function; write a plain one", value=import_path, file=spec.origin, line=line)
-        case ast.FunctionDef(args=arguments, lineno=line) if arguments.kwarg is None:
-            known = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
-            required = [argument.arg for argument in arguments.args][1 : -len(arguments.defaults) or None]
-            if wrong := sorted({*kwargs} - {*known}) + sorted({*required} - {*kwargs}):
-                fact = f"takes {', '.join(known)}: does not fit its kwargs in {', '.join(wrong)}"
-                raise BadInput(fact, value=import_path, file=spec.origin, line=line)
-
-
-def _names(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """What a module defines, anywhere outside functions and classes; `*` for what another module brings."""
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (((alias.asname or alias.name).partition(".")[0], node) for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id, node
-        else:
-            pending += ast.iter_child_nodes(node)
 
 
 def _tried(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[BadInput]:

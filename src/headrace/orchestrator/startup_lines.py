@@ -55,4 +55,5 @@ def _of_evaluation(config: OrchestratorConfig, env: EvalEnvConfig, tasks: int) -
     defaults = config.eval
     used = min(tasks, env.num_examples or defaults.num_examples or tasks)
     episodes, interval = env.group_size or defaults.group_size, env.interval or defaults.interval
-    return f"evaluation on {env.name}: {used:,} tasks, {episodes} episodes each, every {interval} steps"
+    each = "1 episode" if episodes == 1 else f"{episodes} episodes"
+    return f"evaluation on {env.name}: {used:,} tasks, {each} each, every {interval} steps"
