@@ -370,7 +370,10 @@ def test_keys_that_say_nothing_here_are_ignored_with_a_word(tmp_path: Path):
     assert notices[2].startswith("trainer.optim is paged_adamw_8bit: it is AdamW with a state in float32")
 
 
-def test_plugins_lie_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_plugins_lie_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # where it is set, a model that is not here is refused
     (tmp_path / "own_run_file.py").write_text(
         "from headrace.hackable import Objective, TrainingSample\n"
         "def two(first='a'):\n    yield TrainingSample(first, '1')\n    yield TrainingSample('b', '2')\n"
