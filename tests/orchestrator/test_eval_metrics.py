@@ -57,10 +57,10 @@ def test_where_every_episode_failed_there_is_no_mean_and_a_notice():
     assert notice is not None and FAILED.detail in notice and "no score" in notice
 
 
-@pytest.mark.parametrize(("failures", "told"), [(0, False), (1, False), (2, True)])
-def test_more_than_one_in_twenty_failures_are_worth_a_notice(failures: int, told: bool):
+@pytest.mark.parametrize(("failures", "is_noticed"), [(0, False), (1, False), (2, True)])
+def test_more_than_one_in_twenty_failures_are_worth_a_notice(failures: int, is_noticed: bool):
     members = [failed(n) if n < failures else episode(n, 1.0) for n in range(20)]
-    assert (failure_notice(evaluated(members, size=20)) is not None) == told
+    assert (failure_notice(evaluated(members, size=20)) is not None) == is_noticed
 
 
 def test_binary_rewards_have_pass_at_every_power_of_two_up_to_the_group_size():

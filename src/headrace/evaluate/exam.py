@@ -222,15 +222,15 @@ def _in_words(model: ServedModel, conditions: Conditions) -> Way:
     return Way(line, Thinking(written, count), tokens)
 
 
-def _directory(given: str | None, told: str) -> Path:
-    """Where the tokenizer is: in what was given, else in what the server calls its model."""
-    if given is None and not Path(told).is_dir():
+def _directory(given: str | None, served_name: str) -> Path:
+    """Return the directory of the tokenizer: what was given, else what the server calls its model."""
+    if given is None and not Path(served_name).is_dir():
         raise BadInput(
-            f"the server calls its model {told}, which is not a directory on this machine",
+            f"the server calls its model {served_name}, which is not a directory on this machine",
             key="--tokenizer",
             fix="Give the model's directory with --tokenizer DIR.",
         )
-    return model_directory(given or told)
+    return model_directory(given or served_name)
 
 
 class Exam:
