@@ -45,7 +45,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 
 docs: $(RUNTIME)
-	$(BIN)/python -m headrace.config.reference docs/config.md
+	$(BIN)/python -m headrace.runfile.reference docs/config.md
 
 lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)

@@ -1,4 +1,4 @@
-"""Rooms and who may enter them: what each part of the package may import."""
+"""What each package may import."""
 
 import ast
 import json
@@ -17,16 +17,13 @@ LIGHT_PACKAGES = (
     "orchestrator",
     "algorithms",
     "environments",
-    "hackable",
-    "evaluate",
+    "tools",
     "transport",
     "text",
     "observe",
     "config",
+    "runfile",
     "launch",
-    "sweep",
-    "chat",
-    "hub",
     "inference.client",
     "inference.server",
 )
@@ -76,45 +73,86 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-CONTRACT = "inference.client.reference"
-"""What algorithms know of other models: an interface, which imports nothing of its room."""
+def files_of(package: str) -> list[Path]:
+    files = sorted((SOURCE / package).rglob("*.py"))
+    assert files
+    return files
 
 
-def files_of(room: str) -> list[Path]:
-    found = sorted((SOURCE / room).rglob("*.py"))
-    assert found
-    return found
+def enters(module: str, package: str) -> bool:
+    return module == f"headrace.{package}" or module.startswith(f"headrace.{package}.")
 
 
-def enters(module: str, room: str) -> bool:
-    return module == f"headrace.{room}" or module.startswith(f"headrace.{room}.")
-
-
-@pytest.mark.parametrize(
-    ("room", "closed"),
-    [
-        ("trainer", ("orchestrator", "algorithms", "launch", "cli")),
-        ("orchestrator", ("trainer", "launch", "cli")),
-        ("algorithms", ("trainer", "orchestrator", "launch", "cli", "inference")),
-        ("environments", ("trainer", "orchestrator", "launch", "cli")),
-        ("transport", ("trainer", "orchestrator", "algorithms", "launch", "cli", "config")),
-        ("inference", ("trainer", "orchestrator", "algorithms", "launch", "cli")),
-        ("sweep", ("trainer", "cli")),
-        ("config", ("trainer", "orchestrator", "algorithms", "launch", "cli", "inference", "environments")),
-    ],
+LAYERS = (
+    ("cli",),
+    ("tools",),
+    ("launch",),
+    ("runfile",),
+    ("orchestrator", "trainer"),
+    ("algorithms",),
+    ("environments",),
+    ("inference",),
+    ("observe",),
+    ("config", "text", "transport"),
+    ("rollout",),
+    ("imports", "machine", "cuda_driver", "shared_device", "garbage", "headers", "names"),
+    ("errors",),
 )
-def test_imports_point_downward(room: str, closed: tuple[str, ...]):
-    trespasses = {
-        f"{path.relative_to(SOURCE)} imports {module}"
-        for path in files_of(room)
-        for module in imports_of(path)
-        if any(enters(module, other) for other in closed) and not enters(module, CONTRACT)
+"""The packages and top-level modules from the top to the bottom. Each may import what stands below its own row."""
+TOOLS = (
+    ("sweep",),
+    ("evaluate", "compare", "rescore", "probe", "check_algorithm", "hub", "chat"),
+)
+"""The same for the folders of `tools`."""
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the packages and modules in a folder."""
+    return {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+
+
+def upward_imports(folder: Path, prefix: str, layers: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Return `file imports module` for each import between rows of `layers` that does not point downward."""
+    row = {name: number for number, names in enumerate(layers) for name in names}
+    upward = []
+    for path in sorted(folder.rglob("*.py")):
+        own = path.relative_to(folder).with_suffix("").parts[0]
+        for module in imports_of(path) if own in row else ():
+            other = module.removeprefix(prefix).split(".")[0] if module.startswith(prefix) else own
+            if other in row and other != own and row[other] <= row[own]:
+                upward.append(f"{path.relative_to(SOURCE)} imports {module}")
+    return upward
+
+
+def test_every_package_has_a_place_in_the_layers():
+    assert {name for row in LAYERS for name in row} == names_in(SOURCE) - {"__init__", "__main__"}
+    assert {name for row in TOOLS for name in row} == names_in(SOURCE / "tools") - {"__init__"}
+
+
+def test_imports_point_downward():
+    # Every package, imports inside functions and those for type checking included: so there are no circles either.
+    assert upward_imports(SOURCE, "headrace.", LAYERS) == []
+    assert upward_imports(SOURCE / "tools", "headrace.tools.", TOOLS) == []
+
+
+def test_an_upward_import_and_one_beside_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    for name, text in {
+        "low": "def late():\n    from headrace.high import thing\n",
+        "high": "import headrace.low\nimport headrace.beside\n",
+        "beside": "",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "module.py").write_text(text)
+    assert set(upward_imports(tmp_path, "headrace.", (("high", "beside"), ("low",)))) == {
+        "low/module.py imports headrace.high",
+        "low/module.py imports headrace.high.thing",
+        "high/module.py imports headrace.beside",
     }
-    assert trespasses == set()
 
 
 @pytest.mark.parametrize(
-    ("room", "closed"),
+    ("package", "closed"),
     [
         ("server", ("embedded", "vllm", "client")),
         ("embedded", ("server", "vllm", "client")),
@@ -123,14 +161,14 @@ def test_imports_point_downward(room: str, closed: tuple[str, ...]):
         ("weights", ("server", "embedded", "vllm", "client")),
     ],
 )
-def test_the_engines_and_the_server_know_each_other_by_their_contract_alone(room: str, closed: tuple[str, ...]):
-    trespasses = {
+def test_the_engines_and_the_server_know_each_other_by_their_contract_alone(package: str, closed: tuple[str, ...]):
+    forbidden = {
         f"{path.relative_to(SOURCE)} imports {module}"
-        for path in files_of(f"inference/{room}")
+        for path in files_of(f"inference/{package}")
         for module in imports_of(path)
         if any(enters(module, f"inference.{other}") for other in closed) and path.name != "main.py"
     }
-    assert trespasses == set()  # but for main.py, which starts an engine
+    assert forbidden == set()  # but for main.py, which starts an engine
 
 
 def test_rollout_imports_only_the_standard_library_numpy_msgspec_and_safetensors():

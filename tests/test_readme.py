@@ -10,10 +10,10 @@ import pytest
 
 from headrace.cli.main import parse
 from headrace.config.base import load, validate
-from headrace.config.run import RunConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
+from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()

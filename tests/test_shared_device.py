@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from headrace.cli.trainer import engines_beside
-from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.inference.embedded.room import cache_room
+from headrace.runfile.run import RunConfig
 from headrace.shared_device import EnginesBeside, TrainerBeside
 
 GIB = 1 << 30

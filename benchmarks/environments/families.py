@@ -22,10 +22,10 @@ from statistics import fmean
 from typing import Any
 
 from headrace.environments.adapters.extra import library
-from headrace.environments.probe.findings import findings
-from headrace.environments.probe.probing import probe
-from headrace.environments.probe.report import Report
 from headrace.errors import Failure
+from headrace.tools.probe.findings import findings
+from headrace.tools.probe.probing import probe
+from headrace.tools.probe.report import Report
 
 HEADER = "| family | loads | gold earns | hostile answers | slowest score | probed in |\n|---|---|---|---|---|---|\n"
 SCORER_FAILED = re.compile(r"answers that its scorer failed on \((.*)\): \d+ so far")

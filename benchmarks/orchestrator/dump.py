@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.orchestrator.dump import write_rollouts
 from headrace.rollout.types import NOT_SAMPLED, Rollout, Sample, Turn
+from headrace.transport.rollout_dump import write_rollouts
 
 PROMPT = 64
 TICK = 0.001

@@ -26,11 +26,9 @@ from fake_engine import FakeEngine
 from fake_run import COMPLETION_TOKENS, FOREVER, running
 
 from headrace.config.base import load
-from headrace.config.run import RunConfig
 from headrace.errors import BadInput
 from headrace.observe.history import Tail
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
-from headrace.orchestrator.journal import Clock, Totals
 from headrace.orchestrator.ledger import Ledger
 from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.settings import Settings
@@ -58,7 +56,9 @@ from headrace.orchestrator.signals import (
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version
+from headrace.runfile.run import RunConfig
 from headrace.trainer.tiny import write_tiny_model
+from headrace.transport.journal import Clock, Totals
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "math" / "rl.toml"
 MEDIAN, SIGMA = 2.0, 1.0

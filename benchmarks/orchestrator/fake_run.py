@@ -15,11 +15,11 @@ from typing import Any
 from fake_engine import FakeEngine
 
 from headrace.config.base import validate
-from headrace.config.run import RunConfig
 from headrace.environments.base import Context, Environment
 from headrace.launch.saved_config import save
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.rollout.version import Version
+from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 
 PROMPT_TOKENS = 100

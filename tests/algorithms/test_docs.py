@@ -8,13 +8,13 @@ from typing import get_args
 
 import pytest
 
-from headrace.algorithms.conformance.stage import SEQ_LEN, StandIn
 from headrace.algorithms.registry import make_algorithm
 from headrace.cli.main import main, parse
 from headrace.config.algorithms import AlgoConfig
 from headrace.config.base import Tree, load, validate
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.config.run import RunConfig
+from headrace.runfile.run import RunConfig
+from headrace.tools.check_algorithm.stage import SEQ_LEN, StandIn
 from tests.algorithms.groups import advantages, make_group
 from tests.algorithms.test_rae import group_of
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from headrace.algorithms.base import Algorithm
-from headrace.algorithms.conformance.settings import algorithm_config
 from headrace.algorithms.registry import check_imports, make_algorithm
+from headrace.tools.check_algorithm.settings import algorithm_config
 from tests.algorithms.teachers import Teacher
 from tests.refusals import refused
 

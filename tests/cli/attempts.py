@@ -82,16 +82,6 @@ class Attempts:
 
 def serve(requests: Iterator[str]) -> None:
     """Answer each line of JSON with another, from a fork that does what it says."""
-    import headrace.cli.main
-    import headrace.cli.training
-    import headrace.config.run
-    import headrace.config.sft
-    import headrace.environments.registry
-    import headrace.environments.shipped.reverse_text
-    import headrace.launch.checks
-    import headrace.launch.local
-    import headrace.launch.origin
-    import headrace.launch.variables  # noqa: F401
     from headrace.text.renderer import make_renderer
     from headrace.text.tokenizer import Tokenizer
     from headrace.trainer.tiny import write_tiny_settings

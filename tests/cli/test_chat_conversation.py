@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace.chat.commands import HELP, Leave, obey, question_in, read_line
-from headrace.chat.conversation import Conversation
-from headrace.chat.target import base_url, key_in
 from headrace.cli.chat import read_overrides
 from headrace.errors import BadInput
+from headrace.launch.server_target import base_url, key_in
+from headrace.tools.chat.commands import HELP, Leave, obey, question_in, read_line
+from headrace.tools.chat.conversation import Conversation
 from tests.refusals import refused
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headrace.chat.conversation import Conversation
-from headrace.chat.session import Session, talk
-from headrace.chat.terminal import Terminal
 from headrace.cli.main import main
 from headrace.inference.client.chat_stream import ChatServer
+from headrace.tools.chat.conversation import Conversation
+from headrace.tools.chat.session import Session, talk
+from headrace.tools.chat.terminal import Terminal
 from tests.cli.chat_stand_in import HANG_UP_WAIT, ChatStandIn, chat_stand_in
 
 CTRL_C = KeyboardInterrupt()

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.cli.main import main, parse
 from headrace.config.base import validate
-from headrace.config.run import RunConfig
+from headrace.runfile.run import RunConfig
 from tests.observe.runs import write_episodes, write_run
 
 REPOSITORY = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import pytest
 from headrace.cli.main import main
 from headrace.cli.new import SETTINGS, class_name, module_name
 from headrace.config.base import validate
-from headrace.config.run import RunConfig
 from headrace.errors import BadInput
+from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
 KINDS = tuple(SETTINGS)

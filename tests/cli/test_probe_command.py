@@ -14,10 +14,10 @@ from headrace.cli.arguments import importable
 from headrace.cli.main import main, parse
 from headrace.cli.probe import read_options
 from headrace.config.base import ConfigError
-from headrace.environments.probe.prompts import TINY
 from headrace.errors import BadInput
-from tests.environments.probe.probed import ASKING, CALLING
+from headrace.tools.probe.prompts import TINY
 from tests.inference.openai_stand_in import OpenAIStandIn
+from tests.tools.probe.probed import ASKING, CALLING
 
 REPOSITORY = Path(__file__).parents[2]
 FEW = ("--tasks", "2", "--examples", "1")

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.chat.commands import HELP
-from headrace.chat.conversation import SETTINGS
 from headrace.cli.main import parse
 from headrace.cli.serve import greeting, read_target
 from headrace.config.inference import InferenceConfig
@@ -26,6 +24,8 @@ from headrace.inference.server.app import App
 from headrace.inference.server.keys import Forbidden, Unauthorized
 from headrace.inference.server.replies import TooLarge, TooSlow, error_reply
 from headrace.inference.weights.errors import WeightsUnreachable
+from headrace.tools.chat.commands import HELP
+from headrace.tools.chat.conversation import SETTINGS
 from tests.cli.chat_stand_in import chat_stand_in
 
 REPOSITORY = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.config.base import ConfigError, Tree, load, merge, validate
-from headrace.config.run import RunConfig
 from headrace.errors import BadInput
+from headrace.runfile.run import RunConfig
 
 
 def minimal(**changes: Any) -> Tree:

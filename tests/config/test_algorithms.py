@@ -7,7 +7,7 @@ import pytest
 from headrace.config.algorithms import sampling_source
 from headrace.config.base import ConfigError, validate
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.config.run import RunConfig
+from headrace.runfile.run import RunConfig
 from tests.config.run_files import algo, minimal, refusal, refusals
 
 URL = "http://host:8001/v1"

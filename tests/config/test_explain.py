@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headrace.config.base import Config, ConfigError
-from headrace.config.explain import children, explain, find, keys, kinds_of, nearest, summary_of, values_at
-from headrace.config.run import RunConfig
 from headrace.config.sentences import SENTENCES
 from headrace.config.sft import SftConfig
+from headrace.runfile.explain import children, explain, find, keys, kinds_of, nearest, summary_of, values_at
+from headrace.runfile.run import RunConfig
 
 ROOTS = [RunConfig, SftConfig]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.config.base import dump, validate
-from headrace.config.run import RunConfig
+from headrace.runfile.run import RunConfig
 from tests.config.run_files import minimal, refusal, refusals, run
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.config.base import Config, ConfigError, dump, load
-from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
+from headrace.runfile.run import RunConfig
 from tests.config.run_files import MINIMAL, run
 
 SHORT = """
@@ -78,8 +78,8 @@ def at(config: Any, key: str) -> Any:
         (
             RunConfig,
             SHORT,
-            "--data.class_path tests.hackable.plugins:numbers",
-            {"orchestrator.train.env.0.args": {"provider": "tests.hackable.plugins:numbers"}},
+            "--data.class_path tests.environments.hackable.plugins:numbers",
+            {"orchestrator.train.env.0.args": {"provider": "tests.environments.hackable.plugins:numbers"}},
         ),
         (SftConfig, SFT, "--model.name other", {"model.name": "other", "model.init": None}),
         (

@@ -6,8 +6,8 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config.base import load
-from headrace.config.run import RunConfig
 from headrace.environments.registry import load_environment
+from headrace.runfile.run import RunConfig
 from headrace.trainer.tiny import write_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]

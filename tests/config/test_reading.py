@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from headrace.config.base import ConfigError, load, parse_overrides
-from headrace.config.run import RunConfig
 from headrace.config.yaml_text import parse_yaml
+from headrace.runfile.run import RunConfig
 from tests.config.run_files import MINIMAL, algo, load_text
 
 

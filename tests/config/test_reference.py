@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from headrace.config.explain import keys
-from headrace.config.reference import FILES, ROOT, anchor, reference
+from headrace.runfile.explain import keys
+from headrace.runfile.reference import FILES, ROOT, anchor, reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

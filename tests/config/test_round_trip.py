@@ -17,8 +17,8 @@ from headrace.config.algorithms import GrpoConfig
 from headrace.config.base import ConfigError, dump, load, validate
 from headrace.config.orchestrator import EvalConfig, OrchestratorConfig
 from headrace.config.problems import sections_of
-from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
+from headrace.runfile.run import RunConfig
 from tests.config.run_files import MINIMAL, load_text, minimal, run
 
 FIXED = settings(deadline=None, max_examples=40, derandomize=True)

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 from headrace.algorithms.rae import Rae
 from headrace.launch.saved_config import read_run
 from headrace.orchestrator.audit import violations
-from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.replay import replayed_state
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Task
+from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.chaos import LAUNCHER, MOMENTS, Chaos, Evidence
 from tests.end_to_end.environments import Letters

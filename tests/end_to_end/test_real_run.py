@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.observe.metrics import read_metrics
-from headrace.orchestrator.journal import Journal
 from headrace.rollout.version import Version
+from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
 from tests.observe.metrics_page import undocumented

@@ -10,7 +10,7 @@ from benchmarks.environments.exploitability import measured
 
 from headrace.environments.shipped.kuhn import exploitability
 from headrace.observe.metrics import read_metrics
-from headrace.orchestrator.journal import Journal
+from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import REPOSITORY, finish, headrace, is_alive, processes_of, start, wait_until
 

@@ -7,12 +7,12 @@ from types import ModuleType
 import pytest
 
 from headrace.config.base import load
-from headrace.config.run import RunConfig
 from headrace.environments.base import tasks_of
-from headrace.environments.probe.findings import findings
-from headrace.environments.probe.probing import probe
 from headrace.environments.script import play
 from headrace.rollout.types import Task
+from headrace.runfile.run import RunConfig
+from headrace.tools.probe.findings import findings
+from headrace.tools.probe.probing import probe
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tool-calls"
 GOLD = {"name": "find_hotel", "arguments": {"city": "Oslo", "nights": 3, "stars": 4}}

@@ -12,7 +12,6 @@ import pytest
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
-from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch import local
 from headrace.launch.errors import LaunchError
@@ -25,6 +24,7 @@ from headrace.launch.local import (
     start_timeout,
 )
 from headrace.machine import VISIBLE
+from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 from tests.refusals import refused
 

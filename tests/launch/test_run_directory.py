@@ -11,7 +11,7 @@ from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints, decide, hold, refuse_shorter
 from headrace.observe.history import History
 from headrace.observe.metrics import MetricsLog, read_metrics
-from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from tests.refusals import refused
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from headrace.config.base import ConfigError, dump, load
-from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.saved_config import (
     changes,
@@ -20,6 +19,7 @@ from headrace.launch.saved_config import (
     read_sampled_run,
     save,
 )
+from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 
 TEXT = """

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.base import dump, put, validate
-from headrace.config.run import RunConfig
-from headrace.evaluate.completions import Completion, CompletionsFile
 from headrace.observe.metrics import MetricsLog
+from headrace.runfile.run import RunConfig
+from headrace.tools.evaluate.completions import Completion, CompletionsFile
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.config.run import TensorboardConfig, WandbConfig
+from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.observe.history import Record
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.monitors import Forwarder, MonitorError, as_text, forwarding, read_samples, spread_over
-from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.rollout.types import Rollout, RolloutError, Sample
+from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
 from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 

@@ -11,9 +11,9 @@ from headrace.cli.main import main
 from headrace.observe.environments import EnvironmentReport, ends
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.summary import duration, summarize, text, write_summary
-from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
-from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.rollout.types import Rollout, RolloutError
+from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
 from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 

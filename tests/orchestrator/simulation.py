@@ -27,7 +27,6 @@ from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.curriculum import DifficultyPool
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.gate import AdvantageRange
-from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
 from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
@@ -60,6 +59,7 @@ from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version, staleness
+from headrace.transport.journal import Journal
 
 DEADLINE = 90 * 86400.0
 """Simulated seconds within which every run must end."""

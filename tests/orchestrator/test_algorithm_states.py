@@ -12,7 +12,7 @@ from headrace.config.base import validate
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.orchestrator.crediting import set_up_algorithms
-from headrace.orchestrator.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
 from tests.algorithms.teachers import MODEL, Teacher
 from tests.refusals import refused
 

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.orchestrator.audit import violations
-from headrace.orchestrator.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.run_dir import RunDir
 
 

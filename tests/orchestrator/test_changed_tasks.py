@@ -10,9 +10,9 @@ from headrace.config.orchestrator import EnvConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.observe.status import Status
 from headrace.orchestrator.changed_tasks import tell_changed_tasks
-from headrace.orchestrator.journal import Journal, fork
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.wiring import Environments
+from headrace.transport.journal import Journal, fork
 
 
 class Sums(Environment):

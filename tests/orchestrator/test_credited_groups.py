@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.orchestrator.credited_groups import CreditedGroups
-from headrace.orchestrator.dump import write_rollouts
-from headrace.orchestrator.rollout_files import RolloutFiles
 from headrace.rollout.types import Rollout, RolloutError
+from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import RolloutFiles
 
 Row = tuple[int, str]
 """Draw and drop reason; none: it was shipped."""

@@ -12,7 +12,7 @@ from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import Health
 from headrace.orchestrator.crediting import PolicyReference, set_up_algorithms
-from headrace.orchestrator.journal import Journal
+from headrace.transport.journal import Journal
 from tests.algorithms.teachers import MODEL, Teacher
 from tests.refusals import refused
 

@@ -13,9 +13,9 @@ from headrace.orchestrator.circuit import FIRST_REST, LONGEST_REST, PATIENCE, Ci
 from headrace.orchestrator.curricula import check_imports, make_gate, make_sampler
 from headrace.orchestrator.curriculum import CurriculumFailed, DifficultyPool, TaskSampler
 from headrace.orchestrator.gate import AdvantageRange, Gate
-from headrace.orchestrator.journal import Lesson
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, Sample, Task
+from headrace.transport.journal import Lesson
 from tests.refusals import refused
 
 WEIGHTS = {"unseen": 1.0, "hard": 0.2, "normal": 1.0, "easy": 0.2}

@@ -11,9 +11,9 @@ import pytest
 from headrace.config.base import load, validate
 from headrace.config.curriculum import CurriculumConfig
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.config.run import RunConfig
 from headrace.orchestrator.curricula import check_imports, make_gate, make_sampler
 from headrace.rollout.types import Task
+from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = (REPOSITORY / "docs" / "curriculum.md").read_text()

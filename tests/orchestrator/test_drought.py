@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from headrace.orchestrator.drought import Drought, likely_cause
-from headrace.orchestrator.journal import GROUP_FAILED
 from headrace.orchestrator.signals import Kind, ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout, RolloutError, Task
+from headrace.transport.journal import GROUP_FAILED
 
 
 def group(kept: int = 0, *, failed: int = 0, dropped: str = "", size: int = 2) -> ScoredGroup:

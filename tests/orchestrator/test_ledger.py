@@ -1,9 +1,9 @@
 """The ledger: what a commit may take, in the order of credit, and with which state."""
 
-from headrace.orchestrator.journal import AlgorithmState, Clock, Draw, Totals
 from headrace.orchestrator.ledger import Ledger, commonest
 from headrace.orchestrator.signals import Kind, ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
+from headrace.transport.journal import AlgorithmState, Clock, Draw, Totals
 
 
 def make_ledger(**given) -> Ledger:

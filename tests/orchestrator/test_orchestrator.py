@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.config.base import validate
-from headrace.config.run import RunConfig
 from headrace.environments.base import Environment
 from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import BadInput, Failure
@@ -24,14 +23,15 @@ from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.observe.status import Status
 from headrace.orchestrator import main
 from headrace.orchestrator.audit import violations
-from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.pipeline import RunFailed
-from headrace.orchestrator.rollout_files import RolloutFiles
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version, staleness
+from headrace.runfile.run import RunConfig
 from headrace.transport.batches import BatchStore
+from headrace.transport.journal import Journal
 from headrace.transport.lock import only_one
+from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 from tests.observe.metrics_page import undocumented

@@ -15,14 +15,14 @@ from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
 from headrace.algorithms.length_penalty import Linear
 from headrace.environments.base import Environment, EpisodeError
-from headrace.orchestrator.dump import write_rollouts
 from headrace.orchestrator.gate import AdvantageRange
-from headrace.orchestrator.journal import AlgorithmState
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.orchestrator.step_metrics import step_metrics
 from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
+from headrace.transport.journal import AlgorithmState
+from headrace.transport.rollout_dump import write_rollouts
 
 ZERO_ADVANTAGE = Filter("zero_advantage", has_no_advantage, enforce=True)
 

@@ -9,7 +9,6 @@ import pytest
 from headrace.inference.schema import Health
 from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.evaluation import EvalSource
-from headrace.orchestrator.journal import Journal, Lesson
 from headrace.orchestrator.ledger import Ledger
 from headrace.orchestrator.pipeline import Pipeline, RunFailed
 from headrace.orchestrator.settings import Settings
@@ -35,6 +34,7 @@ from headrace.orchestrator.signals import (
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, Sample, Task
 from headrace.rollout.version import Version
+from headrace.transport.journal import Journal, Lesson
 
 SETUPS = {
     "one environment": {"group_sizes": {"a": 4}, "batch_size": 16},

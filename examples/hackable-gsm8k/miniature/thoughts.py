@@ -17,8 +17,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from headrace.environments.base import Demonstration, Environment
+from headrace.environments.hackable import TrainingSample, build_data_provider, register_data_provider
 from headrace.environments.strict_format import StrictFormat
-from headrace.hackable import TrainingSample, build_data_provider, register_data_provider
 
 MOST_LINES = 6
 PLAIN = {"digits": 1, "operations": "+-", "instructions": ""}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.orchestrator.journal import Journal
+    from headrace.transport.journal import Journal
     from headrace.transport.run_dir import RunDir
 
 
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
     from headrace.launch.run_directory import find_run
     from headrace.orchestrator.audit import report, violations
-    from headrace.orchestrator.journal import Journal
+    from headrace.transport.journal import Journal
     from headrace.transport.run_dir import RunDir
 
     run = RunDir(find_run(arguments.run))

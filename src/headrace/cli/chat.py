@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from headrace.errors import BadInput
 
 if TYPE_CHECKING:
-    from headrace.chat.session import Session
     from headrace.inference.client.chat_stream import ChatServer
     from headrace.inference.client.openai_client import ModelEntry
+    from headrace.tools.chat.session import Session
 
 PREFIX = "--inference."
 
@@ -42,8 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.chat.conversation import SETTINGS, Conversation
-    from headrace.chat.session import Session
+    from headrace.tools.chat.conversation import SETTINGS, Conversation
+    from headrace.tools.chat.session import Session
 
     conversation = Conversation(arguments.system)
     for name in SETTINGS:
@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 @contextmanager
 def reach(target: str, overrides: list[str], key_var: str) -> Iterator[ChatServer]:
     """The server that is meant; one that must be started first ends with this."""
-    from headrace.chat.target import find, started
     from headrace.cli.serve import read_target
+    from headrace.launch.server_target import find, started
 
     if (server := find(target, key_var)) is not None:
         with closing(server):
@@ -97,8 +97,8 @@ def choose(server: ChatServer, name: str | None) -> ModelEntry:
 
 def print_answer(session: Session, question: str) -> None:
     """The answer alone, for scripts, as it comes; its thoughts are left out."""
-    from headrace.chat.terminal import harmless
     from headrace.inference.client.chat_stream import Reply
+    from headrace.tools.chat.terminal import harmless
 
     to_terminal = sys.stdout.isatty()
     for piece in session.pieces(question, Reply()):
@@ -117,8 +117,8 @@ def _piped() -> str:
 
 
 def _talk(session: Session) -> None:
-    from headrace.chat.session import talk
-    from headrace.chat.terminal import Terminal
+    from headrace.tools.chat.session import talk
+    from headrace.tools.chat.terminal import Terminal
 
     with suppress(ImportError):  # some Pythons are built without; it gives lines that can be edited
         import readline  # noqa: F401

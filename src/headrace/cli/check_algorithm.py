@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from headrace.algorithms.conformance.checking import check_algorithm
-    from headrace.algorithms.conformance.report import view
-    from headrace.algorithms.conformance.settings import algorithm_config
+    from headrace.tools.check_algorithm.checking import check_algorithm
+    from headrace.tools.check_algorithm.report import view
+    from headrace.tools.check_algorithm.settings import algorithm_config
 
     section = read_section(arguments.algorithm, arguments.config, arguments.overrides, arguments.env)
     config = algorithm_config(section, str(arguments.config or "command line"))

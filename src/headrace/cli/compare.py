@@ -26,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from headrace.observe.picture import check_format, convert_plots
-    from headrace.observe.run_comparison import compare_runs
-    from headrace.observe.run_comparison_view import text, write_page
+    from headrace.tools.compare.comparison import compare_runs
+    from headrace.tools.compare.view import text, write_page
 
     check_format(arguments.format)
     compared = compare_runs(arguments.runs, arguments.metric, arguments.evaluation)

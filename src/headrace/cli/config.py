@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.config.base import Config
-    from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
+    from headrace.runfile.run import RunConfig
 
 WIDTH = 100
 
@@ -23,11 +23,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.config.base import dump, load
-    from headrace.config.hackable.sections import HackableConfig
-    from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
     from headrace.errors import BadInput
     from headrace.launch.own_code import find_code_beside
+    from headrace.runfile.hackable.sections import HackableConfig
+    from headrace.runfile.run import RunConfig
 
     files = [path / "config.toml" if path.is_dir() else path for path in arguments.files]
     written = merged(files)
@@ -68,9 +68,9 @@ def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[SftConfig] | None:
 
     Supervised training has examples, and neither an orchestrator nor a data provider.
     """
-    from headrace.config.hackable.translation import is_hackable
-    from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
+    from headrace.runfile.hackable.translation import is_hackable
+    from headrace.runfile.run import RunConfig
 
     tree = merged(files)
     if "orchestrator" in tree or is_hackable(tree):
@@ -79,16 +79,16 @@ def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[SftConfig] | None:
 
 
 def is_key(kind: type[Config], key: str) -> bool:
-    from headrace.config.explain import find
+    from headrace.runfile.explain import find
 
     return bool(find(kind, key))
 
 
 def is_of_hackable(key: str) -> bool:
     """Whether it is a key, right or wrong, of the file with data, rewards and an objective."""
-    from headrace.config.hackable.sections import HackableConfig
-    from headrace.config.hackable.translation import OWN_SECTIONS
     from headrace.config.sft import SftConfig
+    from headrace.runfile.hackable.sections import HackableConfig
+    from headrace.runfile.hackable.translation import OWN_SECTIONS
 
     own = key.partition(".")[0] in OWN_SECTIONS and not is_key(SftConfig, key)
     in_table = key.startswith("trainer.optim.")  # a table there is that of a run file
@@ -97,8 +97,8 @@ def is_of_hackable(key: str) -> bool:
 
 def explanation(kind: type[Config], key: str, tree: dict[str, Any] | None = None) -> str:
     """All there is to say about a key, and its value in `tree`."""
-    from headrace.config.explain import children, explain, kinds_of
-    from headrace.config.hackable.explain import explain_kwarg, kwargs_under
+    from headrace.runfile.explain import children, explain, kinds_of
+    from headrace.runfile.hackable.explain import explain_kwarg, kwargs_under
 
     lines = [key]
     inside = children(kind, key)
@@ -115,7 +115,7 @@ def explanation(kind: type[Config], key: str, tree: dict[str, Any] | None = None
 
 
 def _child(kind: type[Config], key: str, tree: dict[str, Any] | None) -> tuple[str, str]:
-    from headrace.config.explain import explain, summary_of, values_at
+    from headrace.runfile.explain import explain, summary_of, values_at
 
     entries = explain(kind, key)
     defaults = {entry.default for entry in entries}
@@ -127,7 +127,7 @@ def _child(kind: type[Config], key: str, tree: dict[str, Any] | None) -> tuple[s
 
 
 def _values(tree: dict[str, Any], key: str, *, is_section: bool) -> list[str]:
-    from headrace.config.explain import values_at
+    from headrace.runfile.explain import values_at
 
     found = values_at(tree, key)
     if is_section:
@@ -138,7 +138,7 @@ def _values(tree: dict[str, Any], key: str, *, is_section: bool) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    from headrace.config.explain import value_words
+    from headrace.runfile.explain import value_words
 
     return value_words(value)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.arguments import add_format, importable
 
 if TYPE_CHECKING:
-    from headrace.evaluate.evaluation import Evaluation, Outcome
-    from headrace.evaluate.models import Candidate
-    from headrace.evaluate.results import Result
+    from headrace.tools.evaluate.evaluation import Evaluation, Outcome
+    from headrace.tools.evaluate.models import Candidate
+    from headrace.tools.evaluate.results import Result
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 PIPE_WIDTH = 160
@@ -82,10 +82,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from headrace.evaluate.evaluation import evaluate
-    from headrace.evaluate.progress import showing_progress
     from headrace.observe.logs import setup_logging
     from headrace.orchestrator.lifetimes import run_loop
+    from headrace.tools.evaluate.evaluation import evaluate
+    from headrace.tools.evaluate.progress import showing_progress
 
     setup_logging()
     evaluation, candidates, subject = prepare(arguments)
@@ -122,12 +122,12 @@ async def _until_signal(work: Coroutine[Any, Any, list[Outcome]]) -> list[Outcom
 def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate], str]:
     """Return what is evaluated, on which models, and the environment's name; nothing has been started or written."""
     from headrace.errors import BadInput
-    from headrace.evaluate.models import find_models
-    from headrace.evaluate.own_environment import own_environment
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import evaluation_directory, read_run
     from headrace.launch.variables import set_variables
     from headrace.observe.picture import check_format
+    from headrace.tools.evaluate.models import find_models
+    from headrace.tools.evaluate.own_environment import own_environment
     from headrace.transport.run_dir import RunDir
 
     check_format(arguments.format)
@@ -159,9 +159,9 @@ def report(arguments: argparse.Namespace, evaluation: Evaluation, subject: str, 
     import msgspec
     from rich.console import Console
 
-    from headrace.evaluate.report import as_length_table, as_table, sampling_line, write_report
-    from headrace.evaluate.results import zero_shot_of
     from headrace.observe.picture import convert_plots
+    from headrace.tools.evaluate.report import as_length_table, as_table, sampling_line, write_report
+    from headrace.tools.evaluate.results import zero_shot_of
     from headrace.transport.files import write_atomically
 
     results = [outcome.result for outcome in outcomes]
@@ -192,9 +192,9 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     from headrace.config.base import validate
     from headrace.config.model import RendererConfig, SamplingConfig
     from headrace.errors import BadInput
-    from headrace.evaluate.completions import Correctness
-    from headrace.evaluate.evaluation import Evaluation
-    from headrace.evaluate.exam import Conditions
+    from headrace.tools.evaluate.completions import Correctness
+    from headrace.tools.evaluate.evaluation import Evaluation
+    from headrace.tools.evaluate.exam import Conditions
 
     if arguments.samples > 1 and arguments.temperature == 0:
         raise BadInput(

@@ -21,11 +21,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.config.run import RunConfig
     from headrace.launch.saved_config import read_sampled_run, run_directory
     from headrace.observe.monitors import forwarding
     from headrace.orchestrator import main
     from headrace.orchestrator.lifetimes import GRACE
+    from headrace.runfile.run import RunConfig
 
     config = read_sampled_run(arguments.run)
     run = run_directory(config)

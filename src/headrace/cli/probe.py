@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from headrace.cli.arguments import importable
 
 if TYPE_CHECKING:
-    from headrace.config.probe import ProbeConfig
-    from headrace.environments.probe.probing import Progress
-    from headrace.environments.probe.report import Report
-    from headrace.environments.probe.sampling import Endpoint
+    from headrace.tools.probe.options import ProbeConfig
+    from headrace.tools.probe.probing import Progress
+    from headrace.tools.probe.report import Report
+    from headrace.tools.probe.sampling import Endpoint
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from headrace.environments.probe.findings import findings
-    from headrace.environments.probe.view import view
+    from headrace.tools.probe.findings import findings
+    from headrace.tools.probe.view import view
 
     config = read_options(arguments.args, arguments.overrides)
     identifier = importable(arguments.environment, "environment")
@@ -72,10 +72,10 @@ async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Names
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    from headrace.environments.probe.probing import probe
-    from headrace.environments.probe.prompts import TINY, in_tokens, prompts_of
-    from headrace.environments.probe.sampling import sample
     from headrace.text.hub import model_directory
+    from headrace.tools.probe.probing import probe
+    from headrace.tools.probe.prompts import TINY, in_tokens, prompts_of
+    from headrace.tools.probe.sampling import sample
     from headrace.trainer.tiny import write_tiny_settings
 
     with TemporaryDirectory() as scratch:  # before all else: the model may be misspelt
@@ -105,7 +105,7 @@ async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Names
 
 
 async def _endpoint(arguments: argparse.Namespace) -> Endpoint | None:
-    from headrace.environments.probe.sampling import Endpoint
+    from headrace.tools.probe.sampling import Endpoint
 
     if arguments.endpoint is None:
         return None
@@ -118,7 +118,7 @@ def read_options(args: str, overrides: list[str]) -> ProbeConfig:
     import json
 
     from headrace.config.base import ConfigError, Tree, parse_overrides, put, validate
-    from headrace.config.probe import ProbeConfig
+    from headrace.tools.probe.options import ProbeConfig
 
     try:
         tree: Tree = {"args": json.loads(args)}

@@ -19,10 +19,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
-    from headrace.hub.pull import described, plan_pull, pull
-    from headrace.hub.repository import Repository, RepoType, token_in
     from headrace.launch.run_directory import in_use
     from headrace.observe.summary import write_summary
+    from headrace.tools.hub.pull import described, plan_pull, pull
+    from headrace.tools.hub.repository import Repository, RepoType, token_in
     from headrace.transport.run_dir import RunDir
 
     target: Path = arguments.target

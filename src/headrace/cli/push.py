@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.hub.contents import Contents
+    from headrace.tools.hub.contents import Contents
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +47,9 @@ def add_hub_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
-    from headrace.hub.push import described, plan_push, push, read_manifest
-    from headrace.hub.repository import Repository, RepoType, token_in
-    from headrace.sweep.record import FILE as SWEEP
+    from headrace.tools.hub.push import described, plan_push, push, read_manifest
+    from headrace.tools.hub.repository import Repository, RepoType, token_in
+    from headrace.tools.sweep.record import FILE as SWEEP
 
     token = token_in(arguments.token_var)
     arguments.dataset |= (arguments.target / SWEEP).is_file()
@@ -82,14 +82,14 @@ def contents_of(arguments: argparse.Namespace) -> Iterator[Contents]:
     import tempfile
 
     from headrace.errors import BadInput
-    from headrace.hub.contents import (
+    from headrace.launch.run_directory import is_run
+    from headrace.tools.hub.contents import (
         Parts,
         contents_of_dataset,
         contents_of_model,
         contents_of_rollouts,
         contents_of_run,
     )
-    from headrace.launch.run_directory import is_run
     from headrace.transport.files import MARKER
 
     target: Path = arguments.target

@@ -13,8 +13,8 @@ from headrace.cli.arguments import add_format
 if TYPE_CHECKING:
     from headrace.config.algorithms import AlgoConfig
     from headrace.config.length_penalty import LengthPenaltyConfig
-    from headrace.orchestrator.rescoring import Outcome, Progress
-    from headrace.orchestrator.rollout_files import RolloutFiles
+    from headrace.tools.rescore.rescoring import Outcome, Progress
+    from headrace.transport.rollout_files import RolloutFiles
 
 PIPE_WIDTH = 120
 """Columns where there is no terminal to fit into."""
@@ -38,14 +38,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from headrace.config.rescore import Question, refuse_what_cannot_be_rescored, short_name, with_algorithm
     from headrace.errors import BadInput
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import read_rl_run, run_directory
     from headrace.observe.picture import check_format, convert_plots
-    from headrace.orchestrator.journal import Journal
-    from headrace.orchestrator.rescoring import rescore_run
-    from headrace.orchestrator.rollout_files import RolloutFiles
+    from headrace.tools.rescore.options import Question, refuse_what_cannot_be_rescored, short_name, with_algorithm
+    from headrace.tools.rescore.rescoring import rescore_run
+    from headrace.transport.journal import Journal
+    from headrace.transport.rollout_files import RolloutFiles
 
     check_format(arguments.format)
     env: str | None = arguments.env
@@ -101,7 +101,7 @@ def _chosen(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[in
 
 def _label(algorithms: dict[str, AlgoConfig], penalties: dict[str, LengthPenaltyConfig]) -> str:
     """The algorithms in words, by environment where they differ."""
-    from headrace.config.rescore import described
+    from headrace.tools.rescore.options import described
 
     words = {name: described(algo, penalties.get(name)) for name, algo in algorithms.items()}
     if len(set(words.values())) == 1:
@@ -111,7 +111,7 @@ def _label(algorithms: dict[str, AlgoConfig], penalties: dict[str, LengthPenalty
 
 def _draw(directory: Path, name: str, title: str, labels: tuple[str, str], outcome: Outcome) -> Path:
     """Write the plot, and say where."""
-    from headrace.observe.rescore_chart import rescore_chart
+    from headrace.tools.rescore.chart import rescore_chart
     from headrace.transport.files import write_atomically
 
     path = directory / f"rescore-{name}.svg"
@@ -132,7 +132,7 @@ def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, own: bo
     from rich.console import Console
     from rich.text import Text
 
-    from headrace.observe.rescore_view import view
+    from headrace.tools.rescore.view import view
 
     comparison = outcome.comparison
     lines = [

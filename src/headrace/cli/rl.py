@@ -13,6 +13,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.config.run import RunConfig
+    from headrace.runfile.run import RunConfig
 
     return run_from_files(RunConfig, "rl", arguments)

@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def trainer_beside(target: Path, run: RunDir, sharing: str) -> TrainerBeside:
     """What a server of a run has to know of the trainer beside it."""
-    from headrace.config.run import RunConfig
     from headrace.launch.saved_config import read_sampled_run
+    from headrace.runfile.run import RunConfig
     from headrace.shared_device import TrainerBeside
 
     config = read_sampled_run(target)
@@ -112,8 +112,8 @@ def read_target(target: str, overrides: list[str], *, alone: bool = False) -> In
 
 
 def _server_of_run(path: Path, alone: bool) -> InferenceConfig:
-    from headrace.config.run import RunConfig
     from headrace.launch.saved_config import read_run, read_sampled_run
+    from headrace.runfile.run import RunConfig
     from headrace.transport.run_dir import RunDir
 
     config = read_run(path) if alone else read_sampled_run(path)

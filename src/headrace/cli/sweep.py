@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from headrace.cli.arguments import add_format
 
 if TYPE_CHECKING:
-    from headrace.sweep.file import SweepConfig
-    from headrace.sweep.plan import Planned
-    from headrace.sweep.record import SweepRecord
+    from headrace.tools.sweep.file import SweepConfig
+    from headrace.tools.sweep.plan import Planned
+    from headrace.tools.sweep.record import SweepRecord
 
 NOT_IN_FILE = ("checkpoints", "output", "zero_shot")
 """Options of `headrace eval` that a sweep sets itself, or has no use for."""
@@ -48,15 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Read, check all runs, then start them. Nothing is changed before all checks passed."""
     from headrace.cli.config import kind_of
-    from headrace.config.run import RunConfig
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import hold
     from headrace.observe.picture import check_format
-    from headrace.sweep.file import flat, read_sweep
-    from headrace.sweep.jobs import default_directory, jobs_of
-    from headrace.sweep.launch import run_jobs, shares_of
-    from headrace.sweep.plan import planned
-    from headrace.sweep.record import check_settings, named, read_record, revised, write_record
+    from headrace.runfile.run import RunConfig
+    from headrace.tools.sweep.file import flat, read_sweep
+    from headrace.tools.sweep.jobs import default_directory, jobs_of
+    from headrace.tools.sweep.launch import run_jobs, shares_of
+    from headrace.tools.sweep.plan import planned
+    from headrace.tools.sweep.record import check_settings, named, read_record, revised, write_record
 
     check_format(arguments.format)
     sweep = read_sweep(arguments.files, arguments.overrides)
@@ -93,8 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_plan(runs: Mapping[str, Planned], directory: Path, at_once: int) -> None:
-    from headrace.observe.run_comparison_view import aligned
-    from headrace.sweep.names import shown
+    from headrace.tools.compare.view import aligned
+    from headrace.tools.sweep.names import shown
 
     keys = list(dict.fromkeys(key for run in runs.values() for key in run.overrides({})))
     cells = [["run", *keys]]
@@ -108,7 +108,7 @@ def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> arg
     """The table `eval` as the arguments of `headrace eval`, without its models; refused as there."""
     from headrace.cli import eval as command
     from headrace.config.base import ConfigError
-    from headrace.sweep.results import EVALUATION
+    from headrace.tools.sweep.results import EVALUATION
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -127,7 +127,7 @@ def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> arg
 
 def _option(key: str, value: Any) -> list[str]:
     """`--num-examples 200`; a table as KEY=VALUE."""
-    from headrace.sweep.words import words
+    from headrace.tools.sweep.words import words
 
     name = f"--{key.replace('_', '-')}"
     if isinstance(value, dict):
@@ -147,7 +147,7 @@ def _evaluate(record: SweepRecord, directory: Path, arguments: argparse.Namespac
 
 def _report_again(directory: Path, sweep: SweepConfig, format: str) -> int:
     from headrace.errors import BadInput
-    from headrace.sweep.record import read_record
+    from headrace.tools.sweep.record import read_record
 
     record = read_record(directory)
     if not record.plan:
@@ -158,7 +158,7 @@ def _report_again(directory: Path, sweep: SweepConfig, format: str) -> int:
 
 def _report(directory: Path, record: SweepRecord, sweep: SweepConfig, format: str) -> None:
     from headrace.observe.picture import convert_plots
-    from headrace.sweep.report import write_report
+    from headrace.tools.sweep.report import write_report
 
     report = write_report(directory, record, sweep.metrics)
     page, *others = [*report.files, *convert_plots(report.files, format)]

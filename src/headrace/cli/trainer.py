@@ -12,8 +12,8 @@ from headrace.cli.arguments import add_resume
 from headrace.cli.process import StopRequest, process
 
 if TYPE_CHECKING:
-    from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
+    from headrace.runfile.run import RunConfig
     from headrace.shared_device import EnginesBeside
 
 
@@ -27,11 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
     from headrace.launch.errors import BadRequest
     from headrace.launch.saved_config import read_run, run_directory
     from headrace.observe.monitors import forwarding
+    from headrace.runfile.run import RunConfig
     from headrace.transport.lock import only_one
 
     if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def engines_beside(config: RunConfig | SftConfig, sharing: str) -> EnginesBeside:
     """What the trainer of a run has to know of the servers beside it."""
-    from headrace.config.run import RunConfig
+    from headrace.runfile.run import RunConfig
     from headrace.shared_device import EnginesBeside
 
     trainer = config.trainer if isinstance(config, RunConfig) else config

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.config.run import RunConfig
     from headrace.config.sft import SftConfig
     from headrace.launch.run_directory import Plan
+    from headrace.runfile.run import RunConfig
 
 GRACE = 60.0
 """Seconds to end in order once the sweep that started this run is gone: its processes end one after the other."""
@@ -47,7 +47,6 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     import_renderers()
     from headrace.algorithms.user_function import load_function
     from headrace.config.base import ConfigError, dump, load
-    from headrace.config.run import RunConfig
     from headrace.config.trainer import CustomLossConfig
     from headrace.launch.checks import check_run
     from headrace.launch.errors import naming_run
@@ -56,6 +55,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.saved_config import changes, pin
     from headrace.launch.variables import set_variables
+    from headrace.runfile.run import RunConfig
     from headrace.transport.run_dir import RunDir
 
     folders = find_code_beside(arguments.files)
@@ -100,7 +100,7 @@ def _refuse_other_kind(kind: type[RunConfig] | type[SftConfig], files: Sequence[
     """Refuse a run file of supervised training for `rl`, and the reverse, rather than its keys one by one."""
     from headrace.cli.config import kind_of
     from headrace.config.base import ConfigError
-    from headrace.config.run import RunConfig
+    from headrace.runfile.run import RunConfig
 
     other = kind_of(files)
     if other is not None and other is not kind:

@@ -12,6 +12,7 @@ from headrace.config.base import Config
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, RendererConfig
+from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.config.orchestrator import (
     NOTHING_EVALUATED,
     EvalConfig,
@@ -21,7 +22,6 @@ from headrace.config.orchestrator import (
     evaluates_nothing,
     says_nothing,
 )
-from headrace.config.run import TensorboardConfig, WandbConfig
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import InvalidValue
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.environments.data.fingerprint import fingerprint
 from headrace.environments.strict_format import THINKING_TAGS
 from headrace.errors import BadInput
+from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Message, Rollout, Task, Turn
 
 
@@ -217,3 +217,9 @@ def _find_loss(value: Any, path: str) -> None:
             pass
         case _:
             raise TypeError(f"{path} is a {type(value).__name__}")
+
+
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """Return at most `most` indices below `count`, evenly spaced, beginning with 0."""
+    chosen = min(count, most)
+    return [index * count // chosen for index in range(chosen)]

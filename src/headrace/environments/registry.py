@@ -21,7 +21,7 @@ SHIPPED = {
     "file-search": "headrace.environments.shipped.file_search:FileSearch",
     "guess-number": "headrace.environments.shipped.guess_number:GuessNumber",
     "gsm8k": "headrace.environments.shipped.word_problems:Gsm8k",
-    "hackable": "headrace.hackable.environment:Hackable",
+    "hackable": "headrace.environments.hackable.environment:Hackable",
     "kuhn-poker": "headrace.environments.shipped.kuhn_poker:KuhnPoker",
     "math": "headrace.environments.shipped.word_problems:Math",
     "proposer-solver": "headrace.environments.shipped.proposer_solver:ProposerSolver",

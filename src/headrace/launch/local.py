@@ -10,7 +10,6 @@ from collections.abc import Sequence, Sized
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
-from headrace.config.run import RunConfig
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.errors import InputRefused, LaunchError
@@ -25,6 +24,7 @@ from headrace.machine import visible_gpus
 from headrace.observe.history import History
 from headrace.observe.summary import summary_of, text, title, write_summary
 from headrace.observe.terminal import make_view
+from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 
 LAST_PORT = 65535

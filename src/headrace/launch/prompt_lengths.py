@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from renderers.base import Renderer
 
-from headrace.environments.base import Environment, Reply
-from headrace.environments.probe.probing import spread
+from headrace.environments.base import Environment, Reply, evenly_spaced
 from headrace.rollout.types import Message, Sample, Task
 from headrace.text.prompt import Prompts
 from headrace.trainer.conversation import Conversation, render
@@ -70,7 +69,7 @@ async def _measure(environment: Environment, tasks: Sequence[Task], length: Call
     end = time.monotonic() + MEASURE_S
     lengths = []
     try:
-        for place in spread(len(tasks), SAMPLED):
+        for place in evenly_spaced(len(tasks), SAMPLED):
             lengths.append(length(await _question(environment, tasks[place])))
             if time.monotonic() > end:
                 break

@@ -138,7 +138,7 @@ def refuse_shorter(directory: Path, max_steps: int | None) -> None:
     """A run that goes on cannot end before the steps that it has made: their draws would never be accounted for."""
     run, made = RunDir(directory), max(checkpoints(directory), default=0)
     if run.journal.is_file():
-        from headrace.orchestrator.journal import Journal
+        from headrace.transport.journal import Journal
 
         with closing(Journal(run.journal, read_only=True)) as journal:
             made = max(made, journal.last_step())
@@ -230,6 +230,6 @@ def _fork(source: RunDir, target: RunDir, step: int) -> None:
                     record.pop(name, None)
                 file.write(msgspec.json.encode(record) + b"\n")
     if source.journal.is_file():
-        from headrace.orchestrator.journal import fork
+        from headrace.transport.journal import fork
 
         fork(source.journal, target.journal, step)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.config.base import Config, ConfigError, Tree, dump, put, read_file, read_toml, validate, value_at
-from headrace.config.hackable.translation import is_hackable
 from headrace.config.leaves import leaves
 from headrace.config.origins import Origins
-from headrace.config.run import SHARED, RunConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.run_directory import find_run
+from headrace.runfile.hackable.translation import is_hackable
+from headrace.runfile.run import SHARED, RunConfig
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 

@@ -112,7 +112,7 @@ def _counts(run: RunDir) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Draws, and dropped rollouts by reason, of each training environment."""
     from contextlib import closing
 
-    from headrace.orchestrator.journal import Journal
+    from headrace.transport.journal import Journal
 
     if not run.journal.is_file():
         return {}, {}

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.config.base import read_toml
-from headrace.config.run import TensorboardConfig, WandbConfig
+from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.errors import BadInput
 from headrace.observe.history import Record, Tail
 from headrace.observe.metrics import read_metrics

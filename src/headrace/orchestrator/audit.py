@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from headrace.orchestrator.journal import Journal
+from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 
 

@@ -5,11 +5,11 @@ It is said, not refused: a data set may have been mended on purpose.
 
 from __future__ import annotations
 
-from headrace.environments.data.fingerprint import BY_POSITION, fingerprint
 from headrace.observe.status import Status
-from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.wiring import Environments
+from headrace.rollout.fingerprint import BY_POSITION, fingerprint
+from headrace.transport.journal import Journal
 
 CONSEQUENCES = {
     Kind.TRAIN: BY_POSITION,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from headrace.orchestrator.ledger import DUMPED_DROPS
-from headrace.orchestrator.rollout_files import RolloutFiles, SavedRollout
+from headrace.transport.rollout_files import RolloutFiles, SavedRollout
 
 GIVEN_UP = frozenset({"off_policy", "on_policy", "max_steps"})
 """Reasons for which the pipeline drops a whole group, whatever its credit."""

@@ -24,8 +24,8 @@ from headrace.inference.client.frozen import FrozenModel
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.inference.schema import Health
-from headrace.orchestrator.journal import AlgorithmState, Journal
 from headrace.text.tokenizer import Tokenizer
+from headrace.transport.journal import AlgorithmState, Journal
 
 log = logging.getLogger(__name__)
 

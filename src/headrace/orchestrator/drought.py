@@ -11,8 +11,8 @@ from collections.abc import Set
 
 from headrace.algorithms.distillation import NO_REFERENCE
 from headrace.orchestrator.gate import GATED
-from headrace.orchestrator.journal import GROUP_FAILED
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
+from headrace.transport.journal import GROUP_FAILED
 
 log = logging.getLogger(__name__)
 

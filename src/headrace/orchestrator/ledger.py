@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headrace.orchestrator.journal import AlgorithmState, Clock, Draw, Entries, Outcome, Totals
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.rollout.types import Rollout
+from headrace.transport.journal import AlgorithmState, Clock, Draw, Entries, Outcome, Totals
 
 DUMPED_DROPS = 4096
 """Dropped rollouts that the next step's dump shows at most; all of them are counted."""

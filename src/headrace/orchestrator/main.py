@@ -21,7 +21,6 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
-from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.lifetimes import Lifetimes, run_loop
 from headrace.orchestrator.loop_watch import watching_the_loop
 from headrace.orchestrator.model import Model
@@ -33,6 +32,7 @@ from headrace.orchestrator.wiring import Environments, wire
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.transport.journal import Journal
 from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 

@@ -21,9 +21,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import FIRST_NOTICE, Status
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, Report, truncation
-from headrace.orchestrator.dump import write_eval_rollouts, write_rollouts
 from headrace.orchestrator.eval_metrics import failure_notice
-from headrace.orchestrator.journal import Entries, Journal
 from headrace.orchestrator.periodic import PeriodicLogger
 from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, TrainProcessing
@@ -56,6 +54,8 @@ from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version
+from headrace.transport.journal import Entries, Journal
+from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
 from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 

@@ -16,7 +16,6 @@ from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.demand import Demand
 from headrace.orchestrator.drought import Drought
 from headrace.orchestrator.evaluation import EvalSink, EvalSource
-from headrace.orchestrator.journal import Lesson
 from headrace.orchestrator.ledger import Ledger
 from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
 from headrace.orchestrator.settings import Settings
@@ -50,6 +49,7 @@ from headrace.orchestrator.source import TrainSource, lesson_of
 from headrace.orchestrator.train_sink import TrainSink
 from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
+from headrace.transport.journal import Lesson
 
 log = logging.getLogger(__name__)
 

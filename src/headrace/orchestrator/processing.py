@@ -27,12 +27,12 @@ from headrace.environments.fault import fault_of
 from headrace.errors import Failure
 from headrace.orchestrator.eval_metrics import epoch_metrics
 from headrace.orchestrator.gate import GATED, Gate
-from headrace.orchestrator.journal import GROUP_FAILED, AlgorithmState
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.rollout.fitness import INVALID_REWARD, INVALID_ROLLOUT, check
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.routing import route_actions, why_untrainable
 from headrace.rollout.types import Group, Rollout, RolloutError, Task
+from headrace.transport.journal import GROUP_FAILED, AlgorithmState
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.orchestrator.journal import Journal
 from headrace.rollout.types import Rollout, Sample, Task
+from headrace.transport.journal import Journal
 
 
 async def replayed_state(journal: Journal, env: str, algorithm: Algorithm) -> Any:

@@ -11,9 +11,9 @@ from enum import StrEnum
 import msgspec
 
 from headrace.inference.schema import Health
-from headrace.orchestrator.journal import AlgorithmState, Entries
 from headrace.rollout.types import Group, Rollout
 from headrace.rollout.version import Version
+from headrace.transport.journal import AlgorithmState, Entries
 
 
 class Kind(StrEnum):

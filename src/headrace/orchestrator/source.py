@@ -17,9 +17,9 @@ import msgspec
 
 from headrace.orchestrator.circuit import Circuit
 from headrace.orchestrator.curriculum import Shuffled, Tasks, TaskSampler
-from headrace.orchestrator.journal import GROUP_FAILED, Draw, Lesson
 from headrace.orchestrator.signals import ScoredGroup
 from headrace.rollout.types import Task
+from headrace.transport.journal import GROUP_FAILED, Draw, Lesson
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ from headrace.orchestrator.dispatcher import EpisodeRunner, Line
 from headrace.orchestrator.drift import PATIENCE, PATIENCE_IN_TURNS, Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.frozen_sampler import FrozenSampler
-from headrace.orchestrator.journal import Journal
 from headrace.orchestrator.ledger import Ledger
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.orchestrator import Orchestrator
@@ -43,6 +42,7 @@ from headrace.orchestrator.startup_lines import draw_weight
 from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
 from headrace.rollout.types import Rollout, Task
 from headrace.rollout.version import Version
+from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 
 Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]

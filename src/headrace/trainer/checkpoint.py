@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from headrace.environments.data.fingerprint import Fingerprint
 from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.rollout.fingerprint import Fingerprint
 from headrace.trainer.ranks import Ranks
 from headrace.transport.files import MARKER, link_tree, sync
 

@@ -14,8 +14,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from headrace.environments.data.fingerprint import fingerprint
 from headrace.environments.data.tables import Table, dataset_table, dataset_title, directory_tables, file_table
+from headrace.rollout.fingerprint import fingerprint
 from headrace.trainer.conversation import Conversation, DataError, columns_read, conversation_of
 
 log = logging.getLogger(__name__)

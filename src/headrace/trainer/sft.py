@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 from headrace.config.sft import SftConfig, SourceConfig
-from headrace.environments.data.fingerprint import BY_POSITION
 from headrace.environments.registry import load_environment
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
+from headrace.rollout.fingerprint import BY_POSITION
 from headrace.rollout.types import Sample
 from headrace.shared_device import EnginesBeside
 from headrace.text.renderer import NO_PLACE_FOR_TOOLS, make_renderer, shows_tools

@@ -1,0 +1,1 @@
+"""The typed run file: reads, merges, checks, explains and writes it."""

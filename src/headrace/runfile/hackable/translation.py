@@ -1,0 +1,417 @@
+"""A file with data, rewards and an objective, as docs/hacking.md has it, made the run file that it stands for.
+
+A thin layer: what comes out is a tree of `RunConfig` and nothing else, with one environment, `hackable`. Sections of a
+run file may stand beside; where they set what would be derived, they win. Every problem is named by the key that the
+user wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.config.base import ConfigError, Tree, merge
+from headrace.config.origins import Origins
+from headrace.config.problems import explain_all, located
+from headrace.config.trainer import TrainerConfig
+from headrace.errors import BadInput, InvalidValue
+from headrace.runfile.hackable.names import table_at, unknown_keys, usual_names
+from headrace.runfile.hackable.plugins import (
+    Plugin,
+    asks_the_hub,
+    constructed,
+    found,
+    normalized,
+    number_of_samples,
+    objective_named,
+    provider_named,
+    reward_named,
+)
+from headrace.runfile.hackable.sections import (
+    DataConfig,
+    EvalDataConfig,
+    GenerationConfig,
+    HackableConfig,
+    NamedTrainerConfig,
+)
+from headrace.runfile.hackable.storage import Places, may_be_on_the_hub, tokens, variables
+from headrace.runfile.hackable.trainer import contradictions, trackers, typed_trainer
+
+OWN_SECTIONS = ("objective", "rewards", "generation", "data", "storage", "auth")
+ENVIRONMENT = "hackable"
+PROMPT_TOKENS, NEW_TOKENS = 512, 512
+GROUP_SIZE, GROUPS_PER_STEP = 8, 16
+
+
+def is_hackable(tree: Tree) -> bool:
+    """Whether it is such a file: supervised runs have `data`, too, but no provider."""
+    data = tree.get("data")
+    named = isinstance(data, dict) and bool(data.keys() & {"provider", "class_path"})
+    return named or bool(tree.keys() & (set(OWN_SECTIONS) - {"data"}))
+
+
+def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
+    """The tree of a run, and notices. `known` are the sections that a run file may have."""
+    try:
+        written, notices = usual_names(copy.deepcopy(tree))
+    except InvalidValue as error:
+        raise _refusal([error], origins) from error
+    of_trainer = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
+    problems = unknown_keys(written, [*known, *OWN_SECTIONS])
+    problems += unknown_keys(table_at(written, "trainer"), of_trainer, "trainer.")
+    own = _without_nulls({name: written[name] for name in (*OWN_SECTIONS, "trainer") if name in written})
+    try:
+        given = HackableConfig.model_validate(own)
+    except ValidationError as error:
+        more = explain_all(HackableConfig, error, {}, origins)
+        raise ConfigError.combine([*(located(problem, origins) for problem in problems), *more]) from error
+    if problems:
+        raise _refusal(problems, origins)
+    translation = _Translation(given, written, files)
+    result = translation.result()
+    if translation.problems:
+        raise _refusal(translation.problems, origins)
+    return result, notices + translation.notices
+
+
+def _without_nulls(tree: Tree) -> Tree:
+    """Null takes back what an earlier file said; among kwargs it is the plugins' own business."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) and key != "kwargs" else value
+        for key, value in tree.items()
+        if value is not None
+    }
+
+
+def _refusal(problems: Sequence[BadInput], origins: Origins) -> ConfigError:
+    return ConfigError.combine([located(problem, origins) for problem in problems])
+
+
+class _Translation:
+    """One file on its way: what it says, what follows, and what is wrong with it."""
+
+    def __init__(self, given: HackableConfig, tree: Tree, files: Sequence[Path]) -> None:
+        self.given = given
+        self.problems: list[BadInput] = []
+        self.notices: list[str] = []
+        self._file = files[-1].stem if files else "run"
+        root = given.storage.cache_dir
+        self._root = None if root is None else root.expanduser().absolute()
+        self._places = Places([file.parent.absolute() for file in files], self._root)
+        self._explicit = {key: value for key, value in tree.items() if key not in OWN_SECTIONS}
+        self._explicit["trainer"] = self._explicit_trainer(tree)
+        self._model()
+        self._hub_is_asked = self._names_a_hub_model()
+
+    def _refuse(self, fact: str, key: str, value: Any = None, fix: str | None = None) -> None:
+        self.problems.append(BadInput(fact, key=key, value=value, fix=fix))
+
+    def result(self) -> Tree:
+        """The tree of the run; it means something only if there are no problems."""
+        group_size = self._group_size()
+        batch_size = self._batch_size(group_size)
+        groups_per_step = None if batch_size is None else batch_size / group_size
+        args = self._environment_args(groups_per_step)
+        max_steps = self._max_steps(args, groups_per_step)
+        written = typed_trainer(self.given.trainer, max_steps, self.problems, self.notices)
+        self.problems += contradictions(written, self._explicit)
+        tree = written.tree
+        self._shared(tree, max_steps)
+        merge(tree, {"orchestrator": self._orchestrator(args, group_size, batch_size)})
+        self._trackers(tree)
+        self._launch(tree)
+        self._over(tree)
+        return tree
+
+    def _explicit_trainer(self, tree: Tree) -> Tree:
+        """What of `trainer` is written as a run file has it."""
+        table = table_at(tree, "trainer")
+        names = set(type(self.given.trainer).model_fields)
+        return {key: v for key, v in table.items() if key not in names or (key == "optim" and isinstance(v, dict))}
+
+    def _model(self) -> None:
+        model = self._explicit.get("model")
+        if not isinstance(model, dict):
+            return
+        if isinstance(model.get("name"), str):
+            model["name"] = self._places.model(model["name"])
+        if "lora" in model:
+            self._explicit["trainer"].setdefault("lora", model.pop("lora"))
+
+    def _names_a_hub_model(self) -> bool:
+        name = table_at(self._explicit, "model").get("name")
+        return isinstance(name, str) and not Path(name).exists()
+
+    def _number(self, *path: str) -> int | None:
+        """A whole number that is set in a section of the run file; what is none, its own section refuses."""
+        *parents, name = path
+        value = table_at(self._explicit, *parents).get(name)
+        return int(str(value)) if str(value).isdecimal() else None
+
+    def _group_size(self) -> int:
+        return self._number("orchestrator", "group_size") or self.given.generation.num_generations or GROUP_SIZE
+
+    def _batch_size(self, group_size: int) -> int | None:
+        """Completions of a step; None where it is so many tokens instead."""
+        trainer, section = self.given.trainer, table_at(self._explicit, "orchestrator")
+        if section.keys() & {"batch_size", "token_batch_size"}:
+            return self._number("orchestrator", "batch_size")
+        size, key = trainer.batch_size, "trainer.batch_size"
+        if trainer.per_device_train_batch_size is not None:
+            ranks = self._number("launch", "trainer_processes") or 1
+            product = trainer.per_device_train_batch_size * (trainer.gradient_accumulation_steps or 1) * ranks
+            if size is not None and size != product:
+                self._refuse(
+                    f"trainer.per_device_train_batch_size and what it is multiplied with come to {product}",
+                    "trainer.batch_size",
+                    size,
+                    "Give one of them, or the same size twice.",
+                )
+            size, key = product, "trainer.per_device_train_batch_size"
+        if size is not None and size % group_size:
+            self._refuse(
+                f"a step of {size} completions is not whole groups of generation.num_generations = {group_size}",
+                key,
+                getattr(trainer, key.removeprefix("trainer.")),
+                f"Make the completions of a step a multiple of {group_size}.",
+            )
+        return size or GROUPS_PER_STEP * group_size
+
+    def _environment_args(self, groups_per_step: float | None) -> dict[str, Any]:
+        """Of the environment that is trained on."""
+        args: dict[str, Any] = {**self._data_args(), **self._objective_args(), "seed": self._seed()}
+        if self.given.rewards.timeout != 60.0:
+            args["reward_timeout"] = self.given.rewards.timeout
+        if groups_per_step is not None:
+            args["groups_per_step"] = groups_per_step
+        elif "stage2_start_epoch" in args["objective_kwargs"]:
+            self._refuse(
+                "epochs are counted in steps of a known size",
+                "objective.kwargs.stage2_start_epoch",
+                args["objective_kwargs"]["stage2_start_epoch"],
+                "Set orchestrator.batch_size, or stage2_start_step instead.",
+            )
+        return args
+
+    def _seed(self) -> int:
+        seed = self._explicit.get("seed", self.given.trainer.seed)
+        return int(str(seed)) if str(seed).lstrip("-").isdecimal() else 0
+
+    def _data_args(self) -> dict[str, Any]:
+        data = self.given.data
+        if data.chosen is None:
+            fix = "Set a data provider, or your own by data.class_path."
+            self._refuse("required, and not set", "data.provider", fix=fix)
+            return {}
+        plugin = provider_named(data.chosen)
+        kwargs = self._checked(plugin, data.kwargs, "data.class_path" if data.class_path else "data.provider")
+        return {"provider": data.chosen, "provider_kwargs": kwargs}
+
+    def _objective_args(self) -> dict[str, Any]:
+        """Also checks the rewards that it asks for."""
+        given = self.given.objective
+        plugin, before = objective_named(given.chosen), len(self.problems)
+        kwargs = self._checked(plugin, given.kwargs, "objective.class_path" if given.class_path else "objective.name")
+        objective = None if len(self.problems) > before else constructed(plugin, kwargs, self.problems)
+        self._algorithm = "grpo" if objective is None else objective.algorithm
+        used = {} if objective is None else self._reward_kwargs(objective.reward_names())
+        return {"objective": given.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
+
+    def _reward_kwargs(self, names: Sequence[str]) -> dict[str, Any]:
+        """By the rewards that the objective asks for; kwargs of other known rewards have no effect."""
+        from headrace.environments.hackable.registry import kwargs_by_reward
+
+        objective = self.given.objective.chosen
+        try:
+            rewards = kwargs_by_reward(names, self.given.rewards.kwargs)
+        except BadInput as error:
+            self._refuse(error.fact, f"rewards.kwargs.{error.key}", fix=error.fix)
+            return {}
+        checked = {
+            name: self._checked(
+                reward_named(name), dict(rewards.get(name, {})), f"the rewards of objective {objective!r}"
+            )
+            for name in names
+        }
+        for name in (name for name in rewards if name not in names):
+            self._checked(reward_named(name), dict(rewards[name]), f"rewards.kwargs.{name}", needed=False)
+            self.notices.append(f"rewards.kwargs.{name}: no effect, since objective {objective!r} does not ask for it.")
+        return {name: own for name, own in checked.items() if own}
+
+    def _checked(self, plugin: Plugin, kwargs: Tree, key: str, *, needed: bool = True) -> dict[str, Any]:
+        """Kwargs that are known to be taken, with their paths resolved."""
+        if not found(plugin, key, self.problems):
+            return {}
+        values = self._places.in_kwargs(normalized(plugin, kwargs, self.problems, needed=needed))
+        if plugin.is_curriculum and "providers" in values:
+            values["providers"] = self._parts(values["providers"], plugin.key)
+        self._hub_is_asked |= needed and asks_the_hub(plugin, values, may_be_on_the_hub)
+        return values
+
+    def _parts(self, providers: Any, key: str) -> Any:
+        """The providers of a curriculum, each with kwargs that are known to be taken."""
+        from headrace.environments.hackable.curriculum import read_parts
+
+        try:
+            parts = read_parts(providers)
+        except BadInput as error:
+            self._refuse(error.fact, f"{key}.{error.key}", error.value, error.fix)
+            return providers
+        checked = []
+        for number, (entry, part) in enumerate(zip(providers, parts, strict=True)):
+            place = f"{key}.providers.{number}"
+            kwargs = self._checked(provider_named(part.provider, f"{place}.kwargs"), part.kwargs, f"{place}.provider")
+            checked.append({**entry, "kwargs": kwargs})
+        return checked
+
+    def _max_steps(self, args: dict[str, Any], groups_per_step: float | None) -> int | None:
+        trainer = self.given.trainer
+        steps = None if trainer.max_steps in (None, -1, 0) else trainer.max_steps
+        if (explicit := self._number("max_steps")) is not None:
+            return explicit
+        if steps is not None and trainer.num_train_epochs is not None:
+            self._refuse(
+                f"trainer.num_train_epochs is {trainer.num_train_epochs:g}, and both say when the run ends",
+                "trainer.max_steps",
+                steps,
+                "Give one of the two.",
+            )
+        elif trainer.num_train_epochs is not None:
+            samples = self._samples(args, groups_per_step, "trainer.num_train_epochs")
+            return samples and math.ceil(trainer.num_train_epochs * samples / (groups_per_step or 1) - 1e-9)
+        elif steps is None:
+            self._refuse("required, and not set", "trainer.max_steps", fix="Set it, or trainer.num_train_epochs.")
+        return steps
+
+    def _samples(self, args: dict[str, Any], groups_per_step: float | None, key: str) -> int | None:
+        """The size of an epoch."""
+        if groups_per_step is None:
+            self._refuse("epochs are counted in steps of a known size", key, fix="Set orchestrator.batch_size.")
+        if self.problems:
+            return None
+        try:
+            return number_of_samples(args["provider"], args["provider_kwargs"], args["seed"], self._variables())
+        except BadInput as error:
+            self._refuse(f"the samples cannot be counted: {error}", key, fix="Set trainer.max_steps instead.")
+            return None
+
+    def _variables(self) -> dict[str, str]:
+        offline = self.given.storage.offline
+        return variables(self._root, offline=not self._hub_is_asked if offline is None else offline)
+
+    def _shared(self, tree: Tree, max_steps: int | None) -> None:
+        storage, trainer = self.given.storage, self.given.trainer
+        if trainer.run_name is not None and storage.run_name not in (None, trainer.run_name):
+            self._refuse(
+                f"storage.run_name is {storage.run_name}",
+                "trainer.run_name",
+                trainer.run_name,
+                "Give one of them, or the same name twice.",
+            )
+        name = storage.run_name or trainer.run_name or self._file
+        output = self._explicit.pop("output_dir", None) or trainer.output_dir
+        if isinstance(output, str) and self._root is not None:
+            output = self._places.under_root(output)
+        tree["output_dir"] = str(output or self._places.run_directory(name))
+        if max_steps is not None:
+            tree["max_steps"] = max_steps
+        if trainer.seed is not None:
+            tree["seed"] = trainer.seed
+        sampled = self.given.generation.max_new_tokens or NEW_TOKENS
+        tree["seq_len"] = (self.given.generation.max_prompt_tokens or PROMPT_TOKENS) + sampled
+
+    def _orchestrator(self, args: dict[str, Any], group_size: int, batch_size: int | None) -> Tree:
+        generation, data = self.given.generation, self.given.data
+        sampling = _sampling(generation)
+        if generation.max_new_tokens is None and "seq_len" not in self._explicit:
+            sampling["max_tokens"] = NEW_TOKENS
+        section: Tree = {"group_size": group_size, "train": {"sampling": sampling, "env": [self._train_env(args)]}}
+        if batch_size is not None:
+            section["batch_size"] = batch_size
+        if data.eval is not None and "provider" in args:
+            section["eval"] = self._eval(data, data.eval, args, sampling)
+        elif self.given.trainer.eval_steps is not None:
+            self.notices.append("trainer.eval_steps: nothing is evaluated; say on what in data.eval.")
+        return section
+
+    def _train_env(self, args: dict[str, Any]) -> Tree:
+        from headrace.environments.hackable.registry import is_in_order
+
+        section = table_at(self._explicit, "orchestrator")
+        env: Tree = {"id": ENVIRONMENT, "name": _last_part(args.get("provider", "")), "args": args}
+        sampler = table_at(section, "train", "curriculum").get("sampler")
+        if not self.problems and sampler is None and is_in_order(args["provider"]):
+            env["curriculum"] = {"sampler": {"type": "in_order"}}
+        if self.given.data.ratio is not None:
+            env["ratio"] = self.given.data.ratio
+        if self._algorithm != "grpo" and not section.keys() & {"algo", "advantage"}:
+            env["algo"] = self._algorithm
+        return env
+
+    def _eval(self, data: DataConfig, given: EvalDataConfig, args: dict[str, Any], sampling: Tree) -> Tree:
+        """`data.eval`, and what it has from training."""
+        chosen = given.class_path or given.provider or args["provider"]
+        inherited = data.kwargs if chosen == data.chosen else {}
+        key = "data.eval.class_path" if given.class_path else "data.eval.provider"
+        kwargs = self._checked(provider_named(chosen, "data.eval.kwargs"), {**inherited, **given.kwargs}, key)
+        trained_on = {"provider": args["provider"], "kwargs": args["provider_kwargs"]}
+        own = {**args, "provider": chosen, "provider_kwargs": kwargs, "trained_on": trained_on}
+        env: Tree = {"id": ENVIRONMENT, "name": _last_part(chosen), "args": own}
+        section: Tree = {"env": [env], "sampling": {**sampling, **_sampling(given)}}
+        steps = self.given.trainer.eval_steps
+        if given.interval is not None and steps not in (None, given.interval):
+            fact = f"data.eval.interval is {given.interval}"
+            self._refuse(fact, "trainer.eval_steps", steps, "Give one of the two.")
+        values = {
+            "interval": given.interval or steps,
+            "num_examples": given.num_examples,
+            "group_size": given.num_generations,
+        }
+        return section | {name: value for name, value in values.items() if value is not None}
+
+    def _trackers(self, tree: Tree) -> None:
+        tree |= trackers(self.given.trainer, self.problems)
+        explicit = self._explicit.get("wandb")
+        if "wandb" not in tree and not isinstance(explicit, dict):
+            return
+        made = {} if self._root is None else {"dir": str(self._root / "logs")}
+        if self.given.storage.offline:  # of all of the network, and so of W&B, whatever its own section has
+            made["mode"] = "offline"
+            if isinstance(explicit, dict) and explicit.get("mode") == "online":
+                del explicit["mode"]
+                self.notices.append("wandb.mode = online: storage.offline wins; export WANDB_MODE=online to send them.")
+        merge(tree, {"wandb": made})
+
+    def _launch(self, tree: Tree) -> None:
+        made = {"env": self._variables(), "env_from": tokens(self.given.auth)}
+        if launch := {name: table for name, table in made.items() if table}:
+            merge(tree, {"launch": launch})
+
+    def _over(self, tree: Tree) -> None:
+        """Put the sections of the run file over what was derived; environments stand beside each other."""
+        for slot in ("train", "eval"):
+            section = table_at(self._explicit, "orchestrator", slot)
+            if isinstance(section.get("env"), list):
+                section["env"] = [*table_at(tree, "orchestrator", slot).get("env", []), *section["env"]]
+        merge(tree, self._explicit)
+
+
+def _sampling(given: GenerationConfig | EvalDataConfig) -> Tree:
+    values = {
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "min_p": given.min_p,
+        "max_tokens": given.max_new_tokens,
+    }
+    if given.top_k is not None:
+        values["top_k"] = given.top_k or -1
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(":")[2]

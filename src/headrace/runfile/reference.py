@@ -1,0 +1,141 @@
+"""docs/config.md: every key of every run file, in tables of what `headrace config --explain` says (`make docs`).
+
+A section that stands in several places is told once, where it comes first; elsewhere its row leads there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from headrace.config.sft import SftConfig
+from headrace.runfile.explain import Explanation, children, explain, kinds_of, sections_at
+from headrace.runfile.hackable.sections import HackableConfig
+from headrace.runfile.run import RunConfig
+
+PREFACE = """\
+# Every key
+
+`make docs` writes this page from the classes in `headrace/config`, as `headrace config --explain KEY` reads them; that
+command also says what a key is in your own file ([comparing.md](comparing.md)). How to begin is in the
+[README](../README.md); here is what there is. Any key can be given on the command line, as `--trainer.optim.lr 1e-4`.
+"""
+
+FILES: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    ("headrace rl", "A run of three processes. `[[...]]` are lists: such a section may come several times.", RunConfig),
+    ("headrace sft", "Supervised training: [sft.md](sft.md).", SftConfig),
+    (
+        "headrace rl, in short",
+        "A YAML file with data, rewards and an objective, which stands for a run file: [hacking.md](hacking.md). The "
+        "sections above may stand beside these. What goes into `kwargs` depends on the plugin, and `headrace config "
+        "--explain` knows it.",
+        HackableConfig,
+    ),
+)
+
+ROOT = "the top of the file"
+Sections = tuple[type[BaseModel], ...]
+
+
+def reference() -> str:
+    """The page."""
+    told: dict[Sections, str] = {}
+    parts = [PREFACE]
+    for command, words, root in FILES:
+        parts.append(f"## {command}\n\n{words}\n")
+        parts += _File(command, root, told).parts()
+    return "\n".join(parts)
+
+
+class _File:
+    """One kind of file. `told` has the heading of each section that the page has had so far."""
+
+    def __init__(self, command: str, root: type[BaseModel], told: dict[Sections, str]) -> None:
+        self._command, self._root, self._told = command, root, told
+
+    def parts(self, key: str = "") -> Iterator[str]:
+        """The section at a key, and then those within it that are not told yet."""
+        keys = children(self._root, key) if key else list(self._root.model_fields)
+        inner = [k for k in keys if self._sections(k)]
+        new = [k for k in inner if self._tell(k)]
+        yield "\n".join([f"### {self._heading(key)}", "", *self._about(key), *self._types(key), *self._table(keys)])
+        for child in new:
+            yield from self.parts(child)
+
+    def _sections(self, key: str) -> Sections:
+        return tuple(sections_at(self._root, key))
+
+    def _tell(self, key: str) -> bool:
+        """Whether the section at a key is to be told there."""
+        heading = self._heading(key)
+        return self._told.setdefault(self._sections(key), heading) == heading
+
+    def _heading(self, key: str) -> str:
+        if not key:
+            return f"{self._command}: {ROOT}"
+        if self._root is HackableConfig:
+            return f"{self._command}: `{key}`"
+        shape = explain(self._root, key)[0].type
+        name = f"{key}.NAME" if shape.startswith("table of tables") else key
+        shown = f"`[[{name}]]`" if shape.startswith("list of") else f"`[{name}]`"
+        return shown if self._root is RunConfig else f"{self._command}: {shown}"
+
+    def _about(self, key: str) -> list[str]:
+        """What the section says of itself, where the row that leads to it says something else."""
+        sections = self._sections(key) if key else ()
+        words = " ".join((sections[0].__doc__ or "").split()) if len(sections) == 1 else ""
+        return [words, ""] if words and words != explain(self._root, key)[0].sentence else []
+
+    def _types(self, key: str) -> list[str]:
+        """What its `type` may be, where it has one."""
+        kinds = kinds_of(self._root, key) if key else {}
+        if not kinds:
+            return []
+        alike: dict[str, list[str]] = {}
+        for kind, sentence in kinds.items():
+            alike.setdefault(sentence, []).append(f"`{kind}`")
+        default = explain(self._root, f"{key}.type")[0].default
+        chosen = "" if default.startswith("none") else f", {_code(default)} unless set"
+        return [f"By `type`{chosen}:", "", *(f"- {', '.join(names)}: {told}" for told, names in alike.items()), ""]
+
+    def _table(self, keys: Sequence[str]) -> list[str]:
+        rows = [row for key in keys if not key.endswith(".type") for row in self._rows(key)]
+        return ["| key | takes | default | |", "|---|---|---|---|", *rows, ""] if rows else []
+
+    def _rows(self, key: str) -> Iterator[str]:
+        """One row, or one for each type of section in which the key is another."""
+        section, _, name = key.rpartition(".")
+        entries = explain(self._root, key)
+        all_kinds = set(kinds_of(self._root, section)) if section else set()
+        heading = self._told.get(self._sections(key))
+        shown = f"[`{name}`](#{anchor(heading)})" if heading else f"`{name}`"
+        for entry in entries:
+            few = set(entry.kinds) != all_kinds
+            whose = f"{', '.join(f'`{kind}`' for kind in entry.kinds)}: " if few else ""
+            cells = (shown, re.sub(",? or unset$", "", entry.type), _default(entry), whose + entry.sentence)
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _default(entry: Explanation) -> str:
+    """Nothing where its own keys have defaults."""
+    if entry.default.startswith("none"):
+        return "must be set"
+    _, of_keys, kind = entry.default.partition("the defaults of its keys")
+    return _code(kind.removeprefix(", ")) if of_keys else _code(entry.default)
+
+
+def _code(value: str) -> str:
+    return value if value in ("", "unset") else f"`{value}`"
+
+
+def anchor(heading: str) -> str:
+    """Where a link to a heading leads, by GitHub's rule."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference())

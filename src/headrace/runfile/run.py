@@ -1,0 +1,186 @@
+"""The run file of `headrace rl`: shared keys, the three processes, and how they are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from headrace.config.algorithms import hints_the_policy
+from headrace.config.base import Config, Tree, value_at
+from headrace.config.inference import InferenceConfig
+from headrace.config.launch import LaunchConfig
+from headrace.config.model import MODEL_ORIGINS, ModelConfig
+from headrace.config.monitors import TensorboardConfig, WandbConfig
+from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.origins import Origins
+from headrace.config.problems import fields_at, sections_of
+from headrace.config.trainer import TrainerConfig
+from headrace.errors import InvalidValue, shown_value
+from headrace.rollout.hinted import hinted_length
+from headrace.runfile.hackable.names import ALTERNATIVES, BATCH_SIZES, OTHER_MODEL_NAMES
+
+SHARED: dict[str, tuple[str, ...]] = {
+    "output_dir": ("trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"),
+    "model": ("trainer.model", "orchestrator.model", "inference.model"),
+    "max_steps": ("trainer.max_steps", "orchestrator.max_steps"),
+    "seq_len": ("trainer.seq_len", "orchestrator.seq_len"),
+    "seed": ("trainer.seed", "orchestrator.seed", "inference.seed"),
+    "orchestrator.renderer": ("inference.renderer",),
+}
+"""Keys that fill others. An equal value there is accepted, a different one is refused, unless the shared value is only
+the default: then each section may have its own."""
+
+UNSCORED = {"opsd": "dropped", "rlcsd": "left with their plain credit"}
+"""What algorithms with hints do with a rollout that has no scores."""
+
+
+class RunConfig(Config):
+    PATHS_OF_FILE = ("model.sft",)
+    ALTERNATIVES = (
+        (*MODEL_ORIGINS, *OTHER_MODEL_NAMES),
+        ("orchestrator.batch_size", "orchestrator.token_batch_size", *BATCH_SIZES),
+        ("orchestrator.filters", "orchestrator.post_batch_filters"),
+        ("orchestrator.algo.teacher", "orchestrator.algo.sampling.source"),
+        *(
+            ("orchestrator.algo.length_penalty.coef", f"orchestrator.algo.length_penalty.{weight}")
+            for weight in ("output_weight", "input_weight", "turns_weight")
+        ),
+        ("trainer.scheduler.decay_steps", "trainer.scheduler.decay_fraction"),
+        *ALTERNATIVES,
+    )
+    TEXT_FOR = {"model": "name", "orchestrator.algo": "type", "orchestrator.renderer": "name"}  # noqa: RUF012
+    FILLED_FROM = {target: source for source, targets in SHARED.items() for target in targets}  # noqa: RUF012
+
+    output_dir: Path
+    max_steps: int | None = Field(None, ge=1)
+    seq_len: int | None = Field(None, ge=2)
+    seed: int = 0
+    model: ModelConfig
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    orchestrator: OrchestratorConfig = Field(default_factory=OrchestratorConfig)
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    @classmethod
+    def translated(cls, tree: Tree, files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
+        from headrace.runfile.hackable.translation import is_hackable, translate
+
+        return translate(tree, list(cls.model_fields), files, origins) if is_hackable(tree) else (tree, [])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_shared(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        for source, targets in SHARED.items():
+            value = value_at(tree, source.split("."))
+            if value is None:
+                continue
+            for target in targets:
+                _fill(tree, target.split("."), value, source)
+        return tree
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if self.max_steps is None:
+            raise InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
+        if self.seq_len is None:
+            raise InvalidValue(
+                "required, and not set",
+                key="seq_len",
+                fix="Set the longest sequence, prompt and completion together, in tokens.",
+            )
+        if not self.orchestrator.train.env:
+            raise InvalidValue(
+                "the run has no environment to train on",
+                key="orchestrator.train.env",
+                fix="Add an [[orchestrator.train.env]] with an id.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_takes_every_sequence(self) -> RunConfig:
+        assert self.seq_len is not None
+        longest = self.inference.max_model_len
+        if longest is None:
+            object.__setattr__(
+                self, "inference", self.inference.model_copy(update={"max_model_len": self._longest_request()})
+            )
+        elif longest < self.seq_len:
+            raise InvalidValue(
+                f"below seq_len, which is {self.seq_len}",
+                key="inference.max_model_len",
+                value=longest,
+                fix=f"Leave it out, or raise it to at least {self.seq_len}.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_elsewhere_read_files(self) -> RunConfig:
+        """A link that nobody asked for would offer weights at an address that only this machine reaches."""
+        weights = self.trainer.weights
+        if self.orchestrator.client.base_url and weights.transport == "auto":
+            trainer = self.trainer.model_copy(update={"weights": weights.model_copy(update={"transport": "files"})})
+            object.__setattr__(self, "trainer", trainer)
+        return self
+
+    def _longest_request(self) -> int:
+        """A sample, and before it, where the policy's own engines score with hints, one as long as a response."""
+        assert self.seq_len is not None
+        algorithms = [self.orchestrator.algo_of(env) for env in self.orchestrator.train.env]
+        return hinted_length(self.seq_len) if any(map(hints_the_policy, algorithms)) else self.seq_len
+
+    def notices(self) -> list[str]:
+        return [*self.orchestrator.notices(), *self._short_engine()]
+
+    def _short_engine(self) -> list[str]:
+        """Hints may be short, and then fewer tokens will do."""
+        given, longest = self.inference.max_model_len, self._longest_request()
+        assert given is not None  # it is filled
+        return [
+            f"orchestrator.train.env {env.name!r}: {algo.type} has the policy score hints with their samples, and "
+            f"inference.max_model_len is {given}: such a sequence may have {longest} tokens, and rollouts with one "
+            f"too long are {UNSCORED[algo.type]}; leave it out for that, or keep it if hints are that much shorter."
+            for env in self.orchestrator.train.env
+            if given < longest and hints_the_policy(algo := self.orchestrator.algo_of(env))
+        ]
+
+
+def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> None:
+    """Put a shared value where a section lacks it; tables merge, and a contradiction is refused by name.
+
+    What a section does not know stays where it is.
+    """
+    node: Any = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            return  # not a table: validation of the tree says so better
+    key = path[-1]
+    if isinstance(value, dict) and isinstance(node.get(key, {}), dict):
+        known = fields_at(RunConfig, path)
+        for name, inner in value.items():
+            if name in known:
+                _fill(tree, [*path, name], inner, f"{source}.{name}")
+    elif key not in node:
+        node[key] = value
+    elif str(node[key]) != str(value) and not _is_default(source, value):
+        raise InvalidValue(
+            f"{source} is {shown_value(value)}, and fills this key",
+            key=".".join(path),
+            value=node[key],
+            fix="Give one of the two, or the same value twice.",
+        )
+
+
+def _is_default(key: str, value: Any) -> bool:
+    *parents, name = key.split(".")
+    section: type[BaseModel] = RunConfig
+    for parent in parents:
+        section = sections_of(section, parent)[0]
+    return name in section.model_fields and section.model_fields[name].default == value

@@ -1,0 +1,1 @@
+"""Compare finished runs: what differs in their settings, curves and rewards, with confidence intervals."""

@@ -1,0 +1,144 @@
+"""The page of a repository: what is in it and where it comes from, as far as that is known for a fact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from headrace import __version__
+from headrace.config.base import read_toml
+from headrace.config.leaves import leaves
+from headrace.observe.summary import rows, summarize, title
+from headrace.tools.hub.places import CONFIG, RUN
+from headrace.transport.rollouts import RolloutKind
+from headrace.transport.run_dir import RunDir
+
+LOADING = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo}")
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+```"""
+TOLD = (
+    "orchestrator.algo.type",
+    "orchestrator.batch_size",
+    "orchestrator.group_size",
+    "trainer.loss.type",
+    "trainer.optim.lr",
+    "trainer.optim.type",
+    "data.env",
+    "data.name",
+    "optim.lr",
+    "optim.type",
+    "batch_size",
+    "max_steps",
+    "seq_len",
+    "seed",
+)
+"""Settings that are on the page; all are in the file."""
+
+
+def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: Sequence[str]) -> str:
+    """`base` is the hub's name of the model that the run began with, where it has one."""
+    tree = read_toml(run.config)
+    supervised = "data" in tree
+    what = "supervised training" if supervised else "reinforcement learning"
+    began = f"`{base}`" if base else f"a local model, `{base_folder}`"
+    has_model = "config.json" in files
+    lines = [
+        *_head({"library_name": "transformers", "base_model": base}, ["headrace", "sft" if supervised else "rl"]),
+        f"# {title(run)}",
+        "",
+        f"A run of {what} with Headrace {__version__}. It began with {began}.",
+        "",
+        *_results(run, files),
+        "## Settings",
+        "",
+        "| key | value |",
+        "|---|---|",
+        *(f"| `{key}` | `{value}` |" for key, value in _settings(tree).items()),
+        "",
+        f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).",
+        "",
+        "## What is here",
+        "",
+        *(["The final model:", "", LOADING.format(repo=repo), ""] if has_model else []),
+        "The run, as a directory that `headrace summary` and `headrace eval` read:",
+        "",
+        *_pulling(repo, title(run)),
+    ]
+    return "\n".join(lines)
+
+
+def model_card(name: str, repo: str, base: str | None) -> str:
+    made = f" It was made of `{base}`." if base else ""
+    head = _head({"library_name": "transformers", "base_model": base}, ["headrace"])
+    return "\n".join([*head, f"# {name}", "", f"A model.{made}", "", LOADING.format(repo=repo), ""])
+
+
+def dataset_card(name: str, repo: str) -> str:
+    return "\n".join([*_head({}, ["headrace"]), f"# {name}", "", *_pulling(f"--dataset {repo}", name)])
+
+
+def rollouts_card(run: str, repo: str, files: Sequence[str]) -> str:
+    """Training and evaluation are two splits, so that what loads the dataset does not mix them."""
+    sentence = (
+        f"What the run {run} sampled: a file per optimizer step (`train`) or evaluated version (`eval`), a row per "
+        "rollout, with its messages, rewards, tokens and logprobs, and why it was dropped, if it was."
+    )
+    patterns = {"train": f"data/{RolloutKind.TRAIN}*.parquet", "eval": f"data/{RolloutKind.EVAL}*.parquet"}
+    splits = [
+        line
+        for split, pattern in patterns.items()
+        if any(fnmatch(file, pattern) for file in files)
+        for line in (f"  - split: {split}", f"    path: {pattern}")
+    ]
+    mark, *head = _head({}, ["headrace", "rollouts"])
+    return "\n".join(
+        [
+            mark,
+            "configs:",
+            "- config_name: default",
+            "  data_files:",
+            *splits,
+            *head,
+            f"# {run}: rollouts",
+            "",
+            sentence,
+            "",
+            *_pulling(f"--dataset {repo}", f"{run}-rollouts"),
+        ]
+    )
+
+
+def _head(facts: Mapping[str, str | None], tags: Sequence[str]) -> list[str]:
+    known = [f"{key}: {value}" for key, value in facts.items() if value]
+    return ["---", *known, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
+
+
+def _results(run: RunDir, files: Sequence[str]) -> list[str]:
+    """Nothing for a run that has reported nothing."""
+    if not run.metrics.is_file():
+        return []
+    plot = run.plot.name
+    return [
+        "## Results",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {label} | {value} |" for label, value in rows(summarize(run))),
+        "",
+        *([f"![Reward over optimizer steps]({plot})", ""] if plot in files else []),
+    ]
+
+
+def _settings(tree: dict[str, Any]) -> dict[str, Any]:
+    environments = tree.get("orchestrator", {}).get("train", {}).get("env", [])
+    named = {"orchestrator.train.env": ", ".join(env["id"] for env in environments)} if environments else {}
+    known = leaves(tree)
+    return named | {key: known[key] for key in TOLD if key in known}
+
+
+def _pulling(what: str, directory: str) -> list[str]:
+    return ["```", f"headrace pull {what} {directory}", "```", ""]

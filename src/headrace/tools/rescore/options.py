@@ -1,0 +1,129 @@
+"""The configuration of a run as if it had another algorithm, for `headrace rescore`: checked as a run file is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.config.algorithm_keys import put_algorithm_keys
+from headrace.config.algorithms import (
+    AlgoConfig,
+    SftAlgoConfig,
+    has_rl_credit,
+    hints_the_policy,
+    sampling_source,
+    takes_length_penalty,
+)
+from headrace.config.base import Config, ConfigError, Tree, validate
+from headrace.config.length_penalty import LengthPenaltyConfig
+from headrace.config.model_reference import FrozenModelConfig
+from headrace.runfile.run import RunConfig
+
+
+class Question(NamedTuple):
+    """A run as if it had another algorithm."""
+
+    config: RunConfig
+    added_penalties: dict[str, LengthPenaltyConfig]
+    """By environment: of algorithms that take none in a run, but what would one do?"""
+
+    def algorithms(self, env: str | None) -> dict[str, AlgoConfig]:
+        """By environment."""
+        chosen = (entry for entry in self.config.orchestrator.train.env if env in (None, entry.name))
+        return {entry.name: self.config.orchestrator.algo_of(entry) for entry in chosen}
+
+
+def with_algorithm(
+    config: RunConfig, kind: str | None, length_penalty: str | None, overrides: Sequence[str], env: str | None
+) -> Question:
+    """The same run with this algorithm for every environment, or for one.
+
+    Without `kind` each environment keeps its own. `overrides` are written as on a command line, `--algo.key value`.
+    """
+    tree = config.model_dump(mode="json", exclude_none=True)["orchestrator"]
+    entries: list[Tree] = [entry for entry in tree["train"]["env"] if env in (None, entry["name"])]
+    if not entries:
+        there = ", ".join(entry.name for entry in config.orchestrator.train.env)
+        raise ConfigError("the run does not train on it", key="--env", value=env, fix=f"It trains on {there}.")
+    if kind is not None:
+        for entry in entries:
+            entry.pop("algo", None)
+        tree["algo"] = {"type": kind}
+    sections = [entry["algo"] for entry in entries if "algo" in entry]
+    if len(sections) < len(entries):  # some inherit theirs
+        sections.append(tree["algo"])
+    added: dict[int, Tree] = {}
+    for section in sections:
+        if length_penalty is not None:
+            section["length_penalty"] = {"type": length_penalty}
+        put_algorithm_keys(section, overrides)
+        if length_penalty is not None and not takes_length_penalty(str(section.get("type"))):
+            added[id(section)] = section.pop("length_penalty")
+    penalties = {
+        entry["name"]: validate(_Penalty, {"length_penalty": penalty}, "command line")[0].length_penalty
+        for entry in entries
+        if (penalty := added.get(id(entry.get("algo", tree["algo"])))) is not None
+    }
+    whole = {**config.model_dump(mode="json", exclude_none=True), "orchestrator": tree}
+    return Question(validate(RunConfig, whole, "command line")[0], penalties)
+
+
+class _Penalty(Config):
+    length_penalty: LengthPenaltyConfig
+
+
+def refuse_what_cannot_be_rescored(
+    env: str, was: AlgoConfig, algo: AlgoConfig, penalty: LengthPenaltyConfig | None
+) -> None:
+    """Raise where saved rollouts do not hold what the algorithm needs."""
+    if penalty is not None and not has_rl_credit(algo):
+        raise ConfigError(
+            f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to",
+            key="--length-penalty",
+            value=penalty.type,
+            fix="Leave it out, or choose another algorithm.",
+        )
+    if isinstance(algo, SftAlgoConfig):
+        raise ConfigError(
+            f"environment {env!r}: sft trains on what its teacher writes, and these rollouts are the policy's own",
+            key="--algo",
+            value="sft",
+            fix="opd learns from a teacher on the policy's own tokens.",
+        )
+    source = sampling_source(was)
+    if source is not None:
+        raise ConfigError(
+            f"its rollouts were sampled by {source.name}, not by the policy: no algorithm but sft can train on them",
+            key="--env",
+            value=env,
+            fix="Choose an environment whose rollouts the policy sampled.",
+        )
+    if hints_the_policy(algo):
+        raise ConfigError(
+            f"environment {env!r}: {algo.type} needs the logprobs of the policy of that time, which is gone",
+            key="--algo.teacher",
+            value="policy",
+            fix="Give a frozen teacher, for example a checkpoint of the run that `headrace export` wrote and `headrace "
+            "serve` serves: --algo.teacher.name NAME --algo.teacher.base_url http://host:port/v1",
+        )
+
+
+def described(algo: AlgoConfig, added: LengthPenaltyConfig | None = None) -> str:
+    """An algorithm in a few words: its type, and what is not as it is by default."""
+    settings = algo.model_dump(mode="json", exclude_defaults=True, exclude={"type", "length_penalty", "teacher"})
+    words = [f"{key} = {value}" for key, value in settings.items()]
+    penalty = added or getattr(algo, "length_penalty", None)
+    if penalty is not None:
+        changed = penalty.model_dump(mode="json", exclude_defaults=True, exclude={"type"})
+        words.insert(0, " ".join([f"{penalty.type} length penalty", *(f"{k} = {v}" for k, v in changed.items())]))
+    teacher = getattr(algo, "teacher", None)
+    if isinstance(teacher, FrozenModelConfig):
+        words.insert(0, f"teacher {teacher.name}")
+    return f"{algo.type} ({', '.join(words)})" if words else algo.type
+
+
+def short_name(algo: AlgoConfig, added: LengthPenaltyConfig | None = None) -> str:
+    """An algorithm as part of a file's name."""
+    penalty = added or getattr(algo, "length_penalty", None)
+    name = algo.type.rpartition(":")[2]
+    return name if penalty is None else f"{name}-{penalty.type}"

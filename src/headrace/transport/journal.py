@@ -1,0 +1,455 @@
+"""The one truth about every draw: drawn, then shipped in a batch and trained, or dropped with a reason.
+
+SQLite, written by the orchestrator alone. A draw that was neither shipped nor dropped when the orchestrator died is
+sampled again under the same id: compute may be lost, prompts are not. Draws that were never recorded need no record:
+the source is deterministic and draws them again.
+
+Everything else is a fold over the draws: totals are sums of what became of each, a curriculum has observed the rewards
+in the order of credit, and an algorithm's state is the one right after the last group, in that order, whose fate is
+recorded. So all of them can be replayed and checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import BadInput
+from headrace.rollout.batch import check_schema
+from headrace.rollout.fingerprint import Fingerprint
+
+log = logging.getLogger(__name__)
+
+JOURNAL_SCHEMA = 4
+OLDEST_SCHEMA = 2
+"""It says nothing about whose an algorithm's state is; 3 says nothing about the lengths of what was credited.
+
+Both are brought up to date when a run goes on.
+"""
+
+GROUP_FAILED = "group_failed"
+"""The reason of a rollout that was good, in a group that could not be scored for want of another."""
+NO_FAILURE = frozenset({"off_policy", "on_policy", "max_steps", "task_gone", "not_trainable", "cancelled"})
+"""Reasons for which a draw ends without credit through no fault of its environment."""
+
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS draws (
+    id INTEGER PRIMARY KEY,
+    env TEXT NOT NULL,
+    task_key TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('drawn', 'shipped', 'trained', 'dropped')),
+    step INTEGER,        -- the batch that carries it, or that was being collected when it was dropped
+    reason TEXT,         -- why it was dropped
+    rollouts INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0,
+    credited_tokens INTEGER NOT NULL DEFAULT 0,  -- of what was credited, prompts included
+    credit INTEGER,      -- its place in the order of credit
+    rewards TEXT         -- what was credited: [[agent, reward], ...]
+);
+CREATE INDEX IF NOT EXISTS draws_by_state ON draws (state, step);
+CREATE TABLE IF NOT EXISTS drops (draw INTEGER NOT NULL, reason TEXT NOT NULL, rollouts INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, totals TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS algorithms (
+    step INTEGER,
+    env TEXT,
+    state TEXT NOT NULL,
+    algorithm TEXT,      -- whose state it is, by import path
+    PRIMARY KEY (step, env)
+);
+CREATE TABLE IF NOT EXISTS clock (step INTEGER PRIMARY KEY, seconds REAL NOT NULL, eval_tokens INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS data (
+    slot TEXT,           -- train or eval
+    env TEXT,
+    examples INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    PRIMARY KEY (slot, env)
+);
+CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);  -- the processes that have gone on with the run
+"""
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """One prompt taken from a source: the `position`-th of its environment."""
+
+    id: int
+    env: str
+    task_key: str
+    position: int
+
+
+class Outcome(msgspec.Struct):
+    """What became of a draw, and of the rollouts that were made of it."""
+
+    draw: int
+    reason: str = ""
+    """Why it was dropped; empty: it was shipped."""
+    rollouts: int = 0
+    tokens: int = 0
+    drops: dict[str, int] = msgspec.field(default_factory=dict)
+    """Rollouts of it that were not shipped, by reason."""
+    credit: int | None = None
+    rewards: list[tuple[str, float]] = msgspec.field(default_factory=list)
+    """Agent and reward of each rollout, in the order in which the algorithm saw them."""
+    credited_tokens: int = 0
+    """Of these rollouts, prompts included."""
+
+
+class Lesson(msgspec.Struct):
+    """What a draw that has ended says about those to come."""
+
+    draw: int
+    env: str
+    task_key: str
+    rewards: list[float]
+    """Of what was credited; none: nothing was."""
+    failed: int = 0
+    """Its episodes, if nothing was credited because all of them failed."""
+    story: str = ""
+    """Why they failed, for people; the journal does not tell."""
+    step: int = 0
+    """The batch that was being collected."""
+    tokens: int = 0
+    """Of what was credited, prompts included; 0: nobody knows."""
+
+
+class Totals(msgspec.Struct):
+    """Sums over the draws whose outcome is known, restarts included."""
+
+    rollouts: int = 0
+    tokens: int = 0
+    drops: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        self.rollouts += outcome.rollouts
+        self.tokens += outcome.tokens
+        for reason, count in outcome.drops.items():
+            self.drops[reason] = self.drops.get(reason, 0) + count
+
+    def copy(self) -> Totals:
+        return Totals(self.rollouts, self.tokens, dict(self.drops))
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """What passes beside the draws, over the whole run."""
+
+    seconds: float = 0.0
+    eval_tokens: int = 0
+    """Sampled for evaluation."""
+
+
+class AlgorithmState(msgspec.Struct, frozen=True):
+    """What an algorithm has learned."""
+
+    algorithm: str | None
+    """Its class, as `package.module:Name`; an older journal does not tell."""
+    json: bytes
+
+
+class Entries(msgspec.Struct):
+    """What one commit takes with it. Totals and states are those after its outcomes."""
+
+    drawn: list[Draw]
+    outcomes: list[Outcome]
+    totals: Totals
+    states: dict[str, AlgorithmState] = msgspec.field(default_factory=dict)
+    """By environment."""
+    clock: Clock = Clock()
+
+
+class Journal:
+    """One connection, used from one thread at a time."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        try:
+            self._open(path, read_only)
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # a disk that is full, say
+                raise
+            raise BadInput(
+                f"the journal is damaged ({error}), and with it the record of the run's draws",
+                file=path,
+                fix="Put a copy of it back; without one, `headrace export` still gives the newest checkpoint's model.",
+            ) from error
+
+    def _open(self, path: Path, read_only: bool) -> None:
+        if read_only:
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+            _check(self._db, path)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The orchestrator calls from a worker thread, never from two at once.
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        network = network_file_system(path.parent)
+        wanted = "DELETE" if network else "WAL"  # a write-ahead log needs memory that all its readers share
+        mode = self._db.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0]
+        log.info("journal: %s, SQLite's journal mode %s%s", path, mode, f" because of {network}" if network else "")
+        self._db.execute("PRAGMA synchronous=FULL")
+        _check(self._db, path)
+        self._db.executescript(_TABLES)
+        with _transaction(self._db):
+            _upgrade(self._db)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def start(self) -> int:
+        """The number of the process that goes on with the run now, from 1; a rewind takes none back."""
+        return int(self._db.execute("INSERT INTO starts DEFAULT VALUES").lastrowid or 0)
+
+    def exchange_data(self, slot: str, env: str, data: Fingerprint) -> Fingerprint | None:
+        """Remember the tasks of an environment; returns those that it had when the run last started, if it did."""
+        row = self._db.execute("SELECT examples, digest FROM data WHERE slot = ? AND env = ?", (slot, env)).fetchone()
+        self._db.execute("INSERT OR REPLACE INTO data VALUES (?, ?, ?, ?)", (slot, env, data.examples, data.digest))
+        return Fingerprint(*row) if row else None
+
+    def commit(self, entries: Entries, shipped: int | None = None) -> None:
+        """One transaction. `shipped` is the step whose batch carries the draws that were not dropped."""
+        step = shipped if shipped is not None else self.last_step() + 1
+        with _transaction(self._db):
+            self._insert(entries.drawn)
+            for outcome in entries.outcomes:
+                self._seal(outcome, step)
+            self._db.executemany(
+                "INSERT OR REPLACE INTO algorithms (step, env, state, algorithm) VALUES (?, ?, ?, ?)",
+                [(step, env, state.json.decode(), state.algorithm) for env, state in entries.states.items()],
+            )
+            self._db.execute(
+                "INSERT OR REPLACE INTO clock VALUES (?, ?, ?)",
+                (step, entries.clock.seconds, entries.clock.eval_tokens),
+            )
+            if shipped is not None:
+                totals = msgspec.json.encode(entries.totals).decode()
+                self._db.execute("INSERT INTO steps VALUES (?, ?)", (shipped, totals))
+
+    def drop_open(self, reason: str) -> None:
+        """Nothing more will be trained: close whatever is still open."""
+        self._db.execute(
+            "UPDATE draws SET state='dropped', reason=?, step=? WHERE state='drawn'", (reason, self.last_step() + 1)
+        )
+
+    def mark_trained(self, step: int) -> None:
+        """A complete checkpoint covers every batch through `step`."""
+        self._db.execute("UPDATE draws SET state='trained' WHERE state='shipped' AND step <= ?", (step,))
+
+    def reopen(self) -> None:
+        """Back to the moment when the last batch had shipped, but for the clock: the step begins anew."""
+        clock, last = self.clock(), self.last_step()
+        with _transaction(self._db):
+            _rewind(self._db, last)
+            self._db.execute("INSERT OR REPLACE INTO clock VALUES (?, ?, ?)", (last, clock.seconds, clock.eval_tokens))
+
+    def rewind(self, step: int) -> None:
+        """Back to the moment when batch `step` had shipped: what came later is open again, under the same ids."""
+        with _transaction(self._db):
+            _rewind(self._db, step)
+
+    def _insert(self, draws: Sequence[Draw]) -> None:
+        """Draws that are known already, because they were drawn again, stay as they are. None may be left out."""
+        known = self._db.execute("SELECT COUNT(*) FROM draws").fetchone()[0]
+        fresh = [draw.id for draw in draws if draw.id >= known]
+        if fresh != list(range(known, known + len(fresh))):
+            raise RuntimeError(f"the journal has {known} draws and cannot go on with {fresh[:3]}: some are missing")
+        self._db.executemany(
+            "INSERT OR IGNORE INTO draws (id, env, task_key, position, state) VALUES (?, ?, ?, ?, 'drawn')",
+            [(d.id, d.env, d.task_key, d.position) for d in draws],
+        )
+
+    def _seal(self, outcome: Outcome, step: int) -> None:
+        rewards = None if outcome.credit is None else msgspec.json.encode(outcome.rewards).decode()
+        changed = self._db.execute(
+            "UPDATE draws SET state=?, reason=?, step=?, rollouts=?, tokens=?, credit=?, rewards=?, credited_tokens=? "
+            "WHERE id=? AND state='drawn'",
+            (
+                "dropped" if outcome.reason else "shipped", outcome.reason or None, step,
+                outcome.rollouts, outcome.tokens, outcome.credit, rewards, outcome.credited_tokens, outcome.draw,
+            ),
+        )  # fmt: skip
+        if changed.rowcount != 1:
+            raise RuntimeError(f"the outcome of draw {outcome.draw} is already in the journal, or it was never drawn")
+        self._db.executemany(
+            "INSERT INTO drops VALUES (?, ?, ?)",
+            [(outcome.draw, reason, count) for reason, count in outcome.drops.items()],
+        )
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def last_step(self) -> int:
+        """The newest committed batch; 0 before the first."""
+        return int(self._db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()[0])
+
+    def totals(self, through: int | None = None) -> Totals:
+        """The sums over every outcome, or over those of the steps through `through`."""
+        last = (1 << 62) if through is None else through
+        rollouts, tokens = self._db.execute(
+            "SELECT COALESCE(SUM(rollouts), 0), COALESCE(SUM(tokens), 0) FROM draws WHERE step <= ?", (last,)
+        ).fetchone()
+        drops = self._db.execute(
+            "SELECT drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw "
+            "WHERE draws.step <= ? GROUP BY 1",
+            (last,),
+        )
+        return Totals(rollouts, tokens, dict(drops.fetchall()))
+
+    def totals_at(self) -> dict[int, Totals]:
+        """By step, the totals that were committed with it."""
+        rows = self._db.execute("SELECT step, totals FROM steps ORDER BY step")
+        return {step: msgspec.json.decode(totals, type=Totals) for step, totals in rows}
+
+    def clock(self) -> Clock:
+        row = self._db.execute("SELECT seconds, eval_tokens FROM clock ORDER BY step DESC LIMIT 1").fetchone()
+        return Clock(*row) if row else Clock()
+
+    def algorithm_states(self) -> dict[str, AlgorithmState]:
+        """By environment, the newest."""
+        rows = self._db.execute("SELECT env, algorithm, state, MAX(step) FROM algorithms GROUP BY env")
+        return {env: AlgorithmState(algorithm, state.encode()) for env, algorithm, state, _ in rows}
+
+    def credits(self) -> Iterator[tuple[str, list[tuple[str, float]]]]:
+        """Environment and rewards of every credited draw, in the order of credit."""
+        rows = self._db.execute("SELECT env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit")
+        for env, rewards in rows:
+            yield env, _decode_rewards(rewards)
+
+    def credited_draws(self) -> list[int]:
+        """Their ids, in the order of credit."""
+        return [row[0] for row in self._db.execute("SELECT id FROM draws WHERE credit IS NOT NULL ORDER BY credit")]
+
+    def lessons(self) -> Iterator[Lesson]:
+        """Of every draw that has ended: those that were credited, in that order, then the others as they were drawn."""
+        rows = self._db.execute(
+            "SELECT id, env, task_key, step, rollouts, reason, rewards, credited_tokens, "
+            "id IN (SELECT draw FROM drops WHERE reason = ?) FROM draws WHERE step IS NOT NULL "
+            "ORDER BY credit IS NULL, credit, id",
+            (GROUP_FAILED,),
+        )
+        for draw, env, key, step, rollouts, reason, rewards, tokens, partly in rows:
+            if rewards is not None:
+                credited = [reward for _, reward in _decode_rewards(rewards)]
+                yield Lesson(draw, env, key, credited, step=step, tokens=tokens)
+            else:
+                yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
+
+    def next_credit(self) -> int:
+        """The place in the order of credit that comes next."""
+        return int(self._db.execute("SELECT COALESCE(MAX(credit) + 1, 0) FROM draws").fetchone()[0])
+
+    def draws(self) -> list[tuple[Draw, str, int | None, str | None]]:
+        """Every draw with its state, step and reason, oldest first."""
+        rows = self._db.execute("SELECT id, env, task_key, position, state, step, reason FROM draws ORDER BY id")
+        return [(Draw(*row[:4]), *row[4:]) for row in rows]
+
+    def open_draws(self) -> list[Draw]:
+        """Drawn but neither shipped nor dropped, oldest first."""
+        rows = self._db.execute("SELECT id, env, task_key, position FROM draws WHERE state = 'drawn' ORDER BY id")
+        return [Draw(*row) for row in rows]
+
+    def drawn_per_env(self) -> dict[str, int]:
+        return dict(self._db.execute("SELECT env, COUNT(*) FROM draws GROUP BY env").fetchall())
+
+    def drops_per_env(self) -> dict[str, dict[str, int]]:
+        """Dropped rollouts of each environment, by reason."""
+        found: dict[str, dict[str, int]] = {}
+        for env, reason, count in self._db.execute(
+            "SELECT env, drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw GROUP BY 1, 2"
+        ):
+            found.setdefault(env, {})[reason] = count
+        return found
+
+    def states(self) -> dict[str, int]:
+        """How many draws are in each state, dropped ones by reason (`dropped:REASON`)."""
+        query = """
+            SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*)
+            FROM draws GROUP BY 1
+        """
+        return dict(self._db.execute(query).fetchall())
+
+
+_decode_rewards = msgspec.json.Decoder(list[tuple[str, float]]).decode
+
+
+def fork(source: Path, target: Path, step: int) -> None:
+    """Copy a journal as it was when batch `step` had shipped."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    origin, copy = sqlite3.connect(source), sqlite3.connect(target, isolation_level=None)
+    try:
+        origin.backup(copy)
+        _check(copy, source)
+        with _transaction(copy):
+            _upgrade(copy)
+            _rewind(copy, step)
+    finally:
+        origin.close()
+        copy.close()
+
+
+def _upgrade(db: sqlite3.Connection) -> None:
+    """What an older version has not written yet."""
+    schema = _schema(db)
+    if schema == OLDEST_SCHEMA:
+        db.execute("ALTER TABLE algorithms ADD COLUMN algorithm TEXT")
+    if 0 < schema < 4:
+        db.execute("ALTER TABLE draws ADD COLUMN credited_tokens INTEGER NOT NULL DEFAULT 0")
+    db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
+
+
+def _rewind(db: sqlite3.Connection, step: int) -> None:
+    db.execute("DELETE FROM drops WHERE draw IN (SELECT id FROM draws WHERE step > ?)", (step,))
+    db.execute(
+        "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, rewards=NULL, "
+        "credited_tokens=0 WHERE step > ?",
+        (step,),
+    )
+    for table in ("steps", "algorithms", "clock"):
+        db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a journal that this version does not understand."""
+    version = _schema(db)
+    if 0 < version < OLDEST_SCHEMA:
+        raise BadInput(
+            f"written by an older Headrace (journal {version}, this one writes {JOURNAL_SCHEMA})",
+            file=path,
+            fix="Finish the run with that version, or start a new one from its newest checkpoint's model.",
+        )
+    check_schema(version, str(path), newest=JOURNAL_SCHEMA)
+
+
+def _schema(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def network_file_system(directory: Path) -> str | None:
+    """The kind of file system that a directory is on, if it is one that several machines share."""
+    table = Path("/proc/self/mountinfo")
+    if not table.exists():
+        return None
+    place, best = directory.resolve(), (0, "")
+    for line in table.read_text().splitlines():
+        fields, _, source = line.partition(" - ")
+        point, kind = Path(fields.split()[4]), source.split()[0]
+        if place.is_relative_to(point):
+            best = max(best, (len(point.parts), kind))
+    return best[1] if best[1].startswith(_NETWORK) else None
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """BEGIN ... COMMIT, or ROLLBACK when the block raises."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
