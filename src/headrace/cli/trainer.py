@@ -86,7 +86,7 @@ def engines_beside(config: RunConfig | SftConfig, sharing: str) -> EnginesBeside
         take_turns=sharing == "alternate",
         trainer_bytes_per_parameter=trainer.bytes_per_parameter(while_training=True),
         servers=servers,
-        share=inference.vllm.share_beside_trainer(servers) if inference.engine == "vllm" else None,
+        share=inference.memory_share(servers),
         cache_bytes=None if inference.kv_cache_gb is None else int(inference.kv_cache_gb * 1e9),
     )
 

@@ -11,8 +11,8 @@ from headrace.config.base import Config
 from headrace.config.model import ModelConfig, RendererConfig
 
 RUNNING_ON_GPU, RUNNING_ON_CPU = 256, 128
-SHARED_MEMORY = 0.4
-"""The share of a GPU's memory for all vLLM servers on it, where the trainer is there too."""
+SHARED_GPU_MEMORY = 0.4
+"""Fraction of a GPU's memory for all vLLM servers on it together, if the trainer uses the same GPU."""
 
 
 class VllmConfig(Config):
@@ -37,10 +37,6 @@ class VllmConfig(Config):
     """More arguments of vLLM's server, as on its command line."""
     env: dict[str, str] = Field(default_factory=dict)
     """More environment variables for it."""
-
-    def share_beside_trainer(self, servers: int) -> float:
-        """Of a GPU on which the trainer is, too, with so many servers: for each of them."""
-        return self.gpu_memory_utilization or round(SHARED_MEMORY / servers, 3)
 
 
 class InferenceConfig(Config):
@@ -88,5 +84,28 @@ class InferenceConfig(Config):
     seed: int = 0
 
     def running_at_once(self, *, on_gpu: bool) -> int:
-        """`max_running`, chosen where it is unset."""
+        """Return `max_running`, or its default for the device if it is unset."""
         return self.max_running or (RUNNING_ON_GPU if on_gpu else RUNNING_ON_CPU)
+
+    @property
+    def gpus_per_server(self) -> int:
+        return self.vllm.tensor_parallel_size * self.vllm.data_parallel_size if self.engine == "vllm" else 1
+
+    @property
+    def extra_start_timeout_s(self) -> float:
+        """Seconds that a server of this engine may take to start, in addition to `launch.start_timeout`."""
+        return self.vllm.start_timeout if self.engine == "vllm" else 0.0
+
+    @property
+    def loads_fused_experts(self) -> bool:
+        """Whether the engine can load published weights of a model with fused experts."""
+        return self.engine == "vllm"
+
+    def memory_share(self, servers: int) -> float | None:
+        """Return the fraction of a GPU's memory for each of `servers` servers on the trainer's GPU.
+
+        None if the engine measures at its start how much memory is free.
+        """
+        if self.engine != "vllm":
+            return None
+        return self.vllm.gpu_memory_utilization or round(SHARED_GPU_MEMORY / servers, 3)

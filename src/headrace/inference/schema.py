@@ -199,6 +199,11 @@ class Health(msgspec.Struct):
     def __post_init__(self) -> None:
         Version.parse(self.version)
 
+    @property
+    def scores_at_any_temperature(self) -> bool:
+        """Whether prompt logprobs follow `temperature`. vLLM computes them at temperature 1."""
+        return self.engine != "vllm"
+
 
 class ErrorDetail(msgspec.Struct):
     message: str

@@ -169,7 +169,7 @@ def check_experts(subject: Subject) -> Iterator[BadInput]:
     """
     config = subject.config
     publishes = isinstance(config, RunConfig) or config.evaluates
-    if subject.model is None or not publishes or config.inference.engine == "vllm":
+    if subject.model is None or not publishes or config.inference.loads_fused_experts:
         return
     settings = json.loads((subject.model / "config.json").read_text())
     for section in (settings, settings.get("text_config") or {}):

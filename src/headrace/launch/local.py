@@ -117,7 +117,7 @@ def on_this_machine(config: RunConfig | SftConfig) -> list[str]:
 
 def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
     """Seconds until every process must be up. vLLM has its own on top: its server gives up first, and says why."""
-    return launch.start_timeout + (inference.vllm.start_timeout if inference.engine == "vllm" else 0.0)
+    return launch.start_timeout + inference.extra_start_timeout_s
 
 
 def processes(
@@ -143,21 +143,19 @@ def processes(
 
 def placement_of(launch: LaunchConfig, inference: InferenceConfig) -> Placement:
     """Where the processes of a run that samples go on this machine."""
-    vllm = inference.vllm
     return place(
         visible_gpus(),
         trainer_processes=launch.trainer_processes,
         inference_gpus=launch.inference_gpus,
         inference_servers=launch.inference_servers,
-        gpus_per_server=vllm.tensor_parallel_size * vllm.data_parallel_size if inference.engine == "vllm" else 1,
+        gpus_per_server=inference.gpus_per_server,
     )
 
 
 def _memory_options(inference: InferenceConfig, placement: Placement) -> list[str]:
-    """vLLM would take nearly all of a GPU: where the trainer has the same one, it gets a part."""
-    if inference.engine != "vllm" or not placement.shares_gpu:
-        return []
-    return ["--vllm.gpu_memory_utilization", f"{inference.vllm.share_beside_trainer(len(placement.inference)):g}"]
+    """Return the options that limit vLLM's memory on a GPU that it shares with the trainer."""
+    share = inference.memory_share(len(placement.inference)) if placement.shares_gpu else None
+    return [] if share is None else ["--vllm.gpu_memory_utilization", f"{share:g}"]
 
 
 def server_process(

@@ -47,7 +47,7 @@ class PolicyReference:
     def check_engines(self, engines: Sequence[Health]) -> None:
         """Whether they can give the scores that will be asked for; raises `BadInput` if not."""
         other = sorted(self._temperatures - {1.0})
-        if other and any(health.engine == "vllm" for health in engines):
+        if other and not all(health.scores_at_any_temperature for health in engines):
             raise BadInput(
                 "the policy scores its own samples, and vLLM scores at temperature 1 alone",
                 key="orchestrator.train.sampling.temperature",

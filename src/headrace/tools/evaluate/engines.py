@@ -41,8 +41,7 @@ def gpus_per_engine(serve_options: Sequence[str]) -> int:
     for key, value in parse_overrides(serve_options):
         put(tree, key, value)
     config, _ = validate(InferenceConfig, tree, "--serve-args")
-    vllm = config.vllm
-    return vllm.tensor_parallel_size * vllm.data_parallel_size if config.engine == "vllm" else 1
+    return config.gpus_per_server
 
 
 def teams_of(machine: Machine, wanted: int | None, gpus_each: int, models: int) -> list[Team]:
