@@ -10,9 +10,12 @@ from typing import Any
 
 from headrace.config.base import dump, put, validate
 from headrace.observe.metrics import MetricsLog
+from headrace.rollout.types import Rollout, RolloutError
 from headrace.runfile.run import RunConfig
 from headrace.tools.evaluate.completions import Completion, CompletionsFile
 from headrace.transport.files import write_atomically
+from headrace.transport.rollout_dump import write_eval_rollouts
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 
@@ -60,3 +63,17 @@ def write_episodes(evaluation: Path, name: str, run: Path, correct: Mapping[str,
         for key, samples in correct.items():
             for sample, right in enumerate(samples):
                 file.append(Completion(key, sample, correct=right, reward=float(right)))
+
+
+def write_evaluation(run: Path, step: int, env: str, rewards: Mapping[str, Sequence[float | None]]) -> None:
+    """What an evaluation within a run leaves: by task, the reward of each episode; None: it failed."""
+    path = RolloutKind.EVAL.path(RunDir(run).rollouts, step)
+    failed = RolloutError("timeout")
+    rollouts = [
+        Rollout(env, task, f"{env}-{task}", episode=episode, error=failed)
+        if reward is None
+        else Rollout(env, task, f"{env}-{task}", episode=episode, reward=reward)
+        for task, episodes in rewards.items()
+        for episode, reward in enumerate(episodes)
+    ]
+    write_eval_rollouts(path, step, rollouts)

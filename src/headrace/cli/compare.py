@@ -14,7 +14,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--metric", metavar="NAME", help="any of metrics.jsonl [reward/all/mean, else loss]")
     parser.add_argument(
-        "--evaluation", metavar="DIR", type=Path, help="what `headrace eval` wrote about these runs: its examples count"
+        "--evaluation",
+        metavar="DIR",
+        type=Path,
+        help="what `headrace eval` wrote about these runs, instead of the evaluations that they saved",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--output", metavar="DIR", type=Path, help="write a page with curves, and the JSON, there")

@@ -14,7 +14,7 @@ from headrace.tools.compare.comparison import Comparison, compare_runs
 from headrace.tools.compare.settings import differences, group_by_variant, settings_of
 from headrace.tools.compare.significance import bootstrap, welch
 from headrace.tools.compare.view import sentences, text, write_page
-from tests.observe.runs import write_episodes, write_run
+from tests.observe.runs import write_episodes, write_evaluation, write_run
 
 
 def flat(end: float) -> list[float]:
@@ -109,11 +109,51 @@ def test_two_runs_with_scores_per_example_are_drawn_again_over_these(seeds: list
     second = {f"task-{n}": [True, n % 2 == 0] for n in range(10)}
     write_episodes(evaluation, "one", seeds[0], first)
     write_episodes(evaluation, "deep/two", seeds[2], second)
-    *_, found = compare_runs([seeds[0], seeds[2]], evaluation=evaluation).comparison.differences
+    for run in (seeds[0], seeds[2]):
+        write_evaluation(run, 7, "reverse-text", {"task-0": [0.0]})  # not used: the other evaluation is named
+    _, held_out, found = compare_runs([seeds[0], seeds[2]], evaluation=evaluation).comparison.differences
+    assert held_out.method == "none"
     # Every example has one more of its two samples right.
     assert (found.metric, found.method) == ("accuracy", "bootstrap_of_examples")
     assert (found.difference, found.low, found.high) == (0.5, 0.5, 0.5)
     assert "10 held-out examples that both were asked" in found.note
+
+
+def test_two_runs_that_saved_their_evaluations_are_drawn_again_over_the_examples_of_the_last_common_step(
+    tmp_path: Path,
+):
+    low = write_run(tmp_path / "low", flat(0.2), {0: 0.1, 4: 0.25, 7: 0.9}, keys={"trainer.optim.lr": 1e-4})
+    high = write_run(tmp_path / "high", flat(0.2), {0: 0.1, 4: 0.75, 6: 0.9}, keys={"trainer.optim.lr": 1e-3})
+    for run, reward, own_step in ((low, 0.0, 7), (high, 0.5, 6)):
+        write_evaluation(run, 4, "reverse-text", {f"task-{n}": [reward, reward + 0.5, None] for n in range(5)})
+        write_evaluation(run, own_step, "reverse-text", {"task-0": [0.9]})
+    compared = compare_runs([low, high]).comparison
+    *_, found = compared.differences
+    assert (found.metric, found.method, compared.at["held-out"]) == ("held-out", "bootstrap_of_examples", 4)
+    assert (found.difference, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert "5 held-out examples that both were asked" in found.note
+
+
+def test_every_environment_counts_alike_however_many_examples_it_has(tmp_path: Path):
+    runs = [
+        write_run(tmp_path / name, flat(0.2), keys={"trainer.optim.lr": lr}) for name, lr in (("a", 1e-4), ("b", 1))
+    ]
+    for run, small in zip(runs, (0.0, 1.0), strict=True):
+        MetricsLog(run / "metrics.jsonl", "orchestrator").log(7, {"eval/large/avg@1": 0.5, "eval/small/avg@1": small})
+        write_evaluation(run, 7, "large", {f"task-{n}": [0.5] for n in range(9)})
+        write_evaluation(run, 7, "small", {"task-0": [small]})
+    *_, found = compare_runs(runs).comparison.differences
+    assert (found.method, found.difference) == ("bootstrap_of_examples", pytest.approx(0.5))
+
+
+def test_a_saved_evaluation_that_lacks_an_environment_is_not_drawn_from(tmp_path: Path):
+    runs = [
+        write_run(tmp_path / name, flat(0.2), keys={"trainer.optim.lr": lr}) for name, lr in (("a", 1e-4), ("b", 1))
+    ]
+    for run in runs:
+        MetricsLog(run / "metrics.jsonl", "orchestrator").log(7, {"eval/large/avg@1": 0.5, "eval/small/avg@1": 0.5})
+        write_evaluation(run, 7, "large", {"task-0": [0.5]})
+    assert compare_runs(runs).comparison.differences[-1].method == "none"
 
 
 def test_a_run_without_episodes_leaves_accuracies_out_and_says_so(seeds: list[Path], tmp_path: Path):

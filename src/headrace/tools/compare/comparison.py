@@ -22,8 +22,9 @@ from headrace.names import short_names
 from headrace.observe.environments import ENDS
 from headrace.observe.history import Curve, History, Record, Tail
 from headrace.tools.compare.difference import Difference, Side, difference
-from headrace.tools.compare.examples import Scores, read_scores
+from headrace.tools.compare.examples import Scores, read_own_scores, read_scores
 from headrace.tools.compare.settings import SEEDS, Settings, differences, group_by_variant, settings_of
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 HELD_OUT = "held-out"
@@ -133,8 +134,8 @@ def compare_runs(
 ) -> Compared:
     """Read the runs and hold them against each other; raises `BadInput` unless two or more have reported the metric.
 
-    `evaluation` is what `headrace eval` wrote about them. `variants` has the names of the variants by path, where
-    somebody knows them; unset, they are told from the configurations.
+    `evaluation` is what `headrace eval` wrote about them; unset, the evaluations that the runs saved count. `variants`
+    has the names of the variants by path; unset, they follow from the configurations.
     """
     notes: list[str] = []
     runs = _read(paths, notes)
@@ -284,7 +285,11 @@ def _measures(runs: Sequence[_Run], chosen: str, evaluation: Path | None, notes:
     if held_out and any(run.history.evals.keys() != runs[0].history.evals.keys() for run in runs):
         notes.append("The runs were evaluated on different environments: their held-out scores are not compared.")
         held_out = False
-    measures = [_of_curve(runs, metric) for metric in ([chosen, HELD_OUT] if held_out else [chosen])]
+    metrics = [chosen, HELD_OUT] if held_out else [chosen]
+    measures = [
+        _of_saved_evaluations(runs) if metric == HELD_OUT and evaluation is None else _of_curve(runs, metric)
+        for metric in metrics
+    ]
     if evaluation is not None:
         scores = read_scores(evaluation, [run.root for run in runs])
         without = [run.name for run, known in zip(runs, scores, strict=True) if not known]
@@ -296,9 +301,20 @@ def _measures(runs: Sequence[_Run], chosen: str, evaluation: Path | None, notes:
     return measures
 
 
-def _of_curve(runs: Sequence[_Run], metric: str) -> _Measure:
+def _of_saved_evaluations(runs: Sequence[_Run]) -> _Measure:
+    """Return what was held out at the last step of which every run has saved its evaluation, with scores by example."""
+    saved = [RolloutKind.EVAL.files(RunDir(run.root).rollouts).keys() & dict(run.curve(HELD_OUT)) for run in runs]
+    for step in sorted(set.intersection(*saved), reverse=True):
+        scores = [read_own_scores(run.root, step, run.history.evals) for run in runs]
+        if all(scores):
+            return _of_curve(runs, HELD_OUT, step)._replace(examples=scores)
+    return _of_curve(runs, HELD_OUT)
+
+
+def _of_curve(runs: Sequence[_Run], metric: str, at: int | None = None) -> _Measure:
+    """Compare at step `at`; unset, at the last one that all runs have reached."""
     curves = [run.curve(metric) for run in runs]
-    at = min(curve[-1][0] for curve in curves)
+    at = min(curve[-1][0] for curve in curves) if at is None else at
     single = is_evaluation(metric)
     steps = [] if single else [[value for step, value in curve if step <= at] for curve in curves]
     return _Measure(metric, at, [ending(curve, at, single=single) for curve in curves], curves, steps, [])

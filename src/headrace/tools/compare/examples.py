@@ -1,21 +1,27 @@
-"""Scores per held-out example, as `headrace eval` leaves them: a folder per model, with `completions.jsonl`.
+"""Scores per held-out example: from a run's own evaluations, or from what `headrace eval` wrote.
 
-Which run a folder is about its `settings.json` says, by the model's directory. An episode that failed is wrong, as in
-the evaluation itself; of two lines about one episode the later one counts.
+A run has `rollouts/eval-step-N.parquet`. `headrace eval` leaves a folder per model with `completions.jsonl`; its
+`settings.json` names the model's directory, and thus the run. Of two lines about one episode the later one counts.
+Episodes that failed are left out of both, as in the evaluations themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import msgspec
 
 from headrace.errors import BadInput
+from headrace.transport.rollout_files import RolloutFiles
+from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 
 Scores = dict[str, float]
-"""By the key of an example: the share of its episodes that are right."""
+"""By the key of an example: the share of its episodes that are right, or their mean reward."""
+COLUMNS = ("env", "task_key", "group_id", "episode", "trainable", "reward", "error_reason")
 
 
 class _Settings(msgspec.Struct):
@@ -41,6 +47,30 @@ def read_scores(evaluation: Path, runs: Sequence[Path]) -> list[Scores]:
     folders = {_model_of(file): file.parent for file in sorted(evaluation.rglob("settings.json"))}
     found = [folders.get((RunDir(run).final_model).resolve()) for run in runs]
     return [{} if folder is None else _read(folder / "completions.jsonl") for folder in found]
+
+
+def read_own_scores(run: Path, step: int, environments: Iterable[str]) -> Scores:
+    """Return the mean rewards of the examples that a run evaluated at `step`, weighted so that their mean is the mean
+    over `environments`; nothing unless it evaluated all of these at that step.
+    """
+    rows = RolloutFiles(RunDir(run).rollouts, RolloutKind.EVAL).columns(step, COLUMNS)
+    episodes: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        episodes.setdefault((row["group_id"], row["episode"]), []).append(row)
+    rewards: dict[str, dict[str, list[float]]] = {name: {} for name in environments}
+    for episode in episodes.values():
+        env, task = episode[0]["env"], episode[0]["task_key"]
+        if env in rewards and all(row["error_reason"] is None for row in episode):
+            trained = [row["reward"] for row in episode if row["trainable"]] or [row["reward"] for row in episode]
+            rewards[env].setdefault(task, []).append(fmean(trained))
+    if not all(rewards.values()):
+        return {}
+    equal_share = sum(map(len, rewards.values())) / len(rewards)
+    return {
+        f"{env}/{task}": fmean(values) * equal_share / len(tasks)
+        for env, tasks in rewards.items()
+        for task, values in tasks.items()
+    }
 
 
 def _model_of(settings: Path) -> Path:
