@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,13 @@ def test_what_runs_beside_the_trainer_never_imports_torch_or_transformers():
     assert culprits == {}, f"heavy module: the first light module whose import loads it: {culprits}"
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Every module that a file imports, anywhere in it, those for type checking included."""
+@cache
+def imports_of(path: Path) -> list[str]:
+    """Return every module that a file imports, anywhere in it, those for type checking included."""
+    return list(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[str]:
     package = ["headrace", *path.relative_to(SOURCE).parent.parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

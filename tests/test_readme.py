@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import parse
-from headrace.config.base import load, validate
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
+from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[1]

@@ -25,7 +25,6 @@ import msgspec
 from fake_engine import FakeEngine
 from fake_run import COMPLETION_TOKENS, FOREVER, running
 
-from headrace.config.base import load
 from headrace.errors import BadInput
 from headrace.observe.history import Tail
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
@@ -56,6 +55,7 @@ from headrace.orchestrator.signals import (
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.trainer.tiny import write_tiny_model
 from headrace.transport.journal import Clock, Totals

@@ -14,11 +14,11 @@ from typing import Any
 
 from fake_engine import FakeEngine
 
-from headrace.config.base import validate
 from headrace.environments.base import Context, Environment
 from headrace.launch.saved_config import save
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.rollout.version import Version
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 

@@ -11,8 +11,9 @@ import pytest
 from headrace.algorithms.registry import make_algorithm
 from headrace.cli.main import main, parse
 from headrace.config.algorithms import AlgoConfig
-from headrace.config.base import Tree, load, validate
+from headrace.config.base import Tree
 from headrace.config.orchestrator import OrchestratorConfig
+from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
 from headrace.tools.check_algorithm.stage import SEQ_LEN, StandIn
 from tests.algorithms.groups import advantages, make_group

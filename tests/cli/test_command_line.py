@@ -13,9 +13,9 @@ import pytest
 from headrace.cli.arguments import separate_overrides
 from headrace.cli.main import COMMANDS, main, parse
 from headrace.cli.serve import read_target
-from headrace.config.base import load
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.trainer.tiny import write_tiny_settings
 from tests.cli.run_files import RUN_FILE

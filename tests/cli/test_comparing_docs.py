@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main, parse
-from headrace.config.base import validate
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from tests.observe.runs import write_episodes, write_run
 

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.cli.new import SETTINGS, class_name, module_name
-from headrace.config.base import validate
 from headrace.errors import BadInput
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, Tree, load, merge, validate
+from headrace.config.base import ConfigError, Tree
 from headrace.errors import BadInput
+from headrace.runfile.reading import load, merge, validate
 from headrace.runfile.run import RunConfig
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from headrace.config.algorithms import sampling_source
-from headrace.config.base import ConfigError, validate
+from headrace.config.base import ConfigError
 from headrace.config.orchestrator import OrchestratorConfig
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import algo, minimal, refusal, refusals
 

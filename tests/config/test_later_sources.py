@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import Config, ConfigError, dump, load
+from headrace.config.base import Config, ConfigError
+from headrace.config.files import dump
 from headrace.config.sft import SftConfig
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import MINIMAL, run
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import dump, load
+from headrace.config.files import dump
 from headrace.config.sft import SftConfig
+from headrace.runfile.reading import load
 from tests.config.run_files import MINIMAL, load_text, refusals, run
 
 

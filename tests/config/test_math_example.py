@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.config.base import load
 from headrace.environments.registry import load_environment
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.trainer.tiny import write_tiny_model
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.base import ConfigError, load, parse_overrides
-from headrace.config.yaml_text import parse_yaml
+from headrace.config.base import ConfigError
+from headrace.config.files import parse_yaml
+from headrace.runfile.reading import load, parse_overrides
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import MINIMAL, algo, load_text
 

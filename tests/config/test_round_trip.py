@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from headrace.config.algorithms import GrpoConfig
-from headrace.config.base import ConfigError, dump, load, validate
+from headrace.config.annotations import sections_in
+from headrace.config.base import ConfigError
+from headrace.config.files import dump
 from headrace.config.orchestrator import EvalConfig, OrchestratorConfig
-from headrace.config.problems import sections_of
 from headrace.config.sft import SftConfig
+from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import MINIMAL, load_text, minimal, run
 
@@ -127,10 +129,10 @@ def test_every_algorithm_comes_back(tmp_path: Path, algo: Any):
 
 def test_every_type_of_algorithm_and_penalty_is_among_those_that_come_back():
     configs = [run(orchestrator={"algo": copy.deepcopy(algo)}).orchestrator.algo for algo in ALGORITHMS]
-    known = sections_of(OrchestratorConfig, "algo")
+    known = sections_in(OrchestratorConfig.model_fields["algo"].annotation)
     assert {type(config) for config in configs} == set(known)
     penalties = {type(getattr(config, "length_penalty", None)) for config in configs} - {type(None)}
-    assert penalties == set(sections_of(GrpoConfig, "length_penalty"))
+    assert penalties == set(sections_in(GrpoConfig.model_fields["length_penalty"].annotation))
 
 
 positive = st.floats(1e-12, 1e12, allow_subnormal=False)
@@ -184,7 +186,7 @@ def test_a_section_that_differs_from_an_unset_shared_key_is_refused_at_once_or_c
 def sections(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield kind
     for name in kind.model_fields:
-        for child in sections_of(kind, name):
+        for child in sections_in(kind.model_fields[name].annotation):
             yield from sections(child)
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, dump, load, validate
+from headrace.config.base import ConfigError
+from headrace.config.files import dump
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
+from headrace.runfile.reading import load, validate
 
 ENV = {"env": "reverse-text"}
 

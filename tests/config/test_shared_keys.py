@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, dump, load, validate
+from headrace.config.base import ConfigError
+from headrace.config.files import dump
+from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import minimal, refusal, run
 

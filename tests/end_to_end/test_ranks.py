@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headrace.config.base import load
 from headrace.launch.saved_config import pin, save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status, read_status
 from headrace.rollout.batch import Batch, BatchSample
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.trainer import rl
 from headrace.transport.run_dir import RunDir

@@ -6,10 +6,10 @@ from types import ModuleType
 
 import pytest
 
-from headrace.config.base import load
 from headrace.environments.base import tasks_of
 from headrace.environments.script import play
 from headrace.rollout.types import Task
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.tools.probe.findings import findings
 from headrace.tools.probe.probing import probe

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, dump, load
+from headrace.config.base import ConfigError
+from headrace.config.files import dump
 from headrace.config.sft import SftConfig
 from headrace.launch.saved_config import (
     changes,
@@ -19,6 +20,7 @@ from headrace.launch.saved_config import (
     read_sampled_run,
     save,
 )
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 

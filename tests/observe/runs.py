@@ -8,9 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from headrace.config.base import dump, put, validate
+from headrace.config.files import dump
 from headrace.observe.metrics import MetricsLog
 from headrace.rollout.types import Rollout, RolloutError
+from headrace.runfile.reading import put, validate
 from headrace.runfile.run import RunConfig
 from headrace.tools.evaluate.completions import Completion, CompletionsFile
 from headrace.transport.files import write_atomically

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from headrace.algorithms.base import Algorithm
-from headrace.config.base import validate
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.orchestrator.crediting import set_up_algorithms
+from headrace.runfile.reading import validate
 from headrace.transport.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
 from tests.algorithms.teachers import MODEL, Teacher
 from tests.refusals import refused

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from headrace.algorithms.base import Algorithm
-from headrace.config.base import validate
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import Health
 from headrace.orchestrator.crediting import PolicyReference, set_up_algorithms
+from headrace.runfile.reading import validate
 from headrace.transport.journal import Journal
 from tests.algorithms.teachers import MODEL, Teacher
 from tests.refusals import refused

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.base import load, validate
 from headrace.config.curriculum import CurriculumConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.orchestrator.curricula import check_imports, make_gate, make_sampler
 from headrace.rollout.types import Task
+from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.config.base import validate
 from headrace.environments.base import Environment
 from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import BadInput, Failure
@@ -27,6 +26,7 @@ from headrace.orchestrator.pipeline import RunFailed
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version, staleness
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.transport.batches import BatchStore
 from headrace.transport.journal import Journal

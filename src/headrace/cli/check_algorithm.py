@@ -43,9 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_section(algorithm: str, file: Path | None, overrides: list[str], env: str | None = None) -> Tree:
     """The `algo` section that a run file would have: the file's, `--algo.key value` on top, and what was named."""
-    from headrace.config.algorithm_keys import put_algorithm_keys
-    from headrace.config.base import ConfigError, read_file
+    from headrace.config.base import ConfigError
+    from headrace.config.files import read_file
     from headrace.launch.own_code import find_code_beside
+    from headrace.runfile.algorithm_keys import put_algorithm_keys
 
     section: Tree = {}
     if file is not None:

@@ -22,11 +22,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.config.base import dump, load
+    from headrace.config.files import dump
     from headrace.config.sft import SftConfig
     from headrace.errors import BadInput
     from headrace.launch.own_code import find_code_beside
     from headrace.runfile.hackable.sections import HackableConfig
+    from headrace.runfile.reading import load
     from headrace.runfile.run import RunConfig
 
     files = [path / "config.toml" if path.is_dir() else path for path in arguments.files]
@@ -55,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
     """What the files say, as they say it."""
-    from headrace.config.base import merge, read_file
+    from headrace.config.files import read_file
+    from headrace.runfile.reading import merge
 
     tree: dict[str, Any] = {}
     for file in files:

@@ -189,9 +189,9 @@ def report(arguments: argparse.Namespace, evaluation: Evaluation, subject: str, 
 
 
 def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
-    from headrace.config.base import validate
     from headrace.config.model import RendererConfig, SamplingConfig
     from headrace.errors import BadInput
+    from headrace.runfile.reading import validate
     from headrace.tools.evaluate.completions import Correctness
     from headrace.tools.evaluate.evaluation import Evaluation
     from headrace.tools.evaluate.exam import Conditions
@@ -261,7 +261,7 @@ def settings_of(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    from headrace.config.base import parse_value
+    from headrace.runfile.reading import parse_value
 
     key, separator, value = text.partition("=")
     if not (separator and key):

@@ -117,7 +117,8 @@ def read_options(args: str, overrides: list[str]) -> ProbeConfig:
     """The environment's args and the renderer's options, from JSON and from `--section.key value`."""
     import json
 
-    from headrace.config.base import ConfigError, Tree, parse_overrides, put, validate
+    from headrace.config.base import ConfigError, Tree
+    from headrace.runfile.reading import parse_overrides, put, validate
     from headrace.tools.probe.options import ProbeConfig
 
     try:

@@ -93,8 +93,9 @@ def is_over(target: Path) -> bool:
 
 def read_target(target: str, overrides: list[str], *, alone: bool = False) -> InferenceConfig:
     """The server's configuration: that of a run, or a model's with the port everyone expects."""
-    from headrace.config.base import Tree, parse_overrides, put, validate
+    from headrace.config.base import Tree
     from headrace.config.inference import InferenceConfig
+    from headrace.runfile.reading import parse_overrides, put, validate
     from headrace.text.hub import model_directory
 
     path = Path(target)

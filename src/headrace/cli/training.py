@@ -46,7 +46,8 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
 
     import_renderers()
     from headrace.algorithms.user_function import load_function
-    from headrace.config.base import ConfigError, dump, load
+    from headrace.config.base import ConfigError
+    from headrace.config.files import dump
     from headrace.config.trainer import CustomLossConfig
     from headrace.launch.checks import check_run
     from headrace.launch.errors import naming_run
@@ -55,6 +56,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.saved_config import changes, pin
     from headrace.launch.variables import set_variables
+    from headrace.runfile.reading import load
     from headrace.runfile.run import RunConfig
     from headrace.transport.run_dir import RunDir
 

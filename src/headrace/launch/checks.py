@@ -25,9 +25,7 @@ from renderers.base import Renderer
 
 from headrace.algorithms.registry import check_imports
 from headrace.algorithms.user_function import load_function
-from headrace.config.base import load
 from headrace.config.orchestrator import CustomFilterConfig, EnvConfig
-from headrace.config.problems import filled_sources
 from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
 from headrace.config.trainer import CustomLossConfig
 from headrace.environments.base import tasks_of
@@ -45,6 +43,8 @@ from headrace.launch.prompt_lengths import (
     render_some,
 )
 from headrace.orchestrator import curricula
+from headrace.runfile.problems import filled_sources
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import cached_model_directory, model_directory
 from headrace.text.renderer import make_renderer

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace import __version__
-from headrace.config.base import ConfigError, dump, load, read_toml, value_at
+from headrace.config.base import ConfigError
+from headrace.config.files import dump, read_toml
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.paths import cache_directory
@@ -25,6 +26,7 @@ from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
 from headrace.launch.own_code import find_code_beside
 from headrace.launch.saved_config import pin, save
+from headrace.runfile.reading import load, value_at
 from headrace.text.hub import model_directory
 from headrace.transport.lock import lock
 from headrace.transport.run_dir import RunDir

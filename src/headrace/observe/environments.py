@@ -98,7 +98,7 @@ def _mean(points: Curve) -> float:
 
 def _algorithms(run: RunDir) -> dict[str, str]:
     """By training environment, from the saved configuration."""
-    from headrace.config.base import read_toml
+    from headrace.config.files import read_toml
 
     if not run.config.is_file():
         return {}

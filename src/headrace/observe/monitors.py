@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.config.base import read_toml
+from headrace.config.files import read_toml
 from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.errors import BadInput
 from headrace.observe.history import Record, Tail

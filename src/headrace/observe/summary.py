@@ -183,7 +183,7 @@ def _environments(summary: Summary) -> list[str]:
 
 def _settings(run: RunDir) -> list[tuple[str, Any]]:
     """The few keys of the saved configuration that identify the run; the rest is in the file."""
-    from headrace.config.base import read_toml
+    from headrace.config.files import read_toml
 
     if not run.config.is_file():
         return []

@@ -23,9 +23,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from headrace.config.annotations import sections_in
 from headrace.config.base import ConfigError
-from headrace.config.habits import HINTS, OTHER_NAMES
 from headrace.config.sentences import SENTENCES
+from headrace.runfile.foreign_keys import HINTS, OTHER_NAMES
 
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 PLAIN: dict[Any, str] = {
@@ -115,7 +116,7 @@ def find(root: type[BaseModel], key: str) -> list[_Field]:
         fields = [_Field(section, part) for section in sections if part in section.model_fields]
         if fields:
             found, free = fields, any(_is_free(field.info.annotation) for field in fields)
-            sections = [section for field in fields for section in _sections(field.info.annotation)]
+            sections = [section for field in fields for section in sections_in(field.info.annotation)]
         elif free:
             free = not sections  # a name of the user's own stands here, and perhaps a section under it
         else:
@@ -149,7 +150,7 @@ def _keys(sections: Sequence[type[BaseModel]], prefix: str) -> Iterator[str]:
     for name in dict.fromkeys(name for section in sections for name in section.model_fields):
         yield prefix + name
         fields = [section.model_fields[name] for section in sections if name in section.model_fields]
-        yield from _keys([inner for field in fields for inner in _sections(field.annotation)], f"{prefix}{name}.")
+        yield from _keys([inner for field in fields for inner in sections_in(field.annotation)], f"{prefix}{name}.")
 
 
 def children(root: type[BaseModel], key: str) -> list[str]:
@@ -159,7 +160,7 @@ def children(root: type[BaseModel], key: str) -> list[str]:
 
 def sections_at(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
     """The sections that a key may hold, each once."""
-    found = [section for field in find(root, key) for section in _sections(field.info.annotation)]
+    found = [section for field in find(root, key) for section in sections_in(field.info.annotation)]
     return list(dict.fromkeys(found))
 
 
@@ -189,7 +190,7 @@ def sentence(field: _Field) -> str:
         told = SENTENCES.get(f"{owner.__name__}.{field.name}") or _texts(owner).get(field.name)
         if told:
             return _one_line(told)
-    held = [_one_line(inner.__doc__) for inner in _sections(field.info.annotation) if inner.__doc__]
+    held = [_one_line(inner.__doc__) for inner in sections_in(field.info.annotation) if inner.__doc__]
     return held[0] if held else ""
 
 
@@ -245,12 +246,12 @@ def _several(words: str) -> str:
 
 def _union(members: Sequence[Any]) -> str:
     """Sections are one word, with their types; not being set comes last."""
-    sections = [section for member in members for section in _sections(member)]
+    sections = [section for member in members for section in sections_in(member)]
     kinds = list(dict.fromkeys(kind for section in sections for kind in _kind(section)))
     table = [f"table of type {_or(kinds)}"] if kinds else ["table"] if sections else []
     lists = any(get_origin(member) is list for member in members)
     others = [
-        words_of(member) for member in members if (lists or not _sections(member)) and member is not types.NoneType
+        words_of(member) for member in members if (lists or not sections_in(member)) and member is not types.NoneType
     ]
     words = _or([*others, *([] if lists else table)])
     return f"{words}{',' if ' or ' in words else ''} or unset" if types.NoneType in members else words
@@ -315,15 +316,6 @@ def _kind(section: type[BaseModel]) -> list[str]:
     if get_origin(field.annotation) is Literal:
         return [str(value) for value in get_args(field.annotation)]
     return ["package.module:Class"]
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that an annotation allows, in the order in which it names them."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is Literal:
-        return []
-    return list(dict.fromkeys(section for inner in get_args(annotation) for section in _sections(inner)))
 
 
 def _is_free(annotation: Any) -> bool:

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace.config.algorithms import hints_the_policy
-from headrace.config.base import Config, Tree, value_at
+from headrace.config.annotations import fields_at, sections_at
+from headrace.config.base import Config, Tree
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig
 from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.origins import Origins
-from headrace.config.problems import fields_at, sections_of
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import InvalidValue, shown_value
 from headrace.rollout.hinted import hinted_length
 from headrace.runfile.hackable.names import ALTERNATIVES, BATCH_SIZES, OTHER_MODEL_NAMES
+from headrace.runfile.reading import value_at
 
 SHARED: dict[str, tuple[str, ...]] = {
     "output_dir": ("trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"),
@@ -180,7 +181,5 @@ def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> Non
 
 def _is_default(key: str, value: Any) -> bool:
     *parents, name = key.split(".")
-    section: type[BaseModel] = RunConfig
-    for parent in parents:
-        section = sections_of(section, parent)[0]
+    section = sections_at(RunConfig, parents)[0]
     return name in section.model_fields and section.model_fields[name].default == value

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from headrace.config.base import Tree, load, merge
+from headrace.config.base import Tree
+from headrace.runfile.reading import load, merge
 from headrace.runfile.run import RunConfig
 
 SPEC = """

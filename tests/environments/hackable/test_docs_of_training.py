@@ -12,7 +12,7 @@ import torch
 
 from headrace.algorithms.registry import check_imports
 from headrace.cli.main import main
-from headrace.config.base import validate
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.trainer.loss import PackedInputs
 from headrace.trainer.rl import losses

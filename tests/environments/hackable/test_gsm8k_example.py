@@ -15,9 +15,9 @@ from types import ModuleType
 import pytest
 
 from headrace.cli.main import main, parse
-from headrace.config.base import load
 from headrace.environments.registry import load_environment
 from headrace.environments.strict_format import StrictFormat
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[3]

@@ -12,12 +12,14 @@ import yaml
 
 from headrace.cli.config import kind_of
 from headrace.cli.main import main
-from headrace.config.base import ConfigError, dump, load
+from headrace.config.base import ConfigError
+from headrace.config.files import dump
 from headrace.config.paths import cache_directory
 from headrace.config.sft import SftConfig
 from headrace.environments.registry import load_environment
 from headrace.launch.saved_config import pin
 from headrace.launch.variables import set_variables
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from tests.environments.hackable.files import SPEC, load_tree, run_of, small, write_store
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import dump, validate
+from headrace.config.files import dump
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.tools.evaluate.models import Candidate
 from headrace.tools.evaluate.own_environment import own_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.config.base import load
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.tools.evaluate.completions import Correctness, Scored
 from headrace.tools.evaluate.report import write_report

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.base import load
 from headrace.config.sft import SftConfig
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.tools.sweep.jobs import jobs_of
 from headrace.tools.sweep.plan import Planned

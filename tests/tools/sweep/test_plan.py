@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config.base import ConfigError, Tree, parse_overrides, validate
+from headrace.config.base import ConfigError, Tree
+from headrace.runfile.reading import parse_overrides, validate
 from headrace.tools.sweep.draws import draw
 from headrace.tools.sweep.file import SweepConfig, flat, read_sweep
 from headrace.tools.sweep.names import folder_name

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from typing import Any
 
 from headrace.config.base import Tree
-from headrace.config.habits import HINTS, fold_habits
 from headrace.config.shorthand import renamed, spelled_out, united
 from headrace.errors import BadInput, InvalidValue
+from headrace.runfile.foreign_keys import HINTS, fold_habits
 from headrace.runfile.hackable.trainer import GENERATION, OTHER_NAMES, TYPED, without_needless
 
 MODEL_NAMES = {"name_or_path": "name", "model_name_or_path": "name", "torch_dtype": "dtype"}

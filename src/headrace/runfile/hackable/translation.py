@@ -15,9 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace.config.base import ConfigError, Tree, merge
+from headrace.config.base import ConfigError, Tree
 from headrace.config.origins import Origins
-from headrace.config.problems import explain_all, located
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
 from headrace.runfile.hackable.names import table_at, unknown_keys, usual_names
@@ -41,6 +40,8 @@ from headrace.runfile.hackable.sections import (
 )
 from headrace.runfile.hackable.storage import Places, may_be_on_the_hub, tokens, variables
 from headrace.runfile.hackable.trainer import contradictions, trackers, typed_trainer
+from headrace.runfile.problems import explain_all, located
+from headrace.runfile.reading import merge
 
 OWN_SECTIONS = ("objective", "rewards", "generation", "data", "storage", "auth")
 ENVIRONMENT = "hackable"

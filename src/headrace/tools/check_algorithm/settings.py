@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from headrace.config.algorithms import AlgoConfig
-from headrace.config.base import Tree, validate
+from headrace.config.base import Tree
 from headrace.config.orchestrator import OrchestratorConfig
+from headrace.runfile.reading import validate
 from headrace.tools.check_algorithm.stage import SEQ_LEN
 
 NEEDS_TEACHER = ("opd", "sft")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.config.base import read_toml
+from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.names import short_names
 from headrace.observe.environments import ENDS

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.config.leaves import leaves
+from headrace.runfile.leaves import leaves
 from headrace.runfile.run import SHARED
 
 Settings = dict[str, Any]

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from headrace.config.base import Tree, parse_overrides, put, validate
+from headrace.config.base import Tree
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
 from headrace.launch.local import threads, usable_cores
 from headrace.launch.placement import seeing
 from headrace.machine import free_memory, visible_gpus
+from headrace.runfile.reading import parse_overrides, put, validate
 
 CORES_PER_ENGINE = 2
 MEMORY_PER_ENGINE = 2 << 30

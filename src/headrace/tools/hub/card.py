@@ -7,9 +7,9 @@ from fnmatch import fnmatch
 from typing import Any
 
 from headrace import __version__
-from headrace.config.base import read_toml
-from headrace.config.leaves import leaves
+from headrace.config.files import read_toml
 from headrace.observe.summary import rows, summarize, title
+from headrace.runfile.leaves import leaves
 from headrace.tools.hub.places import CONFIG, RUN
 from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import NamedTuple
 
-from headrace.config.base import read_toml
+from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.launch.run_directory import checkpoints, in_use
 from headrace.observe.summary import title

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.config.base import ConfigError, read_file
+from headrace.config.base import ConfigError
+from headrace.config.files import read_file
 from headrace.errors import BadInput
 from headrace.launch.run_directory import in_use, is_run
 from headrace.tools.hub.places import MANIFEST

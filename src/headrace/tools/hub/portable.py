@@ -8,8 +8,9 @@ from pathlib import Path
 
 import tomli_w
 
-from headrace.config.base import Tree, put
+from headrace.config.base import Tree
 from headrace.config.paths import CACHE_VARIABLE
+from headrace.runfile.reading import put
 from headrace.runfile.run import SHARED
 
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")

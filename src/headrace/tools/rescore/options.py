@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.config.algorithm_keys import put_algorithm_keys
 from headrace.config.algorithms import (
     AlgoConfig,
     SftAlgoConfig,
@@ -14,9 +13,11 @@ from headrace.config.algorithms import (
     sampling_source,
     takes_length_penalty,
 )
-from headrace.config.base import Config, ConfigError, Tree, validate
+from headrace.config.base import Config, ConfigError, Tree
 from headrace.config.length_penalty import LengthPenaltyConfig
 from headrace.config.model_reference import FrozenModelConfig
+from headrace.runfile.algorithm_keys import put_algorithm_keys
+from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 
 

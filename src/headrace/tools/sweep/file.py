@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config.base import Config, ConfigError, Tree, load
+from headrace.config.base import Config, ConfigError, Tree
 from headrace.errors import InvalidValue
+from headrace.runfile.reading import load
 
 # Outside the class: one of its fields is called `list`.
 Paths = list[Path]

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.config.base import ConfigError, load
+from headrace.config.base import ConfigError
 from headrace.config.sft import SftConfig
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.tools.sweep.plan import Planned
 from headrace.tools.sweep.words import words

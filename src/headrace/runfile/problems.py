@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, Tag, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from headrace.config.habits import HINTS, OTHER_NAMES
+from headrace.config.annotations import Member, NoNumber, members_of, sections_in
 from headrace.config.origins import COMMAND_LINE, Origins
 from headrace.errors import BadInput, InvalidValue
+from headrace.runfile.foreign_keys import HINTS, OTHER_NAMES
 
 
 def explain_all(
@@ -86,12 +86,6 @@ _EXPECTED = {
 """By pydantic's name of a problem: what it wants, where it would speak of its own classes."""
 
 
-class NoNumber(NamedTuple):
-    """Stands for true or false where a number belongs, since pydantic would take them for 1 and 0."""
-
-    given: bool
-
-
 def _nearest(kind: type[BaseModel], place: _Place) -> str | None:
     """The known key closest to the last part, first among those beside it, then anywhere in the tree."""
     *parents, last = place.path
@@ -117,20 +111,12 @@ class _Place(NamedTuple):
     """For an unknown key: those that its section knows."""
 
 
-class _Member(NamedTuple):
-    """One of the types that a value may have."""
-
-    kind: Any
-    tags: tuple[str, ...] = ()
-    """What pydantic calls it in a location, to tell it from the others."""
-
-
 def _trace(kind: type[BaseModel], problem: Any) -> _Place:
     """Follow a location from the root, leaving out what pydantic adds to it: tags, and names of types."""
     unknown = problem["type"] == "extra_forbidden"
     parts = problem["loc"][:-1] if unknown else problem["loc"]
     path: list[Any] = []
-    members = [_Member(kind)]
+    members = [Member(kind)]
     for part in parts:
         chosen = [member for member in members if part in member.tags] if len(members) > 1 else []
         inside = [inner for member in members for inner in _inside(member.kind, part)]
@@ -138,7 +124,7 @@ def _trace(kind: type[BaseModel], problem: Any) -> _Place:
             members = chosen
         elif inside:
             path.append(part)
-            members = [member for annotation in inside for member in _members(annotation)]
+            members = [member for annotation in inside for member in members_of(annotation)]
     if unknown:
         path.append(problem["loc"][-1])
     return _Place(path, [name for member in members for name in getattr(member.kind, "model_fields", ())])
@@ -153,67 +139,8 @@ def _inside(kind: Any, part: Any) -> list[Any]:
     return list(get_args(kind)) if isinstance(part, int) else []
 
 
-def _members(annotation: Any, tags: tuple[str, ...] = ()) -> Iterator[_Member]:
-    """The types that an annotation allows, looking through options and unions."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        inner, *metadata = get_args(annotation)
-        yield from _members(inner, tuple(entry.tag for entry in metadata if isinstance(entry, Tag)))
-    elif origin in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from _members(member)
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield _Member(annotation, (*tags, *types_of(annotation)))
-    elif annotation is not types.NoneType:
-        yield _Member(annotation, tags)
-
-
-def types_of(section: type[BaseModel]) -> tuple[Any, ...]:
-    """The values of `type` that choose this section among its alternatives; none where it has no such key."""
-    field = section.model_fields.get("type")
-    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
-
-
-def is_type_of(section: type[BaseModel], value: Any) -> bool:
-    """Whether this `type` chooses the section; an import path chooses one that takes any."""
-    return value in types_of(section) or (":" in str(value) and not types_of(section))
-
-
-def kinds_of(annotation: Any) -> set[Any]:
-    """The same types without their tags."""
-    return {member.kind for member in _members(annotation)}
-
-
 def _paths(kind: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
     for name in kind.model_fields:
         yield (*prefix, name)
-        for child in sections_of(kind, name):
+        for child in sections_in(kind.model_fields[name].annotation):
             yield from _paths(child, (*prefix, name))
-
-
-def fields_at(kind: type[BaseModel], path: Iterable[str]) -> list[str]:
-    """The keys of the section at `path`."""
-    return [name for section in sections_at(kind, path) for name in section.model_fields]
-
-
-def sections_at(kind: type[BaseModel], path: Iterable[str]) -> list[type[BaseModel]]:
-    """The section types that may stand at `path`; positions in lists do not matter."""
-    sections = [kind]
-    for part in path:
-        if not part.isdecimal():
-            sections = [
-                child for section in sections if part in section.model_fields for child in sections_of(section, part)
-            ]
-    return sections
-
-
-def sections_of(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:
-    """The section types that a field may hold, looking through lists, options and unions."""
-    found: list[type[BaseModel]] = []
-    pending: list[Any] = [kind.model_fields[name].annotation]
-    while pending:
-        annotation = pending.pop()
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            found.append(annotation)
-        pending.extend(getattr(annotation, "__args__", ()))
-    return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.config.base import ConfigError, Tree, parse_overrides, put
+from headrace.config.base import ConfigError, Tree
+from headrace.runfile.reading import parse_overrides, put
 
 
 def put_algorithm_keys(section: Tree, overrides: Sequence[str]) -> None:

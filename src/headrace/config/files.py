@@ -1,0 +1,122 @@
+"""Files of settings as plain trees: TOML, and YAML without two of its surprises.
+
+In YAML a key given twice is an error, and `1e-5` is a number. TOML has no null: the text "null" stands for it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import yaml  # type: ignore[import-untyped]
+
+from headrace.config.base import Config, ConfigError, Tree
+from headrace.errors import BadInput
+
+OWN_ARGUMENTS = ("args", "kwargs")
+"""Tables whose values go to the user's own code as they are written."""
+
+YAML_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+
+YAML_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Keys are compared as they stand: what `<<` brings along later may be given again, and then yields."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == YAML_MERGE:
+                continue
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", YAML_FLOAT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain tree of a YAML document; raise `BadInput` with the line of what is wrong."""
+    try:
+        tree = yaml.load(text, _Loader)  # a safe loader: it makes plain values alone
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        column = "" if mark is None else f" (column {mark.column + 1})"
+        words = ", ".join(part for part in (error.context, error.problem) if part)
+        raise BadInput(f"not valid YAML: {words}{column}", line=None if mark is None else mark.line + 1) from error
+    except yaml.YAMLError as error:
+        raise BadInput(f"not valid YAML: {error}") from error
+    return {} if tree is None else tree
+
+
+def read_file(path: Path) -> Tree:
+    """Read a run file: YAML by its name's end, else TOML, where the text "null" stands for YAML's null."""
+    text = _read_text(path)
+    if path.suffix not in (".yaml", ".yml"):
+        tree = _texts_to_nulls(_parse_toml(text, path))
+        assert isinstance(tree, dict)
+        return tree
+    try:
+        tree = parse_yaml(text)
+    except BadInput as error:
+        raise ConfigError(error.fact, file=path, line=error.line) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"a run file is a table of keys, not a {type(tree).__name__}", file=path)
+    return tree
+
+
+def read_toml(path: Path) -> Tree:
+    return _parse_toml(_read_text(path), path)
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a run file, which may begin with a byte order mark."""
+    if path.is_dir():
+        own = path / "config.toml"
+        fix = f"Name its file: {own}" if own.is_file() else "Name a run file in it."
+        raise ConfigError("a directory, not a run file", file=path, fix=fix)
+    if not path.is_file():
+        key, separator, value = str(path).partition("=")
+        raise ConfigError("no such file", file=path, fix=f"To set a key, write --{key} {value}" if separator else None)
+    content = path.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError("the text is UTF-16", file=path, fix="Save the file as UTF-8.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"byte {content[error.start]:#x} is not UTF-8", file=path, line=line, fix="Save the file as UTF-8."
+        ) from error
+
+
+def _parse_toml(text: str, path: Path) -> Tree:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        if text.lstrip().startswith("{"):
+            fix = "Write the run file as TOML, or name it .yaml: YAML reads JSON."
+            raise ConfigError("JSON, not TOML", file=path, fix=fix) from error
+        place = re.search(r"line (\d+)", str(error))
+        raise ConfigError(f"not valid TOML: {error}", file=path, line=int(place[1]) if place else None) from error
+
+
+def _texts_to_nulls(tree: Any) -> Any:
+    """Read the text "null" as null, which TOML lacks; arguments for the user's own code stay as they are."""
+    if isinstance(tree, dict):
+        return {key: value if key in OWN_ARGUMENTS else _texts_to_nulls(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_texts_to_nulls(value) for value in tree]
+    return None if tree == "null" else tree
+
+
+def dump(config: Config) -> str:
+    """The whole tree as TOML. Loading it gives the same tree, and dumping that the same text."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

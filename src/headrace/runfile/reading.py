@@ -1,0 +1,217 @@
+"""Read a run file: files merged left to right, overrides on top, every problem named at once."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from headrace.config.annotations import is_type_of, sections_at
+from headrace.config.base import Config, ConfigError, Tree
+from headrace.config.files import OWN_ARGUMENTS, read_file
+from headrace.config.origins import COMMAND_LINE, Origins
+from headrace.errors import InvalidValue
+from headrace.runfile.foreign_keys import fold_habits
+from headrace.runfile.leaves import leaves
+from headrace.runfile.problems import explain_all, located
+
+T = TypeVar("T", bound=Config)
+
+
+def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) -> tuple[T, list[str]]:
+    """Read `files` left to right, apply `--key value` overrides, validate. Returns the tree and notices to show."""
+    where = " + ".join(str(file) for file in files) or COMMAND_LINE
+    origins = Origins(where)
+    tree: Tree = {}
+    for file in files:
+        content = read_file(file)
+        anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
+        spell_out(kind.TEXT_FOR, content, tree)
+        written = leaves(content)
+        drop_alternatives(kind, tree, written)
+        merge(tree, content)
+        drop_filled(tree, kind.FILLED_FROM)
+        origins.record(written, file)
+    typed = parse_overrides(overrides)
+    drop_alternatives(kind, tree, {".".join(path): value for path, value in typed})
+    for path, value in typed:
+        if value is None:
+            drop(tree, path)
+        else:
+            put(tree, path, value)
+    anchor_paths(tree, kind.PATHS_OF_FILE, Path.cwd())  # those that were typed
+    origins.record((".".join(path) for path, _ in typed), COMMAND_LINE)
+    tree, notices = kind.translated(_without_nulls(tree), files, origins)
+    config, more = validate(kind, tree, origins)
+    return config, notices + more
+
+
+def validate(kind: type[T], tree: Tree, where: str | Origins) -> tuple[T, list[str]]:
+    """Check a plain tree against its type; `where` its values were written is named in errors."""
+    origins = Origins(where) if isinstance(where, str) else where
+    try:
+        notices = fold_habits(tree)
+        config = kind.model_validate(tree)
+    except InvalidValue as error:
+        raise ConfigError.combine([located(error, origins)]) from error
+    except ValidationError as error:
+        raise ConfigError.combine(explain_all(kind, error, kind.FILLED_FROM, origins)) from error
+    return config, notices + config.notices()
+
+
+def _without_nulls(tree: Any) -> Any:
+    """Drop the keys that a later source took back with null."""
+    if isinstance(tree, list):
+        return [_without_nulls(value) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: value if key in OWN_ARGUMENTS else _without_nulls(value)
+        for key, value in tree.items()
+        if value is not None or key == "renderer"  # there null is a value: no renderer
+    }
+
+
+def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
+    """Make relative paths in a file mean the same from every working directory."""
+    for key in keys:
+        *parents, name = key.split(".")
+        node = value_at(tree, parents)
+        given = node.get(name) if isinstance(node, dict) else None
+        if isinstance(given, str):
+            node[name] = str((directory / given).resolve())
+        elif isinstance(given, list):
+            node[name] = [str((directory / path).resolve()) if isinstance(path, str) else path for path in given]
+
+
+def drop_filled(tree: Tree, filled_from: Mapping[str, str]) -> None:
+    """Drop keys that say what the key says that fills them, as in a run's own file: they follow if that changes."""
+    for target, source in filled_from.items():
+        *parents, name = target.split(".")
+        section = value_at(tree, parents)
+        if isinstance(section, dict) and name in section:
+            _drop_equal(section, name, value_at(tree, source.split(".")))
+
+
+def _drop_equal(section: Tree, name: str, value: Any) -> None:
+    given = section[name]
+    if isinstance(given, dict) and isinstance(value, dict):
+        for key in given.keys() & value.keys():
+            _drop_equal(given, key, value[key])
+    elif given == value:
+        del section[name]
+
+
+def spell_out(text_for: Mapping[str, str], content: Tree, tree: Tree) -> None:
+    """Replace texts in a file by the tables that they stand for, so that later sources can set further keys.
+
+    Such a text replaces the whole table of earlier files in `tree`.
+    """
+    for path, key in text_for.items():
+        *parents, name = path.split(".")
+        section = value_at(content, parents)
+        if isinstance(section, dict) and isinstance(section.get(name), str):
+            section[name] = {key: section[name]}
+            drop(tree, path.split("."))
+
+
+def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]) -> None:
+    """Drop from `tree` the choices that a later source replaces; `written` has that source's values by dotted key.
+
+    Of a group of alternatives the ones that the source does not give go. Where it changes a table's `type`, the keys go
+    that belong to other types alone.
+    """
+    for group in kind.ALTERNATIVES:
+        given = {key for key in group if any(f"{name}.".startswith(f"{key}.") for name in written)}
+        for key in set(group) - given if given else ():
+            drop(tree, key.split("."))
+    for key, value in written.items():
+        *parents, name = key.split(".")
+        table = value_at(tree, parents) if name == "type" else None
+        if isinstance(table, dict) and table.get("type") != value:
+            sections = sections_at(kind, parents)
+            chosen = [section for section in sections if is_type_of(section, value)]
+            own = {field for section in chosen for field in section.model_fields}
+            others = {field for section in sections for field in section.model_fields} - own
+            for field in others & table.keys() if own else ():
+                del table[field]
+
+
+def drop(tree: Tree, path: Sequence[str]) -> None:
+    """Remove a dotted key, if it is there."""
+    section = value_at(tree, path[:-1])
+    if isinstance(section, dict):
+        section.pop(path[-1], None)
+
+
+def value_at(tree: Any, path: Sequence[str]) -> Any:
+    """What a tree has there; None where it has nothing. A number steps into a list."""
+    for key in path:
+        if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
+            tree = tree[int(key)]
+        else:
+            tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def merge(base: Tree, update: Tree) -> None:
+    """Tables merge key by key; any other value, lists included, is replaced."""
+    for key, value in update.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
+    """Read `--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`; a key without a value is true."""
+    result: dict[str, Any] = {}
+    pending = list(arguments)
+    while pending:
+        key = pending.pop(0)
+        if not key.startswith("--") or len(key) < 3:
+            raise ConfigError("unexpected argument", key=key, fix="Overrides are written --section.key value")
+        name, separator, text = key[2:].partition("=")
+        if not separator and pending and not pending[0].startswith("--"):
+            text, separator = pending.pop(0), "="
+        name = name.replace("-", "_")
+        if name in result:
+            raise ConfigError("given twice", key=f"--{name}", fix="Give it once.")
+        result[name] = parse_value(text) if separator else True
+    return [(name.split("."), value) for name, value in result.items()]
+
+
+def parse_value(text: str) -> Any:
+    """Return a TOML value where it is one (numbers, booleans, lists, quoted strings), None for null, else the text."""
+    if text == "null":
+        return None
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def put(tree: Tree, path: list[str], value: Any) -> None:
+    """Set a dotted key; a number steps into a list of tables (`orchestrator.train.env.0.ratio`)."""
+    node: Any = tree
+    for depth, key in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(node, list):
+            if not key.isdecimal() or int(key) >= len(node):
+                name = ".".join(path[:depth])
+                raise ConfigError(
+                    f"{name} is a list of {len(node)}", key=f"--{'.'.join(path)}", fix="Give an index below that."
+                )
+            index: Any = int(key)
+        elif isinstance(node, dict):
+            index = key
+        else:
+            raise ConfigError(f"{'.'.join(path[:depth])} is a value, not a section", key=f"--{'.'.join(path)}")
+        if last:
+            node[index] = value
+        else:
+            node = node[index] if isinstance(node, list) else node.setdefault(index, {})
