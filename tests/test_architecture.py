@@ -101,7 +101,7 @@ LAYERS = (
     ("observe",),
     ("config", "text", "transport"),
     ("rollout",),
-    ("imports", "machine", "cuda_driver", "shared_device", "garbage", "headers", "names"),
+    ("imports", "machine", "garbage", "headers", "names"),
     ("errors",),
 )
 """The packages and top-level modules from the top to the bottom. Each may import what stands below its own row."""

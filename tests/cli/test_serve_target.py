@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main, parse
-from headrace.cli.serve import greeting, is_over, read_target, trainer_beside
+from headrace.cli.serve import colocated_trainer, greeting, is_over, read_target
 from headrace.errors import BadInput
 from headrace.launch.run_directory import hold
 from headrace.rollout.version import Version
@@ -152,13 +152,13 @@ def test_help_explains_keys_engines_and_routes(capsys: pytest.CaptureFixture[str
 
 
 def test_a_server_beside_a_trainer_knows_what_that_keeps_and_where_turns_are_taken(run: RunDir) -> None:
-    in_turns, at_once = (trainer_beside(run.root, run, sharing) for sharing in ("alternate", "overlap"))
+    in_turns, at_once = (colocated_trainer(run.root, run, sharing) for sharing in ("alternate", "overlap"))
     # Float32 parameters, two moments, a bfloat16 snapshot; during a step gradients, too.
-    assert (in_turns.turns, in_turns.bytes_per_parameter, in_turns.servers) == (run.turns, 14, 1)
-    assert (at_once.turns, at_once.bytes_per_parameter) == (None, 18)
+    assert (in_turns.lock_directory, in_turns.bytes_per_parameter, in_turns.servers) == (run.device_lock, 14, 1)
+    assert (at_once.lock_directory, at_once.bytes_per_parameter) == (None, 18)
     file = run.config.read_text()
     run.config.write_text(file + "[trainer.lora]\nr = 4\n[launch]\ninference_servers = 2\n")
-    adapter = trainer_beside(run.root, run, "alternate")
+    adapter = colocated_trainer(run.root, run, "alternate")
     assert (adapter.bytes_per_parameter, adapter.servers) == (2.5, 2)
     run.config.write_text(file + '[trainer.optim]\ntype = "muon"\noffload_state = true\n')
-    assert trainer_beside(run.root, run, "alternate").bytes_per_parameter == 6
+    assert colocated_trainer(run.root, run, "alternate").bytes_per_parameter == 6

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from headrace import cuda_driver
+from headrace.inference import cuda_driver
 from headrace.inference.weights import carriers
 
 REFUSED = 217

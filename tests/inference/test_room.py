@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from headrace.errors import BadInput
+from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded import room
-from headrace.inference.embedded.room import cache_memory, cache_room
-from headrace.shared_device import TrainerBeside
+from headrace.inference.embedded.room import cache_budget, cache_memory
 
 GIB = 1 << 30
-TURNS = Path("turns")
+LOCK_DIRECTORY = Path("turns")
 
 
 def gib(size: int) -> float:
@@ -22,42 +22,44 @@ def gib(size: int) -> float:
 
 def test_an_engine_with_a_gpu_of_its_own_takes_most_of_what_is_left() -> None:
     # 1.5 GiB stay for working: 4% of 24 would be less.
-    assert gib(cache_room(22 * GIB, 24 * GIB, 2 * GIB, 10**9, None)) == gib(int(20.5 * GIB * 0.9))
+    assert gib(cache_budget(22 * GIB, 24 * GIB, 2 * GIB, 10**9, None)) == gib(int(20.5 * GIB * 0.9))
     # 4% of 140, 5.6
-    assert gib(cache_room(130 * GIB, 140 * GIB, 10 * GIB, 10**9, None)) == gib(int(124.4 * GIB * 0.9))
-    assert cache_room(GIB, 24 * GIB, 23 * GIB, 10**9, None) == 0
+    assert gib(cache_budget(130 * GIB, 140 * GIB, 10 * GIB, 10**9, None)) == gib(int(124.4 * GIB * 0.9))
+    assert cache_budget(GIB, 24 * GIB, 23 * GIB, 10**9, None) == 0
 
 
 @pytest.mark.parametrize(("free", "is_there"), [(22, "nothing"), (17, "a part"), (12, "all of it")])
 def test_the_trainer_finds_its_memory_whether_it_was_there_first_or_not(free: int, is_there: str) -> None:
     """24 GiB, of which the engine has 2 and the trainer wants 10 bytes for each of 2**30 parameters: 10.5 are left."""
-    shared = TrainerBeside(TURNS, 10.0)
-    assert gib(cache_room(free * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(10.5 * GIB * 0.65)), is_there
+    shared = ColocatedTrainer(LOCK_DIRECTORY, 10.0)
+    assert gib(cache_budget(free * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(10.5 * GIB * 0.65)), is_there
 
 
 def test_what_others_have_is_theirs() -> None:
-    shared = TrainerBeside(TURNS, 10.0)
-    assert gib(cache_room(8 * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(6.5 * GIB * 0.65))
+    shared = ColocatedTrainer(LOCK_DIRECTORY, 10.0)
+    assert gib(cache_budget(8 * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(6.5 * GIB * 0.65))
 
 
-def test_without_turns_it_is_less() -> None:
-    assert gib(cache_room(22 * GIB, 24 * GIB, 2 * GIB, GIB, TrainerBeside(None, 10.0))) == gib(int(10.5 * GIB * 0.3))
+def test_a_trainer_that_overlaps_leaves_less() -> None:
+    assert gib(cache_budget(22 * GIB, 24 * GIB, 2 * GIB, GIB, ColocatedTrainer(None, 10.0))) == gib(
+        int(10.5 * GIB * 0.3)
+    )
 
 
 @pytest.mark.parametrize(("free", "are_there"), [(22, "nobody"), (18, "the other server"), (8, "all"), (12, "trainer")])
 def test_several_servers_get_the_same_whoever_comes_first(free: int, are_there: str) -> None:
     """24 GiB, of which the trainer wants 10: of the 7 for each server its weights take 2, and its work 1.5."""
-    shared = TrainerBeside(TURNS, 10.0, 2)
-    assert gib(cache_room(free * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(3.5 * GIB * 0.65)), are_there
+    shared = ColocatedTrainer(LOCK_DIRECTORY, 10.0, 2)
+    assert gib(cache_budget(free * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(3.5 * GIB * 0.65)), are_there
 
 
 def test_a_gpu_that_is_too_small_for_both_is_refused_with_the_numbers() -> None:
     says = r"24.0 GiB is too small .* about 22.0 GiB, and the engine has 4.0 .*trainer.lora.*offload_state.*kv_cache_gb"
     with pytest.raises(BadInput, match=says):
-        cache_room(20 * GIB, 24 * GIB, 4 * GIB, 2 * GIB, TrainerBeside(TURNS, 11.0))
+        cache_budget(20 * GIB, 24 * GIB, 4 * GIB, 2 * GIB, ColocatedTrainer(LOCK_DIRECTORY, 11.0))
 
 
 def test_a_number_that_is_given_is_taken_and_a_cpu_gives_an_eighth(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_memory", lambda: 16 * GIB)
     assert cache_memory(model, None, None) == 2 * GIB
-    assert cache_memory(model, 0.5, TrainerBeside(TURNS, 14.0)) == 500_000_000
+    assert cache_memory(model, 0.5, ColocatedTrainer(LOCK_DIRECTORY, 14.0)) == 500_000_000

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace import cuda_driver
-from headrace.cuda_driver import DriverError
+from headrace.inference import cuda_driver
+from headrace.inference.cuda_driver import DriverError
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.vllm.worker import Fetcher

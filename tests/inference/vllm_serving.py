@@ -14,7 +14,7 @@ from headrace.inference.vllm.adapters import Adapters
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.process import Room, VllmProcess
 from headrace.rollout.version import Version
-from headrace.transport.turns import Turn
+from headrace.transport.device_lock import DeviceLock
 from headrace.transport.weights import WeightStore
 
 STAND_IN = Path(__file__).parent / "vllm_stand_in"
@@ -63,7 +63,7 @@ async def serving(
     replicas: int = 1,
     forget: bool = True,
     adapters: bool = False,
-    turn: Turn | None = None,
+    lock: DeviceLock | None = None,
     **variables: str,
 ) -> AsyncIterator[Served]:
     async with stand_in(directory / "requests", **variables) as process:
@@ -82,7 +82,7 @@ async def serving(
             forget=forget,
             adapters=Adapters(directory / "copies", 8) if adapters else None,
             decode=lambda tokens: " ".join(map(str, tokens)),
-            turn=turn,
+            lock=lock,
         )
         try:
             await backend.prepare()

@@ -15,12 +15,12 @@ from headrace.cli.main import main
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import CustomLossConfig, DefaultLossConfig, TrainerConfig, WeightsConfig
 from headrace.errors import Failure
+from headrace.inference.colocation import ColocatedEngines
 from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
-from headrace.shared_device import EnginesBeside
 from headrace.trainer import checkpoint, rl
 from headrace.trainer.learner import ResumeError
 from headrace.transport.lock import only_one
@@ -233,7 +233,7 @@ def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_s
     stopped.set()
     rl.train(config, stopped=stopped, status=status)
     assert not driver.open
-    engines = EnginesBeside(take_turns=True, trainer_bytes_per_parameter=14)
+    engines = ColocatedEngines(alternates=True, trainer_bytes_per_parameter=14)
     rl.train(config, stopped=stopped, status=status, engines=engines)
     assert len(driver.open) == 1
 

@@ -13,7 +13,7 @@ from headrace.cli.process import process
 
 if TYPE_CHECKING:
     from headrace.config.inference import InferenceConfig
-    from headrace.shared_device import TrainerBeside
+    from headrace.inference.colocation import ColocatedTrainer
     from headrace.transport.run_dir import RunDir
 
 PORT = 8000
@@ -62,23 +62,23 @@ def run(arguments: argparse.Namespace) -> int:
         serve(config, status=None, run=run, announce=lambda url: print(greeting(url, key_var), flush=True))
         return 0
     with process(arguments.name or "inference", run) as status:
-        shared = trainer_beside(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
+        shared = colocated_trainer(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
         serve(config, status=status, run=run, shared=shared)
     return 0
 
 
-def trainer_beside(target: Path, run: RunDir, sharing: str) -> TrainerBeside:
-    """What a server of a run has to know of the trainer beside it."""
+def colocated_trainer(target: Path, run: RunDir, sharing: str) -> ColocatedTrainer:
+    """Describe the trainer that shares the device with a server of a run."""
+    from headrace.inference.colocation import ColocatedTrainer
     from headrace.launch.saved_config import read_sampled_run
     from headrace.runfile.run import RunConfig
-    from headrace.shared_device import TrainerBeside
 
     config = read_sampled_run(target)
     trainer = config.trainer if isinstance(config, RunConfig) else config
-    in_turns = sharing == "alternate"
-    return TrainerBeside(
-        run.turns if in_turns else None,
-        trainer.bytes_per_parameter(while_training=not in_turns),
+    alternates = sharing == "alternate"
+    return ColocatedTrainer(
+        run.device_lock if alternates else None,
+        trainer.bytes_per_parameter(while_training=not alternates),
         config.launch.inference_servers or 1,
     )
 

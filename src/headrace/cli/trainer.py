@@ -13,8 +13,8 @@ from headrace.cli.process import StopRequest, process
 
 if TYPE_CHECKING:
     from headrace.config.sft import SftConfig
+    from headrace.inference.colocation import ColocatedEngines
     from headrace.runfile.run import RunConfig
-    from headrace.shared_device import EnginesBeside
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     resume = check_resume(run.root, arguments.resume)
     if arguments.ranks > 1:
         return run_ranks(arguments.ranks, arguments.run, resume)
-    engines = engines_beside(config, arguments.sharing) if arguments.sharing else None
+    engines = colocated_engines(config, arguments.sharing) if arguments.sharing else None
     is_first = os.environ.get("RANK", "0") == "0"
     # Where there is an orchestrator, it forwards the metrics: it ends last.
     forwards = is_first and isinstance(config, SftConfig) and not config.evaluates
@@ -75,15 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     return request.exit_code
 
 
-def engines_beside(config: RunConfig | SftConfig, sharing: str) -> EnginesBeside:
+def colocated_engines(config: RunConfig | SftConfig, sharing: str) -> ColocatedEngines:
     """What the trainer of a run has to know of the servers beside it."""
+    from headrace.inference.colocation import ColocatedEngines
     from headrace.runfile.run import RunConfig
-    from headrace.shared_device import EnginesBeside
 
     trainer = config.trainer if isinstance(config, RunConfig) else config
     inference, servers = config.inference, config.launch.inference_servers or 1
-    return EnginesBeside(
-        take_turns=sharing == "alternate",
+    return ColocatedEngines(
+        alternates=sharing == "alternate",
         trainer_bytes_per_parameter=trainer.bytes_per_parameter(while_training=True),
         servers=servers,
         share=inference.memory_share(servers),

@@ -101,7 +101,7 @@ class EngineState(msgspec.Struct):
     most: int | None = None
     """Requests that it takes in at once, running and in line; None for any number."""
     stands_still: bool = False
-    """Whether it waits for the trainer, whose turn it is on the device that they share."""
+    """Whether the engine waits while the trainer holds the device lock."""
     hand_overs: int = 0
     """How often it gave way to the trainer."""
     cache_releases: int = 0

@@ -193,7 +193,7 @@ class Health(msgspec.Struct):
     preemptions: int = 0
     """Requests that lost their place in the KV cache since the start, and were computed again."""
     stands_still: bool = False
-    """Whether the engine waits for the trainer, whose turn it is on the device that they share."""
+    """Whether the engine waits while the trainer holds the device lock."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput, Failure
+from headrace.inference.colocation import ColocatedEngines
 from headrace.rollout.packing import Bin, pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
-from headrace.shared_device import EnginesBeside
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.loss import Loss
@@ -49,7 +49,7 @@ class Learner:
         resume: str | None = None,
         *,
         joined: bool = True,
-        engines: EnginesBeside | None = None,
+        engines: ColocatedEngines | None = None,
     ) -> None:
         """`joined` is whether several samples may share a forward pass; `engines` are those on the same device."""
         if config.output_dir is None or config.max_steps is None or config.seq_len is None:

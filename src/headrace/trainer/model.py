@@ -22,8 +22,8 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace.config.model import ModelConfig
+from headrace.inference.colocation import ColocatedEngines
 from headrace.rollout.cost import Cost, cost_of_model
-from headrace.shared_device import EnginesBeside
 from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
@@ -78,7 +78,7 @@ class PackedModel:
         lm_head_fp32: bool = False,
         lm_head_chunk: int = 4096,
         memory: int | None = None,
-        engines: EnginesBeside | None = None,
+        engines: ColocatedEngines | None = None,
         longest: int = MOST_TOKENS,
         trust_remote_code: bool = False,
         load: bool = True,
@@ -225,7 +225,7 @@ class PackedModel:
             free, total = torch.cuda.mem_get_info(self.device)
             room = free + torch.cuda.memory_reserved(self.device)
             if self._engines is not None:
-                room = min(room, total - self._engines.kept(self.module.num_parameters(), total))
+                room = min(room, total - self._engines.reserved_bytes(self.module.num_parameters(), total))
             limit = int(USED_OF_FREE * room)
         limit = -self.ranks.most(-limit)
         state = self._state // self.ranks.size

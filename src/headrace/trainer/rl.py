@@ -3,7 +3,7 @@
 Batch n trains version n-1 and makes version n. After a restart, steps since the checkpoint are trained again under a
 higher incarnation, and the loaded version is published first, so that the engine follows. Left out on purpose: waiting
 until the engine has taken a version before making the next; the orchestrator bounds how far batches run ahead of it.
-Where engines are on the same device, what computes is a turn that they give it.
+Where engines are on the same device, the trainer holds the device lock while it computes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from functools import partial
 import torch
 
 from headrace.config.trainer import CustomLossConfig, LossConfig, TrainerConfig, WeightsConfig
+from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Sample
-from headrace.shared_device import EnginesBeside
+from headrace.trainer.device_lock import TrainerDeviceLock
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
@@ -30,7 +31,6 @@ from headrace.trainer.ranks import Ranks
 from headrace.trainer.rehearsal import rehearse
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.trainer.token_table import remove_samples, write_token_table
-from headrace.trainer.turn import TrainerTurn
 from headrace.transport.acknowledgements import Acknowledgements
 from headrace.transport.run_dir import RunDir
 
@@ -43,7 +43,7 @@ def train(
     resume: str | None = None,
     stopped: threading.Event,
     status: Status,
-    engines: EnginesBeside | None = None,
+    engines: ColocatedEngines | None = None,
     embedded: bool = True,
 ) -> None:
     """Train to `max_steps`, or until `stopped`. `resume` is a checkpoint, or "latest" for the newest, if any.
@@ -60,8 +60,8 @@ def train(
         publisher.check_embedded()
     acknowledgements = Acknowledgements(run.weights, config.weights.ack_timeout or None)
     enter_incarnation(learner, run, publisher, resuming=resume is not None)
-    takes_turns = engines is not None and engines.take_turns
-    turn = TrainerTurn(run.turns if takes_turns else None, learner.model.device, status)
+    alternates = engines is not None and engines.alternates
+    device_lock = TrainerDeviceLock(run.device_lock if alternates else None, learner.model.device, status)
     metrics = MetricsLog(run.metrics, "trainer")
     if learner.model.compiles and learner.model.device.type == "cuda" and learner.state.step < learner.max_steps:
         compile_now(learner, status)
@@ -84,11 +84,13 @@ def train(
             stopped=stopped.is_set,
             on_micro_batch=partial(status.advance, "micro-batch"),
         )
-        with turn.taken(stopped.is_set) as is_ours:
-            if takes_turns:
+        with device_lock.hold(stopped.is_set) as is_held:
+            if alternates:
                 watch.lap("time/wait_for_turn")
             status.set(f"training step {step}")
-            result = turn.compute(learn, learner.optimizer.discard, stopped.is_set) if is_ours else None
+            result = (
+                device_lock.run_with_oom_retry(learn, learner.optimizer.discard, stopped.is_set) if is_held else None
+            )
             if result is None:
                 break
             watch.lap("time/forward_backward")
@@ -128,7 +130,7 @@ def train(
 
 
 def compile_now(learner: Learner, status: Status) -> None:
-    """Compile what the first step would have to wait for. It takes some memory, and no turn: the engine starts."""
+    """Compile the first step's code ahead of it, without the device lock: engines may start meanwhile."""
     status.set("compiling")
     start = time.monotonic()
     rehearse(learner)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from headrace.config.sft import SftConfig, SourceConfig
 from headrace.environments.registry import load_environment
+from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.fingerprint import BY_POSITION
 from headrace.rollout.types import Sample
-from headrace.shared_device import EnginesBeside
 from headrace.text.renderer import NO_PLACE_FOR_TOOLS, make_renderer, shows_tools
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
@@ -43,7 +43,7 @@ def train(
     resume: str | None = None,
     stopped: threading.Event,
     status: Status,
-    engines: EnginesBeside | None = None,
+    engines: ColocatedEngines | None = None,
 ) -> Path:
     """Train to `max_steps`, or until `stopped`. Returns the path of the final model.
 

@@ -28,8 +28,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.cuda_driver import DriverError
 from headrace.errors import BadInput, Failure
+from headrace.inference.cuda_driver import DriverError
 from headrace.inference.weights.carriers import NoCarrier, Wanted, choose, this_end
 from headrace.inference.weights.nccl import AHEAD, NcclPair, new_group_id
 from headrace.rollout.version import Version

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace import cuda_driver
-from headrace.cuda_driver import Access, AllocationProperties, Bytes, DriverError, Location, expect
+from headrace.inference import cuda_driver
+from headrace.inference.cuda_driver import Access, AllocationProperties, Bytes, DriverError, Location, expect
 
 
 class OutOfDeviceMemory(DriverError):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from headrace.errors import BadInput
+from headrace.inference.colocation import ALTERNATE_CACHE_SHARE, OVERLAP_CACHE_SHARE, ColocatedTrainer
 from headrace.machine import free_memory
-from headrace.shared_device import AT_ONCE, IN_TURNS, TrainerBeside
 
 ALONE = 0.9
 """The share of what is left on a GPU of its own."""
@@ -20,7 +20,7 @@ WORKING, WORKING_SHARE = 3 << 29, 0.04
 """For graphs, logits and activations of the engine: so much, or that share of the GPU if it is more."""
 
 
-def cache_memory(model: Any, gigabytes: float | None, shared: TrainerBeside | None) -> int:
+def cache_memory(model: Any, gigabytes: float | None, shared: ColocatedTrainer | None) -> int:
     """Bytes for the keys and values of a model that is loaded; `shared` is its device, if that has a trainer, too."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
@@ -29,10 +29,10 @@ def cache_memory(model: Any, gigabytes: float | None, shared: TrainerBeside | No
     free, total = torch.cuda.mem_get_info(model.device)
     own = torch.cuda.memory_reserved(model.device) + CONTEXT
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return cache_room(free, total, own, parameters, shared)
+    return cache_budget(free, total, own, parameters, shared)
 
 
-def cache_room(free: int, total: int, own: int, parameters: int, shared: TrainerBeside | None) -> int:
+def cache_budget(free: int, total: int, own: int, parameters: int, shared: ColocatedTrainer | None) -> int:
     """Of a GPU with `total` bytes of which `free` are, and this process has `own`.
 
     What the trainer will hold is left to it, and to other servers what this one has, be they there already or not.
@@ -49,4 +49,4 @@ def cache_room(free: int, total: int, own: int, parameters: int, shared: Trainer
             "([trainer.lora]), keep the optimizer's state in CPU memory (trainer.optim.offload_state), or take a "
             "smaller model; inference.kv_cache_gb overrides this estimate"
         )
-    return int(left * (IN_TURNS if shared.turns is not None else AT_ONCE))
+    return int(left * (ALTERNATE_CACHE_SHARE if shared.lock_directory is not None else OVERLAP_CACHE_SHARE))

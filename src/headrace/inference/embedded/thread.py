@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.inference.backend import EngineError, EngineState, EngineStopped
+from headrace.inference.embedded.device_lock import EngineDeviceLock
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
-from headrace.inference.embedded.turn import EngineTurn
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.marker import marker_of
 from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
-from headrace.transport.turns import POLL, Turn
+from headrace.transport.device_lock import POLL_S, DeviceLock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,12 +36,12 @@ class _Mixture(EngineError):
 class EngineThread:
     """An engine that runs by itself. Every method may be called from any thread.
 
-    With a `turn` it shares its device with the trainer, and steps only while the turn is its own.
+    With a `lock` the engine shares its device with the trainer, and steps only while it holds the lock.
     """
 
-    def __init__(self, engine: Engine, turn: Turn | None = None) -> None:
+    def __init__(self, engine: Engine, lock: DeviceLock | None = None) -> None:
         self.engine = engine
-        self._turn = None if turn is None else EngineTurn(engine, turn)
+        self._device_lock = None if lock is None else EngineDeviceLock(engine, lock)
         self.failure: Future[str] = Future()
         """Why the engine has died, once it has."""
         self._wake = threading.Condition()
@@ -77,9 +77,9 @@ class EngineThread:
     def state(self) -> EngineState:
         state = self.engine.state()
         state.failure = self.failure.result() if self.failure.done() else None
-        if self._turn is not None:
-            state.stands_still = self._turn.stands_still
-            state.hand_overs, state.cache_releases = self._turn.hand_overs, self._turn.releases
+        if self._device_lock is not None:
+            state.stands_still = self._device_lock.is_held_by_trainer
+            state.hand_overs, state.cache_releases = self._device_lock.hand_overs, self._device_lock.cache_releases
         return state
 
     def pause(self) -> None:
@@ -162,12 +162,12 @@ class EngineThread:
             while not self._stopping:
                 while self._calls:
                     self._calls.popleft()()
-                if self._turn is None or self._turn.look():
+                if self._device_lock is None or self._device_lock.poll():
                     self.engine.step()
                 else:
                     self.engine.drop_cancelled()
                 with self._wake:
-                    self._wake.wait_for(self._is_needed, None if self._turn is None else POLL)
+                    self._wake.wait_for(self._is_needed, None if self._device_lock is None else POLL_S)
         except Exception as error:  # a thread that died here would leave every caller waiting forever
             log.exception("the engine is beyond help; all its requests end with an error")
             why = f"the engine died: {type(error).__name__}: {error}"
@@ -175,12 +175,14 @@ class EngineThread:
             self._stopping = True
             if why.startswith("the engine died"):
                 self.failure.set_result(why)
-        if self._turn is not None and not self.failure.done():  # one that died has its memory until its process ends
-            self._turn.close()
+        if (
+            self._device_lock is not None and not self.failure.done()
+        ):  # one that died has its memory until its process ends
+            self._device_lock.close()
         while self._calls:
             self._calls.popleft()()
         self.engine.fail_all(EngineStopped(why))
 
     def _is_needed(self) -> bool:
-        may_compute = self._turn is None or self._turn.may_compute
+        may_compute = self._device_lock is None or self._device_lock.may_compute
         return bool(self._stopping or self._calls or (may_compute and self.engine.has_work))

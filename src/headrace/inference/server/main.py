@@ -21,19 +21,19 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN, Failure
 from headrace.garbage import settled
 from headrace.inference.backend import Backend, EngineError, EngineStopped
+from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys, find_keys
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
-from headrace.shared_device import TrainerBeside
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.transport.device_lock import POLL_S, DeviceLock
 from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpoint
 from headrace.transport.run_dir import RunDir
-from headrace.transport.turns import POLL, Turn
 from headrace.transport.weights_link import is_linked
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def serve(
     status: Status | None,
     run: RunDir | None,
     announce: Callable[[str], None] | None = None,
-    shared: TrainerBeside | None = None,
+    shared: ColocatedTrainer | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; `announce` gets the address once it is up. A lost engine exits with `AGAIN`.
 
@@ -71,9 +71,10 @@ def serve(
         raise ConfigError(
             "required, and not set", key="inference.model.name", fix="Give a directory or a name on the hub."
         )
-    turn = None if shared is None or shared.turns is None else Turn(shared.turns, trainer=False)
-    if turn is not None:
-        _wait_for(turn, status)
+    lock = None
+    if shared is not None and shared.lock_directory is not None:
+        lock = DeviceLock(shared.lock_directory, trainer=False)
+        _wait_for(lock, status)
     if status is not None:
         status.set("loading model")
     endpoint = None if run is None or status is None else _endpoint(run, status)
@@ -82,18 +83,18 @@ def serve(
     keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
     with bind(config.host, config.port) as listener:
         failure = asyncio.run(
-            _serve(config, config.model.name, listener, keys, status, run, endpoint, announce, shared, turn)
+            _serve(config, config.model.name, listener, keys, status, run, endpoint, announce, shared, lock)
         )
     if failure is not None:
         raise SystemExit(AGAIN)
 
 
-def _wait_for(turn: Turn, status: Status | None) -> None:
-    """Nothing is loaded while the trainer computes: what it has then is no measure of what it leaves."""
-    if not turn.try_take() and status is not None:
+def _wait_for(lock: DeviceLock, status: Status | None) -> None:
+    """Acquire the device lock, so that free memory is measured while the trainer does not compute."""
+    if not lock.try_acquire() and status is not None:
         status.set("waiting for the trainer's step to end")  # which may take longer than a process may take to come up
-    while not turn.try_take():
-        time.sleep(POLL)
+    while not lock.try_acquire():
+        time.sleep(POLL_S)
 
 
 def _endpoint(run: RunDir, status: Status) -> Path:
@@ -108,27 +109,31 @@ def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
 
 
 async def start_engine(
-    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: TrainerBeside | None, turn: Turn | None
+    config: InferenceConfig,
+    directory: Path,
+    tokenizer: Tokenizer,
+    shared: ColocatedTrainer | None,
+    lock: DeviceLock | None,
 ) -> Backend:
     """The engine that the configuration names, ready to sample. Only the embedded one needs torch in this process.
 
-    `turn` is the server's on a device that it shares by turns, and taken.
+    `lock` is held: the server's side of the device lock, if it alternates with the trainer.
     """
     if config.engine == "vllm":
         from headrace.inference.vllm.start import start_vllm
 
         return await start_vllm(
-            config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode, turn=turn
+            config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode, lock=lock
         )
     from headrace.inference.embedded.backend import EmbeddedBackend
     from headrace.inference.embedded.thread import EngineThread
 
     engine = await asyncio.to_thread(load_embedded, config, directory, tokenizer, shared)
-    return EmbeddedBackend(EngineThread(engine, turn))
+    return EmbeddedBackend(EngineThread(engine, lock))
 
 
 def load_embedded(
-    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: TrainerBeside | None = None
+    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: ColocatedTrainer | None = None
 ) -> Engine:
     """Our own engine with the model in it, checked against the plain model."""
     from headrace.inference.embedded.engine import Engine
@@ -198,8 +203,8 @@ async def _serve(
     run: RunDir | None,
     endpoint: Path | None,
     announce: Callable[[str], None] | None,
-    shared: TrainerBeside | None,
-    turn: Turn | None,
+    shared: ColocatedTrainer | None,
+    lock: DeviceLock | None,
 ) -> str | None:
     """Start the engine and serve it; why it was lost, if it was."""
     directory = model_directory(name)
@@ -207,7 +212,7 @@ async def _serve(
     stop = asyncio.Event()
     if config.engine == "vllm":  # in a process of its own, which must be ended with ours, also while it starts
         _stop_on_signals(stop)
-    backend = await _unless(stop, start_engine(config, directory, chat.tokenizer, shared, turn))
+    backend = await _unless(stop, start_engine(config, directory, chat.tokenizer, shared, lock))
     if backend is None:
         return None
     _stop_on_signals(stop)
@@ -353,7 +358,7 @@ async def _report(backend: Backend, status: Status, url: str) -> None:
     while True:
         state, now = backend.state(), time.monotonic()
         if state.stands_still and wait is None:
-            wait = status.begin_wait("its turn on the GPU from the trainer")
+            wait = status.begin_wait("the GPU from the trainer")
         elif not state.stands_still and wait is not None:
             status.end_wait(wait)
             wait = None

@@ -92,13 +92,13 @@ def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
         ("requests_capacity", "gauge", "Requests that the engine runs at once.", state.capacity),
         ("kv_cache_usage", "gauge", "Share of the KV cache that running requests hold, 0 to 1.", state.kv_usage),
         ("paused", "gauge", "1 while all requests are held.", int(state.paused)),
-        ("stands_still", "gauge", "1 while it is the trainer's turn on a shared device.", int(state.stands_still)),
+        ("stands_still", "gauge", "1 while the trainer holds the device lock.", int(state.stands_still)),
         ("failed", "gauge", "1 if the engine is dead.", int(state.failure is not None)),
         ("tokens_sampled_total", "counter", "Tokens sampled.", state.tokens_sampled),
         ("tokens_computed_total", "counter", "Prompt tokens that went through the model.", state.tokens_computed),
         ("tokens_cached_total", "counter", "Prompt tokens that the prefix cache had.", state.tokens_cached),
         ("preemptions_total", "counter", "Requests that lost their place in the KV cache.", state.preemptions),
-        ("hand_overs_total", "counter", "Turns that the trainer got on a shared device.", state.hand_overs),
+        ("hand_overs_total", "counter", "Times the device lock was handed to the trainer.", state.hand_overs),
         ("cache_releases_total", "counter", "Those for which the KV cache was given up.", state.cache_releases),
     ):
         yield from _head(f"headrace_{name}", kind, help_text)

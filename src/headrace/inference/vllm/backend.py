@@ -30,16 +30,16 @@ from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.inference.vllm.adapters import Adapters
 from headrace.inference.vllm.control import Control, Refusal
+from headrace.inference.vllm.device_lock import VllmDeviceLock
 from headrace.inference.vllm.fetching import fetch_everywhere
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.metrics import Metrics, Preemptions
 from headrace.inference.vllm.process import VllmProcess
-from headrace.inference.vllm.turn import VllmTurn
 from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.marker import marker_of
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
-from headrace.transport.turns import Turn
+from headrace.transport.device_lock import DeviceLock
 from headrace.transport.weights import WeightsMarker
 from headrace.transport.weights_link import is_linked
 
@@ -76,7 +76,7 @@ class VllmBackend:
         forget: bool,
         adapters: Adapters | None,
         decode: Callable[[list[int]], str],
-        turn: Turn | None = None,
+        lock: DeviceLock | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -101,7 +101,7 @@ class VllmBackend:
         """Not between two versions: what is sent to vLLM then could belong to either."""
         self._settled.set()
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._turn = VllmTurn(turn)
+        self._device_lock = VllmDeviceLock(lock)
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._glance())]
 
     async def prepare(self) -> None:
@@ -120,7 +120,7 @@ class VllmBackend:
             self._untruncated = False
         if not self._untruncated:
             log.warning("this vLLM's sampler is unknown: requests with top_p, top_k or min_p get no logprobs")
-        self._tasks.append(asyncio.create_task(self._take_turns()))
+        self._tasks.append(asyncio.create_task(self._follow_device_lock()))
 
     async def _reports_untruncated(self) -> bool:
         """Whether a token that was the only one left to choose has the logprob that it has among all."""
@@ -248,8 +248,8 @@ class VllmBackend:
             [] if self._adapters is None else sorted(self._adapters.names),
             self._dead.result() if self._dead.done() else None,
             self._most,
-            self._turn.stands_still,
-            self._turn.hand_overs,
+            self._device_lock.is_held_by_trainer,
+            self._device_lock.hand_overs,
         )
 
     async def pause(self) -> None:
@@ -264,7 +264,7 @@ class VllmBackend:
 
     async def _go_on(self) -> None:
         """Unless somebody wants it to stand still."""
-        if not (self._paused or self._turn.stands_still):
+        if not (self._paused or self._device_lock.is_held_by_trainer):
             await self._control.resume()
 
     async def update_weights(self, directory: Path, version: Version) -> str:
@@ -357,7 +357,7 @@ class VllmBackend:
             task.cancel()
         self._tasks.clear()
         await self._process.stop()
-        self._turn.close()
+        self._device_lock.close()
         await self._http.close()
 
     def _die(self, reason: str) -> None:
@@ -369,12 +369,12 @@ class VllmBackend:
     async def _watch(self) -> None:
         self._die(await self._process.ended())
 
-    async def _take_turns(self) -> None:
+    async def _follow_device_lock(self) -> None:
         """One that does not stand still when it must would leave the trainer waiting for ever: that is its end."""
         try:
-            await self._turn.follow(self._control, self._changing, self._go_on)
+            await self._device_lock.follow(self._control, self._changing, self._go_on)
         except Exception as error:  # whatever it is, nobody would give way from here on
-            self._die(f"vLLM does not take turns with the trainer: {error}")
+            self._die(f"vLLM cannot be paused for the trainer: {error}")
 
     async def _glance(self) -> None:
         """Keep the metrics fresh, and unload what is no longer needed; one that is silent for long is dead."""

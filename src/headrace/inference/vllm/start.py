@@ -20,7 +20,7 @@ from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.model_facts import ModelFacts, read_facts
 from headrace.inference.vllm.process import Room, VllmFailed, VllmProcess
 from headrace.machine import free_memory, visible_gpus
-from headrace.transport.turns import Turn
+from headrace.transport.device_lock import DeviceLock
 
 WORKER = "headrace.inference.vllm.worker.PublishedWeightsWorker"
 OURS = frozenset(
@@ -42,11 +42,11 @@ async def start_vllm(
     *,
     eos_token_id: int | None,
     decode: Callable[[list[int]], str],
-    turn: Turn | None = None,
+    lock: DeviceLock | None = None,
 ) -> VllmBackend:
     """A vLLM that samples the model in `directory`. Raises `Failure` where it does not come up.
 
-    `turn` is its own, taken, on a device that it shares with the trainer by turns.
+    `lock` is held: its side of the device lock, if it alternates with the trainer.
     """
     refuse_arguments(config.vllm.args)
     facts = read_facts(directory, eos_token_id)
@@ -80,7 +80,7 @@ async def start_vllm(
         forget=config.kv_on_update == "recompute",
         adapters=_adapters(config, room),
         decode=decode,
-        turn=turn,
+        lock=lock,
     )
     try:
         await backend.prepare()

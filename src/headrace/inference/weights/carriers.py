@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from headrace import cuda_driver
 from headrace.errors import Failure
+from headrace.inference import cuda_driver
 from headrace.inference.weights import nccl
 from headrace.transport.weights_link import Carrier, End
 

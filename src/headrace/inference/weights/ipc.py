@@ -14,8 +14,8 @@ import ctypes
 
 import torch
 
-from headrace import cuda_driver
-from headrace.cuda_driver import Bytes, IpcHandle, expect
+from headrace.inference import cuda_driver
+from headrace.inference.cuda_driver import Bytes, IpcHandle, expect
 
 _PAGE = 1 << 21
 """What is smaller may lie on one page with other memory, and that would be shared with it."""

@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.cuda_driver import DriverError
+from headrace.inference.cuda_driver import DriverError
 from headrace.inference.weights.carriers import this_end
 from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.errors import WeightsUnreachable as WeightsUnreachable

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace.cuda_driver import DriverError
+from headrace.inference.cuda_driver import DriverError
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.cuda.storage import Storage
 from headrace.inference.embedded.runner import Runner

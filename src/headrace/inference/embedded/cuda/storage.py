@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace.cuda_driver import has_virtual_memory
+from headrace.inference.cuda_driver import has_virtual_memory
 from headrace.inference.embedded.blocks import BLOCK
 from headrace.inference.embedded.device_memory import DeviceMemory
 

@@ -1,4 +1,4 @@
-"""A whole run whose trainer and engine take turns on one device, here the CPU."""
+"""A whole run whose trainer and engine alternate on one device, here the CPU."""
 
 from pathlib import Path
 
@@ -20,4 +20,4 @@ def test_a_run_in_turns_trains_to_its_end(tmp_path: Path, tiny_model: Path):
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert all(record["time/wait_for_turn"] > 0 for record in steps)
     assert undocumented(steps) == []
-    assert {path.name for path in run.turns.iterdir()} == {"cache", "lent", "turn", "wanted"}
+    assert {path.name for path in run.device_lock.iterdir()} == {"cache", "lent", "turn", "wanted"}

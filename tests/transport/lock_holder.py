@@ -1,24 +1,24 @@
-"""One side of a shared device as a process of its own, for whoever wants to kill it: takes orders by the line."""
+"""One side of the device lock as a process that tests may kill; reads one command per line."""
 
 import sys
 from pathlib import Path
 
-from headrace.transport.turns import Turn
+from headrace.transport.device_lock import DeviceLock
 
-turn = Turn(Path(sys.argv[1]), trainer=sys.argv[2] == "trainer")
+lock = DeviceLock(Path(sys.argv[1]), trainer=sys.argv[2] == "trainer")
 for order in sys.stdin:
     match order.split():
         case ["take"]:
-            print(turn.try_take(), flush=True)
+            print(lock.try_acquire(), flush=True)
         case ["keep"]:
-            turn.keep_cache()
+            lock.mark_cache_resident()
             print("kept", flush=True)
         case ["compute", times]:
             for _ in range(int(times)):
-                while not turn.try_take():
+                while not lock.try_acquire():
                     pass
                 for event in ("begins", "ends"):
                     with open(Path(sys.argv[1]) / "events", "a") as events:
                         events.write(f"{sys.argv[2]} {event}\n")
-                turn.leave()
+                lock.release()
             print("computed", flush=True)

@@ -1,4 +1,4 @@
-"""An engine that shares its device with a trainer: it stands still for it, and answers all the same."""
+"""An engine that shares its device with a trainer: paused while the trainer holds the device lock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from headrace.inference.backend import EngineError, RequestCancelled
-from headrace.inference.embedded import turn as engine_turn
+from headrace.inference.embedded import device_lock as device_lock_module
+from headrace.inference.embedded.device_lock import EngineDeviceLock
 from headrace.inference.embedded.device_memory import OutOfDeviceMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
-from headrace.inference.embedded.turn import EngineTurn
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
-from headrace.transport.turns import Turn
+from headrace.transport.device_lock import DeviceLock
 from tests.inference.plain_forward import assert_like_plain
 
 LONG = SamplingParams(ignore_eos=True)
@@ -34,43 +34,45 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Turn]:
-    turn = Turn(tmp_path, trainer=True)
-    yield turn
-    turn.close()
+def trainer(tmp_path: Path) -> Iterator[DeviceLock]:
+    lock = DeviceLock(tmp_path, trainer=True)
+    yield lock
+    lock.close()
 
 
-def own_turn(directory: Path) -> Turn:
-    """An engine's, which is taken when it starts."""
-    turn = Turn(directory, trainer=False)
-    assert turn.try_take()
-    return turn
+def engine_lock(directory: Path) -> DeviceLock:
+    """Return an engine's lock, held as at the start."""
+    lock = DeviceLock(directory, trainer=False)
+    assert lock.try_acquire()
+    return lock
 
 
 @pytest.fixture
 def thread(model: Any, tmp_path: Path) -> Iterator[EngineThread]:
-    thread = EngineThread(Engine(model, max_model_len=128, max_running=4), own_turn(tmp_path))
+    thread = EngineThread(Engine(model, max_model_len=128, max_running=4), engine_lock(tmp_path))
     yield thread
     thread.stop()
 
 
-def take(trainer: Turn) -> None:
-    until(trainer.try_take, "the engine does not give way")
+def take(trainer: DeviceLock) -> None:
+    until(trainer.try_acquire, "the engine does not release the lock")
 
 
-def test_requests_stand_still_for_the_trainer_and_go_on_after(thread: EngineThread, trainer: Turn, model: Any) -> None:
+def test_requests_are_paused_for_the_trainer_and_continue_after(
+    thread: EngineThread, trainer: DeviceLock, model: Any
+) -> None:
     request = thread.submit([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
     until(lambda: request.piece(0).token_ids, "nothing is sampled")
     take(trainer)
     assert thread.state().stands_still and thread.state().hand_overs == 1
     sampled = len(request.piece(0).token_ids)
     assert 0 < sampled < 40
-    late = thread.submit([7], SamplingParams(max_tokens=2))  # is put in line
-    thread.pause()  # a round through the thread: it had its chance
+    late = thread.submit([7], SamplingParams(max_tokens=2))  # waits in the queue
+    thread.pause()  # the thread has polled the lock by now
     thread.resume()
     assert len(request.piece(0).token_ids) == sampled and not late.future.done()
     assert (thread.state().running, thread.state().waiting) == (1, 1)
-    trainer.leave()
+    trainer.release()
     for each in (request, late):
         each.future.result(timeout=30)
     thread.pause()
@@ -79,30 +81,30 @@ def test_requests_stand_still_for_the_trainer_and_go_on_after(thread: EngineThre
         assert_like_plain(each, model)
 
 
-def test_an_idle_and_a_paused_engine_give_way_too(thread: EngineThread, trainer: Turn) -> None:
+def test_an_idle_and_a_paused_engine_release_the_lock_too(thread: EngineThread, trainer: DeviceLock) -> None:
     take(trainer)
-    trainer.leave()
-    until(lambda: not thread.state().stands_still, "the turn is not taken back")
+    trainer.release()
+    until(lambda: not thread.state().stands_still, "the lock is not acquired again")
     thread.pause()
     take(trainer)
     assert thread.state().hand_overs == 2
 
 
-def test_between_two_turns_of_the_trainer_the_engine_has_one(thread: EngineThread, trainer: Turn) -> None:
+def test_the_engine_steps_between_two_steps_of_the_trainer(thread: EngineThread, trainer: DeviceLock) -> None:
     thread.submit([5], LONG)
     counts = []
     for _ in range(4):
         take(trainer)
         counts.append(thread.state().tokens_sampled)
         until(lambda: thread.state().stands_still, "the engine does not wait")
-        time.sleep(0.02)  # a training step: by now the engine has its hand up
-        trainer.leave()
+        time.sleep(0.02)  # a training step: the engine waits for the lock by now
+        trainer.release()
     assert counts == sorted(set(counts))
 
 
 def test_weights_are_installed_while_the_trainer_computes(
     thread: EngineThread,
-    trainer: Turn,
+    trainer: DeviceLock,
     make_model: Callable[[int], Any],
     publish: Callable[[Any, Version], Any],
 ) -> None:
@@ -110,12 +112,12 @@ def test_weights_are_installed_while_the_trainer_computes(
     request = thread.submit([5, 6], SamplingParams(max_tokens=3))
     thread.update_weights(publish(make_model(1), Version(0, 1)), Version(0, 1))
     assert thread.state().version == Version(0, 1) and not request.future.done()
-    trainer.leave()
+    trainer.release()
     request.future.result(timeout=30)
     assert_like_plain(request, {Version(0, 1): make_model(1)})
 
 
-def test_a_request_that_is_cancelled_meanwhile_ends_at_once(thread: EngineThread, trainer: Turn) -> None:
+def test_a_request_cancelled_while_the_trainer_computes_ends_at_once(thread: EngineThread, trainer: DeviceLock) -> None:
     take(trainer)
     request = thread.submit([5], LONG)
     thread.cancel(request)
@@ -124,31 +126,31 @@ def test_a_request_that_is_cancelled_meanwhile_ends_at_once(thread: EngineThread
     assert thread.state().stands_still
 
 
-def test_an_engine_that_waits_for_its_turn_can_be_stopped(model: Any, tmp_path: Path, trainer: Turn) -> None:
+def test_an_engine_that_waits_for_the_lock_can_be_stopped(model: Any, tmp_path: Path, trainer: DeviceLock) -> None:
     take(trainer)
-    waiting = EngineThread(Engine(model, max_model_len=64), Turn(tmp_path, trainer=False))
+    waiting = EngineThread(Engine(model, max_model_len=64), DeviceLock(tmp_path, trainer=False))
     waiting.submit([5], LONG)
     waiting.stop()
-    trainer.leave()
+    trainer.release()
     take(trainer)
 
 
-def test_one_that_died_has_its_turn_as_long_as_its_memory(
-    model: Any, tmp_path: Path, trainer: Turn, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_engine_holds_the_lock_as_long_as_its_memory(
+    model: Any, tmp_path: Path, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn = own_turn(tmp_path)
-    dying = EngineThread(Engine(model, max_model_len=64), turn)
+    lock = engine_lock(tmp_path)
+    dying = EngineThread(Engine(model, max_model_len=64), lock)
     monkeypatch.setattr(dying.engine.scheduler, "plan", lambda _: 1 / 0)
     dying.submit([5], LONG)
     dying.failure.result(timeout=30)
     dying.stop()
-    assert not trainer.try_take()
-    turn.close()  # as the end of its process does
-    assert trainer.try_take()
+    assert not trainer.try_acquire()
+    lock.close()  # as the end of its process does
+    assert trainer.try_acquire()
 
 
 class LendingEngine(Engine):
-    """With a cache that is given back on paper."""
+    """An engine that only records that its cache is released."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, max_model_len=128)
@@ -177,95 +179,93 @@ class LendingEngine(Engine):
 
 @pytest.fixture
 def lending(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineThread]:
-    monkeypatch.setattr(engine_turn, "free_bytes", lambda _: 2 * GIB)
-    thread = EngineThread(LendingEngine(model), own_turn(tmp_path))
+    monkeypatch.setattr(device_lock_module, "free_bytes", lambda _: 2 * GIB)
+    thread = EngineThread(LendingEngine(model), engine_lock(tmp_path))
     yield thread
     thread.stop()
 
 
 @pytest.mark.parametrize(("needed", "lent"), [(None, True), (3 * GIB, True), (2 * GIB, False)])
-def test_the_cache_is_given_up_if_memory_is_short_and_comes_back_with_the_next_request(
-    lending: EngineThread, trainer: Turn, model: Any, needed: int | None, lent: bool
+def test_the_cache_is_released_if_memory_is_short_and_restored_for_the_next_request(
+    lending: EngineThread, trainer: DeviceLock, model: Any, needed: int | None, lent: bool
 ) -> None:
     request = lending.submit([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
     until(lambda: request.piece(0).token_ids, "nothing is sampled")
-    trainer.ask_for(needed)
+    trainer.request_memory(needed)
     take(trainer)
-    assert trainer.cache_is_kept is not lent
+    assert trainer.any_cache_is_resident is not lent
     assert lending.state().cache_releases == lent
-    trainer.leave()
+    trainer.release()
     request.future.result(timeout=30)
     lending.pause()
-    assert trainer.cache_is_kept
+    assert trainer.any_cache_is_resident
     assert_like_plain(request, model)
 
 
-def test_an_idle_engine_leaves_its_memory_to_the_trainer_until_it_is_needed(
-    lending: EngineThread, trainer: Turn
-) -> None:
+def test_an_idle_engine_restores_its_cache_only_for_a_request(lending: EngineThread, trainer: DeviceLock) -> None:
     for _ in range(2):
-        trainer.ask_for(None)
+        trainer.request_memory(None)
         take(trainer)
-        assert not trainer.cache_is_kept
-        trainer.leave()
-    until(lambda: not lending.state().stands_still, "the turn is not taken back")
-    assert not trainer.cache_is_kept and lending.state().cache_releases == 1
+        assert not trainer.any_cache_is_resident
+        trainer.release()
+    until(lambda: not lending.state().stands_still, "the lock is not acquired again")
+    assert not trainer.any_cache_is_resident and lending.state().cache_releases == 1
     assert lending.submit([5], SamplingParams(max_tokens=1)).future.result(timeout=30)
-    assert trainer.cache_is_kept
+    assert trainer.any_cache_is_resident
 
 
-def test_memory_that_does_not_come_back_is_waited_for_and_said(
-    lending: EngineThread, trainer: Turn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_cache_that_cannot_be_restored_is_retried_and_logged(
+    lending: EngineThread, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_turn, "FIRST_NOTICE", 0.01)
+    monkeypatch.setattr(device_lock_module, "FIRST_NOTICE_S", 0.01)
     assert isinstance(lending.engine, LendingEngine)
     lending.engine.is_short = True
-    trainer.ask_for(None)
+    trainer.request_memory(None)
     take(trainer)
-    trainer.leave()
+    trainer.release()
     with caplog.at_level(logging.INFO):
         request = lending.submit([5], SamplingParams(max_tokens=1))
-        until(lambda: "its memory is not back: 1.0 GiB were asked for" in caplog.text, "nothing is said")
-        take(trainer)  # who may come again meanwhile
-        trainer.leave()
+        until(lambda: "1.0 GiB were asked for" in caplog.text, "nothing is logged")
+        take(trainer)  # it may acquire the lock again meanwhile
+        trainer.release()
         lending.engine.is_short = False
         request.future.result(timeout=30)
-    assert "the memory for the KV cache is back" in caplog.text
+    assert "restored" in caplog.text
 
 
-def test_memory_that_never_comes_back_ends_the_engine_with_what_to_do(
-    lending: EngineThread, trainer: Turn, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_stays_unrestored_fails_the_engine(
+    lending: EngineThread, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_turn, "PATIENCE", 0.01)
+    monkeypatch.setattr(device_lock_module, "RESTORE_TIMEOUT_S", 0.01)
     assert isinstance(lending.engine, LendingEngine)
     lending.engine.is_short = True
-    trainer.ask_for(None)
+    trainer.request_memory(None)
     take(trainer)
-    trainer.leave()
+    trainer.release()
     lending.submit([5], LONG)
-    assert "set inference.kv_cache_gb to less" in lending.failure.result(timeout=30)
+    assert "inference.kv_cache_gb" in lending.failure.result(timeout=30)
 
 
-def test_the_trainers_turns_do_not_count_as_time_without_the_memory(
-    model: Any, tmp_path: Path, trainer: Turn, monkeypatch: pytest.MonkeyPatch
+def test_the_trainers_steps_do_not_count_towards_the_restore_timeout(
+    model: Any, tmp_path: Path, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(engine_turn, "time", clock)
+    monkeypatch.setattr(device_lock_module, "time", clock)
     engine = LendingEngine(model)
-    turn = EngineTurn(engine, own_turn(tmp_path))
+    lock = EngineDeviceLock(engine, engine_lock(tmp_path))
     engine.is_short = True
     engine.submit([5], LONG)
     for _ in range(3):
-        trainer.ask_for(None)
-        assert not trainer.try_take()
-        assert not turn.look() and trainer.try_take()
+        trainer.request_memory(None)
+        assert not trainer.try_acquire()
+        assert not lock.poll() and trainer.try_acquire()
         clock.now += 100.0
-        assert not turn.look()
-        trainer.leave()
+        assert not lock.poll()
+        trainer.release()
         for _ in range(5):
-            assert not turn.look()
+            assert not lock.poll()
             clock.now += 10.0
     clock.now += 20.0
-    with pytest.raises(EngineError, match="has not fitted beside the trainer for 70 s"):
-        turn.look()
-    turn.close()
+    with pytest.raises(EngineError, match="70 s"):
+        lock.poll()
+    lock.close()

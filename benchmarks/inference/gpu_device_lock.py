@@ -1,11 +1,11 @@
-"""What a turn on a shared GPU costs: memory that goes and comes back, and a hand-over under load.
+"""Cost of the device lock on a shared GPU: releasing and restoring memory, and a hand-over under load.
 
-    python -m benchmarks.inference.gpu_turns
+    python -m benchmarks.inference.gpu_device_lock
 
 First how long it takes to give memory of several sizes back to the driver and to take it again, zeros included. Then an
 engine of Qwen3-0.6B's sizes (random weights) decodes 256 requests while this process asks for the GPU as a trainer
-does: how long it waits for the turn, with the cache kept and with the cache given up, and how long after its turn the
-next tokens come.
+does: how long it waits for the lock, with the cache resident and released, and how long after its release the next
+tokens come.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from headrace.inference.embedded.device_memory import DeviceMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.transport.turns import Turn
+from headrace.transport.device_lock import DeviceLock
 
 GIB = 1 << 30
 SIZES = (1, 10, 40, 80)
-TURNS = 5
+HAND_OVERS = 5
 REQUESTS = 256
-TRAINS_FOR = 0.2
-"""Seconds of a turn: nothing is computed in it."""
+HOLD_S = 0.2
+"""Seconds for which the lock is held; nothing is computed meanwhile."""
 
 
 def main() -> None:
     print("memory   given back   taken again")
     for size in SIZES:
         _attempt(f"{size} GiB", lambda size=size: _memory(size * GIB))
-    print(f"\nms, medians of {TURNS}       wait for the turn   from its end to new tokens")
+    print(f"\nms, medians of {HAND_OVERS}       wait for the lock   from its release to new tokens")
     with tempfile.TemporaryDirectory() as folder:
         _attempt("hand-overs", lambda: _hand_overs(Path(folder)))
 
@@ -52,7 +52,7 @@ def _attempt(what: str, measure: Callable[[], None]) -> None:
 def _memory(size: int) -> None:
     memory = DeviceMemory(size, torch.device("cuda"))
     released, restored = [], []
-    for _ in range(TURNS):
+    for _ in range(HAND_OVERS):
         released.append(_milliseconds(memory.release))
         restored.append(_milliseconds(memory.restore))
     given, taken = statistics.median(released), statistics.median(restored)
@@ -72,24 +72,24 @@ def _hand_overs(folder: Path) -> None:
     )
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
-    own = Turn(folder, trainer=False)
-    assert own.try_take()
+    own = DeviceLock(folder, trainer=False)
+    assert own.try_acquire()
     thread = EngineThread(Engine(model, max_model_len=4096, max_running=REQUESTS, kv_blocks=30_000), own)
-    trainer = Turn(folder, trainer=True)
+    trainer = DeviceLock(folder, trainer=True)
     for number in range(REQUESTS):
         thread.submit([number] * 256, SamplingParams(max_tokens=3800, ignore_eos=True))
     _until(lambda: thread.state().tokens_sampled > 20 * REQUESTS)
-    for name, memory in (("the cache is kept", 0), ("the cache is given up", None)):
+    for name, memory in (("cache resident", 0), ("cache released", None)):
         waits, resumed = [], []
-        for _ in range(TURNS):
-            trainer.ask_for(memory)
-            waits.append(_milliseconds(lambda: _until(trainer.try_take)))
+        for _ in range(HAND_OVERS):
+            trainer.request_memory(memory)
+            waits.append(_milliseconds(lambda: _until(trainer.try_acquire)))
             sampled = thread.state().tokens_sampled
-            time.sleep(TRAINS_FOR)
-            trainer.leave()
+            time.sleep(HOLD_S)
+            trainer.release()
             goal = sampled + REQUESTS
             resumed.append(_milliseconds(lambda goal=goal: _until(lambda: thread.state().tokens_sampled >= goal)))
-            time.sleep(TRAINS_FOR)
+            time.sleep(HOLD_S)
         print(f"{name:24}{statistics.median(waits):12.1f}{statistics.median(resumed):28.1f}", flush=True)
     thread.stop()
 

@@ -1,4 +1,4 @@
-"""One GPU for trainer and engine: memory that goes and comes back at its address, and whole runs in turns."""
+"""One GPU for trainer and engine: memory that goes and comes back at its address, and whole runs that alternate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.observe.metrics import read_metrics
+from headrace.transport.device_lock import DeviceLock
 from headrace.transport.run_dir import RunDir
-from headrace.transport.turns import Turn
 from tests.end_to_end.runs import finish, start, write_run_file
 
 pytestmark = [
@@ -121,14 +121,14 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from headrace.observe.status import Status
-from headrace.trainer.turn import TrainerTurn
+from headrace.trainer.device_lock import TrainerDeviceLock
 
 directory, size = Path(sys.argv[1]), int(sys.argv[2])
 status = Status(directory / "status", "trainer")
-turn = TrainerTurn(directory / "turns", torch.device("cuda"), status)
+lock = TrainerDeviceLock(directory / "turns", torch.device("cuda"), status)
 held = []
 for step in range(3):
-    with turn.taken(lambda: False):
+    with lock.hold(lambda: False):
         activations = torch.ones(size, dtype=torch.uint8, device="cuda")
         held.append(activations.sum(dtype=torch.int64).item() == size)
         del activations
@@ -155,9 +155,9 @@ def test_a_trainer_gets_the_memory_of_the_cache_for_its_steps(tmp_path: Path) ->
     block = 16 * 2 * 28 * 8 * 128 * 2
     engine = Engine(model, max_model_len=128, max_running=8, kv_blocks=(free() - 8 * GIB) // block, compile=False)
     assert engine.cache_bytes > 0
-    turn = Turn(tmp_path / "turns", trainer=False)
-    assert turn.try_take()
-    thread = EngineThread(engine, turn)
+    lock = DeviceLock(tmp_path / "turns", trainer=False)
+    assert lock.try_acquire()
+    thread = EngineThread(engine, lock)
     try:
         request = thread.submit([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
         program = [sys.executable, "-c", PEAK, str(tmp_path), str(free() + 4 * GIB)]
