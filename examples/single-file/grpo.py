@@ -35,7 +35,6 @@ from transformers.utils import logging as transformers_logging
 from headrace.config.model import ModelConfig
 from headrace.environments.base import Environment, Reply, tasks_of
 from headrace.environments.registry import load_environment
-from headrace.environments.replies import message_of
 from headrace.errors import BadInput, Failure
 from headrace.launch.origin import resolve
 from headrace.orchestrator.prompting import Prompter
@@ -46,6 +45,7 @@ from headrace.rollout.merge import merge_turns
 from headrace.rollout.packing import Bin, pack_for_workers
 from headrace.rollout.types import Message, Rollout, Sample, Task, Turn
 from headrace.text.renderer import make_renderer
+from headrace.text.replies import assistant_message
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.loss import Loss, PackedInputs, policy_loss
 from headrace.trainer.model_files import ModelFiles
@@ -107,7 +107,7 @@ def answer(
         ended = "stop" if ids[-1] in stops else "length"
         turn = Turn(np.array(prompt), np.array(ids), np.array(logprobs), np.zeros(len(ids)), temperature or 1.0, ended)
         said = prompter.read(prompt, ids, ())
-        message = message_of(said.content or "", thought=said.reasoning_content or "")
+        message = assistant_message(said.content or "", reasoning=said.reasoning_content or "")
         replies.append(Reply(message, turn, raw=prompter.raw(prompt, ids)))
     return replies
 

@@ -102,25 +102,24 @@ def test_parts_of_text_are_one_text(chat: Chat) -> None:
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
-ROLES = "must be system, developer, user, assistant or tool, not "
 
 
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        ({"role": "wizard", "content": "a"}, f"messages[1].role {ROLES}'wizard'"),
-        ({"role": ["user"], "content": "a"}, f"messages[1].role {ROLES}['user']"),
-        ({"content": "a"}, f"messages[1].role {ROLES}None"),
-        ({"role": "user", "content": {"not": "text"}}, "messages[1].content must be text"),
-        ({"role": "user", "content": 7}, "messages[1].content must be text"),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[1].content[1] must be"),
-        ({"role": "user", "content": [{"type": "txt", "text": "a"}]}, "messages[1].content[0] must be"),
-        ({"role": "user", "content": [{"type": "text", "txt": "a"}]}, "messages[1].content[0] must be"),
-        ({"role": "user", "content": ["a"]}, "messages[1].content[0] must be"),
-        ({"role": "assistant", "tool_calls": {"function": {}}}, "messages[1].tool_calls must be a list"),
+        ({"role": "wizard", "content": "a"}, "messages[1].role"),
+        ({"role": ["user"], "content": "a"}, "messages[1].role"),
+        ({"content": "a"}, "messages[1].role"),
+        ({"role": "user", "content": {"not": "text"}}, "messages[1].content ="),
+        ({"role": "user", "content": 7}, "messages[1].content ="),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[1].content[1] ="),
+        ({"role": "user", "content": [{"type": "txt", "text": "a"}]}, "messages[1].content[0] ="),
+        ({"role": "user", "content": [{"type": "text", "txt": "a"}]}, "messages[1].content[0] ="),
+        ({"role": "user", "content": ["a"]}, "messages[1].content[0] ="),
+        ({"role": "assistant", "tool_calls": {"function": {}}}, "messages[1].tool_calls ="),
         ({"role": "assistant", "tool_calls": [{"function": 7}]}, "messages[1].tool_calls[0].function.name"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "messages[1].tool_calls[0].function.name"),
-        ({"role": "assistant", "function_call": {"name": "add"}}, "messages[1].function_call is of an older interface"),
+        ({"role": "assistant", "function_call": {"name": "add"}}, "messages[1].function_call"),
     ],
 )
 def test_what_the_prompt_would_lack_is_refused(chat: Chat, message: dict[str, Any], named: str) -> None:

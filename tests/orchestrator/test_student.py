@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply, ToolCall
-from headrace.environments.replies import untrained_reply
 from headrace.orchestrator.prompting import Past, Prompter
 from headrace.orchestrator.student import Student
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import NOT_SAMPLED, ROLES, Message, Rollout
 from headrace.text.renderer import make_renderer
+from headrace.text.replies import untrained_reply
 from headrace.text.tokenizer import Tokenizer
 from tests.orchestrator.adversary import TOOLS
 from tests.text.families import FAMILIES, KEEPS_HISTORY, Model, Said, load
@@ -36,7 +36,7 @@ FORGETS_THOUGHTS = ("qwen3", "qwen3.5", "glm-4.5", "minimax-m2", "gpt-oss")
 def said(text: str = "", calls: int = 0, thought: str = "", finish_reason: str = "stop") -> Reply:
     """A teacher's words; its server has names of its own for tool calls."""
     made = [ToolCall(f"chatcmpl-{number}", "add", {"a": 12, "q": "é"}) for number in range(calls)]
-    return untrained_reply(text, made, raw=text, thought=thought, finish_reason=finish_reason)
+    return untrained_reply(text, made, raw=text, reasoning=thought, finish_reason=finish_reason)
 
 
 def prompter_of(model: Model, seq_len: int = 100_000) -> Prompter:

@@ -17,7 +17,9 @@ import msgspec
 from headrace.environments.strict_format import THINKING_TAGS
 from headrace.errors import BadInput
 from headrace.rollout.fingerprint import fingerprint
-from headrace.rollout.types import Message, Rollout, Task, Turn
+from headrace.rollout.types import Message, Rollout, Task
+from headrace.text.replies import Reply as Reply
+from headrace.text.replies import ToolCall as ToolCall
 
 
 class EpisodeError(Exception):
@@ -59,35 +61,6 @@ class ChatFailed(Exception):
         super().__init__(f"{kind}: {text}")
         self.call = call
         self.kind = kind
-
-
-class ToolCall(msgspec.Struct):
-    """One attempt of the model to call a tool; `error` says why it cannot be run, if it cannot."""
-
-    id: str
-    name: str
-    arguments: dict[str, Any]
-    error: str = ""
-
-
-class Reply(msgspec.Struct):
-    """What the model answered to a conversation: the message, and the exact turn behind it."""
-
-    message: Message
-    turn: Turn
-    tool_calls: list[ToolCall] = msgspec.field(default_factory=list)
-    """Every attempt, in order; those that can be run are in the message, too."""
-    raw: str = ""
-    """The whole answer as it was written, thoughts and markup included."""
-
-    @property
-    def text(self) -> str:
-        """What it says, without the line breaks that some chat formats put around it."""
-        return str(self.message.get("content") or "").strip("\n")
-
-    @property
-    def truncated(self) -> bool:
-        return self.turn.finish_reason == "length"
 
 
 class Context(Protocol):

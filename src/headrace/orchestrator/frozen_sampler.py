@@ -11,13 +11,14 @@ from typing import Any
 from renderers.base import Renderer
 
 from headrace.environments.base import EpisodeError, Reply
-from headrace.environments.openai_chat import chat, is_full, refusal_of, text_of
+from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.orchestrator.conversation import Conversation, Question
 from headrace.orchestrator.prompting import Prompter
 from headrace.orchestrator.student import TEACHER, Student
 from headrace.rollout.types import Message
+from headrace.text.openai_messages import content_text, refusal_text
 from headrace.text.tokenizer import Tokenizer
 
 WHOLE = ("stop", "tool_calls")
@@ -74,7 +75,7 @@ class FrozenSampler:
         try:
             return _taught(await self._teacher.ask(partial(once, question.at_most(self._max_tokens))))
         except OpenAIError as error:
-            if not is_full(error):
+            if not is_context_overflow(error):
                 raise
         # Many refuse to be allowed more than they have room for: then what they have is the limit.
         return _taught(await self._teacher.ask(partial(once, None)))
@@ -86,7 +87,7 @@ class FrozenSampler:
 
 def _taught(answer: ChatAnswer) -> ChatAnswer:
     """The answer, if it is one that somebody could learn from."""
-    refusal = refusal_of(answer.message)
+    refusal = refusal_text(answer.message)
     if refusal:
         raise EpisodeError(TEACHER, f"the teacher refused to answer: {refusal:.200}")
     if answer.finish_reason not in (*WHOLE, CUT):
@@ -95,6 +96,10 @@ def _taught(answer: ChatAnswer) -> ChatAnswer:
             f"the teacher's server ended its reply with finish_reason {answer.finish_reason!r}, which is none of "
             f"{', '.join((*WHOLE, CUT))}: nobody should learn what it kept of it",
         )
-    if answer.finish_reason != CUT and not text_of(answer.message).strip() and not answer.message.get("tool_calls"):
+    if (
+        answer.finish_reason != CUT
+        and not content_text(answer.message.get("content")).strip()
+        and not answer.message.get("tool_calls")
+    ):
         raise EpisodeError(TEACHER, "the teacher ended its reply without a text or a tool call")
     return answer

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 
 from headrace.environments.base import EpisodeError, PromptTooLong, ToolCall
-from headrace.environments.replies import MALFORMED, NO_JSON, NO_NAME, NOT_CLOSED, tool_call
 from headrace.rollout.types import Message, Turn
 from headrace.text.prompt import Prompt, Prompts, text_length
 from headrace.text.renderer import NO_PLACE_FOR_TOOLS, shows_tools
+from headrace.text.replies import INVALID_JSON, MALFORMED, NO_NAME, NOT_CLOSED, checked_tool_call
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ Tools = Sequence[dict[str, Any]]
 T = TypeVar("T")
 
 UNUSABLE = {
-    ToolCallParseStatus.INVALID_JSON: NO_JSON,
+    ToolCallParseStatus.INVALID_JSON: INVALID_JSON,
     ToolCallParseStatus.UNCLOSED_BLOCK: NOT_CLOSED,
     ToolCallParseStatus.MISSING_NAME: NO_NAME,
     ToolCallParseStatus.MALFORMED_STRUCTURE: MALFORMED,
@@ -126,4 +126,4 @@ async def aside(long: bool, function: Callable[..., T], *args: Any) -> T:
 
 def call_of(parsed: ParsedToolCall, identity: str) -> ToolCall:
     """A call that a renderer read."""
-    return tool_call(identity, parsed.name, parsed.arguments, UNUSABLE.get(parsed.status, ""))
+    return checked_tool_call(identity, parsed.name, parsed.arguments, UNUSABLE.get(parsed.status, ""))

@@ -8,7 +8,6 @@ import numpy as np
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 
 from headrace.environments.base import Reply, ToolCall
-from headrace.environments.replies import message_of
 from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import SamplingParams
@@ -16,6 +15,7 @@ from headrace.orchestrator.conversation import Conversation, Question
 from headrace.orchestrator.prompting import Prompter, Tools, aside, call_of
 from headrace.rollout.types import Message, Turn
 from headrace.text.prompt import Prompt
+from headrace.text.replies import assistant_message
 from headrace.text.tokenizer import Tokenizer
 
 MOST_CALLS = 16
@@ -142,4 +142,4 @@ def _message(parsed: ParsedResponse, calls: Sequence[ToolCall], *more: str) -> M
     """The reply as a message: its text, more of what the model wrote below that, and the calls that can be run."""
     content = parsed.content or ""
     told = "\n".join([content, *more]).strip("\n") if more else content
-    return message_of(told, calls, parsed.reasoning_content or "")
+    return assistant_message(told, calls, parsed.reasoning_content or "")

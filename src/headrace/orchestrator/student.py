@@ -14,11 +14,11 @@ import numpy as np
 from renderers.base import ParsedResponse
 
 from headrace.environments.base import EpisodeError, Reply, ToolCall
-from headrace.environments.replies import message_of
 from headrace.orchestrator.prompting import WRITE_AT_ONCE, Prompter, Tools, call_of
 from headrace.rollout.types import NOT_SAMPLED, Message, Turn
 from headrace.text.answer import Answer, answer_tokens, with_plain_words
 from headrace.text.prompt import Prompt
+from headrace.text.replies import assistant_message
 
 TEACHER = "teacher"
 """The reason of an episode that its teacher ended."""
@@ -51,7 +51,7 @@ class Student:
                 ToolCall(identity(first_call + number, call.name), call.name, call.arguments)
                 for number, call in enumerate(said.tool_calls)
             ]
-            message = message_of(said.message["content"], meant, said.message.get("reasoning_content", ""))
+            message = assistant_message(said.message["content"], meant, said.message.get("reasoning_content", ""))
             answer = self._write(message, tools, ended=ended)
             asked = prompt.ids[: len(prompt.ids) - answer.dropped]
             read = self._read(answer, asked, tools)
@@ -60,7 +60,7 @@ class Student:
             if is_text or [call.name for call in read.tool_calls] == names:
                 _check_usable(calls)
                 if not (is_text and read.tool_calls):
-                    message = message_of(read.content or "", calls, read.reasoning_content or "")
+                    message = assistant_message(read.content or "", calls, read.reasoning_content or "")
                 return Reply(message, self._turn(answer, prompt, ended), calls, self._prompter.raw(asked, answer.ids))
         raise EpisodeError(
             TEACHER,

@@ -13,13 +13,13 @@ import pytest
 
 from headrace.environments.base import Environment, EpisodeError, PromptTooLong, Reply, Task, ToolCall, tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
-from headrace.environments.replies import untrained_reply
 from headrace.environments.script import Answer, as_reply, call_tool, play
 from headrace.errors import BadInput
 from headrace.observe.metrics import read_metrics
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Rollout
+from headrace.text.replies import untrained_reply
 from headrace.tools.probe.completions import COMPLETIONS, Scene
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import headrace, write_run_file

@@ -145,11 +145,11 @@ async def test_models_are_listed_and_found_by_any_name(proxy: Proxy):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"messages": []}, "messages is empty"),
-        ({"n": 0}, "n must be between"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"logprobs": True}, "logprobs is not supported"),
-        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"messages": []}, "messages"),
+        ({"n": 0}, "n must"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
         ({"extra_body": {"messages": "hello"}}, "Expected `array`"),
     ],

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply
-from headrace.environments.openai_chat import as_openai, as_reply
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import OpenAIUnreachable
 from headrace.rollout.types import Task
+from headrace.text.openai_messages import openai_messages, parse_reply
 from headrace.tools.probe import sampling
 from headrace.tools.probe.report import Opening, Report
 from headrace.tools.probe.sampling import Endpoint, Line, sample
@@ -96,7 +96,7 @@ def test_tool_calls_are_read_and_those_that_cannot_be_are_kept_as_text():
         {"id": "e", "type": "function", "function": {"name": "press", "arguments": ""}},
         {"id": "f", "type": "function", "function": {"name": "press", "arguments": '{"a": 99999999999999999999}'}},
     ]
-    answer = as_reply({"content": None, "tool_calls": given, "reasoning_content": "hm"}, "tool_calls")
+    answer = parse_reply({"content": None, "tool_calls": given, "reasoning_content": "hm"}, "tool_calls")
     assert [(call.id, call.arguments) for call in answer.tool_calls if not call.error] == [
         ("a", {"word": "x"}),
         ("e", {}),
@@ -118,7 +118,7 @@ def test_tool_calls_are_read_and_those_that_cannot_be_are_kept_as_text():
 
 def test_messages_go_out_in_openais_form():
     call = {"id": "a", "type": "function", "function": {"name": "press", "arguments": {"word": "x"}}}
-    sent = as_openai(
+    sent = openai_messages(
         [
             *HELLO,
             {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
@@ -135,7 +135,7 @@ def test_messages_go_out_in_openais_form():
 def test_calls_without_an_id_get_one_and_so_do_their_results():
     calls = [{"type": "function", "function": {"name": "press", "arguments": {}}}] * 2
     told = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
-    asked, *results = as_openai([{"role": "assistant", "content": "", "tool_calls": calls}, *told, told[0]])
+    asked, *results = openai_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *told, told[0]])
     identities = [call["id"] for call in asked["tool_calls"]]
     assert len(set(identities)) == 2
     assert results[:2] == [{**result, "tool_call_id": name} for result, name in zip(told, identities, strict=True)]
@@ -144,7 +144,9 @@ def test_calls_without_an_id_get_one_and_so_do_their_results():
 
 def test_arguments_that_are_a_json_text_are_sent_as_they_are():
     call = {"id": "a", "type": "function", "function": {"name": "press", "arguments": '{"word": "x"}'}}
-    (sent,) = as_openai([{"role": "assistant", "content": "", "tool_calls": [call, {"function": {"name": "press"}}]}])
+    (sent,) = openai_messages(
+        [{"role": "assistant", "content": "", "tool_calls": [call, {"function": {"name": "press"}}]}]
+    )
     assert [made["function"]["arguments"] for made in sent["tool_calls"]] == ['{"word": "x"}', "{}"]
 
 

@@ -6,13 +6,14 @@ import asyncio
 import secrets
 from typing import Any
 
-from headrace.environments.agents.messages import plain, readable
 from headrace.environments.agents.replies import Answer
 from headrace.environments.agents.requests import ChatRequest
 from headrace.environments.agents.transcript import Transcript
 from headrace.environments.base import Context, PromptTooLong, Reply
-from headrace.environments.replies import message_of
+from headrace.inference.backend import InvalidRequest
 from headrace.rollout.types import Message, Turn
+from headrace.text.openai_messages import InvalidMessage, canonical_messages, replace_surrogates
+from headrace.text.replies import assistant_message
 
 TOKEN_BYTES = 18
 
@@ -70,7 +71,10 @@ class Episode:
 
     async def _ask(self, request: ChatRequest) -> list[Answer]:
         request.check()
-        messages = self.transcript.restored(plain(request.messages))
+        try:
+            messages = self.transcript.restored(canonical_messages(request.messages))
+        except InvalidMessage as error:
+            raise InvalidRequest(str(error)) from error
         asked = [asyncio.ensure_future(self._ask_once(request, messages)) for _ in range(request.choices)]
         try:
             return await asyncio.gather(*asked)
@@ -91,7 +95,7 @@ class Episode:
             raise EpisodeOver(f"since the model gave no answer ({type(error).__name__})") from error
         self.overflow = None
         self.turns.append(reply.turn)
-        seen = readable(reply.message if self._describe_tools or not tools else _with_calls(reply))
+        seen = replace_surrogates(reply.message if self._describe_tools or not tools else _with_calls(reply))
         ids = self.transcript.record(messages, reply.message, seen)
         self.calls += len(ids)
         return Answer(reply, seen, ids)
@@ -100,4 +104,4 @@ class Episode:
 def _with_calls(reply: Reply) -> Message:
     """What a reply says to somebody who knows tools that the model was not told of: to the model its calls are text."""
     usable = [call for call in reply.tool_calls if not call.error]
-    return message_of("", usable, reply.message.get("reasoning_content", "")) if usable else reply.message
+    return assistant_message("", usable, reply.message.get("reasoning_content", "")) if usable else reply.message

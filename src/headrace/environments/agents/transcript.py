@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from headrace.environments.agents.messages import call_ids, check_portable, encode, face
+import msgspec
+
 from headrace.environments.tools import is_plain
 from headrace.rollout.types import Message
+from headrace.text.openai_messages import check_encodable
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
 
 Name = bytes
 """A digest of a conversation, as far as it has come."""
@@ -26,7 +31,7 @@ class Given(NamedTuple):
     """A reply as the episode's context gave it."""
 
     message: Message
-    face: bytes
+    visible: bytes
     calls: list[tuple[str, str]]
     """The id and the tool of each call, as the chat format knows them."""
     ids: list[str]
@@ -57,11 +62,11 @@ class Transcript:
             if message["role"] == "assistant":
                 given = self._find(name, message)
                 known = message if given is None else given.message
-                calls |= zip(call_ids(message), _calls(message) if given is None else given.calls, strict=True)
+                calls |= zip(_call_ids(message), _calls(message) if given is None else given.calls, strict=True)
             elif message["role"] == "tool":
                 known = _answering(message, calls)
             if known is message:
-                check_portable(index, message)
+                check_encodable(index, message)
             restored.append(known)
             name = _next(name, known)
         return restored
@@ -74,7 +79,7 @@ class Transcript:
         seen = reply if seen is None else seen
         *_, name, whole = names = list(_names([*asked, reply]))
         calls = _calls(seen)
-        given = Given(reply, face(seen), calls, [f"call-{next(self._numbers)}" for _ in calls])
+        given = Given(reply, _visible_content(seen), calls, [f"call-{next(self._numbers)}" for _ in calls])
         self._given.setdefault(name, []).append(given)
         self._by_id |= dict.fromkeys(given.ids, given)
         for shorter in names:
@@ -83,12 +88,12 @@ class Transcript:
         return given.ids
 
     def _find(self, name: Name, message: Message) -> Given | None:
-        said, ids = face(message), call_ids(message)
-        here = [given for given in self._given.get(name, ()) if given.face == said]
+        said, ids = _visible_content(message), _call_ids(message)
+        here = [given for given in self._given.get(name, ()) if given.visible == said]
         if here:  # the same words may have been given twice
             return next((given for given in here if given.ids == ids), here[-1])
         moved = self._by_id.get(ids[0]) if ids else None
-        return moved if moved is not None and moved.ids == ids and moved.face == said else None
+        return moved if moved is not None and moved.ids == ids and moved.visible == said else None
 
 
 def _calls(message: Message) -> list[tuple[str, str]]:
@@ -112,4 +117,23 @@ def _names(messages: Sequence[Message]) -> Iterator[Name]:
 
 
 def _next(name: Name, message: Message) -> Name:
-    return hashlib.blake2b(encode(message), key=name, digest_size=16).digest()
+    return hashlib.blake2b(_canonical_json(message), key=name, digest_size=16).digest()
+
+
+def _visible_content(message: Message) -> bytes:
+    """Encode the text and calls of an assistant message, without reasoning, ids and surrounding white space."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    content = str(message.get("content") or "").strip()
+    return _canonical_json([content, [[call["name"], call["arguments"]] for call in calls]])
+
+
+def _call_ids(message: Message) -> list[str]:
+    return [str(call.get("id") or "") for call in message.get("tool_calls", ())]
+
+
+def _canonical_json(value: Any) -> bytes:
+    """Encode as JSON with sorted keys; values may contain lone surrogates and integers beyond 64 bits."""
+    try:
+        return _encode(value)
+    except (UnicodeEncodeError, OverflowError):
+        return json.dumps(value, sort_keys=True).encode()

@@ -19,10 +19,10 @@ from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
 from headrace.inference.backend import InvalidRequest, Piece, Result
 from headrace.inference.schema import MOST_ALTERNATIVES, SamplingParams
-from headrace.inference.server.messages import rendered_messages
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.text import cut_end
 from headrace.inference.server.token_text import TokenText
+from headrace.text.openai_messages import InvalidMessage, renderer_messages
 from headrace.text.renderer import NO_PLACE_FOR_TOOLS, shows_tools
 from headrace.text.tokenizer import Tokenizer
 
@@ -70,9 +70,11 @@ class Chat:
     def prompt(self, body: ChatRequest) -> list[int]:
         """The conversation as tokens, ready for the reply."""
         self._check(body)
-        messages: Any = rendered_messages(body.messages)
         try:
+            messages: Any = renderer_messages(body.messages)
             return list(self.renderer.render_ids(messages, tools=_tools(body), add_generation_prompt=True))
+        except InvalidMessage as error:
+            raise InvalidRequest(str(error)) from error
         except Exception as error:  # templates raise what they like about messages they cannot render
             raise InvalidRequest(f"messages cannot be rendered: {type(error).__name__}: {error}") from error
 

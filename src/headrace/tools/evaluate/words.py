@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from headrace.environments.base import Reply
-from headrace.environments.openai_chat import chat, is_full
+from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys
@@ -91,7 +91,7 @@ class _Context:
         try:
             answer = await self._line.model.ask(partial(once, limit))
         except OpenAIError as error:
-            if limit is None or not is_full(error):
+            if limit is None or not is_context_overflow(error):
                 raise
             # Many refuse to be allowed more than they have room for: then what they have is the limit.
             answer = await self._line.model.ask(partial(once, None))

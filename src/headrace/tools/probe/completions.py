@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from headrace.environments.base import Environment, EpisodeError, Reply, ToolCall
-from headrace.environments.replies import untrained_reply
 from headrace.environments.script import perturbed
 from headrace.rollout.types import Message, Task
+from headrace.text.replies import untrained_reply
 
 Kind = Literal["gold", "mistake", "empty", "garbage", "hostile", "tool call"]
 Severity = Literal["error", "warning", "note"]
@@ -133,7 +133,7 @@ def _forged(scene: Scene) -> str:
 def _endless_thought(scene: Scene) -> Reply:
     """The gold answer, in thoughts that are cut off: the answer itself is empty."""
     thought = scene.gold_text()
-    return untrained_reply("", raw=f"<think>\n{thought}", thought=thought)
+    return untrained_reply("", raw=f"<think>\n{thought}", reasoning=thought)
 
 
 def _open_tags(scene: Scene) -> str:
