@@ -101,13 +101,14 @@ LAYERS = (
     ("observe",),
     ("config", "text", "transport"),
     ("rollout",),
-    ("imports", "machine", "garbage", "headers", "names"),
+    ("imports", "machine"),
     ("errors",),
 )
 """The packages and top-level modules from the top to the bottom. Each may import what stands below its own row."""
 TOOLS = (
     ("sweep",),
     ("evaluate", "compare", "rescore", "probe", "check_algorithm", "hub", "chat"),
+    ("names",),
 )
 """The same for the folders of `tools`."""
 

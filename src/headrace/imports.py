@@ -1,4 +1,4 @@
-"""A user's own code by import path: `package.module:name`."""
+"""Loading of a user's own code by import path, `package.module:name`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.errors import BadInput
 
 
 def load(path: str, key: str | None) -> Any:
-    """Return the object that `path` names; an error names the `key` that the user set to it, where it is known."""
+    """Return the object at `path`; errors name the run file's `key` that was set to it, if there is one."""
     module, separator, name = path.partition(":")
     if not (module and separator and name):
         raise BadInput("not an import path", key=key, value=path, fix="Write package.module:Name.")

@@ -23,7 +23,7 @@ from headrace.launch.local import (
     processes_of,
     start_timeout,
 )
-from headrace.machine import VISIBLE
+from headrace.machine import VISIBLE_GPUS_VAR
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 from tests.refusals import refused
@@ -47,7 +47,7 @@ def pair() -> Iterator[tuple[int, socket.socket]]:
 
 
 def test_the_port_of_every_server_is_looked_at(pair: tuple[int, socket.socket], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(VISIBLE, "")
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
     port, _ = pair
     check_ports(LaunchConfig(), InferenceConfig(port=port))
     with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{port + 1}"):
@@ -56,7 +56,7 @@ def test_the_port_of_every_server_is_looked_at(pair: tuple[int, socket.socket], 
 
 
 def test_ports_beyond_the_last_one_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(VISIBLE, "")
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
     with refused(ConfigError, key="inference.port", value=65535):
         check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=65535))
 
@@ -64,7 +64,7 @@ def test_ports_beyond_the_last_one_are_refused(monkeypatch: pytest.MonkeyPatch):
 def test_where_the_engines_are_elsewhere_no_server_is_started_and_all_of_them_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(VISIBLE, "0,1")
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, "0,1")
     tree = {
         "output_dir": str(tmp_path),
         "max_steps": 1,
@@ -78,7 +78,7 @@ def test_where_the_engines_are_elsewhere_no_server_is_started_and_all_of_them_ar
     config = RunConfig.model_validate(tree)
     trainer, orchestrator = processes_of(config, RunDir(tmp_path), resume=False)
     assert (trainer.name, orchestrator.name) == ("trainer", "orchestrator")
-    assert trainer.env[VISIBLE] == "0,1"
+    assert trainer.env[VISIBLE_GPUS_VAR] == "0,1"
     assert orchestrator.argv[-2:] == ["--servers", "2"]
     assert on_this_machine(config) == ["no server is started here: the engines are at http://one:8000, http://two:8000"]
 
@@ -95,7 +95,7 @@ def test_where_the_engines_are_elsewhere_no_server_is_started_and_all_of_them_ar
 def test_an_sft_trainer_uses_every_core_unless_an_engine_computes_beside_it(
     tree: dict[str, Any], trainer_threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(VISIBLE, "")
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
     monkeypatch.setattr(local, "usable_cores", lambda: 8)
     given = {"output_dir": str(tmp_path), "max_steps": 1, "seq_len": 64, "data": {"env": "reverse-text"}}
     config = SftConfig.model_validate({**given, "model": {"name": "tiny"}, **tree})
@@ -117,7 +117,7 @@ def test_threads_that_use_every_core_wait_without_spinning_unless_the_user_says_
 
 
 def test_only_vllm_spreads_a_server_over_gpus(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(VISIBLE, "0,1,2,3,4,5,6,7")
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, "0,1,2,3,4,5,6,7")
     parallel = {"tensor_parallel_size": 2, "data_parallel_size": 2}
     embedded = placement_of(LaunchConfig(), InferenceConfig(vllm=parallel))
     assert [len(gpus) for gpus in embedded.inference] == [1, 1, 1, 1]
@@ -147,7 +147,7 @@ def test_vllm_gets_its_own_time_to_start_on_top():
 def test_vllm_leaves_the_trainer_memory_where_they_share_a_gpu(
     gpus: str, inference: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(VISIBLE, gpus)
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, gpus)
     server, *_ = processes(LaunchConfig(), InferenceConfig(**inference), RunDir(tmp_path), resume=False)
     assert list(server.argv[server.argv.index("serve") + 2 :]) == expected
 
@@ -173,7 +173,7 @@ def test_everybody_is_told_how_a_device_is_shared(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setenv(VISIBLE, gpus)
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, gpus)
     server, trainer, orchestrator = processes(
         LaunchConfig(**launch), InferenceConfig(), RunDir(tmp_path), resume=True, trainer_waits=trainer_waits
     )

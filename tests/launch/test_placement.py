@@ -4,7 +4,7 @@ import pytest
 
 from headrace.config.base import ConfigError
 from headrace.launch.placement import PARALLEL, Placement, place, place_trainer, seeing
-from headrace.machine import VISIBLE, visible_gpus
+from headrace.machine import VISIBLE_GPUS_VAR, visible_gpus
 from tests.refusals import refused
 
 
@@ -84,9 +84,9 @@ def test_a_trainer_that_is_alone_takes_every_gpu_or_as_many_as_it_was_told():
 
 
 def test_a_process_sees_only_its_gpus_and_the_launcher_only_those_it_may_use(monkeypatch: pytest.MonkeyPatch):
-    assert seeing(["2", "3"]) == {VISIBLE: "2,3"}
+    assert seeing(["2", "3"]) == {VISIBLE_GPUS_VAR: "2,3"}
     assert seeing(()) == {}
-    monkeypatch.setenv(VISIBLE, "4,GPU-abc")
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, "4,GPU-abc")
     assert visible_gpus() == ["4", "GPU-abc"]
-    monkeypatch.setenv(VISIBLE, "")
+    monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
     assert visible_gpus() == []

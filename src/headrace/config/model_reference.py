@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from headrace.config.base import Config
+from headrace.config.headers import find_invalid_header
 from headrace.config.model import HttpUrl
 from headrace.errors import InvalidValue
-from headrace.headers import why_not_sent
 
 
 class FrozenModelConfig(Config):
@@ -63,7 +63,7 @@ class FrozenModelConfig(Config):
         # Before all else: a value is perhaps a secret, and a complaint about its type would show it.
         if not isinstance(given, dict):
             raise InvalidValue("not a table", fix='Write headers as { X-Team = "mill" }.')
-        if (complaint := why_not_sent(given)) is not None:
+        if (complaint := find_invalid_header(given)) is not None:
             raise InvalidValue(complaint)
         return given
 

@@ -1,4 +1,4 @@
-"""Which GPUs the processes of a run get. Pure: `headrace.machine` says which there are."""
+"""Which GPUs the processes of a run get. Pure: `headrace.machine` finds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.config.base import ConfigError
-from headrace.machine import VISIBLE
+from headrace.machine import VISIBLE_GPUS_VAR
 
 PARALLEL = "inference.vllm tensor_parallel_size * data_parallel_size"
 """What makes a server take several GPUs."""
@@ -118,4 +118,4 @@ def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[i
 
 def seeing(gpus: Sequence[str]) -> dict[str, str]:
     """Environment in which a process sees these GPUs alone; nothing changes on a machine that has none."""
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
+    return {VISIBLE_GPUS_VAR: ",".join(gpus)} if gpus else {}

@@ -9,15 +9,15 @@ import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 
+from headrace.config.headers import find_invalid_header
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.worker_process import WorkerLimits
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.garbage import settled
-from headrace.headers import why_not_sent
 from headrace.inference.client.engine_client import EngineClient
+from headrace.machine import frozen_gc
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
@@ -101,14 +101,14 @@ async def _run(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, orchestrator.stop)
         async with watching_the_loop(status):
-            with settled():
+            with frozen_gc():
                 return await orchestrator.run()
 
 
 def _key(variable: str) -> str | None:
     """What an environment variable holds for engines that want a key."""
     key = os.environ.get(variable) or None
-    if key is not None and why_not_sent({"Authorization": key}) is not None:
+    if key is not None and find_invalid_header({"Authorization": key}) is not None:
         raise BadInput("not a key: it has a space at an end, a line break or a character beyond ASCII", key=variable)
     return key
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from headrace.config.headers import find_invalid_header
 from headrace.errors import BadInput, Failure
-from headrace.headers import why_not_sent
 
 if TYPE_CHECKING:
     import httpx
@@ -140,7 +140,7 @@ class OpenAIClient:
             )
         if max_concurrent < 1:
             raise BadInput(f"max_concurrent must be at least 1, not {max_concurrent}")
-        if (complaint := why_not_sent(headers or {})) is not None:
+        if (complaint := find_invalid_header(headers or {})) is not None:
             raise BadInput(f"requests to {without_password(base_url)} cannot be made: {complaint}")
         self.base_url = base_url.rstrip("/")
         self.model = model

@@ -19,13 +19,13 @@ import uvicorn
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN, Failure
-from headrace.garbage import settled
 from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys, find_keys
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.machine import frozen_gc
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
@@ -230,7 +230,7 @@ async def _serve(
     if stop.is_set():
         await backend.close()
         return None
-    with settled():
+    with frozen_gc():
         return await _listen(app, keys, listener, stop, status, endpoint, announce)
 
 

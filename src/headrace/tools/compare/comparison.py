@@ -18,12 +18,12 @@ import msgspec
 
 from headrace.config.files import read_toml
 from headrace.errors import BadInput
-from headrace.names import short_names
 from headrace.observe.environments import ENDS
 from headrace.observe.history import Curve, History, Record, Tail
 from headrace.tools.compare.difference import Difference, Side, difference
 from headrace.tools.compare.examples import Scores, read_own_scores, read_scores
 from headrace.tools.compare.settings import SEEDS, Settings, differences, group_by_variant, settings_of
+from headrace.tools.names import short_names
 from headrace.transport.rollouts import RolloutKind
 from headrace.transport.run_dir import RunDir
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.names import short_names
 from headrace.tools.evaluate.charts import curve_chart
 from headrace.tools.evaluate.estimates import Estimate
 from headrace.tools.evaluate.results import Result, score_of
+from headrace.tools.names import short_names
 
 Curves = dict[str, list[tuple[int, Estimate]]]
 MEASURES = {

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from headrace.errors import BadInput
 from headrace.launch.run_directory import is_run
-from headrace.names import short_names
 from headrace.text.hub import model_directory
+from headrace.tools.names import short_names
 from headrace.transport.files import MARKER
 from headrace.transport.run_dir import RunDir
 

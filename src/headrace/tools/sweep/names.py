@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from headrace.names import short_names
+from headrace.tools.names import short_names
 
 BASE = "base"
 """A point that sets nothing."""

@@ -1,12 +1,12 @@
-"""What exists once everything is loaded is left alone."""
+"""The garbage collector of a process that has loaded everything."""
 
 import gc
 
-from headrace.garbage import settled
+from headrace.machine import frozen_gc
 
 
 class Loop:
-    """Garbage that only a collection finds."""
+    """An object that only the cyclic garbage collector deletes."""
 
     def __init__(self) -> None:
         self.own = self
@@ -20,9 +20,9 @@ made: list[Loop] = []
 deleted: list[int] = []
 
 
-def test_collections_look_at_what_came_since_and_at_nothing_older():
+def test_objects_from_before_are_not_collected_while_frozen():
     older = id(Loop())
-    with settled():
+    with frozen_gc():
         newer = id(Loop())
         made.clear()
         gc.collect()

@@ -1,4 +1,4 @@
-"""What to call things that are known by long paths."""
+"""Short names for long paths, in tables and charts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """The last parts of each path, as few as tell all of them apart."""
+    """Return the last parts of each path, as few as distinguish all of them."""
     parts = [path.split("/") for path in paths]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
