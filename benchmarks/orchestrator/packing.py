@@ -19,8 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.rollout.balance import spread
-from headrace.rollout.cost import cost_of_model
-from headrace.rollout.packing import cut_into_bins, pack_for_worker, pack_for_workers
+from headrace.rollout.packing import cost_of_model, cut_into_bins, pack_for_worker, pack_for_workers
 from headrace.rollout.types import Sample
 
 SEQ_LEN = 16384

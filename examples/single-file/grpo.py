@@ -38,11 +38,10 @@ from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, Failure
 from headrace.launch.origin import resolve
 from headrace.orchestrator.prompting import Prompter
-from headrace.rollout.cost import Cost
+from headrace.rollout.checks import check_rollout
 from headrace.rollout.credit import center, standardize
-from headrace.rollout.fitness import check
 from headrace.rollout.merge import merge_turns
-from headrace.rollout.packing import Bin, pack_for_workers
+from headrace.rollout.packing import Bin, Cost, pack_for_workers
 from headrace.rollout.types import Message, Rollout, Sample, Task, Turn
 from headrace.text.renderer import make_renderer
 from headrace.text.replies import assistant_message
@@ -156,7 +155,7 @@ async def play(
         if environment.scores_groups:
             await environment.score_group(group)
         for rollout in group:
-            check(rollout, scored_later=False)  # adds its rewards up
+            check_rollout(rollout, scored_later=False)  # adds its rewards up
             if rollout.error is not None:
                 raise Failure(f"a rollout of {type(environment).__name__} failed: {rollout.error.detail}")
     return groups

@@ -18,7 +18,7 @@ import pytest
 from headrace.environments.base import Environment, EpisodeError, PromptTooLong
 from headrace.environments.channel import decoder, encode
 from headrace.environments.workers import WorkerPool, WorkersFailed
-from headrace.rollout.fitness import check
+from headrace.rollout.checks import check_rollout
 from headrace.rollout.types import Rollout, Sample, Turn
 from tests.environments.pools import Broken, Echo, Failing, Silent, pool, task
 from tests.environments.worker_environments import NAME, ODD, Deeds, Ranks
@@ -195,7 +195,7 @@ async def test_what_an_environment_returns_is_the_same_from_a_worker_as_from_her
         for deed in deeds:
             [there], [here] = await workers.run(deed, Echo()), await Deeds().run(deed, Echo())
             for rollout in (there, here):
-                check(rollout, scored_later=False)
+                check_rollout(rollout, scored_later=False)
             assert encode(there) == encode(here), deed.data
 
 

@@ -350,7 +350,7 @@ async def test_turns_that_no_trainer_could_use_and_a_rollout_given_twice_cost_th
     assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
     assert {"invalid_rollout", "environment"} <= Journal(pipeline.run.journal).totals().drops.keys()
     assert "turn 0: completion_ids hold 1000000000, and the model has 320 tokens" in caplog.text
-    assert "run() returned a Rollout that it has returned before" in caplog.text
+    assert "run() returned the same Rollout object twice" in caplog.text
 
 
 async def test_an_environment_that_can_never_score_a_group_ends_the_run_with_its_error(

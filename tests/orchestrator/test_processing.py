@@ -382,7 +382,7 @@ class Poisoned(Algorithm):
     [
         (Uncredited(), "2 tokens are in the rl loss and have no advantages"),
         (Unreferenced(), "2 tokens are in the ref_kl loss and have no ref_logprobs"),
-        (Poisoned(), "a token's advantages are nan"),
+        (Poisoned(), "advantages of a token is nan"),
     ],
 )
 async def test_what_the_trainer_would_refuse_does_not_ship_and_names_who_left_it(algorithm: Algorithm, why: str):

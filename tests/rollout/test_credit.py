@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.rollout.checks import LARGEST_REWARD
 from headrace.rollout.credit import baseline, center, max_rl, standardize
-from headrace.rollout.fitness import LARGEST_REWARD
 from tests.rollout.strategies import FIXED
 
 

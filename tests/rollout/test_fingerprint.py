@@ -13,10 +13,10 @@ TASKS = [{"question": "2 + 3", "answer": 5}, {"question": "2 + 4", "answer": 6}]
     ("now", "says"),
     [
         ([{"answer": 5, "question": "2 + 3"}, TASKS[1]], None),
-        (TASKS[:1], "2 examples then, 1 now"),
-        ([*TASKS, TASKS[0]], "2 examples then, 3 now"),
-        ([TASKS[1], TASKS[0]], "2 examples as before, but not the same, or in another order"),
-        ([TASKS[0], {**TASKS[1], "answer": 7}], "2 examples as before, but not the same, or in another order"),
+        (TASKS[:1], "2 examples before, 1 now"),
+        ([*TASKS, TASKS[0]], "2 examples before, 3 now"),
+        ([TASKS[1], TASKS[0]], "still 2 examples, but different ones or in another order"),
+        ([TASKS[0], {**TASKS[1], "answer": 7}], "still 2 examples, but different ones or in another order"),
     ],
 )
 def test_only_what_an_example_says_and_its_place_count(now: list[dict[str, Any]], says: str | None):

@@ -1,7 +1,6 @@
 """Who wrote what stands between completions."""
 
-from headrace.rollout.merge import merge_turns
-from headrace.rollout.observations import observed_roles
+from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import ROLES, Turn
 
 SYSTEM, USER, ASSISTANT, TOOL = (ROLES.index(role) for role in ROLES[1:])

@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.cost import Cost, cost_of_model
 from headrace.rollout.packing import (
     NO_SAMPLE,
     STREAM_DEFAULTS,
     Bin,
+    Cost,
     assign_bins,
+    cost_of_model,
     cut_into_bins,
     pack,
     pack_for_worker,
@@ -191,7 +192,7 @@ def test_tokens_in_the_rl_loss_without_advantages_are_refused(streams: dict[str,
 
 def test_tokens_in_the_ref_kl_loss_without_a_reference_are_refused_beside_others_that_have_one():
     scored = sample(1, 1, rl_weights=[0, 0], ref_kl_weights=[0, 1], ref_logprobs=[0, -1])
-    with pytest.raises(ValueError, match=r"sample 1: tokens have ref_kl weights but no ref_logprobs.*\(opd, opsd\)"):
+    with pytest.raises(ValueError, match=r"sample 1: tokens have ref_kl_weights but no ref_logprobs.*\(opd, opsd\)"):
         pack([scored, sample(1, 1, rl_weights=[0, 0], ref_kl_weights=[0, 1])], 8)
 
 
@@ -303,9 +304,9 @@ def test_no_samples_leave_every_worker_with_nothing():
 
 
 def test_numbers_that_make_no_bins_are_refused():
-    with pytest.raises(ValueError, match="0 workers: there must be 1 or more"):
+    with pytest.raises(ValueError, match="workers = 0"):
         pack_for_workers(of_lengths(2), 8, 0, PER_TOKEN)
-    with pytest.raises(ValueError, match="a multiple of 0: it must be 1 or more"):
+    with pytest.raises(ValueError, match="pad_to_multiple_of = 0"):
         pack_for_workers(of_lengths(2), 8, 1, PER_TOKEN, 0)
     with pytest.raises(ValueError, match="9 tokens does not fit bins of 8"):
         assign_bins([2, 9], 8, 1, PER_TOKEN)
@@ -332,5 +333,5 @@ def test_cost_grows_with_tokens_and_with_the_square_of_each_sequence():
 
 
 def test_tokens_that_cost_nothing_are_refused():
-    with pytest.raises(ValueError, match="a token must cost something"):
+    with pytest.raises(ValueError, match="cost per token"):
         Cost(0, 1)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from headrace.rollout.pass_at_k import ks_of, pass_at_k
+from headrace.rollout.pass_at_k import pass_at_k, pass_rates
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,9 @@ def test_pass_at_more_than_there_are_samples_is_refused():
 
 
 def test_pass_is_reported_at_powers_of_two_and_at_all_samples():
-    assert [ks_of(samples) for samples in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
+    assert [list(pass_rates([[1.0] * samples], samples, None)) for samples in (1, 2, 4, 6)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4, 6],
+    ]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.rollout.routing import route_actions, why_untrainable
+from headrace.rollout.routing import route_actions, training_problem
 from headrace.rollout.types import Sample
 
 
@@ -82,10 +82,10 @@ def test_routing_twice_is_routing_once():
         ({"rl_weights": [1, 1, 0, 0, 1, 0]}, ""),  # none that was sampled
         ({"rl_weights": [0] * 6}, ""),
         ({"advantages": [0.5] * 6}, ""),
-        ({"advantages": [0, 0, math.nan, 0, 0, 0]}, "a token's advantages are nan"),
+        ({"advantages": [0, 0, math.nan, 0, 0, 0]}, "advantages of a token is nan"),
         ({"advantages": [math.nan, 0, 0, 0, 0, 0]}, ""),  # nothing trains it
-        ({"advantages": [0.5] * 6, "rl_weights": [0, 0, math.inf, 0, 0, 0]}, "a token's rl_weights are inf"),
-        ({"rl_weights": [0] * 6, "ce_weights": [0, 0, 0, 0, math.nan, 0]}, "a token's ce_weights are nan"),
+        ({"advantages": [0.5] * 6, "rl_weights": [0, 0, math.inf, 0, 0, 0]}, "rl_weights of a token is inf"),
+        ({"rl_weights": [0] * 6, "ce_weights": [0, 0, 0, 0, math.nan, 0]}, "ce_weights of a token is nan"),
         (
             {"rl_weights": [0] * 6, "ref_kl_weights": [0, 0, 1, 1, 0, 1]},
             "3 tokens are in the ref_kl loss and have no ref_logprobs",
@@ -93,7 +93,7 @@ def test_routing_twice_is_routing_once():
         ({"rl_weights": [0] * 6, "ref_kl_weights": [0, 0, 1, 0, 0, 0], "ref_logprobs": [-1.0] * 6}, ""),
         (
             {"rl_weights": [0] * 6, "ref_kl_weights": [0, 0, 1, 0, 0, 0], "ref_logprobs": [0, 0, -math.inf, 0, 0, 0]},
-            "a token's ref_logprobs are -inf",
+            "ref_logprobs of a token is -inf",
         ),
     ],
 )
@@ -101,15 +101,13 @@ def test_what_a_loss_would_lack_is_said(streams: dict[str, list[float]], why: st
     sample = observed_sample()
     for name, values in streams.items():
         sample.set_stream(name, values)
-    assert why_untrainable(sample) == why
+    assert training_problem(sample) == why
 
 
-@pytest.mark.parametrize(
-    ("weights", "why"), [([1.0] * 6, "the logprob that a token was sampled with is nan"), ([0] * 6, "")]
-)
+@pytest.mark.parametrize(("weights", "why"), [([1.0] * 6, "the sampling logprob of a token is nan"), ([0] * 6, "")])
 def test_a_token_that_was_sampled_with_no_number_is_not_trained(weights: list[float], why: str):
     sample = observed_sample()
     sample.logprobs[3] = math.nan
     sample.set_stream("advantages", [0.5] * 6)
     sample.set_stream("rl_weights", weights)
-    assert why_untrainable(sample) == why
+    assert training_problem(sample) == why

@@ -15,8 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BadInput
-from headrace.rollout.merge import merge_turns
-from headrace.rollout.observations import observed_roles
+from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
 from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
 from headrace.transport.rollout_files import RolloutFiles, SavedRollout

@@ -19,7 +19,7 @@ import numpy as np
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.user_function import name_of
-from headrace.rollout.observations import observed_roles
+from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import ROLES, Rollout, Sample
 
 Role = Literal["system", "user", "assistant", "tool"]

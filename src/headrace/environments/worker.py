@@ -42,7 +42,7 @@ from headrace.environments.child import parents_end
 from headrace.environments.fault import CANCELLED_ITSELF, fault_of
 from headrace.environments.registry import load_environment
 from headrace.observe.logs import setup_logging
-from headrace.rollout.fitness import clean, rollouts_of
+from headrace.rollout.checks import checked_rollouts, normalize_fields
 from headrace.rollout.types import Message, Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -145,16 +145,16 @@ class Worker:
 
     async def _run(self, task: Task, line: Line) -> list[Rollout]:
         assert self._environment is not None, "the pool asks once it is loaded"
-        rollouts = rollouts_of(await self._environment.run(task, line))
+        rollouts = checked_rollouts(await self._environment.run(task, line))
         for rollout in rollouts:
-            clean(rollout)
+            normalize_fields(rollout)
         return rollouts
 
     async def _score(self, rollouts: list[Rollout]) -> list[Scores]:
         assert self._environment is not None, "the pool asks once it is loaded"
         await self._environment.score_group(rollouts)
         for rollout in rollouts:
-            clean(rollout)
+            normalize_fields(rollout)
         return [Scores(rollout.rewards, rollout.metrics, rollout.error) for rollout in rollouts]
 
 

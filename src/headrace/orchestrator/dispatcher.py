@@ -21,7 +21,7 @@ from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.fault import CANCELLED_ITSELF, fault_of
 from headrace.inference.client.errors import EngineCallError
 from headrace.orchestrator.signals import Arrival, Episode
-from headrace.rollout.fitness import check, rollouts_of
+from headrace.rollout.checks import check_rollout, checked_rollouts
 from headrace.rollout.types import Rollout, RolloutError, Task
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class EpisodeRunner(msgspec.Struct):
     line: Line
     timeout: float | None
     process: Callable[[Rollout, Task], Awaitable[None]] | None = None
-    in_words: bool = False
+    text_only: bool = False
     """Whether the line tells no tokens, as that of a server which speaks OpenAI's interface alone."""
     vocab_size: int | None = None
     """Of the model that is trained on what arrives; None: none is."""
@@ -150,7 +150,7 @@ class Dispatcher:
         await self._door.enter()
         context = runner.line.open(episode.group.id, episode.name)
         try:
-            rollouts = rollouts_of(await runner.environment.run(_own_copy(episode.group.task), context))
+            rollouts = checked_rollouts(await runner.environment.run(_own_copy(episode.group.task), context))
         except EngineCallError as error:
             return [self._failed(episode, RolloutError("engine", fault_of(error).text))]
         except EpisodeError as error:
@@ -164,7 +164,7 @@ class Dispatcher:
             runner.line.close(episode.group.id)
         for rollout in rollouts:
             _stamp(rollout, episode)
-            check(rollout, runner.environment.scores_groups, runner.in_words, runner.vocab_size)
+            check_rollout(rollout, runner.environment.scores_groups, runner.text_only, runner.vocab_size)
         try:
             for rollout in rollouts:
                 if runner.process is not None:

@@ -28,9 +28,9 @@ from headrace.errors import Failure
 from headrace.orchestrator.eval_metrics import epoch_metrics
 from headrace.orchestrator.gate import GATED, Gate
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
-from headrace.rollout.fitness import INVALID_REWARD, INVALID_ROLLOUT, check
+from headrace.rollout.checks import INVALID_REWARD, INVALID_ROLLOUT, check_rollout
 from headrace.rollout.merge import merge_turns
-from headrace.rollout.routing import route_actions, why_untrainable
+from headrace.rollout.routing import route_actions, training_problem
 from headrace.rollout.types import Group, Rollout, RolloutError, Task
 from headrace.transport.journal import GROUP_FAILED, AlgorithmState
 
@@ -57,8 +57,8 @@ class GroupScores:
 
     So does one whose score is no number. One that the environment itself marks as failed while it scores does not: it
     has scored the others in that knowledge, as the rewards of the hackable layer do.
-    `timeouts` are those of an episode, by environment: scoring its group may take as long. `in_words`: rollouts have no
-    tokens.
+    `timeouts` are those of an episode, by environment: scoring its group may take as long. `text_only`:
+    rollouts have no tokens.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class GroupScores:
         environments: Mapping[str, Environment],
         timeouts: Mapping[str, float | None],
         *,
-        in_words: bool = False,
+        text_only: bool = False,
     ) -> None:
         self._environments = environments
         self._timeouts = timeouts
-        self._in_words = in_words
+        self._text_only = text_only
         self._reported: set[tuple[str, str]] = set()
 
     async def apply(self, group: Group, rollouts: Sequence[Rollout]) -> None:
@@ -84,7 +84,7 @@ class GroupScores:
         if error is not None:
             _fail(rollouts, error)
         for rollout in rollouts:  # also after a failure, which may have come halfway
-            check(rollout, scored_later=False, in_words=self._in_words)
+            check_rollout(rollout, scored_later=False, text_only=self._text_only)
         errors = [rollout.error for rollout in rollouts if rollout.error is not None]
         if unfit := [error for error in errors if error.reason in (INVALID_REWARD, INVALID_ROLLOUT)]:
             _fail(rollouts, _because_of(unfit[0]))
@@ -266,7 +266,7 @@ class TrainProcessing:
         algorithm = self._algorithms[survivor.rollout.env]
         for sample in survivor.samples:
             route_actions(sample, algorithm.action_loss_type)
-            if why := why_untrainable(sample):
+            if why := training_problem(sample):
                 raise AlgorithmFailed(
                     f"algorithm {name_of(type(algorithm))} of environment {survivor.rollout.env!r} left a rollout of "
                     f"task {survivor.task.key} that cannot be trained on: {why}"
@@ -281,9 +281,9 @@ class EvalProcessing:
         environments: Mapping[str, Environment],
         timeouts: Mapping[str, float | None] = MappingProxyType({}),
         *,
-        in_words: bool = False,
+        text_only: bool = False,
     ) -> None:
-        self._group_scores = GroupScores(environments, timeouts, in_words=in_words)
+        self._group_scores = GroupScores(environments, timeouts, text_only=text_only)
 
     async def process_rollout(self, rollout: Rollout, task: Task) -> None:
         """Evaluation needs the reward alone."""

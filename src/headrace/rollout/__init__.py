@@ -1,1 +1,1 @@
-"""Pure data and functions: what a rollout is, and everything that can be computed from one without I/O."""
+"""Rollouts as plain data, and the maths on them: merging, credit, filters, packing, the batch format."""

@@ -1,7 +1,7 @@
-"""A training batch as bytes: one columnar safetensors file with a JSON header.
+"""The batch file: one columnar safetensors file with a JSON header.
 
-Samples are stored unpacked, streams concatenated with offsets beside them, so that a batch survives a change in the
-number of trainer ranks. An optional stream is stored only for the samples that have it.
+Samples are stored unpacked, streams concatenated with offsets, so that a batch stays valid when the number of trainer
+ranks changes. An optional stream is stored only for the samples that have it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _PRESENT = "present."
 
 
 class SchemaError(Failure):
-    """A file or message that this version of Headrace must not interpret."""
+    """A file or message that is malformed or was written by a newer Headrace."""
 
 
 class BatchSample(msgspec.Struct):
-    """A sample and what the trainer reports by: its environment and its rollout within the batch."""
+    """A sample with its environment and its rollout within the batch, by which the trainer reports metrics."""
 
     sample: Sample
     env: str
     rollout: int
-    """Index of the rollout in the batch: the samples of one rollout share it."""
+    """Index of the rollout in the batch; shared by the samples of one rollout."""
 
 
 class Batch(msgspec.Struct):
-    """What trains one optimizer step. Holds whole groups."""
+    """The samples of one optimizer step: whole groups."""
 
     step: int
     incarnation: int
@@ -60,26 +60,26 @@ class _SchemaOnly(msgspec.Struct):
     schema: int
 
 
-def check_schema(schema: int, what: str, newest: int = SCHEMA) -> None:
-    """Refuse what a newer Headrace wrote."""
+def check_schema(schema: int, source: str, newest: int = SCHEMA) -> None:
+    """Raise SchemaError if `schema` is newer than this Headrace reads."""
     if schema > newest:
         raise SchemaError(
-            f"{what} has schema {schema}, but this Headrace reads up to {newest}: "
+            f"{source} has schema {schema}, but this Headrace reads up to {newest}: "
             "it was written by a newer version; upgrade this process"
         )
 
 
-def decode_versioned(content: bytes | str, kind: type[T], what: str) -> T:
-    """Decode a JSON document that carries `schema`, checking the schema before the shape."""
+def decode_versioned(content: bytes | str, kind: type[T], source: str) -> T:
+    """Decode a JSON document with a `schema` field, checking the schema before the other fields."""
     try:
-        check_schema(msgspec.json.decode(content, type=_SchemaOnly).schema, what)
+        check_schema(msgspec.json.decode(content, type=_SchemaOnly).schema, source)
         return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
-        raise SchemaError(f"{what} is not readable: {error}") from error
+        raise SchemaError(f"{source} is not readable: {error}") from error
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Serialize, checking first that every stream is aligned with its tokens."""
+    """Serialize a batch after checking that every stream is aligned with its tokens."""
     samples = [entry.sample for entry in batch.samples]
     for sample in samples:
         sample.check()
@@ -108,7 +108,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def read_batch(path: str) -> Batch:
-    """Read a batch file; streams that this version does not know travel along untouched."""
+    """Read a batch file; unknown streams are kept as they are."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -125,6 +125,7 @@ def read_batch(path: str) -> Batch:
 
 
 def _assemble(header: _Header, columns: dict[str, np.ndarray]) -> Batch:
+    """Cut the columns into samples."""
     offsets, obs_offsets = columns["offsets"], columns["obs_offsets"]
     samples = []
     for index in range(len(offsets) - 1):
@@ -141,24 +142,19 @@ def _assemble(header: _Header, columns: dict[str, np.ndarray]) -> Batch:
                 [(int(a), int(b), int(c), int(d)) for a, b, c, d in obs],
             )
         )
-    for name in columns:
-        if name.startswith(_STREAM):
-            _distribute(name.removeprefix(_STREAM), columns, samples)
+    for column in columns:
+        if column.startswith(_STREAM):
+            name, start = column.removeprefix(_STREAM), 0
+            for sample, present in zip(samples, columns[_PRESENT + name], strict=True):
+                if present:
+                    sample.streams[name] = columns[column][start : start + len(sample)]
+                    sample.check()
+                    start += len(sample)
     entries = [
         BatchSample(sample, header.envs[int(env)], int(rollout))
         for sample, env, rollout in zip(samples, columns["envs"], columns["rollouts"], strict=True)
     ]
     return Batch(header.step, header.incarnation, entries, header.draw_ids, header.counts)
-
-
-def _distribute(name: str, columns: dict[str, np.ndarray], samples: list[Sample]) -> None:
-    """Hand each sample that has the stream its slice of the column."""
-    values, start = columns[_STREAM + name], 0
-    for sample, present in zip(samples, columns[_PRESENT + name], strict=True):
-        if present:
-            sample.streams[name] = values[start : start + len(sample)]
-            sample.check()
-            start += len(sample)
 
 
 def _offsets(lengths: list[int]) -> np.ndarray:

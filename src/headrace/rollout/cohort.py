@@ -1,7 +1,7 @@
-"""A group in numbers: what its rollouts earned, and what they cost.
+"""Rewards and token counts of the rollouts of one group.
 
-A tool's response that stands in the first prompt of a later sample, because the chat format rewrote history, counts as
-context but not as a tool's tokens: nobody can tell whether it was counted before.
+A tool response in the first prompt of a later sample (because the chat format rewrote history) counts as context but
+not as tool tokens: it may have been counted in the earlier sample already.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from headrace.rollout.observations import observed_roles
-from headrace.rollout.types import ROLES, Rollout, Sample
+from headrace.rollout.merge import observed_roles
+from headrace.rollout.types import ROLES, Rollout
 
 _TOOL = ROLES.index("tool")
 
 
 class Cohort(msgspec.Struct, frozen=True, eq=False):
-    """float64 arrays over the rollouts of one group."""
+    """One group: float64 arrays with one value per rollout."""
 
     rewards: np.ndarray
     output_tokens: np.ndarray
-    """What the model sampled, over all turns."""
+    """Tokens that the model sampled, over all turns."""
     context_tokens: np.ndarray
-    """What its samples hold besides: first prompts and observations."""
+    """All other tokens of the samples: first prompts and observations."""
     tool_tokens: np.ndarray
-    """What tools answered; all observations where the renderer could not tell who wrote them."""
+    """Tokens of tool responses; of all observations if the renderer does not report roles."""
     turns: np.ndarray
 
     @classmethod
@@ -34,8 +34,8 @@ class Cohort(msgspec.Struct, frozen=True, eq=False):
         return cls(
             np.array([rollout.reward for rollout in rollouts], np.float64),
             np.array([rollout.completion_tokens for rollout in rollouts], np.float64),
-            np.array([sum(map(_given, rollout.samples)) for rollout in rollouts], np.float64),
-            np.array([_from_tools(rollout) for rollout in rollouts], np.float64),
+            np.array([sum(np.count_nonzero(~s.mask) for s in rollout.samples) for rollout in rollouts], np.float64),
+            np.array([_tool_tokens(rollout) for rollout in rollouts], np.float64),
             np.array([len(rollout.turns) for rollout in rollouts], np.float64),
         )
 
@@ -44,11 +44,7 @@ class Cohort(msgspec.Struct, frozen=True, eq=False):
         return float(self.rewards.mean())
 
 
-def _given(sample: Sample) -> int:
-    return int(np.count_nonzero(~sample.mask))
-
-
-def _from_tools(rollout: Rollout) -> int:
+def _tool_tokens(rollout: Rollout) -> int:
     count = 0
     for sample in rollout.samples:
         roles = observed_roles(sample, rollout.turns)

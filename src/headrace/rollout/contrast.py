@@ -1,7 +1,7 @@
-"""The maths of contrastive self-distillation: per-token evidence, and what it does to a rollout's credit.
+"""The maths of contrastive self-distillation: per-token evidence, and how it changes a rollout's advantages.
 
-All arrays are float64 and hold the trainable tokens of one rollout, its samples end to end. Which hints are given, and
-who finds the tokens how likely, is not decided here.
+All arrays are float64 and hold the trainable tokens of one rollout, its samples concatenated. The algorithm (`rlcsd`)
+chooses the hints and the model that scores the tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def contrast(positive: np.ndarray, negatives: np.ndarray) -> np.ndarray:
-    """How much more likely each token is after a correct hint than after incorrect ones.
+    """Return per token how much more likely it is after a correct hint than after incorrect ones.
 
     e = log p_pos - log mean_k p_neg_k, with one row of logprobs for each of the K incorrect hints.
     """
@@ -23,10 +23,10 @@ def contrast(positive: np.ndarray, negatives: np.ndarray) -> np.ndarray:
 def modulate(
     advantages: np.ndarray, e: np.ndarray, lam: float, tau: float, delta: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The advantages moved by the evidence, and which of them were.
+    """Return the advantages moved by the evidence `e`, and a mask of those that moved.
 
-    x = lam * tanh(e / tau); tokens with |x| > delta become A + x, or 0 where that would turn the sign of A. A token
-    without credit counts as positive.
+    x = lam * tanh(e / tau); tokens with |x| > delta become A + x, or 0 where that would flip the sign of A. A = 0
+    counts as positive.
     """
     x = lam * np.tanh(np.asarray(e, np.float64) / tau)
     modulated = np.abs(x) > delta
@@ -35,28 +35,28 @@ def modulate(
 
 
 def fold(advantages: np.ndarray, modulated: np.ndarray, eta: float) -> tuple[np.ndarray, float]:
-    """Each path on its own, under a mean over tokens; with the largest multiplier.
+    """Normalize modulated and other tokens apart, under a mean over tokens; return also the largest multiplier.
 
-    Of the L tokens of a rollout those that were not modulated (U) get L/|U|, those that were (M) get eta * L/|M|.
+    Of the L tokens of a rollout, unmodulated ones (U) are multiplied by L/|U|, modulated ones (M) by eta * L/|M|.
     """
-    return _weighed(advantages, modulated, eta, len(advantages))
+    return _weight_apart(advantages, modulated, eta, len(advantages))
 
 
 def rollout_mean(
     advantages: np.ndarray, modulated: np.ndarray, eta: float, tokens: int, rollouts: int
 ) -> tuple[np.ndarray, float]:
-    """Each path on its own, and every rollout counts equally; with the largest multiplier.
+    """Normalize as `fold` does, but weight every rollout equally; return also the largest multiplier.
 
-    The trainer divides the sum over all tokens by their number N. So that what is left of it is, over the R rollouts,
-    the mean of (mean over U + eta * mean over M), tokens on U get N / (R * |U|), those on M eta * N / (R * |M|). N is
+    The trainer divides the sum over all tokens by their number N. To obtain the mean over the R rollouts of (mean over
+    U + eta * mean over M), tokens in U are multiplied by N / (R * |U|), tokens in M by eta * N / (R * |M|). N is
     `tokens`, the trainable tokens of this environment's rollouts in the batch, and R is `rollouts`, the number of these
     rollouts. A rollout without contrast is all U.
     """
-    return _weighed(advantages, modulated, eta, tokens / rollouts)
+    return _weight_apart(advantages, modulated, eta, tokens / rollouts)
 
 
-def _weighed(advantages: np.ndarray, modulated: np.ndarray, eta: float, share: float) -> tuple[np.ndarray, float]:
-    """Give each path that has tokens the same share, times `eta` for the modulated one."""
+def _weight_apart(advantages: np.ndarray, modulated: np.ndarray, eta: float, share: float) -> tuple[np.ndarray, float]:
+    """Give both sets of tokens the same total weight `share`, times `eta` for the modulated set."""
     count = int(np.count_nonzero(modulated))
     rest = len(modulated) - count
     on_rest = share / rest if rest else 0.0

@@ -1,6 +1,6 @@
-"""What a run remembers of its data: how many examples there are, and a digest of them in their order.
+"""Fingerprint of a run's data: the number of examples and a digest of them in order.
 
-Positions point into data that is not kept in the run. If that has changed when the run goes on, they point elsewhere.
+A run keeps positions into data, not the data; the fingerprint shows on resume that positions refer to other examples.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 BY_POSITION = (
-    "Examples are drawn by position, as if nothing had changed: in a pass over them some may come twice, others not at "
-    "all. If that is not meant, bring the old data back, or begin a run with the new data in another output_dir"
+    "Examples are drawn by position as before, so one pass may repeat some examples and skip others. To avoid this, "
+    "restore the old data, or start a run with the new data in another output_dir"
 )
-"""What follows from a change for a run that goes on."""
+"""The consequence of changed data for a resumed run."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -25,24 +25,21 @@ class Fingerprint(msgspec.Struct, frozen=True):
     digest: str
 
     def change_to(self, now: Fingerprint) -> str | None:
-        """In words, how the data of today differs; None if it does not."""
+        """Return a description of how `now` differs; None if it is equal."""
         if now == self:
             return None
         if now.examples == self.examples:
-            return f"{now.examples:,} examples as before, but not the same, or in another order"
-        return f"{self.examples:,} examples then, {now.examples:,} now"
+            return f"still {now.examples:,} examples, but different ones or in another order"
+        return f"{self.examples:,} examples before, {now.examples:,} now"
 
 
 def fingerprint(examples: Iterable[Any]) -> Fingerprint:
     count, digest = 0, hashlib.blake2b(digest_size=16)
     for example in examples:
-        digest.update(_bytes(example) + b"\n")
+        try:
+            content = _encode(example)
+        except (TypeError, ValueError):  # not JSON, or an unpaired surrogate
+            content = repr(example).encode(errors="backslashreplace")
+        digest.update(content + b"\n")
         count += 1
     return Fingerprint(count, digest.hexdigest())
-
-
-def _bytes(example: Any) -> bytes:
-    try:
-        return _encode(example)
-    except (TypeError, ValueError):  # no JSON, or half a character: it can be told apart all the same
-        return repr(example).encode(errors="backslashreplace")

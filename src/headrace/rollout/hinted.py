@@ -1,11 +1,11 @@
-"""How long a sequence may become by the hint that is put before it, for whoever must have room for it."""
+"""The longest sequence of a sample with a hint before it, for limits on sequence length."""
 
 from __future__ import annotations
 
-TEMPLATE_ROOM = 256
-"""Tokens of a template around a hint, generously."""
+MAX_TEMPLATE_TOKENS = 256
+"""A generous bound on the template around a hint."""
 
 
 def hinted_length(seq_len: int) -> int:
-    """Tokens of a sample, of a hint as long as one, and of the template around that."""
-    return 2 * seq_len + TEMPLATE_ROOM
+    """Return the tokens of a sample, of a hint of the same length and of the template around the hint."""
+    return 2 * seq_len + MAX_TEMPLATE_TOKENS

@@ -1,6 +1,7 @@
-"""What length costs, in units of reward: pure maths over one group.
+"""Length penalties and bonuses in units of reward, over one group.
 
-The linear penalty is a price times the group's pass rate: a group that mostly fails must not learn to be brief first.
+The linear penalty is a price times the group's pass rate: a group that mostly fails should learn to be correct before
+it learns to be short.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from headrace.rollout.cohort import Cohort
 
 
 def price_by_seq_len(cohort: Cohort, coef: float, seq_len: int) -> np.ndarray:
-    """coef * tokens / seq_len."""
+    """Return coef * tokens / seq_len per rollout."""
     return np.asarray(coef * cohort.output_tokens / seq_len)
 
 
 def price_by_group_max(cohort: Cohort, output_weight: float, input_weight: float, turns_weight: float) -> np.ndarray:
-    """What the model wrote, what it was given and its turns, each over the largest of the group and weighed."""
+    """Return the weighted sum of output tokens, context tokens and turns, each divided by the group's maximum."""
     return np.asarray(
         output_weight * _share_of_largest(cohort.output_tokens)
         + input_weight * _share_of_largest(cohort.context_tokens)
@@ -30,21 +31,21 @@ def _share_of_largest(values: np.ndarray) -> np.ndarray:
 
 
 def linear(price: np.ndarray, rewards: np.ndarray, *, gated: bool) -> np.ndarray:
-    """pass_rate * price; `gated`, only the correct pay (reward 1). A negative pass rate counts as 0: no bonus of it."""
+    """Return pass_rate * price, the pass rate clamped at 0; `gated`: only for rollouts with reward 1, 0 for others."""
     penalty = max(float(rewards.mean()), 0.0) * price
     return np.where(rewards == 1, penalty, 0.0) if gated else np.asarray(penalty)
 
 
 def overlong(tokens: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:
-    """0 up to max_tokens - cache_tokens, then linearly to 1 at max_tokens (DAPO, arXiv 2503.14476)."""
+    """Return 0 up to max_tokens - cache_tokens, then linearly to 1 at max_tokens (DAPO, arXiv 2503.14476)."""
     return np.clip((tokens - (max_tokens - cache_tokens)) / cache_tokens, 0.0, 1.0)
 
 
 def efficiency_bonus(rewards: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """What the correct (those with the largest reward) earn for being cheaper than the mean of the correct.
+    """Return the bonus of rollouts with the largest reward for costing less than the mean of those rollouts.
 
-    r * clamp(1 - cost / mean_correct_cost, 0, 1), at most the reward once more; 0 for all others, and for everybody
-    where the largest reward or that mean is not positive.
+    r * clamp(1 - cost / mean_correct_cost, 0, 1), so at most r; 0 for other rollouts, and for all if the largest
+    reward or that mean is not positive.
     """
     best = rewards.max()
     correct = rewards == best

@@ -1,7 +1,7 @@
-"""Turns into samples: a turn extends the sample whose tokens its prompt repeats, otherwise it starts a new one.
+"""Merge turns into samples: a turn extends the sample whose tokens are a prefix of its prompt, or starts a new one.
 
-So interleaved agents merge into their own samples, and a chat template that rewrites history splits instead of
-corrupting. A turn sampled at another temperature also starts a new sample: a sample has one temperature.
+Interleaved agents get samples of their own, and a chat template that rewrites history starts a new sample instead of
+corrupting one. A turn sampled at another temperature also starts a new sample: a sample has one temperature.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.rollout.types import NOT_SAMPLED, TRUNCATED, Sample, Turn
 
 
 class _OpenSample:
-    """A sample under construction: its tokens are those of its last turn, all else is in pieces."""
+    """A sample under construction: its tokens are those of its last turn, the other streams are lists of pieces."""
 
     def __init__(self, turn: Turn) -> None:
         self.last = turn
@@ -27,35 +27,35 @@ class _OpenSample:
         self._versions: list[np.ndarray] = []
         self._truncated: list[np.ndarray] = []
         self._is_truncated = False
-        self._append_given(len(turn.prompt_ids))
+        self._append_unsampled(len(turn.prompt_ids))
         self._append_sampled(turn)
 
     def continues_into(self, turn: Turn) -> bool:
         if self.temperature != turn.temperature or len(turn.prompt_ids) < self.length:
             return False
-        given = len(self.last.prompt_ids)
-        # What was sampled is short, and where most rewritten histories differ.
-        return np.array_equal(turn.prompt_ids[given : self.length], self.last.completion_ids) and np.array_equal(
-            turn.prompt_ids[:given], self.last.prompt_ids
+        prompt = len(self.last.prompt_ids)
+        # The completion first: it is short, and most rewritten histories differ there.
+        return np.array_equal(turn.prompt_ids[prompt : self.length], self.last.completion_ids) and np.array_equal(
+            turn.prompt_ids[:prompt], self.last.prompt_ids
         )
 
     def extend(self, turn: Turn, turn_index: int) -> None:
         tail = len(turn.prompt_ids) - self.length
         if tail:
             self.obs_spans.append((self.length - self.prompt_length, turn_index, self.length, tail))
-            self._append_given(tail)
+            self._append_unsampled(tail)
         self._append_sampled(turn)
         self.last = turn
 
-    def _append_given(self, count: int) -> None:
-        nothing = np.zeros(count, np.float32)
-        self._append(count, False, nothing, np.full(count, NOT_SAMPLED, np.int32))
-        self._truncated.append(nothing)
+    def _append_unsampled(self, count: int) -> None:
+        zeros = np.zeros(count, np.float32)
+        self._append(count, False, zeros, np.full(count, NOT_SAMPLED, np.int32))
+        self._truncated.append(zeros)
 
     def _append_sampled(self, turn: Turn) -> None:
         self._append(len(turn.completion_ids), True, turn.logprobs, turn.versions)
         self._is_truncated |= turn.truncated_logprobs is not None
-        # A turn that could choose from everything has nothing to tell apart.
+        # Without top-p and top-k the two are equal.
         self._truncated.append(turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs)
 
     def _append(self, count: int, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
@@ -87,3 +87,18 @@ def merge_turns(turns: Sequence[Turn]) -> list[Sample]:
         else:
             open_samples.append(_OpenSample(turn))
     return [sample.close() for sample in open_samples]
+
+
+def observed_roles(sample: Sample, turns: Sequence[Turn]) -> np.ndarray | None:
+    """Return per token the index of its author's role in `ROLES`, 0 outside observations.
+
+    `turns` are those of the sample's rollout. None if the renderer did not report roles for one of the observations.
+    """
+    roles = np.zeros(len(sample), np.int8)
+    for start, turn, prompt_start, length in sample.obs_spans:
+        prompt_roles = turns[turn].prompt_roles
+        if prompt_roles is None:
+            return None
+        first = sample.prompt_length + start
+        roles[first : first + length] = prompt_roles[prompt_start : prompt_start + length]
+    return roles

@@ -1,22 +1,20 @@
-"""Samples into bins of at most `seq_len` tokens, and bins over workers: pure functions that the trainer calls for the
-ranks it has.
+"""Sequence packing: samples into bins of at most `seq_len` tokens, and bins over workers (the trainer's ranks).
 
-    truncate -> first-fit-decreasing -> split the costliest bins until their number divides by the workers
-             -> dummies where nothing can be split -> pad -> spread by cost
+    truncate -> first-fit-decreasing -> split the costliest bins until their number is a multiple of the workers
+             -> add dummy bins if none can be split -> pad -> balance by cost
 
-Which sample goes where depends on lengths alone, and every worker computes it alike.
+The assignment depends on lengths alone, and every worker computes the same one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from headrace.rollout.balance import spread
-from headrace.rollout.cost import Cost
 from headrace.rollout.types import NOT_SAMPLED, Sample
 
 STREAM_DEFAULTS: dict[str, float] = {
@@ -26,22 +24,65 @@ STREAM_DEFAULTS: dict[str, float] = {
     "ref_kl_weights": 0.0,
     "ref_logprobs": 0.0,
 }
-"""What a token carries in a bin where its own sample lacks the stream but another sample has it."""
+"""The value of a token whose sample lacks a stream that another sample of the bin has."""
 
 MISSING_REFERENCE = (
-    "tokens have ref_kl weights but no ref_logprobs: these come from the algorithms that score with a reference model "
-    "(opd, opsd); use one of them, or leave ref_kl_weights out"
+    "tokens have ref_kl_weights but no ref_logprobs. Use an algorithm that scores with a reference model (opd, opsd), "
+    "or leave ref_kl_weights out"
 )
 
 NO_SAMPLE = -1
 """The entry of `Bin.sources` for padding."""
 
 
-class Bin(msgspec.Struct):
-    """Several samples end to end. `lengths` restarts positions and attention; `streams` holds what any sample has.
+class Cost(msgspec.Struct, frozen=True):
+    """The cost of a sequence: `a` per token and `b` per pair of tokens that attend, operations of one forward pass.
 
-    Padding is one more sequence, the last, which no sample is the source of: mask False, and 0 in every stream. A bin
-    with padding always has `rl_weights`, since an absent stream would mean weight 1. A dummy is a bin of padding alone.
+    Integers, so that every worker computes the same sums in any order. Left out on purpose: prefixes that sequences
+    share, which the trainer computes once, and tokens that need no logits.
+    """
+
+    a: int
+    b: int
+
+    def __post_init__(self) -> None:
+        if self.a <= 0 or self.b < 0:
+            raise ValueError(f"the cost per token must be above 0 and the cost per pair at least 0, not {self}")
+
+    def of(self, lengths: Iterable[int]) -> int:
+        """Return the cost of packed sequences, each with attention to itself only."""
+        return sum(self.a * n + self.b * n * n for n in lengths)
+
+
+def cost_of_model(
+    *,
+    hidden_size: int,
+    num_hidden_layers: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    vocab_size: int,
+) -> Cost:
+    """Return the cost from the fields of a model's config.
+
+    a = layers * (2*h*heads*hd [q] + 4*h*kv*hd [k, v] + 2*heads*hd*h [o] + 6*h*ffn [gate, up, down]) + 2*h*V [lm-head],
+    b = 2 * layers * heads * hd [scores and values, halved by causality].
+    """
+    queries = num_attention_heads * head_dim
+    projections = 4 * hidden_size * queries + 4 * hidden_size * num_key_value_heads * head_dim
+    feed_forward = 6 * hidden_size * intermediate_size
+    return Cost(
+        a=num_hidden_layers * (projections + feed_forward) + 2 * hidden_size * vocab_size,
+        b=2 * num_hidden_layers * queries,
+    )
+
+
+class Bin(msgspec.Struct):
+    """Packed samples: `lengths` delimit positions and attention; `streams` are those that any sample has.
+
+    Padding is one more sequence at the end without a source: mask False, and 0 in every stream. A bin with padding
+    always has `rl_weights`, since an absent stream would mean weight 1. A dummy bin is padding alone.
     """
 
     token_ids: np.ndarray
@@ -60,7 +101,7 @@ class Bin(msgspec.Struct):
 
 
 def pack(samples: list[Sample], seq_len: int) -> list[Bin]:
-    """For one worker that pads nothing: first-fit-decreasing alone."""
+    """Pack for one worker, without padding: first-fit-decreasing."""
     prepared = _prepare(samples, seq_len)
     return [_fill(bin_, prepared) for bin_ in _first_fit_decreasing([len(sample) for sample in prepared], seq_len)]
 
@@ -68,7 +109,7 @@ def pack(samples: list[Sample], seq_len: int) -> list[Bin]:
 def pack_for_workers(
     samples: list[Sample], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
 ) -> list[list[Bin]]:
-    """For each worker its bins, as many as every other has, in the order of `assign_bins`.
+    """Return the bins of each worker, the same number for all, in the order of `assign_bins`.
 
     A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding.
     """
@@ -80,8 +121,8 @@ def pack_for_workers(
 def pack_for_worker(
     worker: int, samples: list[Sample], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
 ) -> list[Bin]:
-    """What `pack_for_workers` has for one of them, without filling the bins of the others."""
-    prepared = _prepare(samples, seq_len)  # All of them, so that all workers refuse a bad batch and none waits.
+    """Return the bins of one worker, as `pack_for_workers` does, without filling the bins of the others."""
+    prepared = _prepare(samples, seq_len)  # checks all samples, so that every worker refuses a bad batch
     shares = assign_bins([len(sample) for sample in prepared], seq_len, workers, cost, pad_to_multiple_of)
     return [_fill(bin_, prepared, pad_to_multiple_of) for bin_ in shares[worker]]
 
@@ -89,23 +130,22 @@ def pack_for_worker(
 def assign_bins(
     lengths: Sequence[int], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
 ) -> list[list[list[int]]]:
-    """For each worker its bins, for each bin the samples in it; a bin without any is a dummy.
+    """Return for each worker its bins as lists of sample indices; an empty list is a dummy bin.
 
-    Each worker's costliest bin comes first: workers that run in lockstep wait least when equals meet, and memory that
-    does not suffice shows at once.
+    Each worker's costliest bin comes first: workers in lockstep wait least, and an out-of-memory error shows early.
     """
     if pad_to_multiple_of < 1:
-        raise ValueError(f"bins cannot be padded to a multiple of {pad_to_multiple_of}: it must be 1 or more")
+        raise ValueError(f"pad_to_multiple_of = {pad_to_multiple_of}: it must be at least 1")
     bins = cut_into_bins(lengths, seq_len, workers, cost)
     contents = [[lengths[i] for i in bin_] for bin_ in bins]
-    costs = [cost.of([*content, _tail(sum(content), pad_to_multiple_of)]) for content in contents]
+    costs = [cost.of([*content, _padding_length(sum(content), pad_to_multiple_of)]) for content in contents]
     return [[bins[number] for number in share] for share in spread(costs, workers)]
 
 
 def cut_into_bins(lengths: Sequence[int], seq_len: int, workers: int, cost: Cost) -> list[list[int]]:
-    """Bins of at most `seq_len` tokens, whose number divides by the workers."""
+    """Return bins of at most `seq_len` tokens; their number is a multiple of `workers`."""
     if workers < 1:
-        raise ValueError(f"bins cannot be cut for {workers} workers: there must be 1 or more")
+        raise ValueError(f"workers = {workers}: there must be at least 1")
     if max(lengths, default=0) > seq_len:
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit bins of {seq_len}: truncate it first")
     bins = _first_fit_decreasing(lengths, seq_len)
@@ -114,9 +154,9 @@ def cut_into_bins(lengths: Sequence[int], seq_len: int, workers: int, cost: Cost
 
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """The longest first, each into the first bin with room for it.
+    """Put each sample, longest first, into the first bin where it fits.
 
-    `room` is a binary tree: leaves are bins, a node has the most room below it, and its children are at 2n and 2n + 1.
+    `room` is a binary tree: leaves are bins, a node is the maximum of its children, which are at 2n and 2n + 1.
     """
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [capacity] * (2 * leaves)
@@ -136,7 +176,7 @@ def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[in
 
 
 def _split_costliest(bins: list[list[int]], times: int, costs: list[int]) -> list[list[int]]:
-    """Cut the costliest bin in two, so many times, or until every bin has one sample."""
+    """Split the costliest bin in two, `times` times or until every bin has one sample."""
     bins = list(bins)
     heap = [(-sum(costs[i] for i in bin_), number) for number, bin_ in enumerate(bins) if len(bin_) > 1]
     heapq.heapify(heap)
@@ -144,52 +184,40 @@ def _split_costliest(bins: list[list[int]], times: int, costs: list[int]) -> lis
         if not heap:
             break
         _, number = heapq.heappop(heap)
-        bins[number], other = _halves(bins[number], costs)
-        bins.append(other)
+        halves: tuple[list[int], list[int]] = [], []
+        balance = 0  # cost of the first half minus cost of the second: each sample goes to the cheaper half
+        for index in sorted(bins[number], key=lambda i: (-costs[i], i)):
+            halves[balance > 0].append(index)
+            balance += costs[index] if balance <= 0 else -costs[index]
+        bins[number] = halves[0]
+        bins.append(halves[1])
         for half in (number, len(bins) - 1):
             if len(bins[half]) > 1:
                 heapq.heappush(heap, (-sum(costs[i] for i in bins[half]), half))
     return bins
 
 
-def _halves(bin_: list[int], costs: list[int]) -> tuple[list[int], list[int]]:
-    """The costliest sample first, each to the side that is cheaper so far."""
-    left: list[int] = []
-    right: list[int] = []
-    balance = 0
-    for index in sorted(bin_, key=lambda i: (-costs[i], i)):
-        (left if balance <= 0 else right).append(index)
-        balance += costs[index] if balance <= 0 else -costs[index]
-    return left, right
-
-
 def _prepare(samples: list[Sample], seq_len: int) -> list[Sample]:
-    """Truncated, every stream alike, and fit to train on."""
+    """Truncate the samples; raise if a token lacks a stream that its loss reads: a bin would fill in a default."""
     for index, sample in enumerate(samples):
-        _check_trainable(sample, index)
+        sample.check()
+        if len(sample) == 0:
+            raise ValueError(f"sample {index} has no tokens")
+        if sample.rl_members.any() and "advantages" not in sample.streams:
+            raise ValueError(
+                f"sample {index} has {int(sample.rl_members.sum())} tokens in the rl loss but no advantages: its "
+                "algorithm must assign credit, or set rl_weights to 0"
+            )
+        if np.any(sample.streams.get("ref_kl_weights", 0.0)) and "ref_logprobs" not in sample.streams:
+            raise ValueError(f"sample {index}: {MISSING_REFERENCE}")
     return [sample.truncated(seq_len) for sample in samples]
-
-
-def _check_trainable(sample: Sample, index: int) -> None:
-    """A token without what its loss reads is one that the producer forgot; in a bin it would have another's default."""
-    sample.check()
-    if len(sample) == 0:
-        raise ValueError(f"sample {index} has no tokens")
-    weights = sample.streams.get("rl_weights")
-    members = sample.mask if weights is None else sample.mask & (weights != 0)
-    if members.any() and "advantages" not in sample.streams:
-        raise ValueError(
-            f"sample {index} has {int(members.sum())} tokens in the rl loss but no advantages: its algorithm must "
-            "assign credit, or set rl_weights to 0"
-        )
-    if np.any(sample.streams.get("ref_kl_weights", 0.0)) and "ref_logprobs" not in sample.streams:
-        raise ValueError(f"sample {index}: {MISSING_REFERENCE}")
 
 
 def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -> Bin:
     chosen, sources = [samples[i] for i in bin_], list(bin_)
-    if tail := _tail(sum(map(len, chosen)), pad_to_multiple_of):
-        chosen.append(_padding(tail))
+    if padding := _padding_length(sum(map(len, chosen)), pad_to_multiple_of):
+        zeros, versions = np.zeros(padding, np.float32), np.full(padding, NOT_SAMPLED)
+        chosen.append(Sample(zeros, zeros, zeros, versions, padding, streams={"rl_weights": zeros}))
         sources.append(NO_SAMPLE)
     lengths = [len(sample) for sample in chosen]
     names = {name for sample in chosen for name in sample.streams if name in STREAM_DEFAULTS}
@@ -210,13 +238,6 @@ def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -
     )
 
 
-def _tail(tokens: int, multiple: int) -> int:
-    """How much padding a bin needs. A dummy has the least that a bin can have."""
+def _padding_length(tokens: int, multiple: int) -> int:
+    """Return the padding tokens of a bin; a dummy bin has one multiple."""
     return -tokens % multiple if tokens else multiple
-
-
-def _padding(length: int) -> Sample:
-    """Nothing to learn from. Its other streams are the defaults, which are 0 but for rl_weights."""
-    nothing = np.zeros(length, np.float32)
-    versions = np.full(length, NOT_SAMPLED)
-    return Sample(nothing, nothing, nothing, versions, length, streams={"rl_weights": nothing})

@@ -1,4 +1,4 @@
-"""pass@k: the chance that at least one of k answers is right, without bias."""
+"""pass@k: the unbiased estimate of the probability that at least one of k samples is correct."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ from collections.abc import Sequence
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the share of all ways to choose k of the samples that hold a right one: 1 - C(n - c, k) / C(n, k)."""
+    """Return 1 - C(n - c, k) / C(n, k) for n samples of which c are correct."""
     if not (1 <= k <= samples and 0 <= correct <= samples):
-        raise ValueError(f"pass@{k} of {samples} samples, {correct} of them right, does not exist")
+        raise ValueError(f"pass@{k} is not defined for {samples} samples with {correct} correct")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def ks_of(samples: int) -> list[int]:
-    """Return the k for which pass@k is reported: powers of two, and the number of samples itself."""
-    return sorted({*(2**power for power in range(samples.bit_length())), samples})
-
-
 def pass_rates(tasks: Sequence[Sequence[float]], samples: int, solved: float | None) -> dict[int, list[float]]:
-    """Return by k the pass@k of each task that has at least k values, those of its episodes that did not fail.
+    """Return pass@k per task for each k: powers of two, and `samples` itself; tasks with fewer than k values left out.
 
-    An episode is right from `solved` on. Unset: if its value is 1; nothing is returned where a value is neither 0 nor
-    1, since right and wrong are not defined then.
+    `tasks` are the values of the episodes that did not fail, per task. An episode is correct if its value is at least
+    `solved`. None: if it is 1; the result is empty if a value is neither 0 nor 1.
     """
     if solved is None and not all(value in (0.0, 1.0) for values in tasks for value in values):
         return {}
     threshold = 1.0 if solved is None else solved
-    right = [(len(values), sum(value >= threshold for value in values)) for values in tasks]
-    rates = {k: [pass_at_k(count, correct, k) for count, correct in right if count >= k] for k in ks_of(samples)}
-    return {k: known for k, known in rates.items() if known}
+    counts = [(len(values), sum(value >= threshold for value in values)) for values in tasks]
+    ks = sorted({*(2**power for power in range(samples.bit_length())), samples})
+    rates = {k: [pass_at_k(count, correct, k) for count, correct in counts if count >= k] for k in ks}
+    return {k: per_task for k, per_task in rates.items() if per_task}

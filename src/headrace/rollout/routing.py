@@ -1,6 +1,6 @@
-"""Which loss trains the tokens that the policy sampled: weight streams on a sample, the last step before it ships.
+"""Route sampled tokens to a loss component by weight streams, and check that the losses have the streams they read.
 
-And whether the losses then have what they read, so that nothing ships that the trainer would refuse.
+This is the last step before a batch ships, so that no batch is written that the trainer would refuse.
 """
 
 from __future__ import annotations
@@ -13,44 +13,41 @@ from headrace.rollout.types import KNOWN_STREAMS, Sample
 
 
 def route_actions(sample: Sample, component: Literal["rl", "ce", "ref_kl"]) -> None:
-    """Send the sampled tokens to `component`.
+    """Assign the sampled tokens to `component`.
 
-    `rl` is where they go by themselves, without any stream. For another one they leave rl, and get weight 1.0 there.
-    Weights that an algorithm has written hold, zeros too. Only where all that it chose are tokens that nobody sampled
-    has it said nothing of those that were.
+    `rl` is the default and needs no stream. For another component they get rl weight 0 and weight 1.0 there. Weights
+    that an algorithm has written are kept, zeros included, unless they select only tokens that were not sampled.
     """
     if component == "rl":
         return
-    nothing = np.zeros(len(sample), np.float32)
+    zeros = np.zeros(len(sample), np.float32)
     if "rl_weights" not in sample.streams:
-        sample.set_stream("rl_weights", nothing)
+        sample.set_stream("rl_weights", zeros)
     name = f"{component}_weights"
     written = sample.streams.get(name)
-    if written is None or says_nothing_of_actions(written, sample.mask):
-        others = nothing if written is None else written
+    if written is None or selects_only_unsampled(written, sample.mask):
+        others = zeros if written is None else written
         sample.set_stream(name, np.where(sample.mask, np.float32(1), others))
 
 
-def says_nothing_of_actions(weights: np.ndarray, mask: np.ndarray) -> bool:
-    """Whether weights choose tokens, but none that was sampled."""
+def selects_only_unsampled(weights: np.ndarray, mask: np.ndarray) -> bool:
     return bool(np.any(weights)) and not np.any(weights[mask])
 
 
-def why_untrainable(sample: Sample) -> str:
-    """What the losses that its tokens are in would lack, or could not compute with; empty if nothing."""
-    streams, nothing = sample.streams, np.zeros(len(sample), np.float32)
-    in_rl = sample.mask & (streams["rl_weights"] != 0) if "rl_weights" in streams else sample.mask
-    in_ref_kl = streams.get("ref_kl_weights", nothing) != 0
+def training_problem(sample: Sample) -> str:
+    """Return which stream the losses of its tokens lack or cannot compute with; empty if none."""
+    streams, zeros = sample.streams, np.zeros(len(sample), np.float32)
+    in_rl, in_ref_kl = sample.rl_members, streams.get("ref_kl_weights", zeros) != 0
     if in_rl.any() and "advantages" not in streams:
         return f"{int(in_rl.sum())} tokens are in the rl loss and have no advantages"
     if in_ref_kl.any() and "ref_logprobs" not in streams:
         return f"{int(in_ref_kl.sum())} tokens are in the ref_kl loss and have no ref_logprobs"
-    trained = in_rl | in_ref_kl | (streams.get("ce_weights", nothing) != 0)
+    trained = in_rl | in_ref_kl | (streams.get("ce_weights", zeros) != 0)
     for name in KNOWN_STREAMS:
-        values = streams[name][trained] if name in streams else nothing
+        values = streams[name][trained] if name in streams else zeros
         if not np.isfinite(values).all():
-            return f"a token's {name} are {values[~np.isfinite(values)][0]}"
-    sampled_with = sample.logprobs[in_rl | in_ref_kl]
-    if not np.isfinite(sampled_with).all():
-        return f"the logprob that a token was sampled with is {sampled_with[~np.isfinite(sampled_with)][0]}"
+            return f"{name} of a token is {values[~np.isfinite(values)][0]}"
+    logprobs = sample.logprobs[in_rl | in_ref_kl]
+    if not np.isfinite(logprobs).all():
+        return f"the sampling logprob of a token is {logprobs[~np.isfinite(logprobs)][0]}"
     return ""

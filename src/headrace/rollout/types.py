@@ -1,8 +1,8 @@
-"""The words of the system: task, turn, sample, rollout, group.
+"""The data types of a run: task, turn, sample, rollout, group.
 
-An episode, one `run()` of an environment on a task, yields one or more rollouts. Its environment fills in what it
-knows (turns, rewards, messages); the orchestrator stamps the rest (group, draw, samples, credit). Failures travel as
-rollouts with `error` set, so that every dispatched episode arrives somewhere.
+An episode, one `run()` of an environment on a task, returns one or more rollouts. The environment fills in turns,
+rewards and messages; the orchestrator adds group, draw, samples and credit. A failed episode is a rollout with `error`
+set, so that every dispatched episode returns something.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 Message = dict[str, Any]
 NOT_SAMPLED = -1
-"""The entry of `Sample.versions` for a token that no policy sampled."""
+"""The entry of `Sample.versions` for a token that the policy did not sample."""
 TRUNCATED = "truncated_logprobs"
-"""The stream that tells what top-p and top-k did: a diagnosis, which nobody trains on."""
+"""The stream of logprobs after top-p and top-k: for metrics, not trained on."""
 
 ROLES = ("", "system", "user", "assistant", "tool")
-"""Who wrote a token of a prompt, by number; 0 is the chat format itself, and whoever has another name."""
+"""Author of a prompt token, by index; 0 is the chat format itself and any other role."""
 
 KNOWN_STREAMS: dict[str, np.dtype[Any]] = {
     "advantages": np.dtype(np.float32),
@@ -31,16 +31,16 @@ KNOWN_STREAMS: dict[str, np.dtype[Any]] = {
     "ref_kl_weights": np.dtype(np.float32),
     "ref_logprobs": np.dtype(np.float32),
 }
-"""Streams that the trainer reads. The map on a sample is open: others travel along and are ignored there."""
+"""Streams that the trainer reads; it ignores other streams of a sample."""
 
 
 def printable(text: str) -> str:
-    """The text of an exception, say, which may quote what is no valid Unicode."""
+    """Return the text with unpaired surrogates escaped, so that it can be encoded."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One thing to attempt. `data` is JSON; `key` is stable across processes and restarts."""
+    """One task of an environment. `data` is JSON; `key` is stable across processes and restarts."""
 
     env: str
     data: dict[str, Any]
@@ -53,9 +53,9 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, eq=False):
-    """One call to the engine: exactly what was asked and what was answered, in tokens.
+    """One model call of an episode: the exact tokens of the prompt and of the completion.
 
-    The four sequences are kept as arrays, whatever they were given as: a tenth of the memory of lists.
+    The four sequences are converted to arrays, which take a tenth of the memory of lists.
     """
 
     prompt_ids: np.ndarray
@@ -65,9 +65,9 @@ class Turn(msgspec.Struct, eq=False):
     temperature: float
     finish_reason: str = "stop"
     truncated_logprobs: np.ndarray | None = None
-    """Logprobs among what top-p and top-k left to choose from; None where they left everything."""
+    """Logprobs after top-p and top-k, renormalized; None without these."""
     prompt_roles: np.ndarray | None = None
-    """For each token of the prompt the number of its role in `ROLES`; None where the renderer cannot tell."""
+    """Per token of the prompt, the index of its role in `ROLES`; None if the renderer does not report roles."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -98,7 +98,7 @@ class Sample(msgspec.Struct):
     """One training sequence: a first prompt, then completions and the observations between them.
 
     Every array and every stream has the length of `token_ids`. `obs_spans` rows are (start within the completion, turn
-    index, start within that turn's prompt, length): where text that no policy sampled sits between two completions.
+    index, start within that turn's prompt, length): tokens between two completions that were not sampled.
     """
 
     token_ids: np.ndarray
@@ -124,6 +124,12 @@ class Sample(msgspec.Struct):
     def completion_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
 
+    @property
+    def rl_members(self) -> np.ndarray:
+        """Which tokens are in the rl loss, bool."""
+        weights = self.streams.get("rl_weights")
+        return self.mask if weights is None else self.mask & (weights != 0)
+
     def check(self) -> None:
         """Raise unless every per-token array is aligned with `token_ids`."""
         named = {"mask": self.mask, "logprobs": self.logprobs, "versions": self.versions, **self.streams}
@@ -146,7 +152,7 @@ class Sample(msgspec.Struct):
         self.streams[name] = stream
 
     def truncated(self, length: int) -> Sample:
-        """The first `length` tokens, every stream alike."""
+        """Return the first `length` tokens of every array and stream."""
         if len(self) <= length:
             return self
         completion = max(0, length - self.prompt_length)
@@ -163,13 +169,13 @@ class Sample(msgspec.Struct):
 
 
 class RolloutError(msgspec.Struct, frozen=True):
-    """Why a rollout has no result. `reason` is a short counter name, `detail` is for people."""
+    """Why a rollout has no result. `reason` is the name of a counter, `detail` a message."""
 
     reason: str
     detail: str = ""
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:  # they quote users' code, and are recorded
+        for field in self.__struct_fields__:  # may quote invalid Unicode from users' code
             msgspec.structs.force_setattr(self, field, printable(str(getattr(self, field))))
 
 
@@ -181,9 +187,9 @@ class Rollout(msgspec.Struct):
     group_id: str = ""
     draw_id: int = -1
     episode: int = -1
-    """The place of its episode in the group; those of several agents share it. -1: nobody knows."""
+    """Index of its episode in the group, shared by the agents of the episode; -1 if unknown."""
     credited: int = 0
-    """How many of its group were credited together, it among them; 0: it never was."""
+    """Number of rollouts of its group that were credited together with it, itself included; 0 if it was not."""
     agent: str = "policy"
     trainable: bool = True
     reward: float = math.nan
@@ -204,7 +210,7 @@ class Rollout(msgspec.Struct):
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the oldest weights that sampled any of its tokens; None if the policy sampled none."""
+        """The oldest policy version that sampled any of its tokens; None if the policy sampled none."""
         return min((int(versions.min()) for versions in self._versions()), default=None)
 
     @property
@@ -212,7 +218,7 @@ class Rollout(msgspec.Struct):
         return max((int(versions.max()) for versions in self._versions()), default=None)
 
     def _versions(self) -> Iterator[np.ndarray]:
-        """Those of each turn that has any: of some tokens, or of all, the environment may be the author."""
+        """Yield the versions of the sampled tokens of each turn that has any; environments may write tokens, too."""
         for turn in self.turns:
             versions = turn.versions[turn.versions != NOT_SAMPLED]
             if len(versions):
@@ -220,7 +226,7 @@ class Rollout(msgspec.Struct):
 
     @property
     def mean_advantage(self) -> float | None:
-        """Over the tokens that the policy sampled; None without credit."""
+        """Mean over the tokens that the policy sampled; None without advantages."""
         credit = [s.streams["advantages"][s.mask] for s in self.samples if "advantages" in s.streams]
         tokens = sum(len(values) for values in credit)
         return float(sum(values.sum() for values in credit)) / tokens if tokens else None
@@ -235,4 +241,4 @@ class Group(msgspec.Struct, frozen=True):
     opened_version: int
     draw_id: int = -1
     together: bool = False
-    """Whether its episodes start at once, because the environment scores them against each other."""
+    """Whether its episodes start at the same time because the environment scores them against each other."""

@@ -1,8 +1,8 @@
-"""Policy versions: what they count, and the two rules that follow from them.
+"""Policy versions and the rules for staleness and shipping.
 
 Version v is the weights after v optimizer steps; 0 is the initial model. Batch n trains on version n-1 and produces
 version n. The incarnation grows each time a trainer restarts from an older checkpoint, so that a retrained v is never
-mistaken for the lost one.
+confused with the lost one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
-    """A published set of weights. Ordered by incarnation first: a rewound trainer is newer than what it lost."""
+    """A published set of weights. Ordered by incarnation first: a rewound trainer publishes newer versions."""
 
     incarnation: int
     step: int
@@ -21,7 +21,7 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """Read `INCARNATION-STEP`, the form that directories and engines carry."""
+        """Parse `INCARNATION-STEP`, the form in directory names and engine responses."""
         incarnation, separator, step = text.partition("-")
         if not (separator and incarnation.isdecimal() and step.isdecimal()):
             raise ValueError(f"{text!r} is not a policy version; expected INCARNATION-STEP, such as 0-12")

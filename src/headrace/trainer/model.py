@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.config.model import ModelConfig
 from headrace.inference.colocation import ColocatedEngines
-from headrace.rollout.cost import Cost, cost_of_model
+from headrace.rollout.packing import Cost, cost_of_model
 from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel

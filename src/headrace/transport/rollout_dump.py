@@ -22,8 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.rollout.merge import merge_turns
-from headrace.rollout.observations import observed_roles
+from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import KNOWN_STREAMS, Rollout, Sample
 from headrace.transport.rollouts import RolloutKind
 

@@ -11,7 +11,7 @@ from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import as_reply, demonstrate, play
 from headrace.environments.shipped.proposer_solver import ProposerSolver
 from headrace.orchestrator.processing import TrainProcessing
-from headrace.rollout.fitness import check
+from headrace.rollout.checks import check_rollout
 from headrace.rollout.types import Group, Rollout, Task, Turn
 from tests.environments.shipped.games import HOSTILE, first_tasks, heard
 from tests.refusals import refused
@@ -154,7 +154,7 @@ async def test_solvers_are_compared_within_their_episode_and_proposers_across_th
     for episode, returned in enumerate(played):
         for rollout in returned:
             rollout.env, rollout.group_id, rollout.episode = "game", "g", episode
-            check(rollout, scored_later=False)
+            check_rollout(rollout, scored_later=False)
             await processing.process_rollout(rollout, SEVEN)
             rollouts.append(rollout)
     scored = await processing.process_group(group, rollouts)

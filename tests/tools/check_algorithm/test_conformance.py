@@ -102,7 +102,7 @@ def test_what_ships_holds_in_many_settings(settings: dict[str, Any]):
         ("OfAnotherLength", "alignment", "stream 'advantages' has shape (3,)"),
         ("OnPrompts", "alignment", "its advantages are not 0 on the prompt"),
         ("Nothing", "alignment", "tokens in the rl loss but no advantages"),
-        ("NoReference", "alignment", "tokens have ref_kl weights but no ref_logprobs"),
+        ("NoReference", "alignment", "tokens have ref_kl_weights but no ref_logprobs"),
         ("NoSuchLoss", "routing", "action_loss_type is 'dpo'"),
         ("Meddling", "read only", "'right and wrong': rollouts[0].reward is not what it was"),
         ("Adviser", "failing model", "a model that fails always: score_batch: ReferenceFailed: "),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from headrace.rollout.packing import pack
-from headrace.rollout.routing import says_nothing_of_actions
+from headrace.rollout.routing import selects_only_unsampled
 from headrace.rollout.types import Sample
 from headrace.tools.check_algorithm.comparing import close
 from headrace.tools.check_algorithm.playing import Played
@@ -41,7 +41,7 @@ def misrouted(sample: Sample, written: dict[str, np.ndarray], component: str) ->
     if component == "rl" and sample.streams.keys() != written.keys():
         return "routing has added a stream"
     weights = f"{component}_weights"
-    chosen = weights in written and not says_nothing_of_actions(written[weights], sample.mask)
+    chosen = weights in written and not selects_only_unsampled(written[weights], sample.mask)
     for name, values in written.items():
         ours = np.ones_like(sample.mask) if name != weights or component == "rl" or chosen else ~sample.mask
         if not np.array_equal(sample.streams[name][ours], values[ours], equal_nan=True):

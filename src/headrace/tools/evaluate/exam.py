@@ -246,10 +246,10 @@ class Exam:
         keep: Callable[[Episode, Sequence[Rollout]], None],
     ) -> None:
         in_words = isinstance(line, WordsLine)
-        runner = EpisodeRunner(environment, line, timeout, in_words=in_words)
+        runner = EpisodeRunner(environment, line, timeout, text_only=in_words)
         self._together = environment.scores_groups
         self._dispatcher = Dispatcher({(Kind.EVAL, env): runner}, self._arrive)
-        self._processing = EvalProcessing({env: environment}, {env: timeout}, in_words=in_words)
+        self._processing = EvalProcessing({env: environment}, {env: timeout}, text_only=in_words)
         self._permits = asyncio.Semaphore(concurrency)
         self._keep = keep
         self._ids = itertools.count()

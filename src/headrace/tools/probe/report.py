@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.environments.base import EpisodeError
-from headrace.rollout.fitness import total_reward, why_no_reward
+from headrace.rollout.checks import reward_problem, total_reward
 from headrace.rollout.types import Message, Rollout
 from headrace.tools.probe.signal import Prediction
 
@@ -156,7 +156,7 @@ def rewards_of(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[floa
         given: dict[str, Any] = rollout.rewards  # by users' code, whatever the types say
         if not given or not all(isinstance(value, int | float) and math.isfinite(value) for value in given.values()):
             raise EpisodeError("invalid_reward", f"rewards {given} do not sum to a finite number")
-        if why := why_no_reward(rollout.rewards):
+        if why := reward_problem(rollout.rewards):
             raise EpisodeError("invalid_reward", why)
     names = dict.fromkeys(name for rollout in trained for name in rollout.rewards)
     by_name = {name: sum(float(r.rewards.get(name, 0.0)) for r in trained) / len(trained) for name in names}

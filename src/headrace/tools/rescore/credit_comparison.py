@@ -1,8 +1,8 @@
 """Two ways to credit the same rollouts, in numbers: who has a signal, and whose tokens make the gradient.
 
-Then is what the run trained on, now is what another algorithm makes of it. A rollout's share of the gradient is its
-pull (`headrace.rollout.gradient`), each loss component over its member tokens in the step, summed over components and
-steps.
+Then is what the run trained on, now is what another algorithm makes of it. A rollout's share of the gradient
+(`headrace.rollout.gradient_share`) is each loss component over its member tokens in the step, summed over components
+and steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from headrace.rollout.gradient import Pull, pulls
+from headrace.rollout.gradient_share import GradientShare, gradient_shares
 from headrace.rollout.types import Rollout, Sample
 from headrace.tools.rescore.credit import Rescored
 
@@ -107,8 +107,8 @@ class Collector:
 
     def add_step(self, rescored: Sequence[Rescored]) -> None:
         """All that one step brought, whatever its environment: it shares its counts of member tokens."""
-        then = self._gradients([pulls(r.then) if r.trained else {} for r in rescored], self._components[0])
-        now = self._gradients([pulls(r.now) if r.trains else {} for r in rescored], self._components[1])
+        then = self._gradients([gradient_shares(r.then) if r.trained else {} for r in rescored], self._components[0])
+        now = self._gradients([gradient_shares(r.now) if r.trains else {} for r in rescored], self._components[1])
         for entry, *gradients in zip(rescored, then, now, strict=True):
             self._largest = max(self._largest, largest_difference(entry.then, entry.now))
             self._changed += (gradients[0] > 0) != (gradients[1] > 0)
@@ -152,7 +152,7 @@ class Collector:
             by_reward=self._shares(by_correctness(rewards)),
         )
 
-    def _gradients(self, found: Sequence[dict[str, Pull]], totals: dict[str, float]) -> list[float]:
+    def _gradients(self, found: Sequence[dict[str, GradientShare]], totals: dict[str, float]) -> list[float]:
         """Each rollout's pull, every component over its members in this step."""
         members: dict[str, int] = {}
         for entry in found:

@@ -42,7 +42,7 @@ from headrace.errors import BadInput
 from headrace.orchestrator.credited_groups import CreditedGroups
 from headrace.orchestrator.crediting import frozen_model
 from headrace.orchestrator.replay import states_before
-from headrace.rollout.observations import observed_roles
+from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import Task
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
