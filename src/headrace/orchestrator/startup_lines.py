@@ -56,4 +56,5 @@ def _of_evaluation(config: OrchestratorConfig, env: EvalEnvConfig, tasks: int) -
     used = min(tasks, env.num_examples or defaults.num_examples or tasks)
     episodes, interval = env.group_size or defaults.group_size, env.interval or defaults.interval
     each = "1 episode" if episodes == 1 else f"{episodes} episodes"
-    return f"evaluation on {env.name}: {used:,} tasks, {each} each, every {interval} steps"
+    when = "every step" if interval == 1 else f"every {interval} steps"
+    return f"evaluation on {env.name}: {used:,} tasks, {each} each, {when}"
