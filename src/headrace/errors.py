@@ -78,6 +78,10 @@ class InvalidValue(BadInput, ValueError):
     """A validator of the configuration refuses a value; `key` is relative to the validator's section."""
 
 
+class DataError(BadInput):
+    """Data that cannot be used: `file` is the file or the dataset, `line` the line or row in it, `key` the column."""
+
+
 def shown_value(value: Any) -> str:
     """Return a value as a run file would write it, cut to `LONGEST_VALUE` characters."""
     if isinstance(value, Path):

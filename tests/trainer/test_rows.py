@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from headrace.errors import DataError
 from headrace.rollout.types import Message
-from headrace.trainer.conversation import DataError
 from headrace.trainer.rows import Rows, load_rows, read_rows
 from tests.refusals import refused
 
@@ -96,7 +96,7 @@ def test_a_directory_is_its_data_files_in_the_order_of_their_names(tmp_path: Pat
     write_lines(data / "aa.jsonl")
     rows = read_rows(data, COLUMNS)
     assert answers(rows) == ["0", "2", "4", "6", "8"]
-    assert [rows[index].where for index in (1, 3)] == [f"{data}/a.parquet, row 2", f"{data}/b.jsonl, line 2"]
+    assert [rows[index].place for index in (1, 3)] == [(f"{data}/a.parquet", 2), (f"{data}/b.jsonl", 2)]
 
 
 @pytest.mark.parametrize("kind", ["files", "saved", "saved splits"])
@@ -111,7 +111,7 @@ def test_a_dataset_that_the_library_understands_is_read_by_name(tmp_path: Path, 
         (splits if kind == "saved splits" else dataset).save_to_disk(directory)
     rows = load_rows(str(directory), None, "train", COLUMNS)
     assert answers(rows) == ["0", "2", "4", "6", "8"]
-    assert rows[2].where == f"dataset {str(directory)!r}, split 'train', row 3"
+    assert rows[2].place == (f"dataset {str(directory)!r}, split 'train'", 3)
     if kind != "saved":
         assert len(load_rows(str(directory), None, "test", COLUMNS)) == 1
 
@@ -150,13 +150,13 @@ def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.M
 def test_a_bad_row_is_an_error_at_once_and_names_its_place(tmp_path: Path):
     rows = [*QUESTIONS, {"question": "?", "answer": 5}]
     write_lines(tmp_path / "a.jsonl", *rows)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 6: completion: expected a non-empty list"):
+    with refused(DataError, key="completion", value=5, file=str(tmp_path / "a.jsonl"), line=6):
         read_rows(tmp_path / "a.jsonl", COLUMNS)
     rows[-1]["answer"] = None
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 6: has neither"):
+    with refused(DataError, file=str(tmp_path / "a.parquet"), line=6):
         read_rows(tmp_path / "a.parquet", COLUMNS)
-    with pytest.raises(DataError, match=r"has no 'anwser', which columns\.completion names.*'answer', 'level'"):
+    with refused(DataError, key="columns.completion", value="anwser"):
         read_rows(tmp_path / "a.parquet", {**COLUMNS, "completion": "anwser"})
 
 

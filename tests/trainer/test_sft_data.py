@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from headrace.environments.shipped.reverse_text import ReverseText
+from headrace.errors import DataError
 from headrace.rollout.types import Sample
-from headrace.trainer.conversation import Conversation, DataError
+from headrace.text.sft_conversation import SftConversation
 from headrace.trainer.sft_data import Conversations, Cuts, drawn, from_environment, from_rows, hold_out
 from tests.trainer.training_samples import make_sample
 
 
-def numbered(count: int) -> list[Conversation]:
-    return [Conversation([{"role": "assistant", "content": str(number)}]) for number in range(count)]
+def numbered(count: int) -> list[SftConversation]:
+    return [SftConversation([{"role": "assistant", "content": str(number)}]) for number in range(count)]
 
 
 def numbers(rows: Conversations) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.config.sft import SftConfig
 from headrace.environments.registry import load_environment
-from headrace.trainer.conversation import conversation_of
+from headrace.text.sft_conversation import parse_row
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sft.md").read_text()
 
@@ -33,8 +33,8 @@ def test_every_piece_of_a_run_file_is_understood(fragment: str):
 
 @pytest.mark.parametrize("line", blocks("jsonl")[0].splitlines())
 def test_of_every_row_the_answer_is_learned(line: str):
-    found = conversation_of(json.loads(line), {}, "docs/sft.md")
-    learned = [message["content"] for message, yes in zip(found.messages, found.learned, strict=True) if yes]
+    found = parse_row(json.loads(line), {}, ("docs/sft.md", 1))
+    learned = [message["content"] for message, yes in zip(found.messages, found.is_trained, strict=True) if yes]
     assert learned == ["5"]
 
 

@@ -23,9 +23,9 @@ from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
+from headrace.text.sft_conversation import SftConversation
 from headrace.trainer import checkpoint, sft
 from headrace.trainer.checkpoint import TrainState
-from headrace.trainer.conversation import Conversation
 from headrace.trainer.rows import read_rows
 from headrace.transport.run_dir import RunDir
 from tests.observe.metrics_page import undocumented
@@ -143,7 +143,7 @@ def test_rows_that_validation_holds_out_are_never_trained_on(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {"path": tmp_path / "data.jsonl", "columns": {"prompt": "question", "completion": "answer"}}
 
-    def answers(conversations: Iterable[Conversation]) -> list[str]:
+    def answers(conversations: Iterable[SftConversation]) -> list[str]:
         return [conversation.messages[-1]["content"] for conversation in conversations]
 
     for most, held in ((100, 5), (3, 3)):

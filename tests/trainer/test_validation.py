@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from headrace.errors import DataError
 from headrace.rollout.types import Sample
-from headrace.trainer.conversation import DataError
 from headrace.trainer.model import PackedModel
 from headrace.trainer.validation import Validation
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model

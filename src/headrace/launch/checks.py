@@ -48,8 +48,8 @@ from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import cached_model_directory, model_directory
 from headrace.text.renderer import make_renderer
+from headrace.text.sft_conversation import SftConversation
 from headrace.text.tokenizer import shared_tokenizer
-from headrace.trainer.conversation import Conversation
 from headrace.trainer.rows import sample_rows
 from headrace.trainer.sft_data import from_environment
 from headrace.trainer.tiny import write_tiny_settings
@@ -366,7 +366,7 @@ def _judge_prompts(
     )
 
 
-def _examples(source: SourceConfig, key: str, seed: int) -> Generator[Conversation, None, None]:
+def _examples(source: SourceConfig, key: str, seed: int) -> Generator[SftConversation, None, None]:
     """Some of a source's examples; none where they would have to be fetched."""
     if source.env is not None:
         yield from islice(from_environment(load_environment(source.env, source.args, key), seed, 0), SAMPLED)
@@ -374,7 +374,7 @@ def _examples(source: SourceConfig, key: str, seed: int) -> Generator[Conversati
         yield from sample_rows(source.path, source.columns.model_dump(exclude_none=True), SAMPLED)
 
 
-def _judge_examples(subject: Subject, key: str, examples: Iterator[Conversation]) -> Iterator[BadInput]:
+def _judge_examples(subject: Subject, key: str, examples: Iterator[SftConversation]) -> Iterator[BadInput]:
     if subject.renderer is None:
         next(examples, None)  # the first is read and checked all the same
         return

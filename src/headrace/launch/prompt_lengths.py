@@ -18,7 +18,7 @@ from renderers.base import Renderer
 from headrace.environments.base import Environment, Reply, evenly_spaced
 from headrace.rollout.types import Message, Sample, Task
 from headrace.text.prompt import Prompts
-from headrace.trainer.conversation import Conversation, render
+from headrace.text.sft_conversation import SftConversation, render_sample
 
 SAMPLED = 64
 """Tasks or examples that are measured, at most."""
@@ -54,12 +54,12 @@ def opens_something(environment: Environment) -> bool:
     return type(environment).start is not Environment.start
 
 
-def render_some(conversations: Iterable[Conversation], renderer: Renderer) -> list[Sample]:
+def render_some(conversations: Iterable[SftConversation], renderer: Renderer) -> list[Sample]:
     """Return the first examples as the trainer will see them."""
     end = time.monotonic() + MEASURE_S
     samples = []
     for conversation in islice(conversations, SAMPLED):
-        samples.append(render(conversation, renderer))
+        samples.append(render_sample(conversation, renderer))
         if time.monotonic() > end:
             break
     return samples

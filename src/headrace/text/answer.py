@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from renderers.base import Renderer
 
 from headrace.rollout.types import Message
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer, common_prefix_length
 
 QUESTION: Message = {"role": "user", "content": "?"}
 MARK = "\u2766headrace\u2766"
@@ -110,7 +110,7 @@ class _Writing:
             ids = self._with_other_thoughts(*_thought_apart(message))
         if ids is not None:
             return Answer(ids)
-        start = _common_start(self._asked, rendered)
+        start = common_prefix_length(self._asked, rendered)
         return Answer(rendered[start:], len(self._asked) - start)
 
     def _with_other_thoughts(self, apart: Message, thought: str) -> list[int] | None:
@@ -151,7 +151,7 @@ class _Writing:
 
     def _texts(self, rendered: list[int]) -> tuple[str, str]:
         """Prompt and rendering from where they differ."""
-        start = _common_start(self._asked, rendered)
+        start = common_prefix_length(self._asked, rendered)
         return self._tokenizer.decode(self._asked[start:]), self._tokenizer.decode(rendered[start:])
 
     def _render(self, *messages: Message, add_generation_prompt: bool = False) -> list[int]:
@@ -207,8 +207,3 @@ def _thought_apart(message: Message) -> tuple[Message, str]:
 
 def _has_thought(content: str) -> bool:
     return CLOSING in content or content.startswith(OPENING)
-
-
-def _common_start(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))

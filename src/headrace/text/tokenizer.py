@@ -179,6 +179,11 @@ def shared_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer(directory)
 
 
+def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 

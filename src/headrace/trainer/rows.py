@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.environments.data.tables import Table, dataset_table, dataset_title, directory_tables, file_table
+from headrace.errors import DataError
 from headrace.rollout.fingerprint import fingerprint
-from headrace.trainer.conversation import Conversation, DataError, columns_read, conversation_of
+from headrace.text.sft_conversation import SftConversation, parse_row, row_columns
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +41,18 @@ class Rows:
         """What is read of each row, once, before anything is trained: the first bad row is an error."""
         for table in self._tables:
             for row, content in enumerate(table):
-                conversation = conversation_of(content, self._columns, table.where(row))
+                conversation = parse_row(content, self._columns, table.place(row))
                 self.have_tools = self.have_tools or bool(conversation.tools)
-                yield [conversation.messages, conversation.learned, conversation.tools]
+                yield [conversation.messages, conversation.is_trained, conversation.tools]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> Conversation:
+    def __getitem__(self, index: int) -> SftConversation:
         number = bisect_right(self._ends, index)
         table = self._tables[number]
         row = index - (self._ends[number] - len(table))
-        return conversation_of(table[row], self._columns, table.where(row))
+        return parse_row(table[row], self._columns, table.place(row))
 
 
 def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> Rows:
@@ -59,14 +60,14 @@ def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> Rows:
     return Rows(_tables(path, columns or {}), columns or {}, str(path))
 
 
-def sample_rows(path: Path, columns: Mapping[str, str], most: int) -> list[Conversation]:
+def sample_rows(path: Path, columns: Mapping[str, str], most: int) -> list[SftConversation]:
     """Return at most so many rows of the same files, checked, evenly spread over each file."""
     tables = _tables(path, columns)
     if not any(map(len, tables)):
         raise DataError("has no rows", file=path)
     share = max(1, most // len(tables))
     return [
-        conversation_of(table[row], columns, table.where(row))
+        parse_row(table[row], columns, table.place(row))
         for table in tables
         for row in range(0, len(table), max(1, len(table) // share))
     ][:most]
@@ -88,6 +89,6 @@ def load_rows(name: str, subset: str | None, split: str, columns: Mapping[str, s
 
 def _wanted(known: list[str], columns: Mapping[str, str]) -> list[str]:
     """The columns that are read; all of them where those do not make a conversation, for an error to list."""
-    read = columns_read(columns)
+    read = row_columns(columns)
     enough = read.get("messages") in known or {read.get("prompt"), read.get("completion")} <= set(known)
     return [name for name in known if name in read.values()] if enough else known

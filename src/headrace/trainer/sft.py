@@ -17,9 +17,9 @@ from headrace.observe.status import Status, wait_until
 from headrace.rollout.fingerprint import BY_POSITION
 from headrace.rollout.types import Sample
 from headrace.text.renderer import NO_PLACE_FOR_TOOLS, make_renderer, shows_tools
+from headrace.text.sft_conversation import SftConversation, render_sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
-from headrace.trainer.conversation import Conversation, render
 from headrace.trainer.learner import Learner
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.publisher import Publisher, enter_incarnation
@@ -70,7 +70,7 @@ def train(
         if rows.have_tools and not shows_tools(renderer):
             status.notify(f"{rows.name} has tools, but the model's chat template {NO_PLACE_FOR_TOOLS}")
     conversations, held_out = open_conversations(config, rows, learner.state.examples)
-    validation = make_validation(config, learner, [render(conversation, renderer) for conversation in held_out])
+    validation = make_validation(config, learner, [render_sample(conversation, renderer) for conversation in held_out])
     cuts = Cuts(learner.seq_len, status.notify)
     metrics = MetricsLog(run.metrics, "sft")
     status.set("training", step=learner.state.step, max_steps=learner.max_steps)
@@ -79,7 +79,9 @@ def train(
         if validation is not None and validation.is_due(step - 1):
             validate(validation, learner, metrics, stopped)
             watch.lap("time/validate")
-        samples = [render(conversation, renderer) for conversation in islice(conversations, config.data.batch_size)]
+        samples = [
+            render_sample(conversation, renderer) for conversation in islice(conversations, config.data.batch_size)
+        ]
         counts = cuts.of(samples)
         watch.lap("time/render")
         lr = learner.learning_rate
@@ -179,7 +181,7 @@ def tell_changed_rows(rows: Rows, state: TrainState, status: Status) -> None:
 
 def open_conversations(
     config: SftConfig, rows: Rows | None, position: int
-) -> tuple[Iterator[Conversation], list[Conversation]]:
+) -> tuple[Iterator[SftConversation], list[SftConversation]]:
     """What is trained on, from example number `position` on, and what validation holds against it, if anything.
 
     Without `rows` it is the demonstrations of an environment.

@@ -14,8 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from headrace.environments.base import Environment
+from headrace.errors import DataError
 from headrace.rollout.types import Sample
-from headrace.trainer.conversation import Conversation, DataError
+from headrace.text.sft_conversation import SftConversation
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class Conversations(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int, /) -> Conversation: ...
+    def __getitem__(self, number: int, /) -> SftConversation: ...
 
 
 class Chosen:
@@ -41,17 +42,17 @@ class Chosen:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, number: int) -> Conversation:
+    def __getitem__(self, number: int) -> SftConversation:
         return self._rows[int(self._numbers[number])]
 
 
-def from_environment(environment: Environment, seed: int, position: int) -> Iterator[Conversation]:
+def from_environment(environment: Environment, seed: int, position: int) -> Iterator[SftConversation]:
     """The environment's demonstrations from `position` on."""
     shown = islice(environment.demonstrations(seed), position, None)
-    return (Conversation(demonstration.messages, tools=demonstration.tools or None) for demonstration in shown)
+    return (SftConversation(demonstration.messages, tools=demonstration.tools or None) for demonstration in shown)
 
 
-def from_rows(rows: Conversations, seed: int, position: int) -> Iterator[Conversation]:
+def from_rows(rows: Conversations, seed: int, position: int) -> Iterator[SftConversation]:
     """Endless passes over the rows from `position` on, each in its own order."""
     epoch, start = divmod(position, len(rows))
     while True:
@@ -72,7 +73,7 @@ def hold_out(rows: Conversations, fraction: float, seed: int) -> tuple[Chosen, C
     return Chosen(rows, np.sort(order[held:])), Chosen(rows, order[:held])
 
 
-def drawn(rows: Conversations, most: int) -> list[Conversation]:
+def drawn(rows: Conversations, most: int) -> list[SftConversation]:
     """At most so many of the rows, the same ones each time."""
     return list(islice(from_rows(rows, VALIDATION_SEED, 0), min(most, len(rows))))
 

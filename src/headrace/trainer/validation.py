@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from headrace.errors import DataError
 from headrace.rollout.packing import pack_for_worker
 from headrace.rollout.types import Sample
-from headrace.trainer.conversation import DataError
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.step import MICRO_BATCH_TOKENS

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.errors import BadInput
+from headrace.errors import DataError as DataError
 
 IN_DIRECTORIES = (".jsonl", ".parquet")
 """Which files of a directory are data. A file that is named may also be JSON lines called `.json`."""
@@ -23,24 +23,18 @@ Wanted = Callable[[list[str]], list[str]]
 """Which of a table's columns are read."""
 
 
-class DataError(BadInput):
-    """Data that cannot be used: `file` is the file or the dataset, `line` the line or row in it, `key` the column."""
-
-
 class DataNotHere(DataError):
     """A data set on the hub that is not in the cache, and that cannot be fetched now."""
 
 
 class Table(Protocol):
-    """Rows by number, and how errors call each."""
+    """Rows by number."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __iter__(self) -> Iterator[Any]: ...
-
-    def where(self, index: int) -> str: ...
 
     def place(self, index: int) -> tuple[str, int]:
         """The file or dataset, and the line or row in it, from 1."""
@@ -119,9 +113,6 @@ class JsonLines:
             file, number = self.place(index)
             raise DataError(f"not valid JSON: {error}", file=file, line=number) from error
 
-    def where(self, index: int) -> str:
-        return f"{self._path}, line {self._numbers[index]}"
-
     def place(self, index: int) -> tuple[str, int]:
         return str(self._path), self._numbers[index]
 
@@ -150,9 +141,6 @@ class Parquet:
         for batch in self._table.to_batches(max_chunksize=1000):
             yield from map(_row, batch.to_pylist())
 
-    def where(self, index: int) -> str:
-        return f"{self._path}, row {index + 1}"
-
     def place(self, index: int) -> tuple[str, int]:
         return str(self._path), index + 1
 
@@ -172,9 +160,6 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Any]:
         return map(_row, self._dataset)
-
-    def where(self, index: int) -> str:
-        return f"{self._title}, row {index + 1}"
 
     def place(self, index: int) -> tuple[str, int]:
         return self._title, index + 1

@@ -1,13 +1,15 @@
-"""What a row of data says, checked; and which of its tokens are learned, one by one."""
+"""Rows of data are checked, and exactly the assistant's tokens are trained."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.errors import DataError
 from headrace.text.renderer import make_renderer
+from headrace.text.sft_conversation import SftConversation, parse_row, render_sample
 from headrace.text.tokenizer import Tokenizer
-from headrace.trainer.conversation import Conversation, DataError, conversation_of, render
+from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -58,14 +60,14 @@ def assert_learned(sample: Any, tokenizer: Tokenizer, *pieces: str) -> None:
 def test_a_family_learns_every_token_of_the_assistant_and_no_other(tiny_model: Path):
     tokenizer = Tokenizer(tiny_model)
     renderer = make_renderer(tiny_model, tokenizer, "qwen3", enable_thinking=False)
-    sample = render(Conversation(SEVERAL_TURNS, tools=[TOOL]), renderer)
+    sample = render_sample(SftConversation(SEVERAL_TURNS, tools=[TOOL]), renderer)
     turns = [NO_THOUGHT + text for text in (CALLS_TEXT, "4 and 6.<|im_end|>", "Bye.<|im_end|>")]
     assert_learned(sample, tokenizer, ASKED, turns[0], RESPONSES, turns[1], THANKS, turns[2], "\n")
 
 
 def test_a_thinking_family_learns_the_last_turn_with_its_empty_thought(tiny_model: Path):
     tokenizer = Tokenizer(tiny_model)
-    sample = render(Conversation(SEVERAL_TURNS, tools=[TOOL]), make_renderer(tiny_model, tokenizer, "qwen3"))
+    sample = render_sample(SftConversation(SEVERAL_TURNS, tools=[TOOL]), make_renderer(tiny_model, tokenizer, "qwen3"))
     last = f"{NO_THOUGHT}Bye.<|im_end|>"
     assert_learned(sample, tokenizer, ASKED, CALLS_TEXT, RESPONSES, "4 and 6.<|im_end|>", THANKS, last, "\n")
 
@@ -73,7 +75,7 @@ def test_a_thinking_family_learns_the_last_turn_with_its_empty_thought(tiny_mode
 def test_the_models_own_template_learns_what_follows_its_generation_prompt(tiny_model: Path):
     tokenizer = Tokenizer(tiny_model)
     renderer = make_renderer(tiny_model, tokenizer, "default", enable_thinking=False)
-    sample = render(Conversation(SEVERAL_TURNS, tools=[TOOL]), renderer)
+    sample = render_sample(SftConversation(SEVERAL_TURNS, tools=[TOOL]), renderer)
     prompts = [text + NO_THOUGHT for text in (ASKED, RESPONSES, THANKS)]
     assert_learned(
         sample,
@@ -93,15 +95,15 @@ def test_a_template_whose_prompt_has_more_than_the_turn_keeps_learns_the_whole_t
     )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     tokenizer = Tokenizer(tmp_path)
-    sample = render(Conversation(CHAT), make_renderer(tmp_path, tokenizer, "default"))
+    sample = render_sample(SftConversation(CHAT), make_renderer(tmp_path, tokenizer, "default"))
     assert_learned(sample, tokenizer, f"<|im_start|>user\nhi<|im_end|>\n{ASSISTANT}", "yo<|im_end|>", "\n")
 
 
-def test_a_template_that_changes_turns_later_on_is_refused_rather_than_learned_askew(tiny_model: Path):
+def test_a_template_that_changes_turns_later_on_is_refused_rather_than_masked_wrongly(tiny_model: Path):
     renderer = make_renderer(tiny_model, Tokenizer(tiny_model), "default")  # thinks, but only in the last turn
-    with pytest.raises(DataError, match=r"here: the model's chat template renders message 2, .* renderer\.name"):
-        render(Conversation(SEVERAL_TURNS, where="here"), renderer)
-    render(Conversation(SEVERAL_TURNS, context=7), renderer)  # a row of its own for the last answer
+    with refused(DataError, file="a.jsonl", line=3):
+        render_sample(SftConversation(SEVERAL_TURNS, place=("a.jsonl", 3)), renderer)
+    render_sample(SftConversation(SEVERAL_TURNS, context=7), renderer)  # a row of its own for the last answer
 
 
 def test_what_the_models_own_template_cannot_take_names_the_row(tmp_path: Path, tiny_model: Path):
@@ -109,51 +111,50 @@ def test_what_the_models_own_template_cannot_take_names_the_row(tmp_path: Path, 
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
     renderer = make_renderer(tmp_path, Tokenizer(tmp_path), "default")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 3: the model's chat template refuses it: no system messages"):
-        render(Conversation(CHAT, where="a.jsonl, line 3"), renderer)
-    with pytest.raises(DataError, match="begins with an assistant's message"):
-        render(Conversation(CHAT[1:]), make_renderer(tiny_model, Tokenizer(tiny_model), "default"))
+    with refused(DataError, file="a.jsonl", line=3) as refusal:
+        render_sample(SftConversation(CHAT, place=("a.jsonl", 3)), renderer)
+    assert "no system messages" in refusal.value.fact
+    with refused(DataError, file=None, line=None):
+        render_sample(SftConversation(CHAT[1:]), make_renderer(tiny_model, Tokenizer(tiny_model), "default"))
 
 
 def test_assistant_turns_in_a_prompt_are_context(tiny_model: Path):
     tokenizer = Tokenizer(tiny_model)
     row = {"prompt": [*CHAT, CHAT[0]], "completion": [{"role": "assistant", "content": "ok"}]}
-    sample = render(conversation_of(row, {}, "row"), make_renderer(tiny_model, tokenizer, "qwen3"))
+    sample = render_sample(parse_row(row, {}, ("row", 1)), make_renderer(tiny_model, tokenizer, "qwen3"))
     prompt = f"<|im_start|>user\nhi<|im_end|>\n{ASSISTANT}yo<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{ASSISTANT}"
     assert_learned(sample, tokenizer, prompt, f"{NO_THOUGHT}ok<|im_end|>", "\n")
 
 
 def test_columns_rename_what_is_read():
     row = {"question": "hi", "answer": "yo", "prompt": "not this", "messages": "nor this", "uses": [TOOL]}
-    conversation = conversation_of(row, {"prompt": "question", "completion": "answer", "tools": "uses"}, "row")
+    conversation = parse_row(row, {"prompt": "question", "completion": "answer", "tools": "uses"}, ("row", 1))
     assert (conversation.messages, conversation.tools) == (CHAT, [TOOL])
     chat = {"conversations": CHAT, "prompt": "not this", "completion": "nor this"}
-    assert conversation_of(chat, {"messages": "conversations"}, "row").messages == CHAT
-    assert conversation_of({"prompt": "hi", "answer": "yo"}, {"completion": "answer"}, "row").messages == CHAT
+    assert parse_row(chat, {"messages": "conversations"}, ("row", 1)).messages == CHAT
+    assert parse_row({"prompt": "hi", "answer": "yo"}, {"completion": "answer"}, ("row", 1)).messages == CHAT
 
 
 def test_a_column_that_is_not_there_is_named_with_its_key():
-    with pytest.raises(DataError, match=r"row 1: has no 'anwser', which columns\.completion names.*'answer'"):
-        conversation_of({"prompt": "hi", "answer": "yo"}, {"completion": "anwser"}, "row 1")
+    with refused(DataError, key="columns.completion", value="anwser", file="row", line=1) as refusal:
+        parse_row({"prompt": "hi", "answer": "yo"}, {"completion": "anwser"}, ("row", 1))
+    assert "'answer'" in str(refusal.value.fix)
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("row", "key", "value"),
     [
-        ([1], "expected an object"),
-        ({"text": "hi"}, r"has neither `messages` nor `prompt` and `completion`; its keys are \['text'\].* columns"),
-        ({"messages": []}, "messages: expected a non-empty list of messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: expected a role"),
-        (
-            {"messages": [{"role": "user", "content": 5}]},
-            r"messages\[0\]: content must be text or a list of parts, not 5",
-        ),
-        ({"messages": CHAT[:1]}, "no assistant message"),
-        ({"prompt": "hi", "completion": [CHAT[0]]}, "no assistant message"),
-        ({"messages": CHAT, "tools": "["}, "tools is not valid JSON"),
-        ({"messages": CHAT, "tools": "{}"}, "tools must be a list"),
+        ([1], None, None),
+        ({"text": "hi"}, None, None),
+        ({"messages": []}, "messages", []),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", {"role": "robot", "content": "x"}),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", 5),
+        ({"messages": CHAT[:1]}, "messages", None),
+        ({"prompt": "hi", "completion": [CHAT[0]]}, "completion", None),
+        ({"messages": CHAT, "tools": "["}, "tools", "["),
+        ({"messages": CHAT, "tools": "{}"}, "tools", {}),
     ],
 )
-def test_a_bad_row_is_an_error_that_says_where(row: Any, problem: str):
-    with pytest.raises(DataError, match=f"^row 2: {problem}"):
-        conversation_of(row, {}, "row 2")
+def test_a_bad_row_is_refused_with_its_place(row: Any, key: str | None, value: Any):
+    with refused(DataError, key=key, value=value, file="data.jsonl", line=2):
+        parse_row(row, {}, ("data.jsonl", 2))

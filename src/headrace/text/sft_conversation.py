@@ -1,0 +1,174 @@
+"""Conversations for supervised training: checked rows of a data set, and their tokens with a loss mask.
+
+The loss covers what the model itself would sample: an assistant's text and its stop token, but not the header that
+opens its turn. Rows in other formats (`from` and `value`) and images are not supported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from renderers import build_training_sample
+from renderers.base import Renderer
+from renderers.default import DefaultRenderer
+
+from headrace.errors import DataError
+from headrace.rollout.types import NOT_SAMPLED, ROLES, Message, Sample
+from headrace.text.tokenizer import common_prefix_length
+
+COLUMNS = ("messages", "prompt", "completion", "tools")
+"""The columns of a row: either messages, or prompt and completion; and optional tools."""
+Place = tuple[str, int]
+"""The file or dataset of a row, and its line or row number from 1."""
+
+
+class SftConversation:
+    """Messages of which those of the assistant from number `context` on are trained, and the tools they may call."""
+
+    def __init__(
+        self,
+        messages: list[Message],
+        context: int = 0,
+        tools: list[dict[str, Any]] | None = None,
+        place: Place | None = None,
+    ) -> None:
+        self.messages = messages
+        self.is_trained = [
+            index >= context and message["role"] == "assistant" for index, message in enumerate(messages)
+        ]
+        self.tools = tools
+        self.place = place
+
+
+def parse_row(row: Any, columns: Mapping[str, str], place: Place) -> SftConversation:
+    """Check a row and return its conversation. `columns` maps our column names to those of the data."""
+    file, line = place
+    error = partial(DataError, file=file, line=line)
+    if not isinstance(row, dict):
+        raise error("expected an object with `messages`, or with `prompt` and `completion`")
+    keys = f"The row has {', '.join(map(repr, sorted(row)))}."
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise error("the row has no such column", key=f"columns.{ours}", value=theirs, fix=keys)
+    fields = {ours: row.get(theirs) for ours, theirs in row_columns(columns).items()}
+    prompt: list[Message] = []
+    if fields.get("messages") is not None:
+        completion = _parse_messages(fields["messages"], "messages", "user", error)
+    elif fields.get("prompt") is not None and fields.get("completion") is not None:
+        prompt = _parse_messages(fields["prompt"], "prompt", "user", error)
+        completion = _parse_messages(fields["completion"], "completion", "assistant", error)
+    else:
+        raise error("has neither `messages` nor `prompt` and `completion`", fix=f"Map other names in `columns`. {keys}")
+    if not any(message["role"] == "assistant" for message in completion):
+        raise error("no assistant message to train on", key="messages" if not prompt else "completion")
+    return SftConversation([*prompt, *completion], len(prompt), _parse_tools(fields.get("tools"), error), place)
+
+
+def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
+    """Return our columns that are read, each with its name in the data. Naming one format rules out the other."""
+    if "messages" in columns:
+        ours: tuple[str, ...] = ("messages", "tools")
+    elif "prompt" in columns or "completion" in columns:
+        ours = ("prompt", "completion", "tools")
+    else:
+        ours = COLUMNS
+    return {name: columns.get(name, name) for name in ours}
+
+
+def render_sample(conversation: SftConversation, renderer: Renderer) -> Sample:
+    """Return the tokens of a conversation with `ce_weights` 1 on what the assistant writes and `rl_weights` 0."""
+    tokenize = _tokenize_by_template if isinstance(renderer, DefaultRenderer) else _tokenize_by_family
+    try:
+        ids, mask = tokenize(conversation, renderer)
+    except TemplateError as error:
+        raise _error(conversation, f"the model's chat template refuses it: {error}") from error
+    tokens, is_trained = np.array(ids, np.int32), np.array(mask, np.bool_)
+    prompt_length = int(is_trained.argmax()) if is_trained.any() else len(tokens)
+    sample = Sample(tokens, is_trained, np.zeros(len(tokens)), np.full(len(tokens), NOT_SAMPLED), prompt_length)
+    sample.set_stream("ce_weights", is_trained.astype(np.float32))
+    sample.set_stream("rl_weights", np.zeros(len(tokens), np.float32))
+    return sample
+
+
+def _tokenize_by_family(conversation: SftConversation, renderer: Renderer) -> tuple[list[int], list[bool]]:
+    """Return tokens and mask from a renderer that attributes each token to a message."""
+    rendered = build_training_sample(
+        renderer,
+        conversation.messages,
+        role_to_mask=lambda message: message["role"] == "assistant",
+        tools=conversation.tools,
+        message_loss_mask=conversation.is_trained,
+        ensure_final_stop=True,
+    )
+    return rendered.token_ids, rendered.loss_mask
+
+
+def _tokenize_by_template(conversation: SftConversation, renderer: Renderer) -> tuple[list[int], list[bool]]:
+    """Return tokens and mask from the model's own chat template, which does not attribute tokens to messages.
+
+    The tokens of a message are those by which the conversation up to it extends the prompt before it.
+    """
+    messages, tools = conversation.messages, conversation.tools
+    ids = renderer.render_ids(messages, tools=tools)
+    mask = [False] * len(ids)
+    stops = set(renderer.get_stop_token_ids())
+    for index, is_trained in enumerate(conversation.is_trained):
+        if not is_trained:
+            continue
+        if index == 0:
+            raise _error(conversation, "begins with an assistant message", "Put a user message before it.")
+        before = renderer.render_ids(messages[:index], tools=tools)
+        prompt = renderer.render_ids(messages[:index], tools=tools, add_generation_prompt=True)
+        extended = renderer.render_ids(messages[: index + 1], tools=tools)
+        # A prompt may have more than the message keeps: an opened thought, where the message has none.
+        start = common_prefix_length(prompt, extended)
+        end = next((i for i in range(len(extended), start, -1) if extended[i - 1] in stops), len(extended))
+        if start < len(before) or extended[:end] != ids[:end]:
+            raise _error(
+                conversation,
+                f"the model's chat template renders assistant message {index} differently once messages follow it, "
+                "so its tokens cannot be identified",
+                "Set renderer.name to the model's family, or give each answer its own row, as prompt and completion.",
+            )
+        mask[start:end] = [True] * (end - start)
+    return ids, mask
+
+
+def _error(conversation: SftConversation, fact: str, fix: str | None = None) -> DataError:
+    file, line = conversation.place or (None, None)
+    return DataError(fact, fix=fix, file=file, line=line)
+
+
+def _parse_messages(value: Any, key: str, role_of_text: str, error: partial[DataError]) -> list[Message]:
+    """Check a list of messages, or turn a text into one message of `role_of_text`."""
+    if isinstance(value, str):
+        return [{"role": role_of_text, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise error("expected a non-empty list of messages", key=key, value=value)
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or message.get("role") not in ROLES[1:]:
+            raise error(f"expected a role ({', '.join(ROLES[1:])}) and content", key=f"{key}[{number}]", value=message)
+        content = message.get("content")
+        if not isinstance(content, str | list) and not message.get("tool_calls"):
+            raise error("must be text or a list of parts", key=f"{key}[{number}].content", value=content)
+        # Data sets write null for a missing field, but templates test whether the field exists.
+        messages.append({name: field for name, field in message.items() if field is not None})
+    return messages
+
+
+def _parse_tools(value: Any, error: partial[DataError]) -> list[dict[str, Any]] | None:
+    """Check a list of tool schemas, or parse it from JSON text, as Parquet files tend to have it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as cause:
+            raise error(f"not valid JSON: {cause}", key="tools", value=value) from cause
+    if value is not None and not isinstance(value, list):
+        raise error("must be a list", key="tools", value=value)
+    return value or None
