@@ -18,7 +18,7 @@ from headrace.inference.backend import (
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
-    NotServed,
+    ModelNotFound,
 )
 from headrace.inference.server.app import App
 from headrace.inference.server.keys import Forbidden, Unauthorized
@@ -98,7 +98,7 @@ def test_the_statuses_are_what_such_errors_are_answered_with():
         InvalidRequest(""),
         Unauthorized(),
         Forbidden(),
-        NotServed(),
+        ModelNotFound(),
         TooSlow(),
         TooLarge(),
         EngineOverloaded(""),

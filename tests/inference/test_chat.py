@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from headrace.inference.backend import InvalidRequest, Piece, Result
+from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.server.chat import Chat, ChatRequest
 from headrace.inference.server.chat_stream import streamed
 from headrace.text.renderer import make_renderer
@@ -32,7 +32,7 @@ def ask(**fields: Any) -> ChatRequest:
 
 def reply_to(chat: Chat, body: ChatRequest, text: str, stop: str | None = None) -> dict[str, Any]:
     ids = chat.tokenizer.encode(text)
-    result = Result(ids, [0.0] * len(ids), [], "stop", stop, None)
+    result = GenerationResult(ids, [0.0] * len(ids), [], "stop", stop, None)
     choice: dict[str, Any] = chat.reply(body, chat.prompt(body), [result])["choices"][0]
     return choice
 
@@ -43,11 +43,11 @@ async def deltas_of(
     """What is streamed of a reply whose tokens come so many at once."""
     ids = chat.tokenizer.encode(text)
 
-    async def news() -> AsyncIterator[tuple[int, Piece | Result]]:
+    async def news() -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
         for start in range(0, len(ids), at_once):
             part = ids[start : start + at_once]
-            yield 0, Piece(part, [0.0] * len(part))
-        yield 0, Result(ids, [0.0] * len(ids), [], "stop", stop)
+            yield 0, TokenChunk(part, [0.0] * len(part))
+        yield 0, GenerationResult(ids, [0.0] * len(ids), [], "stop", stop)
 
     events = [event async for event in streamed(chat, body, chat.prompt(body), news(), 1)]
     assert events[-1] == b"data: [DONE]\n\n"
@@ -196,7 +196,7 @@ def test_a_call_that_nobody_may_make_is_not_offered(chat: Chat) -> None:
 
 def test_a_stop_string_that_ended_the_thinking_is_cut_from_it(chat: Chat) -> None:
     ids = chat.tokenizer.encode("<think>\nso far END")
-    result = Result(ids, [0.0] * len(ids), [], "stop", "END")
+    result = GenerationResult(ids, [0.0] * len(ids), [], "stop", "END")
     [choice] = chat.reply(ask(stop="END"), [], [result])["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning_content"].strip()) == ("", "so far")
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
@@ -222,9 +222,9 @@ def test_a_reply_that_no_parser_can_read_is_text(chat: Chat) -> None:
 
 
 async def test_what_the_cache_had_is_told_of_the_first_choice_whichever_ends_first(chat: Chat) -> None:
-    async def news() -> AsyncIterator[tuple[int, Piece | Result]]:
-        yield 1, Result([70], [0.0], [], "length", None, cached_tokens=4)
-        yield 0, Result([70], [0.0], [], "length", None, cached_tokens=3)
+    async def news() -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
+        yield 1, GenerationResult([70], [0.0], [], "length", None, cached_tokens=4)
+        yield 0, GenerationResult([70], [0.0], [], "length", None, cached_tokens=3)
 
     body = ask(n=2, stream_options={"include_usage": True})
     *_, last, _ = [event async for event in streamed(chat, body, [5] * 6, news(), 2)]

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from headrace.inference.backend import Piece, Result
+from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.client.openai_client import OpenAIClient
 from headrace.inference.client.prompt_scores import Door, prompt_scores
 from headrace.inference.server.completions import CompletionRequest, Completions
@@ -144,9 +144,9 @@ async def test_what_the_cache_had_of_each_prompt_is_counted_once_whichever_choic
 ) -> None:
     chat = chat_of(model_directory)
 
-    async def news() -> AsyncIterator[tuple[int, Piece | Result]]:
+    async def news() -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
         for index in (3, 0, 2, 1):
-            yield index, Result([70], [0.0], [], "length", None, cached_tokens=10**index)
+            yield index, GenerationResult([70], [0.0], [], "length", None, cached_tokens=10**index)
 
     body = CompletionRequest(prompt=["a", "b"], n=2, stream=True, stream_options=StreamOptions(include_usage=True))
     stream = Completions("tiny", chat.tokenizer, chat.token_text).stream(body, [[5], [6]], news(), 4)
@@ -168,11 +168,11 @@ async def test_text_is_cut_where_the_engine_ended_with_a_stop_string_and_nowhere
     chat = chat_of(model_directory)
     completions = Completions("tiny", chat.tokenizer, chat.token_text)
     ids = chat.tokenizer.encode(sampled)
-    result = Result(ids, [0.0] * len(ids), [], reason, stop)
+    result = GenerationResult(ids, [0.0] * len(ids), [], reason, stop)
 
-    async def news() -> AsyncIterator[tuple[int, Piece | Result]]:
+    async def news() -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
         for token in ids:
-            yield 0, Piece([token], [0.0])
+            yield 0, TokenChunk([token], [0.0])
         yield 0, result
 
     body = CompletionRequest(prompt="a", stop="END")

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from headrace.inference.backend import Backend, EngineStopped, InvalidRequest, NotServed, RequestCancelled
+from headrace.inference.backend import Backend, EngineStopped, InvalidRequest, ModelNotFound, RequestCancelled
 from headrace.inference.embedded.backend import Courier, EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
@@ -47,7 +47,7 @@ async def test_results_and_errors_cross_to_the_event_loop(backend: EmbeddedBacke
         await asyncio.wait_for(generation.result(), WAIT)
     with pytest.raises(InvalidRequest):
         backend.submit([], LONG)
-    with pytest.raises(NotServed):
+    with pytest.raises(ModelNotFound):
         backend.submit([5], LONG, adapter="nobody")
 
 
@@ -69,7 +69,7 @@ async def test_pieces_are_the_result_in_parts(backend: EmbeddedBackend) -> None:
     generations = [backend.submit([5 + n], params) for n in range(6)]  # two of them wait at first
 
     async def collect(generation: Any) -> None:
-        pieces = [piece async for piece in generation.pieces()]
+        pieces = [piece async for piece in generation.chunks()]
         result = await generation.result()
         assert all(piece.token_ids for piece in pieces)
         assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
@@ -83,13 +83,13 @@ async def test_pieces_are_the_result_in_parts(backend: EmbeddedBackend) -> None:
 async def test_pieces_of_a_request_that_has_ended_come_at_once(backend: EmbeddedBackend) -> None:
     generation = backend.submit([5], SamplingParams(max_tokens=4, ignore_eos=True))
     result = await asyncio.wait_for(generation.result(), WAIT)
-    assert [piece.token_ids async for piece in generation.pieces()] == [result.token_ids]
+    assert [piece.token_ids async for piece in generation.chunks()] == [result.token_ids]
 
 
 async def test_pieces_end_with_the_error_of_their_request(backend: EmbeddedBackend) -> None:
     await backend.pause()
     generation = backend.submit([5], LONG)
-    following = asyncio.create_task(anext(generation.pieces()))
+    following = asyncio.create_task(anext(generation.chunks()))
     await asyncio.sleep(0)
     generation.cancel()
     with pytest.raises(RequestCancelled):
@@ -113,7 +113,7 @@ async def test_weights_and_pauses(
     assert (backend.state().version, backend.state().paused) == (version, False)
     with pytest.raises(WeightsError):
         await backend.update_weights(tmp_path, Version(0, 2))
-    with pytest.raises(NotServed):
+    with pytest.raises(ModelNotFound):
         await backend.unload_adapter("nobody")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from headrace.inference.backend import NotServed
+from headrace.inference.backend import ModelNotFound
 from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
@@ -90,7 +90,7 @@ def test_a_request_in_flight_keeps_the_adapter_that_is_unloaded(
         thread.pause()
         request = thread.submit(PROMPT, SAMPLING, adapter="wheel")
         thread.unload_adapter("wheel")
-        with pytest.raises(NotServed, match="wheel"):
+        with pytest.raises(ModelNotFound, match="wheel"):
             thread.submit(PROMPT, SAMPLING, adapter="wheel")
         thread.resume()
         request.future.result(timeout=30)

@@ -26,7 +26,7 @@ from headrace.errors import AGAIN
 from headrace.inference.backend import EngineState, EngineStopped, InvalidRequest
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.schema import MOST_STOP_IDS, Health
+from headrace.inference.schema import MAX_STOP_TOKEN_IDS, Health
 from headrace.inference.server import app, main, replies
 from headrace.inference.server.app import COUNTED_LENGTHS, LARGE_BODIES, LONG_BODY, LONGEST_NAME, OTHER_VALUES
 from headrace.inference.server.chat import ChatRequest
@@ -215,10 +215,10 @@ async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_a
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        (GENERATE, {"sampling_params": {"stop_token_ids": [5] * (MOST_STOP_IDS + 1)}}, "stop_token_ids"),
+        (GENERATE, {"sampling_params": {"stop_token_ids": [5] * (MAX_STOP_TOKEN_IDS + 1)}}, "stop_token_ids"),
         (GENERATE, {"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids"),
-        (COMPLETE, {"stop_token_ids": [5] * (MOST_STOP_IDS + 1)}, "stop_token_ids"),
-        (CHAT, {"stop_token_ids": [5] * (MOST_STOP_IDS + 1)}, "stop_token_ids"),
+        (COMPLETE, {"stop_token_ids": [5] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
+        (CHAT, {"stop_token_ids": [5] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
         (GENERATE, {"request_id": "x" * (LONGEST_NAME + 1)}, "request_id"),
         *((path, {"cache_salt": "x" * (LONGEST_NAME + 1)}, "cache_salt") for path in (GENERATE, COMPLETE, CHAT)),
     ],
@@ -232,7 +232,7 @@ async def test_what_every_request_in_line_would_hold_is_short(
 
 
 async def test_stop_tokens_may_be_as_many_as_that_and_outside_the_vocabulary(http: aiohttp.ClientSession) -> None:
-    params = {"max_tokens": 1, "stop_token_ids": [10_000] * MOST_STOP_IDS}
+    params = {"max_tokens": 1, "stop_token_ids": [10_000] * MAX_STOP_TOKEN_IDS}
     names = {"cache_salt": "x" * LONGEST_NAME, "request_id": "x" * LONGEST_NAME}
     async with http.post(GENERATE, json={"token_ids": [5], "sampling_params": params, **names}) as answer:
         assert answer.status == 200

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.inference.backend import Piece, Result
+from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.server.text import SHARE, GrowingText, Progress, cut, cut_end, sure_part
 from headrace.inference.server.token_text import Offsets, TokenText, finite
 from headrace.text.tokenizer import Tokenizer
@@ -75,17 +75,17 @@ def test_what_was_sent_in_error_stands_and_the_rest_follows() -> None:
 
 def test_long_replies_are_looked_at_ever_more_rarely() -> None:
     progress = Progress()
-    looks = sum(progress.add(Piece([5], [0.0])) for _ in range(8192))
+    looks = sum(progress.add(TokenChunk([5], [0.0])) for _ in range(8192))
     # Each token up to SHARE, then SHARE times the logarithm of the growth: 64 + 64 * ln(8192 / 64) = 374.
     assert SHARE == 64 and 330 < looks < 420
 
 
 def test_tokens_are_sent_once() -> None:
     progress = Progress()
-    progress.add(Piece([1, 2], [-0.1, -0.2], [[(1, -0.1)], [(2, -0.2)]]))
-    assert progress.unsent() == Piece([1, 2], [-0.1, -0.2], [[(1, -0.1)], [(2, -0.2)]])
-    progress.complete(Result([1, 2, 3], [-0.1, -0.2, -0.3], [], "length", None))
-    assert progress.unsent() == Piece([3], [-0.3])
+    progress.add(TokenChunk([1, 2], [-0.1, -0.2], [[(1, -0.1)], [(2, -0.2)]]))
+    assert progress.unsent() == TokenChunk([1, 2], [-0.1, -0.2], [[(1, -0.1)], [(2, -0.2)]])
+    progress.complete(GenerationResult([1, 2, 3], [-0.1, -0.2, -0.3], [], "length", None))
+    assert progress.unsent() == TokenChunk([3], [-0.3])
 
 
 def test_tokens_have_their_bytes_though_they_are_part_of_a_character(model_directory: Path) -> None:

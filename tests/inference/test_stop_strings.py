@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.backend import Result
+from headrace.inference.backend import GenerationResult
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
@@ -26,7 +26,9 @@ class Dictated:
     def __init__(self, model: Any, decode: Any, special_tokens: Collection[int] = ()) -> None:
         self.engine = Engine(model, max_model_len=128, decode=decode, special_tokens=special_tokens)
 
-    def run(self, sampled: Sequence[int], stop: list[str], prompt: Sequence[int] = (), **params: Any) -> Result:
+    def run(
+        self, sampled: Sequence[int], stop: list[str], prompt: Sequence[int] = (), **params: Any
+    ) -> GenerationResult:
         request = self.engine.submit(
             [5, *prompt], SamplingParams(stop=stop, max_tokens=len(sampled), ignore_eos=True, **params)
         )
@@ -42,7 +44,7 @@ def dictated(model: Any, tokenizer: Tokenizer) -> Dictated:
     return Dictated(model, tokenizer.decode, tokenizer.control_tokens)
 
 
-def stopped(result: Result, tokenizer: Tokenizer) -> tuple[str, str, int | str | None]:
+def stopped(result: GenerationResult, tokenizer: Tokenizer) -> tuple[str, str, int | str | None]:
     return tokenizer.decode(result.token_ids), result.finish_reason, result.stop_reason
 
 

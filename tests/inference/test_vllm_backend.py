@@ -17,7 +17,7 @@ from headrace.inference.backend import (
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
-    NotServed,
+    ModelNotFound,
     RequestCancelled,
 )
 from headrace.inference.client.http import HttpClient
@@ -194,9 +194,9 @@ async def test_adapters_by_name_and_by_version(tmp_path: Path) -> None:
         loading = backend.load_adapter("other", directory)  # both must wait for it
         unloading = (backend.unload_adapter("mine") for _ in range(2))
         _, first, second = await asyncio.gather(loading, *unloading, return_exceptions=True)
-        assert first is None and isinstance(second, NotServed)
+        assert first is None and isinstance(second, ModelNotFound)
         assert backend.state().adapters == ["other"]
-        with pytest.raises(NotServed):
+        with pytest.raises(ModelNotFound):
             backend.submit([1], LONG, adapter="mine")
         store.publish(Version(0, 2), lambda draft: write_adapter(draft, found))
         os.truncate(store.path(Version(0, 2)) / "adapter_model.safetensors", 40)

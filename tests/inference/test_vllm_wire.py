@@ -61,23 +61,23 @@ def test_a_stream_is_asked_for_its_usage_and_an_urgent_request_comes_first() -> 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "params", "message"),
+    ("tokens", "params", "named"),
     [
-        ([], SamplingParams(), "token_ids is empty"),
-        ([5, 100], SamplingParams(), "holds 100, which is outside the vocabulary of 100"),
-        ([-1], SamplingParams(), "holds -1"),
+        ([], SamplingParams(), "token_ids"),
+        ([5, 100], SamplingParams(), "token_ids .*100"),
+        ([-1], SamplingParams(), "token_ids .*-1"),
         ([1] * 20, SamplingParams(), "max_model_len = 20"),
         ([1], SamplingParams(top_p=0.0), "top_p"),
-        ([1], SamplingParams(temperature=0.005), "temperature must be 0 or between 0.01 and 2"),
-        ([1], SamplingParams(temperature=2.5), "temperature must be 0 or between 0.01 and 2"),
-        ([1], SamplingParams(stop_token_ids=[100]), "stop_token_ids holds 100"),
-        ([1], SamplingParams(temperature=0.5, prompt_logprobs=0), "prompt_logprobs: vLLM scores prompts at"),
+        ([1], SamplingParams(temperature=0.005), "temperature"),
+        ([1], SamplingParams(temperature=2.5), "temperature"),
+        ([1], SamplingParams(stop_token_ids=[100]), "stop_token_ids .*100"),
+        ([1], SamplingParams(temperature=0.5, prompt_logprobs=0), "prompt_logprobs"),
     ],
 )
 def test_what_could_harm_vllm_or_be_answered_wrongly_is_refused(
-    tokens: list[int], params: SamplingParams, message: str
+    tokens: list[int], params: SamplingParams, named: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidRequest, match=named):
         wire.check(tokens, params, 100, 20)
 
 

@@ -100,7 +100,7 @@ def publish(directory: Path, version: Version) -> Path:
 
 async def tokens_of(generation: Any, count: int) -> None:
     seen = 0
-    async for piece in generation.pieces():
+    async for piece in generation.chunks():
         seen += len(piece.token_ids)
         if seen >= count:
             return

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headrace.inference.backend import Result
+from headrace.inference.backend import GenerationResult
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import plain_logprobs
 
@@ -16,7 +16,7 @@ OF_LONG_TEXTS = 2e-5
 
 def assert_like_plain(
     prompt: list[int],
-    result: Result,
+    result: GenerationResult,
     models: Mapping[Version, Any] | Any,
     temperature: float,
     tolerance: float = TOLERANCE,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from headrace.inference.backend import InvalidRequest, RequestCancelled, Result
+from headrace.inference.backend import GenerationResult, InvalidRequest, RequestCancelled
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.backend import VllmBackend
@@ -19,7 +19,7 @@ PROMPTS = [[5], [60, 2, 7], list(range(10, 50)), list(range(200, 3, -1)), [9] * 
 TEXT = list(range(32))
 
 
-async def sample(backend: VllmBackend, prompt: list[int], **params: object) -> Result:
+async def sample(backend: VllmBackend, prompt: list[int], **params: object) -> GenerationResult:
     return await backend.submit(prompt, SamplingParams(**{"logprobs": 0, **params})).result()  # type: ignore[arg-type]
 
 
@@ -100,7 +100,7 @@ async def test_a_stream_says_what_the_whole_says(backend: VllmBackend) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=25, seed=11, logprobs=1, ignore_eos=True)
     whole = await backend.submit(TEXT, params).result()
     generation = backend.submit(TEXT, params)
-    pieces = [piece async for piece in generation.pieces()]
+    pieces = [piece async for piece in generation.chunks()]
     streamed = await generation.result()
     assert len(pieces) > 5
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids == streamed.token_ids

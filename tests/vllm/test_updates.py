@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.inference.backend import Result
+from headrace.inference.backend import GenerationResult
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.backend import GLANCES, VllmBackend
 from headrace.inference.weights.errors import WeightsError
@@ -59,7 +59,7 @@ def policy(backend: VllmBackend, publish: Publish) -> Policy:
     return Policy(backend, publish)
 
 
-def generating(backend: VllmBackend, count: int, **more: Any) -> list[asyncio.Task[Result]]:
+def generating(backend: VllmBackend, count: int, **more: Any) -> list[asyncio.Task[GenerationResult]]:
     params = SamplingParams(**{"temperature": 0.8, "max_tokens": 300, "ignore_eos": True, "logprobs": 0, **more})
     return [asyncio.ensure_future(backend.submit(TEXT[n:], params).result()) for n in range(count)]
 
@@ -68,7 +68,7 @@ async def started(backend: VllmBackend) -> None:
     """Until a request that joins the others has some tokens."""
     generation = backend.submit(TEXT, SamplingParams(max_tokens=300, ignore_eos=True))
     count = 0
-    async for piece in generation.pieces():
+    async for piece in generation.chunks():
         count += len(piece.token_ids)
         if count >= 10:
             generation.cancel()

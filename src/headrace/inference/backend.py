@@ -1,22 +1,23 @@
-"""What the server asks of an engine: sample after token ids, score them, and take new weights while it samples.
+"""The interface between the HTTP server and an engine (embedded or vLLM), and checks that all engines share.
 
-The contract between the HTTP server and the engines behind it: the embedded one and vLLM. It knows neither HTTP nor
-torch. Text, chat formats and keys are the server's business; an engine sees token ids alone, but for stop strings.
+An engine works on token ids; only stop strings are text. Text, chat formats and API keys are the server's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from headrace.errors import BadInput
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
-Alternatives = list[tuple[int, float]]
-"""The most likely tokens at one place with their logprobs, the likeliest first."""
+DEFAULT_MAX_MODEL_LEN = 4096
+TopLogprobs = list[tuple[int, float]]
+"""The most likely token ids at one position with their logprobs, highest first."""
 
 
 class EngineError(Exception):
@@ -24,111 +25,111 @@ class EngineError(Exception):
 
 
 class InvalidRequest(ValueError):
-    """A request that can never be served. The message names the field at fault."""
+    """A request that can never be served. The message names the invalid field."""
 
 
-class NotServed(ValueError):
-    """What was asked for does not exist here."""
+class ModelNotFound(ValueError):
+    """A request names a model or an adapter that is not served."""
 
 
 class RequestCancelled(EngineError):
-    """Whoever asked no longer wants the answer."""
+    """The caller cancelled the request."""
 
 
 class EngineStopped(EngineError):
-    """The engine is shutting down, or has died."""
+    """The engine is shutting down or has died."""
 
 
 class EngineOverloaded(EngineError):
-    """As many requests wait as may; the same request may be served later."""
+    """The queue is full; the same request may be accepted later."""
 
 
-class Piece(msgspec.Struct):
-    """Tokens that were sampled one after the other. The lists have one entry per token."""
+class TokenChunk(msgspec.Struct):
+    """Consecutive sampled tokens. The lists have one entry per token."""
 
     token_ids: list[int]
     logprobs: list[float]
-    top_logprobs: list[Alternatives] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
 
 
-class Result(msgspec.Struct):
-    """What a request produced. Per-token lists have one entry per sampled token."""
+class GenerationResult(msgspec.Struct):
+    """The output of a finished request. Per-token lists have one entry per sampled token."""
 
     token_ids: list[int]
     logprobs: list[float]
     version_spans: list[tuple[Version, int, int]]
-    """(version, start, end): these weights sampled the tokens [start, end)."""
+    """(version, start, end): tokens [start, end) were sampled with these weights."""
     finish_reason: str
     """`stop` (end-of-sequence, a stop token, which is the last token, or a stop string) or `length`."""
     stop_reason: int | str | None
-    """The stop token or string, if the request named it."""
+    """The stop token or string that ended the request, if the request listed it."""
     prompt_logprobs: list[float] | None = None
-    """One per prompt token, the first 0.0: nothing predicts it."""
+    """One per prompt token; 0.0 for the first."""
     truncated_logprobs: list[float] | None = None
-    """Among what top_p, top_k and min_p left to choose from; None unless they take anything away."""
-    top_logprobs: list[Alternatives] | None = None
-    """As many per token as `logprobs` asked for; None if it asked for none."""
-    prompt_top_logprobs: list[Alternatives] | None = None
-    """The same for `prompt_logprobs`, the first empty."""
+    """Logprobs in the distribution that top_p, top_k and min_p leave; None if they remove nothing."""
+    top_logprobs: list[TopLogprobs] | None = None
+    """As many per token as `SamplingParams.logprobs` requests; None if it requests none."""
+    prompt_top_logprobs: list[TopLogprobs] | None = None
+    """The same for `SamplingParams.prompt_logprobs`; empty for the first token."""
     cached_tokens: int = 0
-    """Of the prompt, how many were found in the prefix cache."""
+    """Prompt tokens that were in the prefix cache."""
 
 
 class EngineState(msgspec.Struct):
-    """How an engine is at the moment. Counts are since its start."""
+    """A snapshot of an engine. Counters are totals since its start."""
 
     version: Version
     running: int
     waiting: int
     paused: bool
     capacity: int
-    """Requests that it runs at once; more wait in line."""
+    """Requests that can run at once; more wait in the queue."""
     kv_usage: float
-    """The share of the KV cache that running requests hold, 0 to 1."""
+    """Fraction of the KV cache that running requests occupy, 0 to 1."""
     tokens_sampled: int = 0
     tokens_computed: int = 0
-    """Prompt tokens that went through the model, those computed again included."""
+    """Prompt tokens that went through the model, recomputed ones included."""
     tokens_cached: int = 0
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens that were in the prefix cache."""
     preemptions: int = 0
-    """Requests that lost their place in the KV cache, and were computed again later."""
+    """Requests that were preempted for lack of KV cache and recomputed later."""
     finished: dict[str, int] = {}
     """Requests by how they ended: stop, length, cancelled, error."""
     adapters: list[str] = []
-    """The adapters that can be asked for by name."""
+    """Names of the loaded adapters."""
     failure: str | None = None
-    """Why it is dead, if it is."""
-    most: int | None = None
-    """Requests that it takes in at once, running and in line; None for any number."""
+    """The reason if the engine is dead."""
+    max_requests: int | None = None
+    """Limit on running plus waiting requests; None: unlimited."""
     stands_still: bool = False
     """Whether the engine waits while the trainer holds the device lock."""
     hand_overs: int = 0
-    """How often it gave way to the trainer."""
+    """How often the engine released the device to the trainer."""
     cache_releases: int = 0
-    """How often it gave up its KV cache for that, since memory was short."""
+    """How often it also freed its KV cache, because memory was short."""
 
 
 class Generation(Protocol):
-    """One request under way. Whoever submitted it either sees it through to its result or cancels it."""
+    """One request in progress. The caller either awaits its result or cancels it."""
 
-    async def result(self) -> Result:
-        """All of it. Raises `EngineError`."""
+    async def result(self) -> GenerationResult:
+        """Wait for the request to finish. Raises `EngineError`."""
         ...
 
-    def pieces(self) -> AsyncIterator[Piece]:
-        """What is sampled, as it comes; `result` has all of it afterwards. Raises `EngineError`.
+    def chunks(self) -> AsyncIterator[TokenChunk]:
+        """Yield tokens as they are sampled; `result` has all of them afterwards. Raises `EngineError`.
 
-        With stop strings a piece may end with tokens of the string itself.
+        With stop strings a chunk may end with tokens of the stop string.
         """
         ...
 
     def cancel(self) -> None:
-        """Give it up. Does nothing to a request that has ended."""
+        """Cancel the request; does nothing if it has finished."""
         ...
 
 
 class Backend(Protocol):
-    """An engine behind the server, used from the server's event loop alone."""
+    """An engine behind the server. Used from the server's event loop only."""
 
     name: str
     """`embedded` or `vllm`."""
@@ -145,41 +146,81 @@ class Backend(Protocol):
         adapter: str | None = None,
         session: str | None = None,
     ) -> Generation:
-        """Put a request in line, an urgent one in front.
+        """Add a request to the queue, at its front if `urgent`.
 
-        Raises `InvalidRequest` for one that can never be served, `EngineOverloaded` and `EngineStopped`. Requests with
-        different salts share no cache; a session's requests go where its earlier ones went.
+        Requests with different salts share no cache; requests of a session go to the same replica. Raises
+        `InvalidRequest`, `EngineOverloaded` and `EngineStopped`.
         """
         ...
 
     def state(self) -> EngineState: ...
 
     async def pause(self) -> None:
-        """Hold all requests where they are. Returns once they stand still."""
+        """Suspend all requests. Returns once no step is running."""
         ...
 
     async def resume(self) -> None: ...
 
     async def update_weights(self, directory: Path, version: Version) -> str:
-        """Go on with a published version, a whole model or an adapter of it; returns its checksum.
+        """Load a published version, a whole model or an adapter, and return its checksum.
 
-        Requests in flight go on with it, but where versions of an adapter are kept side by side they end with the one
-        that they began with. Raises `WeightsError`, and the weights are then as they were.
+        Requests in flight continue with the new weights; where adapter versions are kept side by side, they finish
+        with the old one. Raises `WeightsError`, and the weights are then unchanged.
         """
         ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Serve a LoRA adapter beside the model, for requests that name it. Raises `WeightsError`."""
+        """Load a LoRA adapter for requests that name it. Raises `WeightsError`."""
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests in flight keep it to their end. Raises `NotServed`."""
+        """Unload an adapter; requests in flight keep it. Raises `ModelNotFound`."""
         ...
 
     async def failure(self) -> str:
-        """Wait until the engine is beyond help; returns why. `submit` raises `EngineStopped` from then on."""
+        """Wait until the engine is dead and return the reason. `submit` raises `EngineStopped` from then on."""
         ...
 
     async def close(self) -> None:
-        """End it; requests in flight get `EngineStopped`."""
+        """Shut down; requests in flight end with `EngineStopped`."""
         ...
+
+
+def resolve_max_model_len(positions: int | None, configured: int | None) -> int:
+    """Return the longest prompt plus completion in tokens: `configured`, or the model's `positions` up to 4096."""
+    if configured is None:
+        return min(positions or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
+    if positions is not None and configured > positions:
+        raise BadInput(
+            f"the model's max_position_embeddings is {positions}",
+            key="inference.max_model_len",
+            value=configured,
+            fix=f"Lower it to {positions} or less; where a run does not set it, it follows from seq_len.",
+        )
+    return configured
+
+
+def check_request(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+    """Raise `InvalidRequest` if no engine can serve the request."""
+    check_prompt(token_ids, vocab_size, max_model_len)
+    if (problem := params.problem()) is not None:
+        raise InvalidRequest(problem)
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, field: str = "token_ids") -> None:
+    """Raise `InvalidRequest` for a prompt that is empty, too long or outside the vocabulary."""
+    if not token_ids:
+        raise InvalidRequest(f"{field} is empty: a prompt needs at least one token")
+    if len(token_ids) >= max_model_len:
+        raise InvalidRequest(
+            f"{field} has {len(token_ids)} tokens and leaves no space for a completion: "
+            f"prompt plus completion are limited to max_model_len = {max_model_len}"
+        )
+    check_token_ids(token_ids, vocab_size, field)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Raise `InvalidRequest` for ids outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise InvalidRequest(f"{field} contains {bad}, which is outside the vocabulary of {vocab_size}")

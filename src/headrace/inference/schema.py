@@ -1,7 +1,7 @@
-"""The engine's HTTP schema: token ids in, token ids with logprobs and policy versions out.
+"""The HTTP schema of an engine: token ids in, token ids with logprobs and policy versions out.
 
-`/inference/v1/generate` follows vLLM's request and response form, so that either engine, and clients written for
-vLLM, fit. `logprobs` are log-softmax(logits / temperature) over the whole vocabulary, whatever top-p or top-k chose.
+`/inference/v1/generate` has vLLM's request and response format, so clients written for vLLM work. `logprobs` are
+log-softmax(logits / temperature) over the whole vocabulary, regardless of top_p, top_k and min_p.
 """
 
 from __future__ import annotations
@@ -14,63 +14,59 @@ from headrace.rollout.version import Version
 SCHEMA_HEADER = "X-Headrace-Schema"
 """Response header that carries the schema number."""
 SESSION_HEADER = "X-Session-Id"
-"""Request header of requests that begin alike: an engine with several copies of the model keeps them together."""
-
-
-MOST_ALTERNATIVES = 20
-"""The most that `logprobs` and `prompt_logprobs` may ask for."""
-COLDEST, HOTTEST = 1e-4, 1e4
-"""Temperatures beyond which logits are no longer numbers, or all alike. 0 is greedy."""
-MOST_STOPS = 16
-"""Stop strings in a request."""
-MOST_STOP_IDS = 1024
-"""Stop tokens in a request."""
+"""Request header shared by requests with a common prefix: an engine with several replicas routes them to one."""
+MAX_LOGPROBS = 20
+"""Upper limit of `logprobs` and `prompt_logprobs`."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+"""Beyond these, scaled logits overflow or become uniform. 0 is greedy."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
-    """How to sample. Temperature 0 is greedy."""
-
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    """0 and -1 are off."""
+    """0 and -1 disable it."""
     min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest one are not chosen."""
+    """Minimum probability relative to the most likely token."""
     max_tokens: int | None = None
     seed: int | None = None
     stop_token_ids: list[int] = []
     stop: list[str] = []
-    """The request ends with the token that completes one of these in the text; that token is part of the result."""
+    """Strings that end the request. The token that completes one is part of the result."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: no logprobs. Otherwise the chosen token's, and those of this many of the likeliest tokens."""
+    """None: no logprobs. Otherwise those of the sampled token and of this many most likely tokens."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """The same for the prompt tokens."""
 
     @property
     def truncates(self) -> bool:
-        """Whether part of the distribution is taken away. A greedy choice is none to begin with."""
+        """Whether tokens are removed from the distribution before sampling."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def problem(self) -> str | None:
-        """What is wrong with these values, or None."""
-        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
-            return f"temperature must be 0, or between {COLDEST:g} and {HOTTEST:g}, not {self.temperature}"
+        """Return what is invalid about these values, or None."""
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            return (
+                f"temperature must be 0, or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}, not {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             return f"top_p must be in (0, 1], not {self.top_p}"
         if not -1 <= self.top_k < 1 << 31:
-            return f"top_k must be positive, or -1 for off, not {self.top_k}"
+            return f"top_k must be positive, or -1 to disable it, not {self.top_k}"
         if not 0 <= self.min_p <= 1:
             return f"min_p must be in [0, 1], not {self.min_p}"
         if self.max_tokens is not None and self.max_tokens < 1:
             return f"max_tokens must be at least 1, not {self.max_tokens}"
-        if len(self.stop) > MOST_STOPS or not all(self.stop):
-            return f"stop must be at most {MOST_STOPS} strings, none of them empty"
-        if len(self.stop_token_ids) > MOST_STOP_IDS or min(self.stop_token_ids, default=0) < 0:
-            return f"stop_token_ids must be at most {MOST_STOP_IDS} ids, none of them negative"
+        if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
+            return f"stop must be at most {MAX_STOP_STRINGS} non-empty strings"
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS or min(self.stop_token_ids, default=0) < 0:
+            return f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} non-negative ids"
         for name in ("logprobs", "prompt_logprobs"):
-            if not 0 <= (getattr(self, name) or 0) <= MOST_ALTERNATIVES:
-                return f"{name} must be between 0 and {MOST_ALTERNATIVES}, not {getattr(self, name)}"
+            if not 0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS:
+                return f"{name} must be between 0 and {MAX_LOGPROBS}, not {getattr(self, name)}"
         return None
 
 
@@ -82,7 +78,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     stream: bool = False
     urgent: bool = False
-    """To the front of the line: for short requests that ask about the weights of the moment. vLLM does not know it."""
+    """Put the request at the front of the queue. Not a field of vLLM's."""
 
 
 class TopLogprob(msgspec.Struct):
@@ -95,10 +91,10 @@ class TokenLogprob(msgspec.Struct):
     token_id: int
     logprob: float
     token: str
-    """Always `token_id:N`: some clients read the id from here."""
+    """Always `token_id:N`, for clients that read the id from here."""
     rank: int | None = None
     top_logprobs: list[TopLogprob] = []
-    """As many of the likeliest tokens as were asked for."""
+    """The most likely tokens, as many as were requested."""
 
 
 class ChoiceLogprobs(msgspec.Struct):
@@ -115,7 +111,7 @@ class WeightVersionSpan(msgspec.Struct):
     def __post_init__(self) -> None:
         Version.parse(self.version)
         if not 0 <= self.start <= self.end:
-            raise ValueError(f"there are no tokens [{self.start}, {self.end})")
+            raise ValueError(f"[{self.start}, {self.end}) is not a range of tokens")
 
 
 class GenerateChoice(msgspec.Struct):
@@ -126,7 +122,7 @@ class GenerateChoice(msgspec.Struct):
     weight_versions: list[WeightVersionSpan] | None = None
     stop_reason: int | str | None = None
     truncated_logprobs: list[float] | None = None
-    """Of each token among what top_p, top_k and min_p left to choose from, if they took anything away."""
+    """Logprobs in the distribution that top_p, top_k and min_p leave, if they remove anything."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -137,7 +133,7 @@ class PromptLogprob(msgspec.Struct):
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
-    """Found in the prefix cache."""
+    """Prompt tokens that were in the prefix cache."""
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
@@ -157,7 +153,7 @@ class GenerateResponse(msgspec.Struct):
 
 
 class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Load a published directory. The engine checks that its marker names this very version."""
+    """Load a published directory. The engine checks that its marker names this version."""
 
     path: str
     incarnation: int
@@ -165,7 +161,7 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UpdateWeightsResponse(msgspec.Struct):
-    """The acknowledgement: from here on, tokens come from this version."""
+    """Acknowledges that tokens are sampled from this version from now on."""
 
     incarnation: int
     step: int
@@ -174,7 +170,7 @@ class UpdateWeightsResponse(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """`/health`: who this is and what it is doing. `status` is `ok`, or why it is not (then with HTTP status 503)."""
+    """The reply of `/health`. `status` is `ok`, or the reason of a failure (then with HTTP status 503)."""
 
     status: str
     version: str
@@ -183,15 +179,15 @@ class Health(msgspec.Struct):
     waiting: int
     paused: bool
     capacity: int
-    """Requests that the engine runs at once; more wait in line."""
+    """Requests that can run at once; more wait in the queue."""
     max_model_len: int
     vocab_size: int
     engine: str = "embedded"
     """`embedded` or `vllm`."""
     kv_usage: float = 0.0
-    """The share of the KV cache that running requests hold, 0 to 1."""
+    """Fraction of the KV cache that running requests occupy, 0 to 1."""
     preemptions: int = 0
-    """Requests that lost their place in the KV cache since the start, and were computed again."""
+    """Requests that were preempted since the start, and recomputed."""
     stands_still: bool = False
     """Whether the engine waits while the trainer holds the device lock."""
     schema: int = SCHEMA
@@ -211,6 +207,6 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of every 4xx and 5xx, in OpenAI's form."""
+    """The body of every 4xx and 5xx, in OpenAI's format."""
 
     error: ErrorDetail

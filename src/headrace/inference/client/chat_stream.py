@@ -35,7 +35,7 @@ CONNECTING = 10.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Piece(NamedTuple):
+class ReplyChunk(NamedTuple):
     """Some more of a reply."""
 
     kind: Literal["text", "thought", "call"]
@@ -94,7 +94,7 @@ class Reply:
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
 
-    def take(self, event: bytes) -> list[Piece]:
+    def take(self, event: bytes) -> list[ReplyChunk]:
         """Add an event's data; returns what it brought. Raises `OpenAIFailed`."""
         try:
             chunk = msgspec.json.decode(event, type=_Chunk)
@@ -116,16 +116,16 @@ class Reply:
             message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
         return message
 
-    def _add(self, choice: _Choice) -> Iterator[Piece]:
+    def _add(self, choice: _Choice) -> Iterator[ReplyChunk]:
         delta = choice.delta
         self.finish_reason = choice.finish_reason or self.finish_reason
         thought = delta.reasoning_content or delta.reasoning or ""
         self.thought += thought
-        yield Piece("thought", thought)
+        yield ReplyChunk("thought", thought)
         self.text += delta.content or ""
-        yield Piece("text", delta.content or "")
+        yield ReplyChunk("text", delta.content or "")
         for call in delta.tool_calls or ():
-            yield Piece("call", self._add_call(call))
+            yield ReplyChunk("call", self._add_call(call))
 
     def _add_call(self, call: _Call) -> str:
         """Calls may come in parts: first the name, then the arguments bit by bit."""
@@ -183,7 +183,7 @@ class ChatServer:
         except OpenAIError:
             return None
 
-    def stream(self, body: Mapping[str, Any], reply: Reply) -> Iterator[Piece]:
+    def stream(self, body: Mapping[str, Any], reply: Reply) -> Iterator[ReplyChunk]:
         """The reply to a request, piece by piece, also added to `reply`. Raises `OpenAIError`."""
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         url = f"{self.base_url}/chat/completions"

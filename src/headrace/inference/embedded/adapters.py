@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.inference.backend import EngineError, NotServed
+from headrace.inference.backend import EngineError, ModelNotFound
 from headrace.inference.embedded.scheduler import Chunk
 from headrace.inference.weights.errors import WeightsError
 from headrace.transport.adapter import AdapterError, Matrices, read_adapter
@@ -57,7 +57,7 @@ class Adapters:
     def get(self, name: str) -> LoadedAdapter:
         adapter = self._loaded.get(name)
         if adapter is None:
-            raise NotServed(f"model: no adapter {name!r} is loaded")
+            raise ModelNotFound(f"model: no adapter {name!r} is loaded")
         return adapter
 
     def read(self, name: str, directory: Path) -> LoadedAdapter:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.inference.backend import EngineState, EngineStopped, Piece, Result
+from headrace.inference.backend import EngineState, EngineStopped, GenerationResult, TokenChunk
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
@@ -92,10 +92,10 @@ class EmbeddedGeneration:
         self._courier = courier
         request.future.add_done_callback(lambda _: courier.call(self._end))
 
-    async def result(self) -> Result:
+    async def result(self) -> GenerationResult:
         return await asyncio.shield(self._ended)  # whoever gives up waiting says so with `cancel`
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def chunks(self) -> AsyncIterator[TokenChunk]:
         self._request.on_tokens = lambda: self._courier.call(self._news.set)
         sent = 0
         while True:
@@ -134,7 +134,7 @@ class Courier:
         self._calls: deque[Callable[[], None]] = deque()
         self._woken = False
 
-    def future(self) -> asyncio.Future[Result]:
+    def future(self) -> asyncio.Future[GenerationResult]:
         return self._loop.create_future()
 
     def call(self, function: Callable[[], None]) -> None:

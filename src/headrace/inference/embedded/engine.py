@@ -29,6 +29,7 @@ from headrace.inference.backend import (
     EngineState,
     InvalidRequest,
     RequestCancelled,
+    check_request,
 )
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.blocks import BlockPool, blocks_for
@@ -37,7 +38,6 @@ from headrace.inference.embedded.request import Request, Weights
 from headrace.inference.embedded.runner import PlainRunner, Runner
 from headrace.inference.embedded.scheduler import Plan, Scheduler
 from headrace.inference.embedded.stop_strings import Decode, StopStrings
-from headrace.inference.limits import check_request
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.base import Base
 from headrace.inference.weights.link import WeightsReceiver
@@ -189,7 +189,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             finished=dict(self.finished),
             adapters=self.adapters.names,
-            most=None if self.max_waiting is None else self.max_running + self.max_waiting,
+            max_requests=None if self.max_waiting is None else self.max_running + self.max_waiting,
         )
 
     # What the engine's own thread does

@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import BadInput
-from headrace.inference.backend import EngineError
+from headrace.inference.backend import EngineError, resolve_max_model_len
 from headrace.inference.embedded.blocks import BLOCK, blocks_for
 from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.runner import key_shapes
-from headrace.inference.limits import longest_sequence
 from headrace.inference.schema import SamplingParams
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -110,7 +109,7 @@ def _rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def max_model_len(model: Any, configured: int | None) -> int:
-    return longest_sequence(getattr(model.config.get_text_config(), "max_position_embeddings", None), configured)
+    return resolve_max_model_len(getattr(model.config.get_text_config(), "max_position_embeddings", None), configured)
 
 
 def kv_blocks(model: Any, longest: int, max_running: int, memory: int) -> int:

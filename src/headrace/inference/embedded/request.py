@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.inference.backend import Alternatives, EngineError, Piece, Result
+from headrace.inference.backend import EngineError, GenerationResult, TokenChunk, TopLogprobs
 from headrace.inference.embedded.blocks import BLOCK, next_name, root_name
 from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
@@ -54,10 +54,10 @@ class Request:
         self._random = shared_random if params.seed is None else random.Random(params.seed % SEEDS)
         self._uniform: float | None = None
         self.logprobs: list[float] = []
-        self.top_logprobs: list[Alternatives] | None = [] if params.logprobs else None
+        self.top_logprobs: list[TopLogprobs] | None = [] if params.logprobs else None
         self.truncated_logprobs: list[float] | None = [] if params.truncates else None
         self.prompt_logprobs: list[float] | None = None
-        self.prompt_top_logprobs: list[Alternatives] | None = None
+        self.prompt_top_logprobs: list[TopLogprobs] | None = None
         self.blocks: list[int] = []
         """Where its keys and values are, in order."""
         self.computed = 0
@@ -67,7 +67,7 @@ class Request:
         self.losses = 0
         """How often it has lost its blocks."""
         self.cached_tokens = 0
-        self.future: Future[Result] = Future()
+        self.future: Future[GenerationResult] = Future()
         self.future.set_running_or_notify_cancel()  # a future's own cancel() would free no block
         self.on_tokens: Callable[[], None] | None = None
         """Called on the engine's thread after a step that sampled for this request."""
@@ -148,7 +148,7 @@ class Request:
             self._uniform = self._random.random()
         return self._uniform
 
-    def add(self, token: int, logprob: float, log_mass: float = 0.0, top: Alternatives | None = None) -> bool:
+    def add(self, token: int, logprob: float, log_mass: float = 0.0, top: TopLogprobs | None = None) -> bool:
         """Append a sampled token; True if it was the last. `log_mass` is that of what it was chosen from."""
         self._uniform = None
         self.is_proven = True
@@ -163,10 +163,10 @@ class Request:
             self._stopped_by = self._stop_strings.completed(self.params.stop, self.tokens, self.prompt_length)
         return self._stopped_by is not None or token in self.stop_ids or len(self.logprobs) >= self.max_new
 
-    def piece(self, start: int) -> Piece:
+    def piece(self, start: int) -> TokenChunk:
         """What was sampled from the `start`th token on."""
         end = len(self.logprobs)
-        return Piece(
+        return TokenChunk(
             self.tokens[self.prompt_length + start : self.prompt_length + end],
             self.logprobs[start:end],
             None if self.top_logprobs is None else self.top_logprobs[start:end],
@@ -182,7 +182,7 @@ class Request:
         ends = [start for _, start in self._spans[1:]] + [len(sampled)]
         named = last if last in self.params.stop_token_ids else None
         self.future.set_result(
-            Result(
+            GenerationResult(
                 sampled,
                 self.logprobs,
                 [(version, start, end) for (version, start), end in zip(self._spans, ends, strict=True)],

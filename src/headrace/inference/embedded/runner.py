@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headrace.inference.backend import Alternatives
+from headrace.inference.backend import TopLogprobs
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.batch import make_batch
 from headrace.inference.embedded.blocks import BLOCK
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     """Not a number where logits were none."""
     log_masses: Sequence[float] | None
     """Of what each was chosen from; None: of everything."""
-    alternatives: dict[Request, Alternatives]
+    alternatives: dict[Request, TopLogprobs]
     """Of those that asked for some."""
 
 
@@ -202,7 +202,7 @@ def rows_of(logits: Tensor, rows: list[int]) -> Tensor:
     return logits[: len(rows)] if in_order else logits[torch.tensor(rows, device=logits.device)]
 
 
-def alternatives(requests: Sequence[Request], logits: Tensor) -> dict[Request, Alternatives]:
+def alternatives(requests: Sequence[Request], logits: Tensor) -> dict[Request, TopLogprobs]:
     """The likeliest tokens beside the chosen one, for those that asked."""
     asked = [row for row, request in enumerate(requests) if request.params.logprobs]
     if not asked:

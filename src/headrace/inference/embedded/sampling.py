@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.inference.backend import Alternatives
+from headrace.inference.backend import TopLogprobs
 from headrace.inference.schema import SamplingParams
 
 TILE = 256
@@ -99,7 +99,7 @@ def truncate(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return torch.zeros_like(probs).scatter(-1, order, ordered)
 
 
-def likeliest(logprobs: Tensor, counts: Sequence[int]) -> list[Alternatives]:
+def likeliest(logprobs: Tensor, counts: Sequence[int]) -> list[TopLogprobs]:
     """As many of the most likely tokens of each row as its count says."""
     most = min(max(counts), logprobs.shape[-1])
     values, tokens = logprobs.topk(most, -1)

@@ -22,8 +22,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from headrace.inference.backend import Backend, Generation, InvalidRequest, NotServed, Piece, Result
-from headrace.inference.limits import check_prompt
+from headrace.inference.backend import (
+    Backend,
+    Generation,
+    GenerationResult,
+    InvalidRequest,
+    ModelNotFound,
+    TokenChunk,
+    check_prompt,
+    check_token_ids,
+)
 from headrace.inference.schema import (
     SESSION_HEADER,
     Health,
@@ -34,7 +42,7 @@ from headrace.inference.schema import (
 from headrace.inference.server import chat_stream, generate
 from headrace.inference.server.chat import Chat, ChatRequest
 from headrace.inference.server.completions import CompletionRequest, Completions
-from headrace.inference.server.generate import GenerateBody, check_ids
+from headrace.inference.server.generate import GenerateBody
 from headrace.inference.server.json_values import holds_more
 from headrace.inference.server.keys import Keys
 from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
@@ -181,7 +189,7 @@ class App:
                 )
 
             def text() -> str:
-                check_ids(body.tokens, self.backend.vocab_size, "tokens")
+                check_token_ids(body.tokens, self.backend.vocab_size, "tokens")
                 return self._chat.tokenizer.decode(body.tokens)
 
             return reply({"prompt": await self._beside(http, text)})
@@ -244,7 +252,7 @@ class App:
         adapter = self._adapter(model)
         session = http.headers.get(SESSION_HEADER)
         _refuse_long_name(cache_salt, "cache_salt")
-        most = self.backend.state().most if len(asked) > 1 else None
+        most = self.backend.state().max_requests if len(asked) > 1 else None
         if most is not None and len(asked) > most:
             raise InvalidRequest(
                 f"n: {len(asked)} answers, n for each prompt, are more than the {most} that this server can hold, "
@@ -264,10 +272,10 @@ class App:
             raise
         return generations
 
-    async def _results(self, http: HttpRequest, generations: Sequence[Generation]) -> list[Result]:
+    async def _results(self, http: HttpRequest, generations: Sequence[Generation]) -> list[GenerationResult]:
         """Wait for all; a client that hangs up, and one that fails, cancel the others."""
 
-        async def wait() -> list[Result]:
+        async def wait() -> list[GenerationResult]:
             if len(generations) == 1:  # by far the most: spare them a task
                 return [await generations[0].result()]
             return await asyncio.gather(*[generation.result() for generation in generations])
@@ -278,7 +286,9 @@ class App:
             for generation in generations:
                 generation.cancel()
 
-    async def _news(self, generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece | Result]]:
+    async def _news(
+        self, generations: Sequence[Generation]
+    ) -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
         """What comes of a streamed answer, with the time to its first token noted."""
         began: float | None = time.monotonic()
         async with contextlib.aclosing(news_of(generations)) as all_news:  # type: ignore[type-var]
@@ -366,7 +376,7 @@ class App:
             return None
         if name in self.backend.state().adapters:
             return name
-        raise NotServed(f"model: {name!r} is not served here; {self.model_name!r} is")
+        raise ModelNotFound(f"model: {name!r} is not served here; {self.model_name!r} is")
 
     def _refuse_long(self, text: str, field: str, times: int = 1) -> None:
         """A text that is too long by far, more than so many times the longest, is not even made into tokens."""

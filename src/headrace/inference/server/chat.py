@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
-from headrace.inference.backend import InvalidRequest, Piece, Result
-from headrace.inference.schema import MOST_ALTERNATIVES, SamplingParams
+from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
+from headrace.inference.schema import MAX_LOGPROBS, SamplingParams
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.text import cut_end
 from headrace.inference.server.token_text import TokenText
@@ -97,20 +97,20 @@ class Chat:
         """How to sample each of the choices."""
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs wants logprobs = true beside it")
-        if not 0 <= (body.top_logprobs or 0) <= MOST_ALTERNATIVES:
-            raise InvalidRequest(f"top_logprobs must be between 0 and {MOST_ALTERNATIVES}, not {body.top_logprobs}")
+        if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}")
         return body.sampling(
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             stop_token_ids=[*([] if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])],
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
 
-    def reply(self, body: ChatRequest, prompt: list[int], results: Sequence[Result]) -> dict[str, Any]:
+    def reply(self, body: ChatRequest, prompt: list[int], results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The whole reply at once."""
         choices = []
         for index, result in enumerate(results):
             message, reason = self.message(body, prompt, result)
-            tokens = Piece(result.token_ids, result.logprobs, result.top_logprobs)
+            tokens = TokenChunk(result.token_ids, result.logprobs, result.top_logprobs)
             ending = {"finish_reason": reason, "stop_reason": result.stop_reason}
             choice = {"index": index, "message": {"role": "assistant", **message}, **ending}
             choices.append({**choice, **self.of_tokens(body, tokens)})
@@ -119,7 +119,7 @@ class Chat:
             head["prompt_token_ids"] = prompt
         return {**head, "choices": choices, "usage": usage_of(len(prompt), results, len(results))}
 
-    def message(self, body: ChatRequest, prompt: list[int], result: Result) -> tuple[dict[str, Any], str]:
+    def message(self, body: ChatRequest, prompt: list[int], result: GenerationResult) -> tuple[dict[str, Any], str]:
         """The parsed message, and why it ended."""
         parsed = self.parse(body, prompt, result.token_ids)
         stops = body.stops if isinstance(result.stop_reason, str) else []
@@ -146,7 +146,7 @@ class Chat:
             parsed.reasoning_content = self._control.sub("", parsed.reasoning_content)
         return parsed
 
-    def of_tokens(self, body: ChatRequest, tokens: Piece) -> dict[str, Any]:
+    def of_tokens(self, body: ChatRequest, tokens: TokenChunk) -> dict[str, Any]:
         """What a choice says of its tokens, as far as it was asked to."""
         said: dict[str, Any] = {"logprobs": self.token_text.chat_logprobs(tokens) if body.logprobs else None}
         return {**said, "token_ids": tokens.token_ids} if body.return_token_ids else said

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from headrace.inference.backend import Piece, Result
+from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.server.chat import Chat, ChatRequest
 from headrace.inference.server.openai_request import envelope, usage_of
 from headrace.inference.server.streaming import DONE, News, event
@@ -22,13 +22,13 @@ async def streamed(chat: Chat, body: ChatRequest, prompt: list[int], news: News,
     """The choices as they come, each with its role first and its finish reason last; then `[DONE]`."""
     head = envelope("chatcmpl", "chat.completion.chunk", body.model or chat.model_name)
     replies = [_Reply(chat, body, prompt, index) for index in range(count)]
-    results: dict[int, Result] = {}
+    results: dict[int, GenerationResult] = {}
     for reply in replies:
         asked = {"prompt_token_ids": prompt} if body.return_token_ids and reply is replies[0] else {}
         yield event({**head, **asked, "choices": [reply.chunk({"role": "assistant", "content": ""})]})
     async with contextlib.aclosing(news):  # type: ignore[type-var]
         async for index, found in news:
-            if isinstance(found, Result):
+            if isinstance(found, GenerationResult):
                 results[index] = found
             for choice in replies[index].advance(found):
                 yield event({**head, "choices": [choice]})
@@ -51,13 +51,13 @@ class _Reply:
         self._thinking = GrowingText(body.stops, needles)
         self._content = GrowingText(body.stops, needles)
 
-    def advance(self, found: Piece | Result) -> Iterator[dict[str, Any]]:
-        if isinstance(found, Result):
+    def advance(self, found: TokenChunk | GenerationResult) -> Iterator[dict[str, Any]]:
+        if isinstance(found, GenerationResult):
             yield from self._end(found)
         elif self._progress.add(found):
             yield from self._tell(self._grown())
 
-    def chunk(self, delta: dict[str, Any], tokens: Piece | None = None, **more: Any) -> dict[str, Any]:
+    def chunk(self, delta: dict[str, Any], tokens: TokenChunk | None = None, **more: Any) -> dict[str, Any]:
         said = self._chat.of_tokens(self._body, tokens) if tokens is not None else {"logprobs": None}
         return {"index": self._index, "delta": delta, "finish_reason": None, **said, **more}
 
@@ -68,7 +68,7 @@ class _Reply:
         said = "" if self._body.tools else self._content.more(parsed.content)
         return _without_empty({"reasoning_content": thought, "content": said})
 
-    def _end(self, result: Result) -> Iterator[dict[str, Any]]:
+    def _end(self, result: GenerationResult) -> Iterator[dict[str, Any]]:
         self._progress.complete(result)
         message, reason = self._chat.message(self._body, self._prompt, result)
         calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls", []))]

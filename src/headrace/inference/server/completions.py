@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from headrace.inference.backend import InvalidRequest, Piece, Result
+from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server.generate import prompt_tables
 from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
@@ -88,7 +88,9 @@ class Completions:
             raise InvalidRequest("prompt must be a text or a list of token ids, or a list of either")
         return self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
 
-    def reply(self, body: CompletionRequest, prompts: list[list[int]], results: Sequence[Result]) -> dict[str, Any]:
+    def reply(
+        self, body: CompletionRequest, prompts: list[list[int]], results: Sequence[GenerationResult]
+    ) -> dict[str, Any]:
         """All choices, those of the first prompt first."""
         results = [_without_tokens(result) for result in results] if body.only_scores else results
         choices = [
@@ -98,7 +100,9 @@ class Completions:
         head = envelope("cmpl", "text_completion", body.model or self.model_name)
         return {**head, "choices": choices, "usage": usage}
 
-    def _choice(self, body: CompletionRequest, index: int, prompt: list[int], result: Result) -> dict[str, Any]:
+    def _choice(
+        self, body: CompletionRequest, index: int, prompt: list[int], result: GenerationResult
+    ) -> dict[str, Any]:
         before = self.echoed(body, index, prompt)
         choice: dict[str, Any] = {
             "index": index,
@@ -113,7 +117,7 @@ class Completions:
             choice |= {"prompt_token_ids": prompt, "token_ids": result.token_ids}
         return choice
 
-    def _logprobs(self, body: CompletionRequest, prompt: list[int], result: Result) -> dict[str, Any]:
+    def _logprobs(self, body: CompletionRequest, prompt: list[int], result: GenerationResult) -> dict[str, Any]:
         """Of the completion; with `echo`, of the prompt before it, of whose first token nothing is known."""
         scores: list[float | None] = [*result.logprobs]
         tops = result.top_logprobs or [[]] * len(scores)
@@ -131,10 +135,10 @@ class Completions:
         """The choices as they come, then `[DONE]`."""
         head = envelope("cmpl", "text_completion", body.model or self.model_name)
         replies = [_Reply(self, body, index, prompts[index // body.choices]) for index in range(count)]
-        results: dict[int, Result] = {}
+        results: dict[int, GenerationResult] = {}
         async with contextlib.aclosing(news):  # type: ignore[type-var]
             async for index, found in news:
-                if isinstance(found, Result):
+                if isinstance(found, GenerationResult):
                     found = _without_tokens(found) if body.only_scores else found
                     results[index] = found
                 choice = replies[index].advance(found)
@@ -148,7 +152,7 @@ class Completions:
     def text_of(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def said(self, body: CompletionRequest, result: Result) -> str:
+    def said(self, body: CompletionRequest, result: GenerationResult) -> str:
         """All of the completion, without the stop string that ended it."""
         return cut(self.text_of(result.token_ids), body.stops if isinstance(result.stop_reason, str) else [])
 
@@ -175,10 +179,10 @@ class _Reply:
         self._text = GrowingText(body.stops, ())
         self._offsets = Offsets()
 
-    def advance(self, found: Piece | Result) -> dict[str, Any] | None:
+    def advance(self, found: TokenChunk | GenerationResult) -> dict[str, Any] | None:
         """The next chunk, if there is anything to say."""
         body, completions = self._body, self._completions
-        if isinstance(found, Result):
+        if isinstance(found, GenerationResult):
             self._progress.complete(found)
             text = self._text.rest(completions.said(body, found))
             return self._chunk(text, finish_reason=found.finish_reason, stop_reason=found.stop_reason)
@@ -207,6 +211,8 @@ class _Reply:
         return chunk
 
 
-def _without_tokens(result: Result) -> Result:
+def _without_tokens(result: GenerationResult) -> GenerationResult:
     """A result of which only the scores of the prompt were asked for."""
-    return Result([], [], [], "length", None, result.prompt_logprobs, prompt_top_logprobs=result.prompt_top_logprobs)
+    return GenerationResult(
+        [], [], [], "length", None, result.prompt_logprobs, prompt_top_logprobs=result.prompt_top_logprobs
+    )

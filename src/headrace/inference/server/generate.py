@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.inference.backend import Alternatives, InvalidRequest, Piece, Result
+from headrace.inference.backend import GenerationResult, TokenChunk, TopLogprobs
 from headrace.inference.schema import (
     ChoiceLogprobs,
     GenerateChoice,
@@ -75,7 +75,7 @@ class ChoiceDelta(msgspec.Struct, omit_defaults=True):
     truncated_logprobs: list[float] | None = None
 
 
-def whole_response(body: GenerateBody, result: Result, model_name: str) -> GenerateResponse:
+def whole_response(body: GenerateBody, result: GenerationResult, model_name: str) -> GenerateResponse:
     wanted = body.sampling_params.logprobs is not None
     choice = GenerateChoice(
         index=0,
@@ -106,7 +106,7 @@ async def streamed(body: GenerateBody, news: News, model_name: str) -> AsyncIter
     sent = 0
     async with contextlib.aclosing(news):  # type: ignore[type-var]
         async for _, found in news:
-            if isinstance(found, Piece):
+            if isinstance(found, TokenChunk):
                 sent += len(found.token_ids)
                 delta = ChoiceDelta(0, found.token_ids, None, _logprobs(found) if wanted else None)
                 yield event({**head, "choices": [delta]})
@@ -115,10 +115,10 @@ async def streamed(body: GenerateBody, news: News, model_name: str) -> AsyncIter
     yield DONE
 
 
-def _ending(body: GenerateBody, result: Result, sent: int, wanted: bool) -> dict[str, Any]:
+def _ending(body: GenerateBody, result: GenerationResult, sent: int, wanted: bool) -> dict[str, Any]:
     """What the last event holds; no tokens, if they came as they should."""
     tops = None if result.top_logprobs is None else result.top_logprobs[sent:]
-    left = Piece(result.token_ids[sent:], result.logprobs[sent:], tops)
+    left = TokenChunk(result.token_ids[sent:], result.logprobs[sent:], tops)
     choice = ChoiceDelta(
         0,
         left.token_ids,
@@ -133,15 +133,8 @@ def _ending(body: GenerateBody, result: Result, sent: int, wanted: bool) -> dict
     return ending if tables is None else {**ending, "prompt_logprobs": tables}
 
 
-def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
-    """Raises `InvalidRequest` for ids that no tokenizer takes."""
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequest(f"{field} holds {wrong}, but the vocabulary has {vocab_size} tokens")
-
-
 def prompt_tables(
-    token_ids: list[int], result: Result, names: TokenText | None = None
+    token_ids: list[int], result: GenerationResult, names: TokenText | None = None
 ) -> list[dict[int, PromptLogprob] | None] | None:
     """vLLM's form: for each token a table with it and its alternatives, none for the first, which nothing predicts."""
     if result.prompt_logprobs is None:
@@ -151,7 +144,7 @@ def prompt_tables(
     return [None, *(_table(token, logprob, others, names) for token, logprob, others in known)]
 
 
-def _table(token: int, logprob: float, others: Alternatives, names: TokenText | None) -> dict[int, PromptLogprob]:
+def _table(token: int, logprob: float, others: TopLogprobs, names: TokenText | None) -> dict[int, PromptLogprob]:
     ranks = {other: rank for rank, (other, _) in enumerate(others, 1)}
     found = {token: logprob, **dict(others)}
     return {
@@ -160,7 +153,7 @@ def _table(token: int, logprob: float, others: Alternatives, names: TokenText | 
     }
 
 
-def _logprobs(tokens: Piece | Result) -> ChoiceLogprobs:
+def _logprobs(tokens: TokenChunk | GenerationResult) -> ChoiceLogprobs:
     tops = tokens.top_logprobs or [[]] * len(tokens.token_ids)
     return ChoiceLogprobs(
         [
@@ -175,5 +168,5 @@ def _logprobs(tokens: Piece | Result) -> ChoiceLogprobs:
     )
 
 
-def _spans(result: Result) -> list[WeightVersionSpan]:
+def _spans(result: GenerationResult) -> list[WeightVersionSpan]:
     return [WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans]

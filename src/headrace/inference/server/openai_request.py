@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.inference.backend import InvalidRequest, Result
+from headrace.inference.backend import GenerationResult, InvalidRequest
 from headrace.inference.schema import PromptTokensDetails, SamplingParams, Usage
 
 MOST_CHOICES = 128
@@ -162,7 +162,7 @@ def envelope(prefix: str, kind: str, model_name: str) -> dict[str, Any]:
     return {"id": identity, "object": kind, "created": int(time.time()), "model": model_name}
 
 
-def usage_of(prompt_tokens: int, results: Sequence[Result], choices: int) -> Usage:
+def usage_of(prompt_tokens: int, results: Sequence[GenerationResult], choices: int) -> Usage:
     """Of results in order, so many for each prompt. A prompt counts once, and so does what the cache had of it."""
     completion = sum(len(result.token_ids) for result in results)
     cached = sum(result.cached_tokens for result in results[::choices])

@@ -20,7 +20,7 @@ from headrace.inference.backend import (
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
-    NotServed,
+    ModelNotFound,
     RequestCancelled,
 )
 from headrace.inference.schema import SCHEMA_HEADER, ErrorDetail, ErrorResponse
@@ -145,7 +145,7 @@ def answering(handler: Handler) -> Handler:
 def error_reply(error: Exception) -> Response:
     """The reply to an error of a known kind; any other is a bug, and is raised on."""
     match error:
-        case NotServed():
+        case ModelNotFound():
             return reply(error_body(str(error), "not_found_error"), 404)
         case WeightsUnreachable():
             return reply(error_body(str(error), "bad_gateway"), 502)

@@ -11,11 +11,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.inference.backend import EngineError, Generation, InvalidRequest, Piece, Result
+from headrace.inference.backend import EngineError, Generation, GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.server.replies import HEADERS, ClientGone, error_reply
 
 T = TypeVar("T")
-News = AsyncIterator[tuple[int, Piece | Result]]
+News = AsyncIterator[tuple[int, TokenChunk | GenerationResult]]
 """Which of the requests it comes from, and a piece of it or, once, its result."""
 
 DONE = b"data: [DONE]\n\n"
@@ -27,11 +27,11 @@ def event(body: Any) -> bytes:
 
 async def news_of(generations: Sequence[Generation]) -> News:
     """What the requests produce, in the order it comes. Ends after the last result; raises `EngineError`."""
-    arrived: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, TokenChunk | GenerationResult | Exception]] = asyncio.Queue()
 
     async def follow(index: int, generation: Generation) -> None:
         try:
-            async for piece in generation.pieces():
+            async for piece in generation.chunks():
                 arrived.put_nowait((index, piece))
             arrived.put_nowait((index, await generation.result()))
         except Exception as error:
@@ -44,7 +44,7 @@ async def news_of(generations: Sequence[Generation]) -> News:
             index, found = await arrived.get()
             if isinstance(found, Exception):
                 raise found
-            left -= isinstance(found, Result)
+            left -= isinstance(found, GenerationResult)
             yield index, found
     finally:
         for task in following:

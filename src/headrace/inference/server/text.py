@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from headrace.inference.backend import Alternatives, Piece, Result
+from headrace.inference.backend import GenerationResult, TokenChunk, TopLogprobs
 
 MARKERS = ("<think>", "</think>", "<tool_call>")
 """Where texts become something else. Some models write them in several tokens."""
@@ -82,11 +82,11 @@ class Progress:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._alternatives: list[Alternatives] = []
+        self._alternatives: list[TopLogprobs] = []
         self._sent = 0
         self._looked_at = 0
 
-    def add(self, piece: Piece) -> bool:
+    def add(self, piece: TokenChunk) -> bool:
         """Whether it is time to look at the text again."""
         self.token_ids += piece.token_ids
         self._logprobs += piece.logprobs
@@ -96,12 +96,12 @@ class Progress:
         self._looked_at = len(self.token_ids)
         return True
 
-    def complete(self, result: Result) -> None:
+    def complete(self, result: GenerationResult) -> None:
         self.token_ids = result.token_ids
         self._logprobs = result.logprobs
         self._alternatives = result.top_logprobs or []
 
-    def unsent(self) -> Piece:
+    def unsent(self) -> TokenChunk:
         """What came since the last call."""
         start, self._sent = self._sent, len(self.token_ids)
-        return Piece(self.token_ids[start:], self._logprobs[start:], self._alternatives[start:] or None)
+        return TokenChunk(self.token_ids[start:], self._logprobs[start:], self._alternatives[start:] or None)

@@ -6,7 +6,7 @@ import codecs
 import re
 from typing import Any
 
-from headrace.inference.backend import Alternatives, Piece
+from headrace.inference.backend import TokenChunk, TopLogprobs
 from headrace.inference.server.text import BROKEN
 from headrace.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
-    def chat_logprobs(self, piece: Piece) -> dict[str, Any]:
+    def chat_logprobs(self, piece: TokenChunk) -> dict[str, Any]:
         """The form of `/v1/chat/completions`."""
         tops = piece.top_logprobs or [[]] * len(piece.token_ids)
         return {
@@ -77,7 +77,7 @@ class TokenText:
         }
 
     def completion_logprobs(
-        self, token_ids: list[int], logprobs: list[float | None], tops: list[Alternatives] | None, offsets: Offsets
+        self, token_ids: list[int], logprobs: list[float | None], tops: list[TopLogprobs] | None, offsets: Offsets
     ) -> dict[str, Any]:
         """The form of `/v1/completions`; `offsets` have met the tokens before these."""
         tables = [

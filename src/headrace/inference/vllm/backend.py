@@ -23,7 +23,7 @@ from headrace.inference.backend import (
     EngineState,
     EngineStopped,
     InvalidRequest,
-    NotServed,
+    ModelNotFound,
 )
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
@@ -124,10 +124,10 @@ class VllmBackend:
 
     async def _reports_untruncated(self) -> bool:
         """Whether a token that was the only one left to choose has the logprob that it has among all."""
-        free = SamplingParams(temperature=wire.HOTTEST, max_tokens=1, logprobs=1)
+        free = SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=1)
         alone = [
-            SamplingParams(temperature=wire.HOTTEST, max_tokens=1, logprobs=0, top_k=1),
-            SamplingParams(temperature=wire.HOTTEST, max_tokens=1, logprobs=0, min_p=1.0),
+            SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=0, top_k=1),
+            SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=0, min_p=1.0),
         ]
         likeliest: list[float] = []
         for token in range(0, self.vocab_size, -(-self.vocab_size // TRIED)):
@@ -215,7 +215,7 @@ class VllmBackend:
         if adapter is None:
             return (self._model_name, False) if policy is None else (policy, True)
         if self._adapters is None or adapter not in self._adapters.names:
-            raise NotServed(f"no adapter {adapter!r} is loaded")
+            raise ModelNotFound(f"no adapter {adapter!r} is loaded")
         return self._adapters.names[adapter], False
 
     def _salt(self, salt: str | None) -> str | None:
@@ -345,7 +345,7 @@ class VllmBackend:
     async def unload_adapter(self, name: str) -> None:
         async with self._changing:
             if self._adapters is None or name not in self._adapters.names:
-                raise NotServed(f"no adapter {name!r} is loaded")
+                raise ModelNotFound(f"no adapter {name!r} is loaded")
             await self._adapters.unload(self._control, name)
 
     async def failure(self) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from headrace.inference.backend import EngineError, EngineStopped, Piece, RequestCancelled, Result
+from headrace.inference.backend import EngineError, EngineStopped, GenerationResult, RequestCancelled, TokenChunk
 from headrace.inference.client.http import HttpClient, Refused, Unreachable
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
@@ -51,19 +51,19 @@ class VllmGeneration:
         """Which weights were loaded when it had how many tokens, for a vLLM that does not tell."""
         self.pinned = pinned
         """Whether the version that it began with samples all of it."""
-        self._pieces: list[Piece] = []
+        self._pieces: list[TokenChunk] = []
         self._news = asyncio.Event()
         self._streams = False
         self._task: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[Result] = loop.create_future()
+        self._ended: asyncio.Future[GenerationResult] = loop.create_future()
         self._timer = loop.call_later(BEGIN_BY, self._start)
 
-    async def result(self) -> Result:
+    async def result(self) -> GenerationResult:
         self._start()
         return await asyncio.shield(self._ended)  # whoever gives up waiting says so with `cancel`
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def chunks(self) -> AsyncIterator[TokenChunk]:
         self._streams |= self._task is None and self._params.prompt_logprobs is None  # which no stream carries
         self._start()
         sent = 0
@@ -105,7 +105,7 @@ class VllmGeneration:
         else:
             self._end(result)
 
-    async def _whole(self) -> Result:
+    async def _whole(self) -> GenerationResult:
         answer = await self._http.request("POST", self._url, wire.ROUTE, self._body(False), FOREVER, self._headers)
         if answer.status != 200:
             problem = wire.problem_of(answer.content)
@@ -115,7 +115,7 @@ class VllmGeneration:
         self._pieces.append(wire.piece(choice, self._params))
         return self._result(found, choice)
 
-    async def _streamed(self) -> Result:
+    async def _streamed(self) -> GenerationResult:
         events = self._http.stream("POST", self._url, wire.ROUTE, self._body(True), FOREVER, self._headers)
         last, end = wire.Answer(), wire.Choice()
         async with contextlib.aclosing(events):
@@ -136,14 +136,14 @@ class VllmGeneration:
                 raise await self._why(f"vLLM refused the request: {problem}", dying=dying) from refused
         return self._result(last, end)
 
-    def _result(self, answer: wire.Answer, choice: wire.Choice) -> Result:
+    def _result(self, answer: wire.Answer, choice: wire.Choice) -> GenerationResult:
         """All of it: `answer` has the usage, `choice` how it ended."""
         reason = wire.how_it_ended(choice)
         tokens = [token for piece in self._pieces for token in piece.token_ids]
         tops = [best for piece in self._pieces for best in piece.top_logprobs or []]
         prompt, prompt_tops = wire.prompt_logprobs(answer, self._token_ids, self._params)
         spans = [] if self.pinned else wire.stamped_spans(choice)
-        return Result(
+        return GenerationResult(
             tokens,
             [logprob for piece in self._pieces for logprob in piece.logprobs],
             spans or wire.counted_spans(self.marks, len(tokens)),
@@ -171,11 +171,11 @@ class VllmGeneration:
         await asyncio.wait({self._dead}, timeout=DYING if dying else 0)
         return EngineStopped(self._dead.result()) if self._dead.done() else EngineError(problem)
 
-    def _end(self, outcome: Result | EngineError) -> None:
+    def _end(self, outcome: GenerationResult | EngineError) -> None:
         if self._ended.done():
             return
         self._timer.cancel()
-        if isinstance(outcome, Result):
+        if isinstance(outcome, GenerationResult):
             self._ended.set_result(outcome)
         else:
             self._ended.set_exception(outcome)

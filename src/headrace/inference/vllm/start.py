@@ -11,10 +11,9 @@ from pathlib import Path
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.inference.backend import EngineError
+from headrace.inference.backend import EngineError, resolve_max_model_len
 from headrace.inference.client.http import HttpClient
-from headrace.inference.limits import longest_sequence
-from headrace.inference.schema import MOST_ALTERNATIVES
+from headrace.inference.schema import MAX_LOGPROBS
 from headrace.inference.vllm.adapters import Adapters, rank_for
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.model_facts import ModelFacts, read_facts
@@ -50,7 +49,7 @@ async def start_vllm(
     """
     refuse_arguments(config.vllm.args)
     facts = read_facts(directory, eos_token_id)
-    max_model_len = longest_sequence(facts.positions, config.max_model_len)
+    max_model_len = resolve_max_model_len(facts.positions, config.max_model_len)
     on_gpu = bool(visible_gpus())
     _allow_many_connections()
     room = Room()
@@ -109,7 +108,7 @@ def arguments(
         "--seed": config.seed,
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": MOST_ALTERNATIVES + 1,
+        "--max-logprobs": MAX_LOGPROBS + 1,
         "--scheduling-policy": "priority",
         "--worker-extension-cls": WORKER,
         "--tensor-parallel-size": vllm.tensor_parallel_size if vllm.tensor_parallel_size > 1 else None,

@@ -11,9 +11,16 @@ from typing import Any
 
 import msgspec
 
-from headrace.inference.backend import Alternatives, EngineError, InvalidRequest, Piece, RequestCancelled
+from headrace.inference.backend import (
+    EngineError,
+    InvalidRequest,
+    RequestCancelled,
+    TokenChunk,
+    TopLogprobs,
+    check_request,
+    check_token_ids,
+)
 from headrace.inference.client.prompt_scores import CERTAINLY_NOT
-from headrace.inference.limits import check_request
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
@@ -22,7 +29,7 @@ ID_PREFIX = "generate-tokens-"
 """What vLLM writes before the ids of requests on this route."""
 FINAL_ONLY = 2
 """vLLM's number for outputs that come once, at the end."""
-COLDEST, HOTTEST = 0.01, 2.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """The temperatures that vLLM samples at; lower ones it would change without a word."""
 SEEDS = 2**63
 """Seeds that it knows; -1 it would take for none."""
@@ -106,12 +113,11 @@ class _Error(msgspec.Struct):
 def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
     """Raise `InvalidRequest` for what vLLM must never see."""
     check_request(token_ids, params, vocab_size, max_model_len)
-    for token in params.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"stop_token_ids holds {token}, which is outside the vocabulary of {vocab_size}")
-    if params.temperature and not COLDEST <= params.temperature <= HOTTEST:
+    check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise InvalidRequest(
-            f"temperature must be 0 or between {COLDEST} and {HOTTEST:g} with vLLM, not {params.temperature}"
+            f"temperature must be 0 or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE:g} with vLLM, "
+            f"not {params.temperature}"
         )
     if params.prompt_logprobs is not None and params.temperature not in (0.0, 1.0):
         raise InvalidRequest(
@@ -166,7 +172,7 @@ def request_body(
     return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
 
 
-def piece(choice: Choice, params: SamplingParams) -> Piece:
+def piece(choice: Choice, params: SamplingParams) -> TokenChunk:
     """The tokens of a choice, with the logprobs that were asked for."""
     tokens = choice.token_ids or []
     content = [] if choice.logprobs is None else choice.logprobs.content or []
@@ -175,13 +181,13 @@ def piece(choice: Choice, params: SamplingParams) -> Piece:
         raise EngineError(f"vLLM sent {len(tokens)} tokens, and logprobs of {len(logprobs)}")
     _refuse_broken(logprobs, tokens, "sampled")
     if not params.logprobs:
-        return Piece(tokens, logprobs)
-    return Piece(tokens, logprobs, [_best(_pairs(entry.top_logprobs), params.logprobs) for entry in content])
+        return TokenChunk(tokens, logprobs)
+    return TokenChunk(tokens, logprobs, [_best(_pairs(entry.top_logprobs), params.logprobs) for entry in content])
 
 
 def prompt_logprobs(
     answer: Answer, token_ids: Sequence[int], params: SamplingParams
-) -> tuple[list[float] | None, list[Alternatives] | None]:
+) -> tuple[list[float] | None, list[TopLogprobs] | None]:
     """Of each prompt token, and of those that were likelier there; the first has none."""
     if params.prompt_logprobs is None:
         return None, None
@@ -242,9 +248,9 @@ def _refuse_broken(logprobs: Sequence[float], tokens: Sequence[int], kind: str) 
             raise EngineError(f"vLLM gave the {kind} token {token} the logprob {logprob:g}, which is not a number")
 
 
-def _pairs(entries: Iterable[_Logprob]) -> Alternatives:
+def _pairs(entries: Iterable[_Logprob]) -> TopLogprobs:
     return [(entry.id, entry.logprob) for entry in entries]
 
 
-def _best(pairs: Alternatives, count: int) -> Alternatives:
+def _best(pairs: TopLogprobs, count: int) -> TopLogprobs:
     return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]

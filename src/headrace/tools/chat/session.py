@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from headrace.errors import BadInput
-from headrace.inference.client.chat_stream import ChatServer, Piece, Reply
+from headrace.inference.client.chat_stream import ChatServer, Reply, ReplyChunk
 from headrace.inference.client.openai_client import ModelEntry, OpenAIError, OpenAIRejected
 from headrace.tools.chat.commands import Leave, obey, question_in, read_line
 from headrace.tools.chat.conversation import Conversation
@@ -27,7 +27,7 @@ class Session:
     def __init__(self, server: ChatServer, model: ModelEntry, conversation: Conversation) -> None:
         self.server, self.model, self.conversation = server, model, conversation
 
-    def pieces(self, question: str, reply: Reply) -> Generator[Piece, None, None]:
+    def pieces(self, question: str, reply: Reply) -> Generator[ReplyChunk, None, None]:
         """Ask, and go through the reply. A question without any answer is taken back, an answer cut off is kept."""
         conversation = self.conversation
         conversation.ask(question)

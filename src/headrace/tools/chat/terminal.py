@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 from rich.text import Text
 
-from headrace.inference.client.chat_stream import Piece
+from headrace.inference.client.chat_stream import ReplyChunk
 
 STYLES = {"text": "", "thought": "dim", "call": "cyan"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -27,7 +27,7 @@ class Terminal:
         self._kind: str | None = None
         self._at_start = True
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: ReplyChunk) -> None:
         if self._kind != piece.kind and "thought" in (self._kind, piece.kind):
             self.break_line()
         self._kind = piece.kind
