@@ -28,9 +28,8 @@ from fake_run import COMPLETION_TOKENS, FOREVER, running
 from headrace.errors import BadInput
 from headrace.observe.history import Tail
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
-from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.pipeline import Pipeline
-from headrace.orchestrator.settings import Settings
+from headrace.orchestrator.journal_buffer import JournalBuffer
+from headrace.orchestrator.pipeline import Pipeline, PipelineSettings
 from headrace.orchestrator.signals import (
     Action,
     Arrival,
@@ -125,13 +124,15 @@ class SimulatedRun:
         """Episodes that the pipeline has started and the blocking harness has not."""
         self._trained_at = 0.0
         sizes = {"train": shape.group}
-        settings = Settings(FOREVER, shape.batch, None, 512, sizes, shape.permits, max_async_level=shape.async_level)
+        settings = PipelineSettings(
+            FOREVER, shape.batch, None, 512, sizes, shape.permits, max_async_level=shape.async_level
+        )
         tasks, evals = ([Task(name, {"n": n}) for n in range(shape.eval_tasks)] for name in ("train", "heldout"))
         source = TrainSource([TrainTasks("train", tasks, 1.0)], seed)
         heldout = EvalEnv("heldout", evals, shape.interval, group_size=shape.eval_group)
         eval_source = EvalSource([heldout], {"heldout": Version(0, 0)})
-        ledger = Ledger(Totals(), Clock(), 0, self.now)
-        self.pipeline = Pipeline(settings, source, eval_source, ledger, Version(0, 0), 1, self.now)
+        buffer = JournalBuffer(Totals(), Clock(), 0, self.now)
+        self.pipeline = Pipeline(settings, source, eval_source, buffer, Version(0, 0), 1, self.now)
 
     def run(self, steps: int) -> None:
         """Until so many batches have shipped; the run would go on."""
@@ -146,7 +147,7 @@ class SimulatedRun:
 
     def _advance(self, time: float, event: Event) -> None:
         self.always.add(len(self._running), time - self.now)
-        if self.pipeline.eval_sink.open_epochs:
+        if self.pipeline.evals.open_epochs:
             self.across.add(len(self._running), time - self.now)
         self.now = time
         if isinstance(event, Arrival):
@@ -193,7 +194,7 @@ class SimulatedRun:
                 self._after(self._rng.lognormvariate(math.log(MEDIAN), SIGMA), Arrival(episode, [rollout]))
 
     def _may_start(self, episode: Episode) -> bool:
-        if not self._blocking or not self.pipeline.eval_sink.open_epochs:
+        if not self._blocking or not self.pipeline.evals.open_epochs:
             return True
         return episode.kind is Kind.EVAL and all(other.kind is Kind.EVAL for other in self._running.values())
 

@@ -27,10 +27,9 @@ from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.curriculum import DifficultyPool
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.gate import AdvantageRange
-from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.pipeline import Pipeline
+from headrace.orchestrator.journal_buffer import JournalBuffer
+from headrace.orchestrator.pipeline import Pipeline, PipelineSettings
 from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
-from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import (
     Action,
     Arrival,
@@ -151,12 +150,12 @@ class Simulation:
         self.agenda: list[tuple[float, int, Callable[[], Coroutine[Any, Any, None]]]] = []
         self.numbers = itertools.count()
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> PipelineSettings:
         rng = self.rng
         size = rng.choice([1, 2, 4])
         by_tokens = rng.random() < 0.25
         level = rng.choice([0, 1, 1, 3])
-        return Settings(
+        return PipelineSettings(
             max_steps=rng.randint(1, 6),
             batch_size=None if by_tokens else size * rng.randint(1, 5),
             token_batch_size=rng.randint(5, 120) if by_tokens else None,
@@ -270,7 +269,7 @@ class Simulation:
         """Its state is a fold over the journal."""
         folded, live = TrainSource(self.train_tasks(), 0), self.process.source
         for lesson in self.journal.lessons():
-            folded.hear(lesson)
+            folded.add_lesson(lesson)
         for source in (folded, live):
             source.learn()
         assert folded.metrics() == live.metrics()
@@ -343,7 +342,7 @@ class _Process:
             settings,
             self.source,
             EvalSource(world.eval_envs, world.evaluated),
-            Ledger(journal.totals(), journal.clock(), journal.next_credit(), world.now),
+            JournalBuffer(journal.totals(), journal.clock(), journal.next_credit(), world.now),
             world.engine,
             journal.last_step() + 1,
             world.now,
@@ -390,13 +389,13 @@ class _Process:
             return
         self.carry_out(self.pipeline.handle(event, self.world.now))
         scheduler = self.pipeline.scheduler
-        assert scheduler.available_permits == max(0, scheduler.max_inflight - len(self.running))
+        assert scheduler.free_slots == max(0, scheduler.max_inflight - len(self.running))
         assert sum(scheduler.inflight.values()) == len(self.running)
 
     async def finish(self) -> None:
-        """The end of a run: what is left in the ledger, and whatever is still open, goes into the journal."""
+        """The end of a run: what is left in the journal buffer, and whatever is still open, goes into the journal."""
         assert not self.running
-        assert self.pipeline.eval_sink.open_epochs == 0
+        assert self.pipeline.evals.open_epochs == 0
         await self.close()
         self.world.journal.drop_open("max_steps")
 
@@ -404,7 +403,7 @@ class _Process:
         """The disk finishes what it was given, then takes what may be committed of the rest."""
         while self.on_disk:
             await self.on_disk.popleft()()
-        self.world.journal.commit(self.pipeline.ledger.take(self.world.now))
+        self.world.journal.commit(self.pipeline.buffer.take_entries(self.world.now))
 
     # -- hands ----------------------------------------------------------------------------------------------------
 

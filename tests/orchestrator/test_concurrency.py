@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from headrace.inference.schema import Health
-from headrace.orchestrator.concurrency import MOST, TOLD, Concurrency
+from headrace.orchestrator.concurrency import MAX_CAPACITIES, TOLD, Concurrency
 
 CAPACITY = 64
 LOOK = 2.0
@@ -79,7 +79,7 @@ class World:
         return make_health(self.running, len(self.line), preemptions=self.preemptions)
 
     def look(self) -> None:
-        self.concurrency.follow({"engine": self.health()}, self.in_flight)
+        self.concurrency.update({"engine": self.health()}, self.in_flight)
         self.limits.append(self.concurrency.limit)
         self.busy.append(self.running / self.places)
         self.in_line.append(len(self.line) / self.places)
@@ -132,7 +132,7 @@ def test_updates_do_not_lower_it_since_whom_they_move_aside_is_not_preempted():
 def test_tools_that_take_for_ever_do_not_raise_it_without_bound():
     world = World(1.0, 1000.0)
     world.play(until=4000.0)
-    assert world.limits[-1] == max(world.limits) == MOST * CAPACITY
+    assert world.limits[-1] == max(world.limits) == MAX_CAPACITIES * CAPACITY
 
 
 def test_an_engine_that_slows_down_gets_fewer():
@@ -157,7 +157,7 @@ def test_a_start_that_was_far_too_high_is_worked_off():
 
 def test_a_full_line_is_kept_as_it_was_at_the_start():
     concurrency = Concurrency(64, least=8)
-    assert {concurrency.follow({"a": make_health(64, 32)}, 96) for _ in range(100)} == {96}
+    assert {concurrency.update({"a": make_health(64, 32)}, 96) for _ in range(100)} == {96}
 
 
 @pytest.mark.parametrize(
@@ -174,34 +174,34 @@ def test_a_full_line_is_kept_as_it_was_at_the_start():
     ],
 )
 def test_one_report_moves_it_by_a_step(report: Health, limit: int):
-    assert Concurrency(64, least=8).follow({"a": report}, 96) == limit
+    assert Concurrency(64, least=8).update({"a": report}, 96) == limit
 
 
 def test_requests_that_lost_their_place_lower_it_and_a_restarted_engine_begins_to_count_anew():
     concurrency = Concurrency(64, least=8)
-    seen = [concurrency.follow({"a": make_health(64, 0, preemptions=count)}, 86) for count in (7, 7, 8, 8, 1, 1, 2)]
+    seen = [concurrency.update({"a": make_health(64, 0, preemptions=count)}, 86) for count in (7, 7, 8, 8, 1, 1, 2)]
     assert seen == [96, 96, 86, 86, 86, 86, 77]
 
 
 def test_no_reports_leave_it_as_it_is():
     concurrency = Concurrency(64, least=8)
-    assert {concurrency.follow({}, 96) for _ in range(10)} == {96}
+    assert {concurrency.update({}, 96) for _ in range(10)} == {96}
 
 
 def test_it_does_not_grow_while_something_else_keeps_episodes_from_starting():
     concurrency = Concurrency(64, least=8)
-    assert {concurrency.follow({"a": make_health(10, 0)}, 60) for _ in range(10)} == {96}
+    assert {concurrency.update({"a": make_health(10, 0)}, 60) for _ in range(10)} == {96}
 
 
 def test_it_is_not_lowered_again_before_it_has_taken_effect():
     concurrency = Concurrency(64, least=8)
     full = {"a": make_health(64, 200)}
-    assert [concurrency.follow(full, in_flight) for in_flight in (96, 96, 90, 87, 86, 86)] == [86, 86, 86, 86, 77, 77]
+    assert [concurrency.update(full, in_flight) for in_flight in (96, 96, 90, 87, 86, 86)] == [86, 86, 86, 86, 77, 77]
 
 
 def test_it_never_falls_below_the_largest_group():
     concurrency = Concurrency(64, least=50)
-    limits = [concurrency.follow({"a": make_health(10, 100, kv_usage=1.0)}, 0) for _ in range(50)]
+    limits = [concurrency.update({"a": make_health(10, 100, kv_usage=1.0)}, 0) for _ in range(50)]
     assert min(limits) == limits[-1] == 50
     assert Concurrency(4, least=16).limit == 16
 
@@ -209,9 +209,9 @@ def test_it_never_falls_below_the_largest_group():
 def test_several_engines_count_together_and_the_fullest_cache_decides():
     concurrency = Concurrency(64, least=8)
     small = make_health(20, 0, capacity=32)
-    assert concurrency.follow({"a": small, "b": small}, 96) == 100
+    assert concurrency.update({"a": small, "b": small}, 96) == 100
     tight = make_health(20, 0, capacity=32, kv_usage=0.99)
-    assert concurrency.follow({"a": small, "b": tight}, 100) == 90
+    assert concurrency.update({"a": small, "b": tight}, 100) == 90
 
 
 def test_only_a_change_by_a_fifth_is_told(caplog: pytest.LogCaptureFixture):
@@ -219,7 +219,7 @@ def test_only_a_change_by_a_fifth_is_told(caplog: pytest.LogCaptureFixture):
     concurrency = Concurrency(64, least=8)
     while concurrency.limit <= 96 * (1 + TOLD):
         assert not caplog.messages
-        concurrency.follow({"a": make_health(32, 0)}, concurrency.limit)
+        concurrency.update({"a": make_health(32, 0)}, concurrency.limit)
     assert caplog.messages == [
         "episodes in flight: at most 116 instead of 96 (the engines run 50% of 64, and 0% are in line)"
     ]

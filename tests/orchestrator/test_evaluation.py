@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from headrace.errors import BadInput
-from headrace.orchestrator.evaluation import EvalEnv, EvalSink, EvalSource
+from headrace.orchestrator.evaluation import EvalEnv, EvalSource, EvalTracker
 from headrace.orchestrator.signals import Kind, ScoredGroup
 from headrace.rollout.types import Group, Task
 from headrace.rollout.version import Version
@@ -54,41 +54,41 @@ def scored(group: Group) -> ScoredGroup:
 
 def test_the_last_group_of_an_epoch_completes_it_whichever_that_is():
     entry = env(tasks=3)
-    source, sink = EvalSource([entry], {}), EvalSink()
+    source, tracker = EvalSource([entry], {}), EvalTracker()
     first, second, third = source.open(entry, Version(0, 7))
-    sink.open(entry, Version(0, 7), [first, second, third])
-    assert sink.add(scored(third)) is None
-    assert sink.add(scored(first)) is None
-    assert sink.tasks == (2, 3)
-    batch = sink.add(scored(second))
+    tracker.open(entry, Version(0, 7), [first, second, third])
+    assert tracker.add(scored(third)) is None
+    assert tracker.add(scored(first)) is None
+    assert tracker.tasks == (2, 3)
+    batch = tracker.add(scored(second))
     assert batch is not None
     assert (batch.env, batch.version, len(batch.groups)) == ("heldout", Version(0, 7), 3)
-    assert sink.open_epochs == 1
-    sink.close()
-    assert sink.open_epochs == 0
+    assert tracker.open_epochs == 1
+    tracker.close()
+    assert tracker.open_epochs == 0
 
 
 def test_epochs_of_one_environment_may_overlap():
     entry = env(tasks=1)
-    source, sink = EvalSource([entry], {}), EvalSink()
+    source, tracker = EvalSource([entry], {}), EvalTracker()
     (early,), (late,) = source.open(entry, Version(0, 0)), source.open(entry, Version(0, 10))
-    sink.open(entry, Version(0, 0), [early])
-    sink.open(entry, Version(0, 10), [late])
-    batch = sink.add(scored(late))
-    assert sink.tasks == (1, 2)
+    tracker.open(entry, Version(0, 0), [early])
+    tracker.open(entry, Version(0, 10), [late])
+    batch = tracker.add(scored(late))
+    assert tracker.tasks == (1, 2)
     assert batch is not None
     assert batch.version == Version(0, 10)
 
 
 def test_a_pinned_epoch_holds_the_version_until_its_last_group_is_in():
     entry = EvalEnv("heldout", [Task("heldout", {"n": n}) for n in range(2)], 10, 1, pinned=True)
-    source, sink = EvalSource([entry], {}), EvalSink()
+    source, tracker = EvalSource([entry], {}), EvalTracker()
     first, second = source.open(entry, Version(0, 0))
-    sink.open(entry, Version(0, 0), [first, second])
-    sink.add(scored(first))
-    assert sink.pins_version
-    sink.add(scored(second))
-    assert not sink.pins_version
+    tracker.open(entry, Version(0, 0), [first, second])
+    tracker.add(scored(first))
+    assert tracker.pins_version
+    tracker.add(scored(second))
+    assert not tracker.pins_version
 
 
 def test_an_environment_without_tasks_is_refused_by_name():

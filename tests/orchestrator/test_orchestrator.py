@@ -370,7 +370,7 @@ async def test_a_filter_that_takes_every_rollout_is_said_and_ends_the_run_where_
         "enforce": True,
     }
     pipeline = Pipeline(tmp_path, tiny_model, pre_batch_filters=[everything], max_empty_batches=2)
-    with pytest.raises(RunFailed, match=r"2 batches in a row without a signal.*drop_short_answers 16"):
+    with pytest.raises(RunFailed, match=r"2 empty batches.*drop_short_answers 16"):
         await pipeline.finish()
 
 
@@ -391,7 +391,7 @@ async def test_stopped_at_any_moment_with_a_slow_disk_it_loses_no_draw(
         commit(journal, *arguments, **options)
 
     monkeypatch.setattr(Journal, "commit", slowly)
-    monkeypatch.setattr("headrace.orchestrator.pipeline.COMMIT_INTERVAL", 0.02)
+    monkeypatch.setattr("headrace.orchestrator.pipeline.COMMIT_INTERVAL_S", 0.02)
     trained = 0
     for life in range(12):
         pipeline = Pipeline(tmp_path, tiny_model)
@@ -549,7 +549,7 @@ async def test_a_run_without_signal_ends_after_the_configured_number_of_empty_ba
     pipeline = Pipeline(tmp_path, tiny_model, max_empty_batches=2)
     pipeline.engine.rng.random = lambda: 1.0  # always the wrong answer  # type: ignore[method-assign]
     # A group's answers are then all alike, and so are its rewards.
-    with pytest.raises(RunFailed, match=r"2 batches in a row without a signal.*zero_advantage 16"):
+    with pytest.raises(RunFailed, match=r"2 empty batches.*zero_advantage 16"):
         await pipeline.finish()
 
 

@@ -9,9 +9,8 @@ import pytest
 from headrace.inference.schema import Health
 from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.evaluation import EvalSource
-from headrace.orchestrator.ledger import Ledger
-from headrace.orchestrator.pipeline import Pipeline, RunFailed
-from headrace.orchestrator.settings import Settings
+from headrace.orchestrator.journal_buffer import JournalBuffer
+from headrace.orchestrator.pipeline import Pipeline, PipelineSettings, RunFailed
 from headrace.orchestrator.signals import (
     Action,
     Arrival,
@@ -54,14 +53,14 @@ class World:
 
     def __init__(self, setup: str, timing: int, *, reports: bool = False, tokens_before: int = 0, **more: int) -> None:
         given = {"batch_size": None, "token_batch_size": None, "max_inflight": 64, **SETUPS[setup], **more}
-        settings = Settings(max_steps=4, seq_len=32, max_async_level=0, **given)
+        settings = PipelineSettings(max_steps=4, seq_len=32, max_async_level=0, **given)
         tasks = [TrainTasks(env, [Task(env, {"n": n}) for n in range(20)], 1.0) for env in settings.group_sizes]
         journal = Journal(Path(":memory:"))
-        ledger = Ledger(journal.totals(), journal.clock(), journal.next_credit(), 0.0)
+        buffer = JournalBuffer(journal.totals(), journal.clock(), journal.next_credit(), 0.0)
         past = [Lesson(0, "a", "an earlier process", [0.0] * 4, step=1, tokens=tokens_before)] if tokens_before else []
         concurrency = Concurrency(settings.max_inflight, 8) if reports else None
         self.pipeline = Pipeline(
-            *(settings, TrainSource(tasks, 5), EvalSource([], {}), ledger, Version(0, 0), 1, 0.0),
+            *(settings, TrainSource(tasks, 5), EvalSource([], {}), buffer, Version(0, 0), 1, 0.0),
             concurrency=concurrency,
             past=past,
         )
@@ -176,6 +175,6 @@ def test_a_batch_by_tokens_is_empty_when_as_many_rollouts_are_lost_as_one_takes(
             return True
 
     world = Fruitless("batches by tokens", timing=0, max_empty_batches=2)
-    with pytest.raises(RunFailed, match="2 batches in a row without a signal"):
+    with pytest.raises(RunFailed, match="2 empty batches"):
         world.play()
     assert 12 <= len(world.credited) <= 16  # 300 tokens are some 25 rollouts of 4 to 20: 6 to 8 groups of 4

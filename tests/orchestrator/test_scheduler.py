@@ -54,7 +54,7 @@ def test_after_a_lower_limit_nobody_starts_until_enough_have_arrived_and_a_highe
     scheduler = make_scheduler(max_inflight=6, group_size=2)
     running = start_all(scheduler, wanted=100)
     scheduler.max_inflight = 4
-    assert scheduler.available_permits == 0
+    assert scheduler.free_slots == 0
     for episode in running[:2]:
         scheduler.arrive(episode, [])
         assert scheduler.next_episode(100) is None
@@ -169,8 +169,8 @@ def test_random_traffic_never_leaks_a_permit_and_completes_every_group_once(seed
                 completed += [complete.group.id for complete in finished]
             case "eval" if rng.random() < 0.1:
                 scheduler.queue_eval([Group(f"e{next(eval_ids)}", Task("heldout", {}), 2, 0) for _ in range(3)])
-        assert scheduler.available_permits == scheduler.max_inflight - len(running)
-        assert scheduler.available_permits >= 0
+        assert scheduler.free_slots == scheduler.max_inflight - len(running)
+        assert scheduler.free_slots >= 0
         assert sum(scheduler.inflight.values()) == len(running)
     while running or scheduler.queued_evals:
         while (episode := scheduler.next_episode(wanted=0)) is not None:

@@ -46,5 +46,5 @@ def test_an_open_draw_whose_task_has_changed_is_handed_back_to_be_dropped():
     draw, _ = TrainSource([tasks("a", 5)], seed=0).draw()
     for now in (tasks("b", 5), TrainTasks("a", [Task("a", {"other": n}) for n in range(5)], 1.0)):
         source = TrainSource([now], 0, {"a": 1}, [draw])
-        assert source.gone == [draw]
+        assert source.missing == [draw]
         assert source.draw()[0].id == 1

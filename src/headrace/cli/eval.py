@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from headrace.observe.logs import setup_logging
-    from headrace.orchestrator.lifetimes import run_loop
+    from headrace.orchestrator.shutdown import run_loop
     from headrace.tools.evaluate.evaluation import evaluate
     from headrace.tools.evaluate.progress import showing_progress
 

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.launch.saved_config import read_sampled_run, run_directory
     from headrace.observe.monitors import forwarding
     from headrace.orchestrator import main
-    from headrace.orchestrator.lifetimes import GRACE
+    from headrace.orchestrator.shutdown import CANCEL_GRACE_S
     from headrace.runfile.run import RunConfig
 
     config = read_sampled_run(arguments.run)
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = 0 if over else STOPPED
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(GRACE)
+            thread.join(CANCEL_GRACE_S)
             if thread.is_alive():
                 leave_at_once(code)
     return code

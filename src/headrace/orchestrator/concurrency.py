@@ -1,9 +1,9 @@
-"""How many episodes to have in flight, so that the engines are full and their line is short.
+"""Automatic limit on episodes in flight: keep the engines busy and their queues short.
 
-An episode is not always a request: while it waits for a tool, its place in the engine is free for another. How many
-that takes nobody knows beforehand, so the limit follows what the engines report. It grows by a share of what they can
-run while they have places free and nobody in line. It shrinks by a share of itself when the line gets as long as what
-they run at once, when their KV cache is full, or when requests lose their place in it. In between it stays.
+An episode does not always occupy an engine: while it runs a tool, the engine can serve another one. The limit therefore
+follows the engines' reports. It grows by a fraction of their capacity while they have free capacity and empty queues.
+It shrinks by a fraction of itself when the queue gets as long as the capacity, when the KV cache is nearly full, or
+when requests are preempted. Otherwise it stays.
 """
 
 from __future__ import annotations
@@ -16,82 +16,68 @@ from headrace.inference.schema import Health
 
 log = logging.getLogger(__name__)
 
-IN_LINE = 0.5
-"""Episodes at the start beyond what the engines run at once, as a share of that: so that they never run dry."""
-MOST = 16
-"""Times what the engines run at once: beyond, an environment's tools are what is slow."""
+INITIAL_QUEUE = 0.5
+"""Initial number of episodes beyond the engines' capacity, as a fraction of it."""
+MAX_CAPACITIES = 16
+"""Upper bound of the limit, in multiples of the capacity: beyond, an environment's tools are the bottleneck."""
 GROWTH = 0.05
 SHRINKAGE = 0.1
 SMOOTHING = 0.2
-"""The weight of the latest report against those before it: requests come and go in waves."""
+"""Weight of the latest report in the moving averages: requests come and go in waves."""
 FULL = 0.95
-"""The share of places taken above which nobody is missing."""
-TIGHT, ROOMY = 0.95, 0.85
-"""The share of the KV cache held above which there are too many requests, and below which there is room for more."""
-TOLD = 0.2
-"""A change by this share is worth a line in the log."""
+"""Fraction of the capacity in use above which the engines count as busy."""
+KV_HIGH, KV_LOW = 0.95, 0.85
+"""KV cache usage above which the limit shrinks, and below which it may grow."""
+LOGGED_CHANGE = 0.2
+"""Relative change of the limit that is logged."""
 
 
 def initial_limit(capacity: int) -> int:
-    """What the engines run at once, and some in line."""
-    return int(capacity * (1 + IN_LINE))
+    """Return the first limit for engines that run `capacity` requests at once."""
+    return int(capacity * (1 + INITIAL_QUEUE))
 
 
 class Concurrency:
-    """`limit` holds until the next reports; it is never below `least`, the largest group that must run at once."""
+    """The current `limit`. It is never below `least`, the largest group that must run at once."""
 
     def __init__(self, capacity: int, least: int) -> None:
         self.limit = max(least, initial_limit(capacity))
         self._least = least
-        self._told = self.limit
+        self._logged = self.limit
         self._running: float | None = None
         self._waiting = 0.0
-        """Requests relative to what the engines can run, on average."""
+        """Moving averages of requests relative to the engines' capacity."""
         self._preemptions: dict[str, int] = {}
 
-    def follow(self, engines: Mapping[str, Health], in_flight: int) -> int:
-        """The limit, given what the engines report, by address, and how many episodes there are at the moment."""
-        preempted = self._count_preemptions(engines)
-        at_work = [health for health in engines.values() if not (health.paused or health.stands_still)]
-        capacity = sum(health.capacity for health in at_work)
+    def update(self, engines: Mapping[str, Health], in_flight: int) -> int:
+        """Return the limit after health reports by address, with `in_flight` episodes at the moment."""
+        before, self._preemptions = self._preemptions, {url: health.preemptions for url, health in engines.items()}
+        # The count of an engine that is new or was restarted begins with this report.
+        preempted = sum(max(0, count - before.get(url, count)) for url, count in self._preemptions.items())
+        active = [health for health in engines.values() if not (health.paused or health.stands_still)]
+        capacity = sum(health.capacity for health in active)
         if not capacity:
             return self.limit
-        self._smooth(
-            sum(health.running for health in at_work) / capacity, sum(health.waiting for health in at_work) / capacity
-        )
-        held = max(health.kv_usage for health in at_work)
-        if in_flight > self.limit:
-            pass  # what is in flight has yet to come down to it: until then the reports are of another limit
-        elif preempted or held > TIGHT or self._waiting > 1:
-            self.limit = max(self._least, math.floor(self.limit * (1 - SHRINKAGE)))
-        elif self._has_places_free and held < ROOMY and self._is_reached(in_flight):
-            self.limit = max(self.limit, min(self.limit + math.ceil(GROWTH * capacity), MOST * capacity))
-        self._tell(capacity)
-        return self.limit
-
-    def _is_reached(self, in_flight: int) -> bool:
-        """Whether the limit is what keeps more episodes from starting: a group may wait until it fits as a whole."""
-        return in_flight > min(self.limit * (1 - GROWTH), self.limit - self._least)
-
-    @property
-    def _has_places_free(self) -> bool:
-        return self._running is not None and self._running < FULL and self._waiting < 1 - FULL
-
-    def _smooth(self, running: float, waiting: float) -> None:
+        running = sum(health.running for health in active) / capacity
+        waiting = sum(health.waiting for health in active) / capacity
         if self._running is None:
             self._running, self._waiting = running, waiting
         self._running += SMOOTHING * (running - self._running)
         self._waiting += SMOOTHING * (waiting - self._waiting)
-
-    def _count_preemptions(self, engines: Mapping[str, Health]) -> int:
-        """Since the last report. An engine that is new, or was started again, begins to count."""
-        before, self._preemptions = self._preemptions, {url: health.preemptions for url, health in engines.items()}
-        return sum(max(0, count - before.get(url, count)) for url, count in self._preemptions.items())
-
-    def _tell(self, capacity: int) -> None:
-        if abs(self.limit - self._told) > TOLD * self._told:
+        kv_usage = max(health.kv_usage for health in active)
+        has_capacity = self._running < FULL and self._waiting < 1 - FULL and kv_usage < KV_LOW
+        # Whether the limit keeps more episodes from starting: a group may wait until it fits as a whole.
+        is_reached = in_flight > min(self.limit * (1 - GROWTH), self.limit - self._least)
+        if in_flight > self.limit:
+            pass  # the limit was lowered and is not in effect yet: the reports are about the old one
+        elif preempted or kv_usage > KV_HIGH or self._waiting > 1:
+            self.limit = max(self._least, math.floor(self.limit * (1 - SHRINKAGE)))
+        elif has_capacity and is_reached:
+            self.limit = max(self.limit, min(self.limit + math.ceil(GROWTH * capacity), MAX_CAPACITIES * capacity))
+        if abs(self.limit - self._logged) > LOGGED_CHANGE * self._logged:
             log.info(
-                "episodes in flight: at most %d instead of %d (the engines run %.0f%% of %d, and %.0f%% are in line)",
-                self.limit, self._told, 100 * (self._running or 0.0), capacity, 100 * self._waiting,
+                "episodes in flight: at most %d instead of %d (the engines run %.0f%% of %d, and %.0f%% are queued)",
+                self.limit, self._logged, 100 * self._running, capacity, 100 * self._waiting,
             )  # fmt: skip
-            self._told = self.limit
+            self._logged = self.limit
+        return self.limit

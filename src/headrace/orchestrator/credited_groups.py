@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.orchestrator.ledger import DUMPED_DROPS
+from headrace.orchestrator.journal_buffer import MAX_SAVED_DROPS
 from headrace.transport.rollout_files import RolloutFiles, SavedRollout
 
 GIVEN_UP = frozenset({"off_policy", "on_policy", "max_steps"})
@@ -94,7 +94,11 @@ class CreditedGroups:
             known.credited = row.get("credited")
             if row["drop_reason"] in GIVEN_UP:
                 known.given_up = row["drop_reason"]
-        if len(dropped) == DUMPED_DROPS and (cut := self._known.get(dropped[0]["group_id"])) and cut.credited is None:
+        if (
+            len(dropped) == MAX_SAVED_DROPS
+            and (cut := self._known.get(dropped[0]["group_id"]))
+            and cut.credited is None
+        ):
             cut.given_up = "incomplete"  # the file has no room for more, and this one may have begun before it
 
     def _reason_against(self, known: _Known) -> str:

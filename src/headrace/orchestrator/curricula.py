@@ -1,4 +1,4 @@
-"""From a `curriculum` section to the sampler and the gate that it names."""
+"""Construct the sampler and the gate of a `curriculum` section."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.rollout.types import Task
 
 
 def make_sampler(config: CurriculumConfig, tasks: Sequence[Task]) -> TaskSampler | None:
-    """None: the source's own, every task once before any comes again."""
+    """Return the configured sampler; None for the default (`Shuffled`)."""
     match config.sampler:
         case DifficultyPoolConfig(hard_max=hard_max, normal_max=normal_max, weights=weights):
             return DifficultyPool(tasks, hard_max, normal_max, weights.model_dump())
@@ -34,7 +34,7 @@ def make_sampler(config: CurriculumConfig, tasks: Sequence[Task]) -> TaskSampler
 
 
 def make_gate(config: CurriculumConfig) -> Gate | None:
-    """None: every group passes."""
+    """Return the configured gate; None if every group passes."""
     match config.gate:
         case AdvantageRangeConfig(reject_min=least, reject_max=most):
             return AdvantageRange(least, most)
@@ -45,7 +45,7 @@ def make_gate(config: CurriculumConfig) -> Gate | None:
 
 
 def check_imports(config: CurriculumConfig) -> None:
-    """Refuse code of the user's that is not there, or does not take its kwargs; nothing of it is called."""
+    """Raise `BadInput` if a custom sampler or gate cannot be imported or does not accept its kwargs; call neither."""
     if isinstance(config.sampler, ImportedSamplerConfig):
         _imported_sampler(config.sampler)
     if isinstance(config.gate, ImportedGateConfig):

@@ -1,8 +1,8 @@
-"""Which task of an environment comes next: the samplers that ship, and the base of your own.
+"""Task samplers: which task of an environment is drawn next, and the base class for custom samplers.
 
-A sampler keeps no file. What it draws depends on the seed and on what it has observed, in order, and on nothing else:
-the journal has both, so that a resumed run makes a sampler anew and lets it observe the whole past again. Left out on
-purpose: tasks that are made up on the way, since the journal knows a task by its key alone.
+A sampler keeps no file. Its draws depend only on the seed and on what it has observed, in order. The journal records
+both, so a resumed run constructs a new sampler and replays the observations. Left out on purpose: tasks that are
+generated during the run, since the journal identifies a task by its key.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from headrace.rollout.types import Task
 
 
 class CurriculumFailed(Failure):
-    """A sampler raised, or drew what it does not have: the run ends. The message names the environment."""
+    """A sampler raised an error or drew something that is not one of its tasks. Ends the run."""
 
 
 class TaskSampler:
-    """Base of all samplers: override `draw`, and `observe` where it learns.
+    """Base class of all samplers: override `draw`, and `observe` if the sampler adapts to rewards.
 
-    It is constructed with the environment's tasks and the `kwargs` of its section, at every start of the run.
+    Constructed with the environment's tasks and the `kwargs` of its section, at every start of the run.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
 
     def draw(self, position: int, rng: random.Random) -> Task:
-        """The task of the environment's draw number `position`, which counts from 0.
+        """Return the task of the environment's draw number `position`, counted from 0.
 
-        All chance comes from `rng`: it is made anew of the run's seed and the position for every draw.
+        Take all randomness from `rng`, which is seeded with the run's seed and the position.
         """
         raise NotImplementedError(f"{type(self).__name__} has no draw")
 
     def observe(self, task: Task, rewards: Sequence[float]) -> None:
-        """A group of this task was credited, with these rewards of its trainable rollouts; there is at least one.
+        """Receive the rewards of the trainable rollouts (at least one) of a credited group of this task.
 
-        Also when it was not trained on after that. Groups in which every episode failed are not observed.
+        Also called for groups that are dropped after their credit; not for groups in which every episode failed.
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Numbers to be logged with every step, as `curriculum/ENV/NAME`."""
+        """Return numbers to log with every step, as `curriculum/ENV/NAME`."""
         return {}
 
     @classmethod
     def learns(cls) -> bool:
-        """Whether it has to be told about the past."""
+        """Return whether the class overrides `observe`."""
         return cls.observe is not TaskSampler.observe
 
 
 class Shuffled(TaskSampler):
-    """Every task once before any comes again, in an order made anew for each pass. `seed` is any text."""
+    """Draws every task once per pass, in a new random order for each pass. `seed` is any string."""
 
     def __init__(self, tasks: Sequence[Task], seed: str) -> None:
         super().__init__(tasks)
@@ -69,17 +69,17 @@ class Shuffled(TaskSampler):
 
 
 class InOrder(TaskSampler):
-    """The tasks as they come, from the first to the last, and again: for an environment whose order is a curriculum."""
+    """Draws the tasks in their order, repeatedly: for environments whose order is a curriculum."""
 
     def draw(self, position: int, rng: random.Random) -> Task:
         return self.tasks[position % len(self.tasks)]
 
 
 class DifficultyPool(TaskSampler):
-    """With replacement; how likely a task is depends on the mean reward of its latest group.
+    """Draws with replacement, weighted by the mean reward of a task's latest group.
 
-    Up to `hard_max` it is hard, up to `normal_max` normal, above that easy; before its first group it is unseen. Every
-    task of a pool has the pool's weight. Where all that is left has weight 0, all of it is equally likely.
+    A task is hard up to `hard_max`, normal up to `normal_max`, easy above, and unseen before its first group. Every
+    task of a pool has the pool's weight. If all non-empty pools have weight 0, all tasks are equally likely.
     """
 
     POOLS = ("unseen", "hard", "normal", "easy")
@@ -90,9 +90,9 @@ class DifficultyPool(TaskSampler):
         self._weights = [weights[name] for name in self.POOLS]
         self._pools: list[list[int]] = [list(range(len(tasks))), [], [], []]
         self._where = [(0, place) for place in range(len(tasks))]
-        """By task, its pool and its place there."""
+        """Pool and position in it, by task index."""
         self._numbers: dict[str, list[int]] = {}
-        """By key; a task may be listed twice."""
+        """Task indices by key: a task may be listed twice."""
         for number, task in enumerate(tasks):
             self._numbers.setdefault(task.key, []).append(number)
 
@@ -110,11 +110,11 @@ class DifficultyPool(TaskSampler):
             self._move(number, pool)
 
     def metrics(self) -> Mapping[str, float]:
-        """The share of the tasks in each pool."""
+        """Return the fraction of the tasks in each pool."""
         return {name: len(pool) / len(self.tasks) for name, pool in zip(self.POOLS, self._pools, strict=True)}
 
     def _move(self, number: int, pool: int) -> None:
-        """The last of its old pool takes its place there: nothing is searched, however many tasks there are."""
+        """Move a task to another pool in O(1): the last task of its old pool takes its position there."""
         old, place = self._where[number]
         if old == pool:
             return
@@ -126,8 +126,8 @@ class DifficultyPool(TaskSampler):
         self._pools[pool].append(number)
 
 
-class Tasks:
-    """One environment's tasks and their sampler, with what is asked of a sampler checked: it may be a user's."""
+class CheckedSampler:
+    """An environment's sampler, which may be user code: checks its draws and names it in errors."""
 
     def __init__(self, env: str, tasks: Sequence[Task], sampler: TaskSampler, seed: str) -> None:
         self._env = env
@@ -142,13 +142,13 @@ class Tasks:
         drawn: Any = self._call("draw", position, random.Random(f"{self._seed}-{position}"))
         if not isinstance(drawn, Task) or drawn.key not in self._by_key:
             raise CurriculumFailed(
-                f"{self._name}.draw gave {_shortened(drawn)}, which is none of the environment's tasks: give an entry "
-                "of self.tasks"
+                f"{self._name}.draw returned {drawn!r:.80}, which is not one of the environment's "
+                "tasks. Return an entry of self.tasks."
             )
         return self._by_key[drawn.key]
 
     def observe(self, key: str, rewards: Sequence[float]) -> None:
-        """Tasks that the environment no longer has are left out."""
+        """Pass a group's rewards to the sampler, unless the environment no longer has the task."""
         task = self._by_key.get(key)
         if task is not None and rewards and self._sampler.learns():
             self._call("observe", task, rewards)
@@ -166,8 +166,3 @@ class Tasks:
             return getattr(self._sampler, method)(*arguments)
         except Exception as error:
             raise CurriculumFailed(f"{self._name}.{method} failed: {type(error).__name__}: {error}") from error
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""When to evaluate, and when an evaluation is complete. It shares permits with training; nothing waits for it."""
+"""Schedule of evaluations, and the tracking of open ones. Evaluation shares the slots in flight with training."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from headrace.rollout.version import Version
 
 
 class EvalEnv(msgspec.Struct):
-    """One evaluation environment: its tasks, how often, and how many episodes each."""
+    """An evaluation environment: tasks, interval in steps, and episodes per task."""
 
     name: str
     tasks: Sequence[Task]
     interval: int
     group_size: int
     pinned: bool = False
-    """Whether new weights wait until its epoch has closed."""
+    """Whether loading new weights waits until its evaluation is complete."""
     together: bool = False
-    """Whether a group's episodes start at once: the environment scores them against each other."""
+    """Whether the episodes of a group start at the same time, because the environment scores whole groups."""
     solved: float | None = None
-    """The reward from which on an episode is solved; None: 1, where rewards are 0 or 1."""
+    """Reward threshold of a solved episode; None: 1, if rewards are binary."""
 
 
 NEVER = Version(0, -1)
 
 
 class EvalSource:
-    """Decides at which versions each environment is evaluated, and makes the groups of one epoch."""
+    """Decides at which versions each environment is evaluated, and creates the groups of an evaluation."""
 
     def __init__(
         self, environments: Sequence[EvalEnv], evaluated: Mapping[str, Version], *, again_on_resume: bool = False
     ) -> None:
-        """`evaluated`: by environment, the last version that was evaluated or shall not be; none: version 0 is due.
+        """`evaluated` is the last version, by environment, that needs no evaluation; without one, version 0 is due.
 
-        `again_on_resume`: whether a version that was evaluated is so again when the trainer goes on from it.
+        `again_on_resume`: whether an evaluated version is evaluated again when the trainer resumes from it.
         """
         for env in environments:
             if not env.tasks:
@@ -50,16 +50,16 @@ class EvalSource:
         self._ids = itertools.count()
 
     def follow(self, version: Version) -> None:
-        """The engines sample from `version`. If it begins a lineage, what others had evaluated after it is lost."""
+        """Discard evaluations of later versions if `version` (now served by the engines) is a new incarnation."""
         kept = version.step
-        if self._again_on_resume and kept:  # of version 0 another key decides
+        if self._again_on_resume and kept:  # `eval_base_model` decides about version 0
             kept -= 1
         for name, done in self._evaluated.items():
             if version.incarnation > done.incarnation:
                 self._evaluated[name] = Version(version.incarnation, min(done.step, kept))
 
     def due(self, version: Version) -> list[EvalEnv]:
-        """Environments for which a multiple of the interval has been reached since they were last evaluated."""
+        """Return the environments that passed a multiple of their interval since their last evaluation."""
         return [
             env
             for env in self._environments
@@ -67,11 +67,11 @@ class EvalSource:
         ]
 
     def overdue_at_end(self, version: Version) -> list[EvalEnv]:
-        """Environments that the final version has not been evaluated on."""
+        """Return the environments on which the final version has not been evaluated."""
         return [env for env in self._environments if self._evaluated[env.name].step < version.step]
 
     def open(self, env: EvalEnv, version: Version) -> list[Group]:
-        """The groups of one epoch over an environment."""
+        """Return the groups of one evaluation of an environment."""
         self._evaluated[env.name] = version
         return [
             Group(f"eval-{env.name}-{next(self._ids)}", task, env.group_size, version.step, together=env.together)
@@ -82,29 +82,29 @@ class EvalSource:
 class _Epoch(msgspec.Struct):
     batch: EvalBatch
     missing: int
-    """Groups that are not complete."""
+    """Groups that are not complete yet."""
     pinned: bool
 
 
-class EvalSink:
-    """Counts groups; the last one of an epoch completes its batch. Epochs of one environment may overlap."""
+class EvalTracker:
+    """Collects the groups of open evaluations. Evaluations of one environment may overlap."""
 
     def __init__(self) -> None:
         self._epoch_of: dict[str, _Epoch] = {}
         self.open_epochs = 0
-        """Epochs that have been opened and not reported."""
+        """Evaluations that are opened and not reported."""
         self._opened = 0
-        """Groups of all epochs since one was opened while no other was."""
+        """Groups of all evaluations since the last time that none was open."""
         self._pinned: list[EvalBatch] = []
 
     @property
     def pins_version(self) -> bool:
-        """Whether an open epoch must be sampled from the current weights to its end."""
+        """Return whether an open evaluation must be sampled from the current weights to its end."""
         return bool(self._pinned)
 
     @property
     def tasks(self) -> tuple[int, int]:
-        """How many tasks of the evaluations under way are done, and how many there are."""
+        """Return how many tasks of the open evaluations are done, and how many there are."""
         return self._opened - len(self._epoch_of), self._opened
 
     def open(self, env: EvalEnv, version: Version, groups: Sequence[Group], now: float = 0.0) -> None:
@@ -117,7 +117,7 @@ class EvalSink:
             self._pinned.append(batch)
 
     def add(self, scored: ScoredGroup) -> EvalBatch | None:
-        """A group is complete; its epoch's batch if it was the last of it."""
+        """Add a complete group; return the batch of its evaluation if this was the last group."""
         epoch = self._epoch_of.pop(scored.group.id)
         epoch.batch.groups.append(scored)
         epoch.missing -= 1
@@ -128,5 +128,5 @@ class EvalSink:
         return epoch.batch
 
     def close(self) -> None:
-        """The numbers of one are out."""
+        """Count one evaluation as reported."""
         self.open_epochs -= 1

@@ -1,7 +1,7 @@
-"""Which credited groups are worth training on: the gate that ships, and the base of your own.
+"""Curriculum gates: which credited groups are trained on, and the base class for custom gates.
 
-A gate sees a group right after its credit, before the filters. What it rejects takes no slot in a batch, is counted as
-`gated`, and the source draws another task instead; the curriculum's sampler observes it all the same.
+A gate is called with a group right after its credit, before the filters. A rejected group takes no slot in a batch, is
+counted as `gated`, and is replaced by another draw; the curriculum's sampler still observes its rewards.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import numpy as np
 from headrace.algorithms.base import RolloutView
 
 GATED = "gated"
-"""The reason of a rollout whose group a gate has rejected."""
+"""Drop reason of rollouts whose group was rejected by a gate."""
 
 
 class Gate:
-    """Base of all gates, constructed with the `kwargs` of its section.
+    """Base class of all gates, constructed with the `kwargs` of its section.
 
-    It decides by the group alone: what it remembers from group to group would be lost when the run is resumed.
+    Decide from the group alone: state kept between groups is lost when the run is resumed.
     """
 
     def keeps(self, group: Sequence[RolloutView]) -> bool:
-        """Whether to train on these, the trainable rollouts of a group that did not fail; there is at least one."""
+        """Return whether to train on a group, given its trainable rollouts that did not fail (at least one)."""
         raise NotImplementedError(f"{type(self).__name__} has no keeps")
 
 
 class AdvantageRange(Gate):
-    """Rejects a group in which the advantage of every trainable token lies between two numbers, both included.
+    """Rejects groups in which the advantages of all trainable tokens are in [reject_min, reject_max].
 
-    Groups whose algorithm gives no advantages before the batch pass.
+    Groups whose algorithm assigns no advantages before the batch pass.
     """
 
     def __init__(self, reject_min: float, reject_max: float) -> None:
-        self._least, self._most = np.float32(reject_min), np.float32(reject_max)  # as advantages are kept
+        self._least, self._most = np.float32(reject_min), np.float32(reject_max)  # dtype of advantages
 
     def keeps(self, group: Sequence[RolloutView]) -> bool:
         samples = [sample for rollout in group for sample in rollout.samples if "advantages" in sample.streams]

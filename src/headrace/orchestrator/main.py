@@ -21,10 +21,10 @@ from headrace.machine import frozen_gc
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
-from headrace.orchestrator.lifetimes import Lifetimes, run_loop
 from headrace.orchestrator.loop_watch import watching_the_loop
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.pipeline import RunFailed
+from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.startup_lines import startup_lines
 from headrace.orchestrator.watcher import WeightWatcher
@@ -116,8 +116,8 @@ def _key(variable: str) -> str | None:
 async def _load_environments(config: OrchestratorConfig, status: Status, stack: AsyncExitStack) -> Environments:
     """Started, and closed with the stack. Those with `workers` run in processes of their own."""
     loaded: Environments = {}
-    lifetimes = Lifetimes(status)
-    stack.push_async_callback(lifetimes.close)
+    shutdown = EnvironmentShutdown(status)
+    stack.push_async_callback(shutdown.close)
     slots: list[tuple[Kind, Sequence[EnvConfig]]] = [(Kind.TRAIN, config.train.env), (Kind.EVAL, config.eval.env)]
     for kind, entries in slots:
         for entry in entries:
@@ -126,7 +126,7 @@ async def _load_environments(config: OrchestratorConfig, status: Status, stack: 
             if entry.workers:
                 limits = WorkerLimits(max_memory_mb=entry.worker_memory_mb)
                 environment = WorkerPool(environment, entry.id, entry.args, size=entry.workers, limits=limits)
-            await lifetimes.start(f"the {kind} environment {entry.name}", environment)
+            await shutdown.start(f"the {kind} environment {entry.name}", environment)
             loaded[kind, entry.name] = (entry, environment, tasks)
     return loaded
 

@@ -176,7 +176,7 @@ class Orchestrator:
                     self._spawn(self._load(action.version))
                 case ReportEval():
                     self._write(partial(self._report_eval, action.batch))
-        self.status.set(self.pipeline.doing)
+        self.status.set(self.pipeline.activity)
         if self.pipeline.collected is not None:
             self.status.advance(*self.pipeline.collected)
         self.status.set_problem(self.pipeline.problem)
@@ -304,9 +304,9 @@ class Orchestrator:
     async def _close(self) -> None:
         """Commit what is known, then cancel what runs; what is open is drawn again. Ends within a bounded time."""
         now = time.monotonic()
-        if self.pipeline.undelivered:  # an error came between a decision and its being carried out
+        if self.pipeline.has_lost_entries:  # an error came between a decision and its being carried out
             self._disk_failed = True
-        entries, progress = self.pipeline.ledger.take(now), self.pipeline.ledger.progress(now)
+        entries, progress = self.pipeline.buffer.take_entries(now), self.pipeline.buffer.progress(now)
         self._write(partial(self._commit_at_end, entries, progress))
         self._log_drift(self.drift.end())
         for task in self._background:

@@ -1,8 +1,8 @@
-"""What to run next: permits, groups and their order, without clock, sockets or tasks.
+"""Scheduler of episodes: which one starts next, within a limit on episodes in flight. No clock, sockets or tasks.
 
-One limit on episodes in flight serves training and evaluation. Waiting evaluation goes first; then the rest of a group
-that is already open; then a new group, if the batch that is being collected still wants rollouts. Nothing is cancelled
-for evaluation: training work drains as it finishes, and resumes while the evaluation's tail runs.
+Training and evaluation share the limit. Priority: queued evaluation, then the rest of the open training group, then a
+new training group if the current batch needs more rollouts. Nothing is cancelled for evaluation: training episodes
+drain as they finish, and new ones start while the last evaluation episodes run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ class _OpenGroup(msgspec.Struct, eq=False):
     dispatched: int = 0
     arrived: int = 0
     cancelled: str = ""
-    """Why no more of it is started, if so."""
+    """Reason why the group was cancelled, if it was."""
     rollouts: dict[int, list[Rollout]] = msgspec.field(default_factory=dict)
-    """By the place of their episode in the group."""
-
-    @property
-    def in_order(self) -> list[Rollout]:
-        """Not as they happened to arrive: the same run gives the same group."""
-        return [rollout for _, rollouts in sorted(self.rollouts.items()) for rollout in rollouts]
+    """By the index of their episode."""
 
     @property
     def complete(self) -> bool:
@@ -37,15 +32,15 @@ class _OpenGroup(msgspec.Struct, eq=False):
 
 
 class CompleteGroup(msgspec.Struct):
-    """Every episode of it that was started has arrived, and no more will be started."""
+    """A group of which every started episode has arrived, and no more will be started."""
 
     kind: Kind
     group: Group
     rollouts: list[Rollout]
     cancelled: str = ""
 
-    def given_up(self) -> ScoredGroup:
-        """A cancelled one: whatever arrived of it is dropped, without credit."""
+    def as_dropped(self) -> ScoredGroup:
+        """Return a cancelled group with all its rollouts dropped, without credit."""
         reason = self.cancelled
         dropped = [(rollout, reason if rollout.error is None else rollout.error.reason) for rollout in self.rollouts]
         tokens = sum(rollout.completion_tokens for rollout in self.rollouts)
@@ -55,12 +50,12 @@ class CompleteGroup(msgspec.Struct):
 
 
 class Scheduler:
-    """`open_group` draws the next training prompt and makes a group of it.
+    """Chooses episodes; `open_group` draws the next training prompt and makes a group of it.
 
-    Groups are opened as long as fewer training episodes are open than are wanted. With `whole_groups` an episode that
-    has arrived counts until its group is complete, so that nothing is started in vain, and training groups come back in
-    the order in which they were opened; without, it does not, so that permits stay busy while groups wait for their
-    stragglers. `max_inflight` may change at any time.
+    Groups are opened while fewer training episodes are open than wanted. With `whole_groups` an arrived episode counts
+    as open until its group is complete, so no surplus is started, and training groups are returned in the order in
+    which they were opened. Without, it does not count, so the slots stay busy while groups wait for stragglers.
+    `max_inflight` may change at any time.
     """
 
     def __init__(self, max_inflight: int, open_group: Callable[[], Group], whole_groups: bool = False) -> None:
@@ -68,29 +63,29 @@ class Scheduler:
         self._whole_groups = whole_groups
         self._open_group = open_group
         self._groups: dict[str, _OpenGroup] = {}
-        self._line: deque[_OpenGroup] = deque()
-        """With `whole_groups`, those of training as they were opened."""
+        self._ordered: deque[_OpenGroup] = deque()
+        """With `whole_groups`, the open training groups in their order."""
         self._starting: _OpenGroup | None = None
-        """The training group of which not every episode has been started."""
+        """The training group with episodes that are not started."""
         self._eval_queue: deque[_OpenGroup] = deque()
         self._inflight: dict[int, Episode] = {}
         self._next_id = 0
         self.open_episodes = 0
         """Training episodes of groups that are neither complete nor cancelled."""
         self._missing = 0
-        """Of them, those that have not arrived."""
+        """Those of them that have not arrived."""
         self.queued_evals = 0
-        """Evaluation episodes that wait for a permit."""
+        """Evaluation episodes that are not started."""
         self.inflight = {Kind.TRAIN: 0, Kind.EVAL: 0}
 
     @property
-    def available_permits(self) -> int:
-        """None as long as there are more episodes than a limit that was lowered allows."""
+    def free_slots(self) -> int:
+        """Return how many episodes may start; 0 while more are in flight than a lowered limit allows."""
         return max(0, self.max_inflight - len(self._inflight))
 
     @property
     def open_groups(self) -> int:
-        """Groups, of training and evaluation, with an episode in flight or still to start."""
+        """Return the number of groups, of training and evaluation, that are not complete."""
         return len(self._groups)
 
     def queue_eval(self, groups: Iterable[Group]) -> None:
@@ -100,14 +95,14 @@ class Scheduler:
             self.queued_evals += group.size
 
     def next_episode(self, wanted: int, may_begin: bool = True) -> Episode | None:
-        """The episode to start now, if there is a permit and work.
+        """Return the episode to start now; None if there is no free slot or no work.
 
-        `wanted` open training episodes are welcome; `may_begin` is whether another task may begin at all.
+        `wanted` is the number of open training episodes to reach; `may_begin`: whether another group may be started.
         """
-        if self.available_permits <= 0:
+        if self.free_slots <= 0:
             return None
         if self._eval_queue and (may_begin or self._eval_queue[0].dispatched):
-            return self._next_of_eval()
+            return self._next_eval_episode()
         if self._starting is None:
             counted = self.open_episodes if self._whole_groups else self._missing
             if counted >= wanted or not may_begin or self._eval_queue:
@@ -115,7 +110,7 @@ class Scheduler:
             group = self._open_group()
             self._starting = self._groups[group.id] = _OpenGroup(group, Kind.TRAIN)
             if self._whole_groups:
-                self._line.append(self._starting)
+                self._ordered.append(self._starting)
             self.open_episodes += group.size
             self._missing += group.size
         open_group = self._starting
@@ -126,7 +121,7 @@ class Scheduler:
             self._starting = None
         return episode
 
-    def _next_of_eval(self) -> Episode | None:
+    def _next_eval_episode(self) -> Episode | None:
         open_group = self._eval_queue[0]
         if not self._has_room_for(open_group):
             return None
@@ -137,12 +132,12 @@ class Scheduler:
         return episode
 
     def _has_room_for(self, open_group: _OpenGroup) -> bool:
-        """A group that belongs together takes all its permits at once; until there are enough, nobody else starts."""
+        """Return whether an episode of the group fits. A group that starts together needs slots for all episodes."""
         group = open_group.group
-        return not group.together or open_group.dispatched > 0 or self.available_permits >= group.size
+        return not group.together or open_group.dispatched > 0 or self.free_slots >= group.size
 
     def arrive(self, episode: Episode, rollouts: Iterable[Rollout]) -> list[CompleteGroup]:
-        """Take back the permit. The groups that are complete now: they finish by counting."""
+        """Record the end of an episode; return the groups that are complete now."""
         del self._inflight[episode.id]
         self.inflight[episode.kind] -= 1
         open_group = self._groups[episode.group.id]
@@ -152,21 +147,21 @@ class Scheduler:
         open_group.rollouts[episode.index] = list(rollouts)
         if not open_group.complete:
             return []
-        in_line = self._whole_groups and open_group.kind is Kind.TRAIN and not open_group.cancelled
-        return self._first_in_line() if in_line else [self._close(open_group)]
+        ordered = self._whole_groups and open_group.kind is Kind.TRAIN and not open_group.cancelled
+        return self._close_ordered() if ordered else [self._close(open_group)]
 
-    def _first_in_line(self) -> list[CompleteGroup]:
-        """Those that wait for none opened before them."""
+    def _close_ordered(self) -> list[CompleteGroup]:
+        """Close the complete groups up to the first open one."""
         closed = []
-        while self._line and self._line[0].complete:
-            closed.append(self._close(self._line.popleft()))
+        while self._ordered and self._ordered[0].complete:
+            closed.append(self._close(self._ordered.popleft()))
         return closed
 
     def cancel(self, unwanted: Callable[[Group], bool], reason: str) -> tuple[list[Episode], list[CompleteGroup]]:
-        """Give up the training groups that match.
+        """Cancel the training groups that match.
 
-        Returns their episodes in flight, which must still arrive, and the groups that have nothing in flight and are
-        thereby complete.
+        Return their episodes in flight, which must still arrive, and the groups that are complete because nothing of
+        them is in flight.
         """
         matching = [
             open_group
@@ -179,8 +174,8 @@ class Scheduler:
             self._missing -= open_group.group.size - open_group.arrived
             if self._starting is open_group:
                 self._starting = None
-        self._line = deque(open_group for open_group in self._line if not open_group.cancelled)
-        finished = [self._close(open_group) for open_group in matching if open_group.complete] + self._first_in_line()
+        self._ordered = deque(open_group for open_group in self._ordered if not open_group.cancelled)
+        finished = [self._close(open_group) for open_group in matching if open_group.complete] + self._close_ordered()
         ids = {open_group.group.id for open_group in matching}
         inflight = [episode for episode in self._inflight.values() if episode.group.id in ids]
         return inflight, finished
@@ -197,4 +192,6 @@ class Scheduler:
         del self._groups[open_group.group.id]
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self.open_episodes -= open_group.group.size
-        return CompleteGroup(open_group.kind, open_group.group, open_group.in_order, open_group.cancelled)
+        # By index, not by arrival: a repeated run gives the same group.
+        rollouts = [rollout for _, several in sorted(open_group.rollouts.items()) for rollout in several]
+        return CompleteGroup(open_group.kind, open_group.group, rollouts, open_group.cancelled)

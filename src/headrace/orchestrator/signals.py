@@ -1,7 +1,7 @@
-"""What goes into the pipeline and what comes out: events that happened, actions that it asks for.
+"""Events that the pipeline receives and actions that it returns.
 
-Events are facts, with everything that the decisions need; actions are carried out beside the loop, and their outcome
-comes back as an event. Both are plain data, so that a test can play either side.
+Events carry everything that the decisions need. Actions run in the background, and their results return as events. Both
+are plain data, so a test can stand in for either side.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Kind(StrEnum):
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """One run of an environment on a task: the unit that takes a permit."""
+    """One run of an environment on a task: occupies one slot in flight."""
 
     id: int
     kind: Kind
     group: Group
     index: int
-    """Its place in the group."""
+    """Position in the group."""
 
     @property
     def env(self) -> str:
@@ -36,32 +36,32 @@ class Episode(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The same for the same episode of the same run, also when it is run again after a kill."""
+        """Return a name that identifies the episode in its run, also if it is repeated after a kill."""
         group = self.group
         if self.kind is Kind.TRAIN:
             return f"{group.draw_id}-{self.index}"
         return f"eval-{self.env}-{group.opened_version}-{group.task.key}-{self.index}"
 
 
-# -- three levels, for training and evaluation alike ------------------------------------------------------------------
+# -- results of processing, for training and evaluation ---------------------------------------------------------------
 
 
 class ScoredGroup(msgspec.Struct, eq=False):
-    """A complete group after its level of processing: what is left of it, and what is not and why."""
+    """A complete group after processing: the remaining rollouts, and the dropped ones with their reasons."""
 
     kind: Kind
     group: Group
     rollouts: list[Rollout]
     dropped: list[tuple[Rollout, str]]
     reason: str = ""
-    """Why the whole group was given up, if it was."""
+    """Why the whole group was cancelled, if it was."""
     arrived: int = 0
-    """Rollouts that its episodes produced, of whatever kind, and below the tokens that were sampled for them."""
+    """Rollouts that its episodes produced, failed ones included."""
     sampled_tokens: int = 0
     credited: list[tuple[str, float]] = msgspec.field(default_factory=list)
-    """Agent and reward of each rollout that an algorithm has credited, in the order in which it saw them."""
+    """Agent and reward of each rollout that was passed to the algorithm, in that order."""
     state: AlgorithmState | None = None
-    """The one right after this group; None if its algorithm keeps none."""
+    """Algorithm state right after this group; None if the algorithm has no state."""
     filter_hits: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ class ScoredGroup(msgspec.Struct, eq=False):
 
     @property
     def credited_tokens(self) -> int:
-        """Of all that was credited, prompts included, whether or not it is left."""
+        """Return the tokens, prompts included, of all credited rollouts, dropped ones included."""
         dropped = (rollout for rollout, _ in self.dropped if rollout.error is None)
         credited = [*self.rollouts, *dropped] if self.credited else []
         return sum(len(sample) for rollout in credited for sample in rollout.samples)
@@ -82,39 +82,39 @@ class ScoredGroup(msgspec.Struct, eq=False):
 
 
 class TrainBatch(msgspec.Struct, eq=False):
-    """Groups that fill one step. Processing decides which of their rollouts ship."""
+    """The groups of one step. Processing fills in which of their rollouts are kept."""
 
     groups: list[ScoredGroup]
     kept: list[Rollout] = msgspec.field(default_factory=list)
     dropped: list[tuple[Rollout, str]] = msgspec.field(default_factory=list)
     filter_hits: dict[str, int] = msgspec.field(default_factory=dict)
     tallies: dict[str, float] = msgspec.field(default_factory=dict)
-    """What the algorithms have counted since the last batch."""
+    """Counts of the algorithms since the last batch."""
     seconds: float = 0.0
-    """How long its processing took."""
+    """Duration of the processing."""
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """Every rollout that holds a slot."""
+        """Return the rollouts of all groups, before the post-batch filters."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
 
 class EvalBatch(msgspec.Struct, eq=False):
-    """One finished epoch over an evaluation environment. Processing fills in `metrics`, named `eval/ENV/...`."""
+    """One finished pass over an evaluation environment. Processing fills in `metrics`, named `eval/ENV/...`."""
 
     env: str
     version: Version
     group_size: int
     solved: float | None = None
-    """The reward from which on an episode is solved."""
+    """Reward threshold of a solved episode."""
     opened_at: float = 0.0
-    """On the pipeline's clock."""
+    """Time on the pipeline's clock."""
     groups: list[ScoredGroup] = msgspec.field(default_factory=list)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """Every rollout, those that failed included."""
+        """Return all rollouts, failed ones included."""
         return [
             rollout
             for group in self.groups
@@ -126,7 +126,7 @@ class EvalBatch(msgspec.Struct, eq=False):
 
 
 class Arrival(msgspec.Struct):
-    """An episode has ended, with what it produced; whatever happened to it, at least one rollout."""
+    """An episode ended. It has at least one rollout: a failure is a rollout with an error."""
 
     episode: Episode
     rollouts: list[Rollout]
@@ -141,7 +141,7 @@ class BatchDone(msgspec.Struct):
 
 
 class Shipped(msgspec.Struct):
-    """A batch is in the journal and the trainer can see it."""
+    """A batch is committed to the journal and visible to the trainer."""
 
     step: int
 
@@ -153,27 +153,27 @@ class Published(msgspec.Struct):
 
 
 class Loaded(msgspec.Struct):
-    """The engines sample from these weights now."""
+    """The engines now sample from these weights."""
 
     version: Version
 
 
 class Reported(msgspec.Struct):
-    """The engines that answer have said how they are; by address."""
+    """Health reports of the reachable engines, by address."""
 
     engines: dict[str, Health]
 
 
 class Tick(msgspec.Struct):
-    """Nothing happened but time."""
+    """Time passed; nothing else happened."""
 
 
 class Stop(msgspec.Struct):
-    """Someone asks the run to end here; a resumed one goes on."""
+    """Stop the run; it can be resumed."""
 
 
 class Failed(msgspec.Struct):
-    """Work beside the loop failed in a way that ends the run."""
+    """Background work failed with an error that ends the run."""
 
     error: BaseException
 
@@ -185,20 +185,20 @@ Event = Arrival | GroupDone | BatchDone | Shipped | Published | Loaded | Reporte
 
 
 class RunEpisode(msgspec.Struct):
-    """Comes back as `Arrival`."""
+    """Results in an `Arrival`."""
 
     episode: Episode
 
 
 class CancelEpisode(msgspec.Struct):
-    """Its `Arrival` then carries this reason, unless it was on its way already."""
+    """Its `Arrival` has an error with this reason, unless it had already ended."""
 
     episode: Episode
     reason: str
 
 
 class ProcessGroup(msgspec.Struct):
-    """Comes back as `GroupDone`."""
+    """Results in a `GroupDone`."""
 
     kind: Kind
     group: Group
@@ -206,31 +206,31 @@ class ProcessGroup(msgspec.Struct):
 
 
 class ProcessBatch(msgspec.Struct):
-    """Comes back as `BatchDone`, with the batch filled in."""
+    """Results in a `BatchDone` with the batch filled in."""
 
     batch: TrainBatch | EvalBatch
 
 
 class Ship(msgspec.Struct):
-    """Write the batch, commit, announce. Comes back as `Shipped`."""
+    """Write the batch, commit, announce. Results in a `Shipped`."""
 
     step: int
     incarnation: int
     batch: TrainBatch
     entries: Entries
     dropped: list[tuple[Rollout, str]]
-    """For the dump: rollouts that were dropped since the last step."""
+    """Rollouts dropped since the last step, for the step's rollout file."""
     metrics: dict[str, float]
 
 
 class Commit(msgspec.Struct):
-    """Commit what happened since, without a batch."""
+    """Commit entries to the journal without a batch."""
 
     entries: Entries
 
 
 class Load(msgspec.Struct):
-    """Bring the engines to these weights. Comes back as `Loaded`."""
+    """Load these weights into the engines. Results in a `Loaded`."""
 
     version: Version
 

@@ -29,13 +29,12 @@ from headrace.orchestrator.dispatcher import EpisodeRunner, Line
 from headrace.orchestrator.drift import PATIENCE, PATIENCE_IN_TURNS, Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.frozen_sampler import FrozenSampler
-from headrace.orchestrator.ledger import Ledger
+from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.model import Model
 from headrace.orchestrator.orchestrator import Orchestrator
-from headrace.orchestrator.pipeline import Pipeline
+from headrace.orchestrator.pipeline import Pipeline, PipelineSettings
 from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.sampler import Sampler
-from headrace.orchestrator.settings import Settings
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.orchestrator.startup_lines import draw_weight
@@ -83,7 +82,7 @@ def wire(
         settings,
         _train_source(config, environments, journal),
         _eval_source(config, environments, run),
-        Ledger(journal.totals(), journal.clock(), journal.next_credit(), now),
+        JournalBuffer(journal.totals(), journal.clock(), journal.next_credit(), now),
         model.watcher.version,
         journal.last_step() + 1 if config.train.env else settings.max_steps + 1,
         now,
@@ -144,14 +143,14 @@ def _settings(
     model: Model,
     frozen: Collection[str],
     concurrency: Concurrency | None,
-) -> Settings:
+) -> PipelineSettings:
     assert config.max_steps is not None
     if _seq_len(config) > model.longest:
         raise BadInput(
             f"seq_len is {_seq_len(config)}, but the inference server takes at most {model.longest} tokens: "
             "raise inference.max_model_len, or lower seq_len"
         )
-    settings = Settings(
+    settings = PipelineSettings(
         max_steps=config.max_steps,
         batch_size=config.batch_size,
         token_batch_size=config.token_batch_size,

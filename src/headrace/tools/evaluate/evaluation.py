@@ -23,7 +23,7 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
 from headrace.launch.saved_config import read_run
 from headrace.launch.server_target import key_in
-from headrace.orchestrator.lifetimes import wait_until_closed
+from headrace.orchestrator.shutdown import wait_until_closed
 from headrace.rollout.types import Task
 from headrace.tools.evaluate.completions import CompletionsFile, Scored
 from headrace.tools.evaluate.engines import Team, gpus_per_engine, teams_of, this_machine

@@ -1,8 +1,8 @@
-"""What has happened since the last commit to the journal, and the run's totals.
+"""Buffer of draws and outcomes since the last commit to the journal, and the totals of the run.
 
-Groups are entered in the order in which they were credited, and leave in that order: a commit takes the longest prefix
-whose fate is known. The algorithms' states that go with it are those right after its last group, so that what is in
-the journal is always a moment that the algorithm has really been through, and none of the draws in it is open.
+Groups are added and committed in the order in which they were credited: a commit takes the longest prefix of groups
+with a final outcome. It includes the algorithms' states right after its last group, so the journal always has a state
+that the algorithm really had, and no open draw contributed to it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.rollout.types import Rollout
 from headrace.transport.journal import AlgorithmState, Clock, Draw, Entries, Outcome, Totals
 
-DUMPED_DROPS = 4096
-"""Dropped rollouts that the next step's dump shows at most; all of them are counted."""
+MAX_SAVED_DROPS = 4096
+"""Most dropped rollouts in a step's rollout file; all of them are counted."""
 
 
 class _Entry(msgspec.Struct):
-    """A credited group, from its credit to its commit."""
+    """A credited group that is not committed."""
 
     env: str
     outcome: Outcome
     state: AlgorithmState | None
-    sealed: bool = False
+    final: bool = False
 
 
-class Ledger:
-    """Collects on the event loop; `take` hands over what may be committed, to be written elsewhere."""
+class JournalBuffer:
+    """Collects outcomes on the event loop; `take_entries` returns what can be committed, on another thread."""
 
     def __init__(self, totals: Totals, clock: Clock, next_credit: int, now: float) -> None:
         self._totals = totals
@@ -41,18 +41,19 @@ class Ledger:
         self._credited: deque[_Entry] = deque()
         self._entry_of: dict[int, _Entry] = {}
         self._never_credited: list[Outcome] = []
-        self._dropped_rollouts: deque[tuple[Rollout, str]] = deque(maxlen=DUMPED_DROPS)
+        self._dropped_rollouts: deque[tuple[Rollout, str]] = deque(maxlen=MAX_SAVED_DROPS)
         self._step = _StepCounts(now)
 
     @property
     def has_outcomes(self) -> bool:
-        """Whether a commit would record what became of any draw."""
-        return bool(self._never_credited) or bool(self._credited and self._credited[0].sealed)
+        """Return whether a commit would record the outcome of a draw."""
+        return bool(self._never_credited) or bool(self._credited and self._credited[0].final)
 
-    def draw(self, draw: Draw) -> None:
+    def add_draw(self, draw: Draw) -> None:
         self._drawn.append(draw)
 
-    def arrived(self, rollouts: Iterable[Rollout], *, training: bool) -> None:
+    def count_rollouts(self, rollouts: Iterable[Rollout], *, training: bool) -> None:
+        """Count the tokens and errors of an episode."""
         for rollout in rollouts:
             self._step.tokens += rollout.completion_tokens
             if not training:
@@ -60,10 +61,10 @@ class Ledger:
             elif rollout.error is not None:
                 self._step.errors[rollout.error.reason] += 1
 
-    def enter(self, scored: ScoredGroup) -> None:
-        """A training group has been processed: count it, and seal it if nothing of it is left."""
+    def add_group(self, scored: ScoredGroup) -> None:
+        """Add a processed training group; its outcome is final if no rollout remains."""
         outcome = Outcome(scored.group.draw_id, rollouts=scored.arrived, tokens=scored.sampled_tokens)
-        reason = scored.reason or commonest(reason for _, reason in scored.dropped)
+        reason = scored.reason or most_common(reason for _, reason in scored.dropped)
         self._step.filter_hits.update(scored.filter_hits)
         self._drop_rollouts(outcome, scored.dropped)
         if scored.credited:
@@ -74,21 +75,21 @@ class Ledger:
             self._credited.append(entry)
             self._entry_of[outcome.draw] = entry
             if not scored.rollouts:
-                self._seal(outcome.draw, reason)
+                self._finalize(outcome.draw, reason)
         else:
             outcome.reason = reason
             self._never_credited.append(outcome)
 
     def drop_groups(self, groups: Iterable[ScoredGroup], reason: str) -> None:
-        """Whole groups that were finished and are of no use any more."""
+        """Drop whole groups that were added before."""
         for group in groups:
             self._drop_rollouts(
                 self._entry_of[group.group.draw_id].outcome, [(rollout, reason) for rollout in group.rollouts]
             )
-            self._seal(group.group.draw_id, reason)
+            self._finalize(group.group.draw_id, reason)
 
-    def settle(self, batch: TrainBatch) -> None:
-        """A batch is processed: what its filters took out is dropped, and so are draws of which nothing is left."""
+    def finalize_batch(self, batch: TrainBatch) -> None:
+        """Finalize the groups of a processed batch. Draws without a kept rollout are dropped."""
         self._step.filter_hits.update(batch.filter_hits)
         dropped: dict[int, list[tuple[Rollout, str]]] = {}
         for rollout, reason in batch.dropped:
@@ -98,17 +99,17 @@ class Ledger:
             draw = group.group.draw_id
             lost = dropped.get(draw, [])
             self._drop_rollouts(self._entry_of[draw].outcome, lost)
-            self._seal(draw, "" if draw in kept else commonest(reason for _, reason in lost))
+            self._finalize(draw, "" if draw in kept else most_common(reason for _, reason in lost))
 
-    def drop_gone(self, draws: Iterable[Draw]) -> None:
-        """Open draws of an earlier process that have no task any more."""
+    def drop_missing(self, draws: Iterable[Draw]) -> None:
+        """Drop open draws of an earlier process whose task no longer exists."""
         self._never_credited += [Outcome(draw.id, "task_gone") for draw in draws]
 
-    def take(self, now: float) -> Entries:
-        """Everything that may be committed. It includes every sealed group up to the first that is not."""
+    def take_entries(self, now: float) -> Entries:
+        """Remove and return everything that can be committed: all groups before the first that is not final."""
         outcomes, self._never_credited = self._never_credited, []
         states: dict[str, AlgorithmState] = {}
-        while self._credited and self._credited[0].sealed:
+        while self._credited and self._credited[0].final:
             entry = self._credited.popleft()
             del self._entry_of[entry.outcome.draw]
             outcomes.append(entry.outcome)
@@ -120,19 +121,19 @@ class Ledger:
         return Entries(drawn, outcomes, self._totals.copy(), states, Clock(now - self._began, self._eval_tokens))
 
     def take_dropped(self) -> list[tuple[Rollout, str]]:
-        """The rollouts dropped since the last call, for the dump of a step."""
+        """Return the rollouts dropped since the last call, for the rollout file of a step."""
         dropped = list(self._dropped_rollouts)
         self._dropped_rollouts.clear()
         return dropped
 
     def take_step_metrics(self, now: float) -> dict[str, float]:
-        """Metrics of the step that ends now: its pace, and what was lost on the way."""
+        """Return the throughput, errors and drops of the step that ends now."""
         metrics = self._step.metrics(now)
         self._step = _StepCounts(now)
         return metrics
 
     def progress(self, now: float) -> dict[str, float]:
-        """Metrics: counts over the whole run, restarts included."""
+        """Return counts over the whole run, restarts included."""
         return {
             "progress/rollouts": self._totals.rollouts,
             "progress/tokens_sampled": self._totals.tokens + self._eval_tokens,
@@ -146,9 +147,9 @@ class Ledger:
             self._step.dropped[reason] += 1
             self._dropped_rollouts.append((rollout, reason))
 
-    def _seal(self, draw: int, reason: str) -> None:
+    def _finalize(self, draw: int, reason: str) -> None:
         entry = self._entry_of[draw]
-        entry.outcome.reason, entry.sealed = reason, True
+        entry.outcome.reason, entry.final = reason, True
 
 
 class _StepCounts:
@@ -173,7 +174,7 @@ class _StepCounts:
         }
 
 
-def commonest(reasons: Iterable[str]) -> str:
-    """The reason given most often; equal counts are decided by name, so that a replay decides alike."""
+def most_common(reasons: Iterable[str]) -> str:
+    """Return the most frequent reason. Ties are broken by name, so a replay gives the same result."""
     counts = Counter(reasons)
     return max(counts, key=lambda reason: (counts[reason], reason)) if counts else "not_trainable"

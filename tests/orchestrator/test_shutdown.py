@@ -10,8 +10,8 @@ import pytest
 
 from headrace.environments.base import Environment
 from headrace.observe.status import Status
-from headrace.orchestrator import lifetimes
-from headrace.orchestrator.lifetimes import Lifetimes
+from headrace.orchestrator import shutdown
+from headrace.orchestrator.shutdown import EnvironmentShutdown
 
 
 class Diary(Environment):
@@ -57,52 +57,50 @@ def status(tmp_path: Path) -> Iterator[Status]:
 async def test_an_environment_that_does_not_close_is_named_and_given_up_and_the_others_are_closed(
     status: Status, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifetimes, "FIRST_WORD", 0.01)
-    monkeypatch.setattr(lifetimes, "PATIENCE", 0.03)
+    monkeypatch.setattr(shutdown, "CLOSE_WARNING_S", 0.01)
+    monkeypatch.setattr(shutdown, "CLOSE_TIMEOUT_S", 0.03)
     hanging, other = HangsAtTheEnd(), Diary()
-    living = Lifetimes(status)
-    await living.start("maze", hanging)
-    await living.start("chess", other)
-    await living.close()
+    environments = EnvironmentShutdown(status)
+    await environments.start("maze", hanging)
+    await environments.start("chess", other)
+    await environments.close()
     assert (hanging.lines, other.lines) == (["started", "closing"], ["started", "closed"])
-    waiting, given_up = caplog.messages
-    assert waiting.startswith("waiting until maze has closed, 0.03 s at most")
-    assert given_up.startswith("maze has not closed, and is left behind")
+    assert [record.args for record in caplog.records] == [(0.03, "maze"), ("maze",)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_wait_for_an_environment_that_does_not_close(
     status: Status, number: signal.Signals
 ) -> None:
-    hanging, living = HangsAtTheEnd(), Lifetimes(status)
-    await living.start("maze", hanging)
-    closing = asyncio.create_task(living.close())
+    hanging, environments = HangsAtTheEnd(), EnvironmentShutdown(status)
+    await environments.start("maze", hanging)
+    closing = asyncio.create_task(environments.close())
     while hanging.lines != ["started", "closing"]:
         await asyncio.sleep(0)
     assert status.current.waiting_for == "the end of maze"
     os.kill(os.getpid(), number)
-    async with asyncio.timeout(lifetimes.FIRST_WORD):
+    async with asyncio.timeout(shutdown.CLOSE_WARNING_S):
         await closing
     assert status.current.waiting_for == ""
 
 
 async def test_an_environment_whose_start_hangs_is_shown_and_closed_once_its_start_has_ended(status: Status) -> None:
-    hanging, living = HangsAtTheStart(), Lifetimes(status)
-    starting = asyncio.create_task(living.start("maze", hanging))
+    hanging, environments = HangsAtTheStart(), EnvironmentShutdown(status)
+    starting = asyncio.create_task(environments.start("maze", hanging))
     while not status.current.waiting_for:
         await asyncio.sleep(0)
     assert status.current.waiting_for == "readiness from maze"
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    await living.close()
+    await environments.close()
     assert hanging.lines == ["start ended", "closed"]
 
 
 async def test_what_an_environment_raises_when_it_closes_is_raised_once_all_are_closed(status: Status) -> None:
-    other, living = Diary(), Lifetimes(status)
-    await living.start("maze", Raises())
-    await living.start("chess", other)
+    other, environments = Diary(), EnvironmentShutdown(status)
+    await environments.start("maze", Raises())
+    await environments.start("chess", other)
     with pytest.raises(OSError, match="the container is gone"):
-        await living.close()
+        await environments.close()
     assert other.lines == ["started", "closed"]
