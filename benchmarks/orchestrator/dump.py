@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.rollout.types import NOT_SAMPLED, Rollout, Sample, Turn
-from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import write_rollouts
 
 PROMPT = 64
 TICK = 0.001

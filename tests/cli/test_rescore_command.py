@@ -22,7 +22,7 @@ from headrace.orchestrator.processing import Filter, TrainProcessing
 from headrace.orchestrator.signals import TrainBatch
 from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import Group, Rollout, Task
-from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.algorithms.groups import make_rollout
 

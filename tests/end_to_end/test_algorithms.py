@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.observe.metrics import read_metrics
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.end_to_end.runs import REPOSITORY, headrace, start, wait_until, write_run_file
 
 LETTERS = "tests.end_to_end.environments:Letters"

@@ -5,8 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.end_to_end.runs import finish, start, write_run_file
 
 pytestmark = pytest.mark.timeout(400)

@@ -28,7 +28,7 @@ from headrace.rollout.version import Version
 from headrace.trainer.snapshot import size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.weights import WeightStore
-from headrace.transport.weights_link import Answer, Ask, End, connect, read_manifest
+from headrace.transport.weights_link import FetchRequest, FetchResponse, LinkPeer, connect, read_manifest
 from tests.inference.host_driver import HostDriver, use
 from tests.inference.test_weights_link import assert_samples_like, edit_manifest, save
 from tests.inference.weights_sender import SenderProcess
@@ -200,9 +200,9 @@ def test_an_engine_that_dies_while_it_reads_is_not_waited_for(
     version = write(trainer, tmp_path, 1)
     manifest = read_manifest(store.path(version))
     dying = connect(manifest.host, manifest.port, "the trainer", 10.0)
-    engine = End("of another time", "GPU-0", ["ipc"])
-    dying.send(Ask(manifest.sender, version.incarnation, version.step, engine))
-    answer = dying.receive(Answer, "the answer")
+    engine = LinkPeer("of another time", "GPU-0", ["ipc"])
+    dying.send(FetchRequest(manifest.sender, version.incarnation, version.step, engine))
+    answer = dying.receive(FetchResponse, "the answer")
     assert answer.carrier == "ipc" and len(bytes.fromhex(answer.memory)) == 64
     dying.close()
     version = write(trainer, tmp_path, 2)
@@ -397,7 +397,7 @@ def test_memory_is_taken_at_once_where_engines_are_known_to_be_on_the_gpu(driver
 def test_nothing_is_taken_of_the_gpu_until_an_engine_on_it_has_asked(driver: HostDriver) -> None:
     sender = WeightsSender(device=CPU)
     assert sender.vacant_row(lambda: 100) is None
-    sender._answer(Ask(sender._id, 0, 1, End("another", "GPU-1", ["stream", "ipc"])))
+    sender._answer(FetchRequest(sender._id, 0, 1, LinkPeer("another", "GPU-1", ["stream", "ipc"])))
     assert sender.vacant_row(lambda: 100) is None
     sender.close()
 
@@ -457,8 +457,8 @@ def test_a_gpu_is_asked_whether_memory_can_be_given_back_behind_its_address(driv
     assert cuda_driver.has_virtual_memory(CPU)
 
 
-def end(process: str, gpu: str | None, *carriers: Any) -> End:
-    return End(process, gpu, ["stream", *carriers])
+def end(process: str, gpu: str | None, *carriers: Any) -> LinkPeer:
+    return LinkPeer(process, gpu, ["stream", *carriers])
 
 
 TRAINER = end("trainer", "GPU-0", "nccl", "ipc")
@@ -473,13 +473,13 @@ TRAINER = end("trainer", "GPU-0", "nccl", "ipc")
         ("auto", end("engine", "GPU-0", "nccl"), "stream"),
         ("auto", end("engine", "GPU-1", "ipc"), "stream"),
         ("auto", end("engine", None), "stream"),
-        ("auto", End(), "stream"),
+        ("auto", LinkPeer(), "stream"),
         ("stream", end("engine", "GPU-0", "nccl", "ipc"), "stream"),
         ("nccl", end("engine", "GPU-0", "nccl", "ipc"), "nccl"),
         ("ipc", end("engine", "GPU-0", "ipc"), "ipc"),
     ],
 )
-def test_the_best_way_that_both_ends_can_go_is_chosen(wanted: Any, engine: End, expected: str) -> None:
+def test_the_best_way_that_both_ends_can_go_is_chosen(wanted: Any, engine: LinkPeer, expected: str) -> None:
     assert choose(wanted, TRAINER, engine) == expected
 
 
@@ -492,14 +492,14 @@ def test_the_best_way_that_both_ends_can_go_is_chosen(wanted: Any, engine: End, 
         ("ipc", end("trainer", "GPU-0", "ipc"), "are one process"),
     ],
 )
-def test_a_way_that_is_asked_for_and_cannot_be_is_said(wanted: Any, engine: End, why: str) -> None:
+def test_a_way_that_is_asked_for_and_cannot_be_is_said(wanted: Any, engine: LinkPeer, why: str) -> None:
     with pytest.raises(NoCarrier, match=why):
         choose(wanted, TRAINER, engine)
 
 
 def test_what_ends_say_of_themselves_survives_the_way() -> None:
-    ask = Ask("sender", 1, 2, end("engine:7", "GPU-0", "ipc"))
-    assert msgspec.json.decode(msgspec.json.encode(ask), type=Ask) == ask
+    ask = FetchRequest("sender", 1, 2, end("engine:7", "GPU-0", "ipc"))
+    assert msgspec.json.decode(msgspec.json.encode(ask), type=FetchRequest) == ask
 
 
 def test_nonsense_in_place_of_being_done_costs_the_connection_alone(
@@ -513,8 +513,8 @@ def test_nonsense_in_place_of_being_done_costs_the_connection_alone(
     store.publish(version, lambda draft: sender.offer(version, snapshot, draft))
     manifest = read_manifest(store.path(version))
     confused = connect(manifest.host, manifest.port, "the trainer", 2.0)
-    confused.send(Ask(manifest.sender, 0, 1, End("another", "GPU-0", ["ipc"])))
-    assert confused.receive(Answer, "the answer").memory
+    confused.send(FetchRequest(manifest.sender, 0, 1, LinkPeer("another", "GPU-0", ["ipc"])))
+    assert confused.receive(FetchResponse, "the answer").memory
     assert not sender._row.vacate()  # type: ignore[union-attr]
     confused.send_bytes(memoryview(b"GET / HTTP/1.1\r\n\r\n"), "nonsense")
     while sender._connections:

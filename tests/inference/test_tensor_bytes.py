@@ -9,7 +9,7 @@ import torch
 
 from headrace.inference.weights import tensor_bytes
 from headrace.inference.weights.tensor_bytes import bytes_of, digest, tensors_in
-from headrace.transport.weights_link import TensorPlace
+from headrace.transport.weights_link import TensorSpan
 
 MASK = (1 << 64) - 1
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -68,9 +68,9 @@ def test_tensors_come_back_as_views_of_the_row() -> None:
     found = tensors_in(
         row,
         [
-            TensorPlace("matrix", "bfloat16", [2, 3], 0),
-            TensorPlace("scalar", "int64", [], 16),
-            TensorPlace("nothing", "float32", [0, 4], 24),
+            TensorSpan("matrix", "bfloat16", [2, 3], 0),
+            TensorSpan("scalar", "int64", [], 16),
+            TensorSpan("nothing", "float32", [0, 4], 24),
         ],
     )
     assert torch.equal(found["matrix"], matrix) and torch.equal(found["scalar"], scalar)

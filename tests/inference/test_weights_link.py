@@ -23,7 +23,7 @@ from headrace.rollout.version import Version
 from headrace.trainer.snapshot import Snapshot, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.weights import WeightStore, read_marker
-from headrace.transport.weights_link import MANIFEST, Ask, LinkBroken, Manifest, connect, read_manifest
+from headrace.transport.weights_link import MANIFEST, FetchRequest, LinkBroken, Manifest, connect, read_manifest
 from tests.inference.plain_forward import assert_like_plain
 from tests.inference.test_weight_updates import run_all, start_requests
 from tests.inference.weights_sender import SenderProcess
@@ -107,7 +107,7 @@ def test_an_engine_that_dies_halfway_costs_nobody_anything(
     trainer.publish(version, big(tmp_path / "big.safetensors"))
     manifest = read_manifest(store.path(version))
     dying = connect(manifest.host, manifest.port, "the trainer", 10.0)
-    dying.send(Ask(manifest.sender, version.incarnation, version.step))
+    dying.send(FetchRequest(manifest.sender, version.incarnation, version.step))
     dying.receive_bytes(memoryview(bytearray(1 << 20)), "the beginning")
     dying._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, as by a kill
     dying._socket.close()
@@ -344,7 +344,7 @@ def test_an_engine_that_takes_nothing_is_given_up_and_named_in_the_log(
     directory = publish(sender, WeightStore(tmp_path), V1, {"big": big}, bucket_size=1 << 24)
     manifest = read_manifest(directory)
     hanging = connect(manifest.host, manifest.port, "the trainer", 10.0)
-    hanging.send(Ask(manifest.sender, 0, 1))
+    hanging.send(FetchRequest(manifest.sender, 0, 1))
     while sender._connections or "is cut" not in caplog.text:
         threading.Event().wait(0.01)
     assert "waited 0.2 s for the engine at 127.0.0.1" in caplog.text

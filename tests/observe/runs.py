@@ -15,9 +15,8 @@ from headrace.runfile.reading import put, validate
 from headrace.runfile.run import RunConfig
 from headrace.tools.evaluate.completions import Completion, CompletionsFile
 from headrace.transport.files import write_atomically
-from headrace.transport.rollout_dump import write_eval_rollouts
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.rollout_files import write_eval_rollouts
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 
 def write_run(

@@ -19,9 +19,8 @@ from headrace.observe.history import Record
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.monitors import Forwarder, MonitorError, as_text, forwarding, read_samples, spread_over
 from headrace.rollout.types import Rollout, RolloutError, Sample
-from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,8 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.summary import duration, summarize, text, write_summary
 from headrace.rollout.types import Rollout, RolloutError
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
-from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 
 @pytest.fixture

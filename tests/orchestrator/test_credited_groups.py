@@ -8,8 +8,7 @@ import pytest
 
 from headrace.orchestrator.credited_groups import CreditedGroups
 from headrace.rollout.types import Rollout, RolloutError
-from headrace.transport.rollout_dump import write_rollouts
-from headrace.transport.rollout_files import RolloutFiles
+from headrace.transport.rollout_files import RolloutFiles, write_rollouts
 
 Row = tuple[int, str]
 """Draw and drop reason; none: it was shipped."""

@@ -12,7 +12,7 @@ from headrace.inference.client.errors import EngineUnavailable
 from headrace.orchestrator.dispatcher import AT_ONCE, Dispatcher, EpisodeRunner
 from headrace.orchestrator.signals import Arrival, Episode, Kind
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
-from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import write_rollouts
 from tests.environments.worker_environments import ODD
 
 GOOD_TURN = Turn([1], [2], [-0.1], [0], 1.0)

@@ -32,8 +32,7 @@ from headrace.transport.batches import BatchStore
 from headrace.transport.journal import Journal
 from headrace.transport.lock import only_one
 from headrace.transport.rollout_files import RolloutFiles
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.observe.metrics_page import undocumented
 from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 from tests.refusals import refused

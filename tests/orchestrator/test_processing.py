@@ -22,7 +22,7 @@ from headrace.orchestrator.step_metrics import step_metrics
 from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
 from headrace.transport.journal import AlgorithmState
-from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import write_rollouts
 
 ZERO_ADVANTAGE = Filter("zero_advantage", has_no_advantage, enforce=True)
 

@@ -12,7 +12,7 @@ from headrace.cli.main import main
 from headrace.orchestrator.replay import replayed_state, state_problems, states_before
 from headrace.rollout.types import Group, Rollout, Task
 from headrace.transport.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
-from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.algorithms.groups import make_rollout
 from tests.cli.test_rescore_command import Run

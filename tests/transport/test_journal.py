@@ -172,7 +172,7 @@ def test_drops_are_told_apart_by_environment(tmp_path: Path):
 def test_a_commit_that_would_leave_out_a_draw_is_refused(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0, 1)))
-    with pytest.raises(RuntimeError, match=r"has 2 draws and cannot go on with \[3\]"):
+    with pytest.raises(RuntimeError, match=r"2 draws.*\[3\]"):
         journal.commit(entries(draws(3)))
     assert journal.drawn_per_env() == {"env": 2}
 

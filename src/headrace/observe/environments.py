@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.observe.history import Curve, History
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 ENDS = 5
 """Train steps averaged at either end."""

@@ -32,8 +32,7 @@ from headrace.errors import BadInput
 from headrace.observe.history import Record, Tail
 from headrace.observe.metrics import read_metrics
 from headrace.transport.files import write_atomically
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 log = logging.getLogger(__name__)
 

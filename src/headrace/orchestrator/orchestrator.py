@@ -55,9 +55,8 @@ from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version
 from headrace.transport.journal import Entries, Journal
-from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 log = logging.getLogger(__name__)
 

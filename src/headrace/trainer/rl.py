@@ -31,8 +31,8 @@ from headrace.trainer.ranks import Ranks
 from headrace.trainer.rehearsal import rehearse
 from headrace.trainer.stopwatch import Stopwatch
 from headrace.trainer.token_table import remove_samples, write_token_table
-from headrace.transport.acknowledgements import Acknowledgements
 from headrace.transport.run_dir import RunDir
+from headrace.transport.weights import AcknowledgementMonitor
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def train(
     publisher = make_publisher(config.weights, run, learner, shared=engines is not None)
     if embedded:
         publisher.check_embedded()
-    acknowledgements = Acknowledgements(run.weights, config.weights.ack_timeout or None)
+    acknowledgements = AcknowledgementMonitor(run.weights, config.weights.ack_timeout or None)
     enter_incarnation(learner, run, publisher, resuming=resume is not None)
     alternates = engines is not None and engines.alternates
     device_lock = TrainerDeviceLock(run.device_lock if alternates else None, learner.model.device, status)
@@ -182,7 +182,7 @@ def losses(config: TrainerConfig) -> dict[str, Loss]:
 def wait_for_batch(
     ranks: Ranks,
     run: RunDir,
-    acknowledgements: Acknowledgements,
+    acknowledgements: AcknowledgementMonitor,
     step: int,
     status: Status,
     stopped: threading.Event,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.inference.weights.tensor_bytes import bytes_of, digest
 from headrace.trainer.shared_row import SharedRow
-from headrace.transport.weights_link import ALIGNMENT, TensorPlace
+from headrace.transport.weights_link import ALIGNMENT_BYTES, TensorSpan
 
 BUCKET_SIZE = 1 << 26
 """Bytes that travel at once. A power of two, since torch rounds pinned memory up to one."""
@@ -24,7 +24,7 @@ BUCKET_SIZE = 1 << 26
 class Snapshot(NamedTuple):
     """The tensors of one version, as a row of bytes in the memory of this host."""
 
-    places: list[TensorPlace]
+    places: list[TensorSpan]
     buckets: list[Tensor]
     """What they hold can be relied on after `wait`."""
     digests: list[int]
@@ -54,7 +54,7 @@ def take_snapshot(
     for name, tensor in tensors:
         filling = filling or _Filling(bucket_size, tensor.device, row)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        places.append(TensorPlace(name, dtype, list(tensor.shape), filling.size))
+        places.append(TensorSpan(name, dtype, list(tensor.shape), filling.size))
         filling.append(bytes_of(tensor))
     if filling is None:
         raise ValueError("there are no tensors to publish")
@@ -66,7 +66,7 @@ def take_snapshot(
 
 def size_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of a row of them."""
-    return sum(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors)
+    return sum(tensor.nbytes + -tensor.nbytes % ALIGNMENT_BYTES for tensor in tensors)
 
 
 class _Filling:
@@ -84,7 +84,7 @@ class _Filling:
 
     def append(self, content: Tensor) -> None:
         """Add bytes, and zeros up to the next place where a tensor may begin."""
-        padding = -len(content) % ALIGNMENT
+        padding = -len(content) % ALIGNMENT_BYTES
         self.size += len(content) + padding
         while len(content):
             room = self._room()

@@ -35,7 +35,15 @@ from headrace.inference.weights.nccl import AHEAD, NcclPair, new_group_id
 from headrace.rollout.version import Version
 from headrace.trainer.shared_row import SharedRow
 from headrace.trainer.snapshot import Snapshot
-from headrace.transport.weights_link import MANIFEST, PATIENCE, Answer, Ask, Connection, Done, Manifest
+from headrace.transport.weights_link import (
+    MANIFEST,
+    TIMEOUT_S,
+    Connection,
+    FetchRequest,
+    FetchResponse,
+    Manifest,
+    MemoryReleased,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +65,7 @@ class WeightsSender:
         *,
         device: torch.device | None = None,
         carrier: Wanted = "auto",
-        patience: float = PATIENCE,
+        patience: float = TIMEOUT_S,
     ) -> None:
         self._device = device or torch.device("cpu")
         self._end = this_end(self._device)
@@ -158,7 +166,7 @@ class WeightsSender:
                 connection.hang_up()
         try:
             while connection.wait_for_message():
-                ask = connection.receive(Ask, "what it wants")
+                ask = connection.receive(FetchRequest, "what it wants")
                 line.send(ask.version, *self._answer(ask))
         except Failure as error:
             log.warning("the weights link to an engine is cut: %s", error)
@@ -169,20 +177,20 @@ class WeightsSender:
             with self._lock:
                 self._connections.discard(connection)
 
-    def _answer(self, ask: Ask) -> tuple[Answer, Snapshot | None]:
+    def _answer(self, ask: FetchRequest) -> tuple[FetchResponse, Snapshot | None]:
         with self._lock:
             snapshot = self._offers.get(ask.version)
             offered = ", ".join(map(str, sorted(self._offers)))
         if ask.sender != self._id:
-            return Answer(problem="another trainer listens there now than the one that published it"), None
+            return FetchResponse(problem="another trainer listens there now than the one that published it"), None
         if snapshot is None:
-            return Answer(problem=f"the trainer has no such version any more; it has {offered or 'none'}"), None
+            return FetchResponse(problem=f"the trainer has no such version any more; it has {offered or 'none'}"), None
         try:
             carrier = choose(self._carrier, self._end, ask.engine)
         except NoCarrier as error:
-            return Answer(problem=str(error)), None
+            return FetchResponse(problem=str(error)), None
         self._is_shared = self._is_shared or carrier == "ipc"
-        return Answer(carrier), snapshot
+        return FetchResponse(carrier), snapshot
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -205,7 +213,7 @@ class _Line:
         self._device = device
         self._pair: NcclPair | None = None
 
-    def send(self, version: Version, answer: Answer, snapshot: Snapshot | None) -> None:
+    def send(self, version: Version, answer: FetchResponse, snapshot: Snapshot | None) -> None:
         if snapshot is not None and answer.carrier == "ipc":
             with snapshot.lent() as memory:
                 if memory is not None:
@@ -231,7 +239,7 @@ class _Line:
     def _wait_until_done(self) -> None:
         """However long that takes: where the engine is gone instead, it no longer reads either."""
         if self._connection.wait_for_message():
-            self._connection.receive(Done, "that it is done")
+            self._connection.receive(MemoryReleased, "that it is done")
 
     def _send_by(self, pair: NcclPair, snapshot: Snapshot, version: Version) -> None:
         staging = [torch.empty_like(snapshot.buckets[0], device=self._device) for _ in range(AHEAD)]

@@ -1,1 +1,28 @@
-"""What travels between processes as files: batches to the trainer, weights to the engine."""
+"""The files of a run directory: how processes exchange data, and what is left of a run.
+
+    path                          content                                                 module
+    config.toml                   the complete run file                                   launch/saved_config.py
+    code_folders.json             folders of the user's code, for resuming                launch/own_code.py
+    journal.sqlite                the state of every draw                                 transport/journal.py
+    batches/step-N.safetensors    training batches, orchestrator to trainer               transport/batches.py
+    weights/v-INC-STEP/           published weights, trainer to engines                   transport/weights.py
+      tensors.json                  manifest of weights that stay in the trainer's memory transport/weights_link.py
+      adapter_config.json           of a published LoRA adapter                           transport/adapter.py
+    weights/acknowledged.json     the version that all engines sample from                transport/weights.py
+    probes/v-INC-STEP.safetensors sequences with trainer logprobs, to measure drift       transport/probes.py
+    endpoints/NAME.json           addresses and keys of inference servers                 transport/endpoint.py
+    rollouts/step-N.parquet       rollouts of a step, also eval-step-N.parquet            transport/rollout_files.py
+    tokens/step-N/                token tables of selected steps                          transport/token_exports.py
+    checkpoints/step-N/           trainer checkpoints                                     trainer/checkpoint.py
+    model/                        the final model                                         trainer/model.py
+    turns/                        the lock of a device shared by trainer and engine       transport/device_lock.py
+    .PROCESS.lock                 held by the one process of that name                    transport/lock.py
+    status/                       state of each process, for the terminal view            observe/status.py
+    metrics.jsonl                 metrics of all processes                                observe/metrics.py
+    monitors/                     positions up to which monitors have read                observe/monitors.py
+    heartbeat.json                last sign of life of the run                            launch/heartbeat.py
+    logs/                         log file of each process                                launch/supervisor.py
+    summary.md, reward.svg        summary of the run                                      observe/summary.py
+
+`run_dir.py` has the paths, `files.py` atomic writes.
+"""

@@ -1,9 +1,8 @@
-"""LoRA adapters on disk, in PEFT's format, which vLLM reads too: `adapter_config.json`, `adapter_model.safetensors`.
+"""LoRA adapters on disk in PEFT's format, which vLLM also reads: `adapter_config.json`, `adapter_model.safetensors`.
 
-An adapter stands for its base model with `scaling * B @ A` added to the weight of each linear layer it has tensors for.
-Left out on purpose: whatever else PEFT can write (DoRA, biases, ranks per layer, whole modules, ...). It is refused by
-name, also what a later PEFT may add, since leaving it out would give another model without a word. Tensors are torch's,
-but torch is only imported where there are some.
+An adapter adds `scaling * B @ A` to the weight of each linear layer of the base model that it has tensors for. Left out
+on purpose: everything else that PEFT writes (DoRA, biases, ranks per layer, whole modules, ...). Such keys, and
+unknown ones, are refused by name, since ignoring them would silently give another model. Torch is imported lazily.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ TENSORS = "adapter_model.safetensors"
 
 _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
 _PLAIN_STARTS = (True, False, "gaussian")
-"""Values of `init_lora_weights` that leave the base model as it is; others subtract something from it."""
+"""Values of `init_lora_weights` that leave the base model unchanged; others subtract something from it."""
 _WITHOUT_EFFECT = {
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern"),  # which layers are adapted, the tensors' names say
+    *("exclude_modules", "layers_to_transform", "layers_pattern"),  # the tensor names already select layers
 }
 
 
 class AdapterError(BadInput):
-    """The directory is no adapter that can be used here. The message says why."""
+    """The directory does not contain an adapter that can be used here."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """What of `adapter_config.json` decides what is computed, under PEFT's names."""
+    """The keys of `adapter_config.json` that affect the computation, with PEFT's names."""
 
     r: int
     lora_alpha: float
@@ -55,21 +54,21 @@ class AdapterConfig(msgspec.Struct, frozen=True):
 
 
 class Matrices(NamedTuple):
-    """The two factors of a layer's difference: A is [r, in], B is [out, r]."""
+    """The LoRA factors of a layer: A is [r, in], B is [out, r]."""
 
     a: Tensor
     b: Tensor
 
 
 class Adapter(NamedTuple):
-    """An adapter as read: its matrices by the name of the layer in the base model."""
+    """An adapter: its config, and its matrices by the name of the layer in the base model."""
 
     config: AdapterConfig
     layers: dict[str, Matrices]
 
 
 def merged(base: Tensor, matrices: Matrices, scaling: float) -> Tensor:
-    """A layer's weight with its difference added, in float32. `base` must be the pristine one, never a merged one."""
+    """Return base + scaling * B @ A in float32. `base` must be the original weight, not a merged one."""
     return base.float() + scaling * (matrices.b.float() @ matrices.a.float())
 
 
@@ -78,7 +77,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def write_adapter(directory: Path, adapter: Adapter) -> None:
-    """Write both files. The tensors must be whole: gather them first where ranks have parts of them."""
+    """Write both files. The tensors must be full tensors, not shards."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +92,7 @@ def write_adapter(directory: Path, adapter: Adapter) -> None:
 
 
 def write_config(directory: Path, config: AdapterConfig) -> None:
-    """The configuration alone, for those who keep the tensors elsewhere."""
+    """Write `adapter_config.json` alone."""
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -107,12 +106,12 @@ def write_config(directory: Path, config: AdapterConfig) -> None:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter, ours or PEFT's, refusing one that holds more than plain LoRA matrices."""
+    """Read an adapter; raise AdapterError if it contains more than plain LoRA matrices."""
     config = read_config(directory / CONFIG)
     path = directory / TENSORS
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise AdapterError(str(error), file=path) from error
     return Adapter(config, _by_layer(tensors, config.r, path))
@@ -128,35 +127,35 @@ def read_config(path: Path) -> AdapterConfig:
     if kind != "LORA":
         raise AdapterError("only LORA adapters can be used", file=path, key="peft_type", value=kind)
     if config.r < 1:
-        raise AdapterError("a rank is at least 1", file=path, key="r", value=config.r)
+        raise AdapterError("the rank must be at least 1", file=path, key="r", value=config.r)
     known = {*AdapterConfig.__struct_fields__, *_WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
-    foreign = [key for key, value in settings.items() if key not in known and value and value != "none"]
+    unsupported = [key for key, value in settings.items() if key not in known and value and value != "none"]
     if settings.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        foreign.append("init_lora_weights")
-    if foreign:
+        unsupported.append("init_lora_weights")
+    if unsupported:
         problems = [
-            AdapterError("not computed here: only plain LoRA is", file=path, key=key, value=settings[key])
-            for key in sorted(foreign)
+            AdapterError("not supported: only plain LoRA is", file=path, key=key, value=settings[key])
+            for key in sorted(unsupported)
         ]
         raise AdapterError.combine(problems)
     return config
 
 
 def _by_layer(tensors: Mapping[str, Tensor], r: int, path: Path) -> dict[str, Matrices]:
-    """Pair the matrices of each layer, checking that they fit each other."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Group the matrices by layer, checking that their shapes match."""
+    by_layer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _KEY.fullmatch(name)
         if match is None:
-            raise AdapterError("not a matrix of a LoRA layer, and nothing else can be used", file=path, key=name)
-        found.setdefault(match["layer"], {})[match["matrix"]] = tensor
-    if not found:
+            raise AdapterError("not a LoRA matrix", file=path, key=name)
+        by_layer.setdefault(match["layer"], {})[match["matrix"]] = tensor
+    if not by_layer:
         raise AdapterError("has no tensors", file=path)
-    for layer, pair in found.items():
+    for layer, pair in by_layer.items():
         if len(pair) < 2:
-            raise AdapterError(f"has lora_{next(iter(pair))}, but not its other matrix", file=path, key=layer)
+            raise AdapterError(f"has only lora_{next(iter(pair))}", file=path, key=layer)
         a, b = pair["A"], pair["B"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != r or b.shape[1] != r:
             shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
-            raise AdapterError(f"{shapes} do not fit rank {r}", file=path, key=layer)
-    return {layer: Matrices(pair["A"], pair["B"]) for layer, pair in found.items()}
+            raise AdapterError(f"{shapes} do not match rank {r}", file=path, key=layer)
+    return {layer: Matrices(pair["A"], pair["B"]) for layer, pair in by_layer.items()}

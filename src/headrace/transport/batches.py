@@ -1,7 +1,7 @@
-"""Batches from the orchestrator to the trainer: one file per step; its appearance is the announcement.
+"""Batches from the orchestrator to the trainer: one file per step.
 
-A batch is prepared (durable, hidden), then recorded in the journal, then announced (renamed). So whatever is killed
-when, journal and files agree after `recover`.
+A batch is prepared (durable, hidden), then recorded in the journal, then announced (renamed). So journal and files
+agree after `recover`, whenever a process was killed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class BatchStore:
         return self.directory / f".step-{step:08d}.prepared"
 
     def prepare(self, batch: Batch) -> None:
-        """Make the batch durable without showing it: what is recorded about it can now be committed."""
+        """Write the batch durably under a hidden name, before the journal records it."""
         write_atomically(self._prepared_path(batch.step), encode_batch(batch))
 
     def announce(self, step: int) -> Path:
-        """Let the trainer see a prepared batch."""
+        """Make a prepared batch visible to the trainer."""
         os.replace(self._prepared_path(step), self.path(step))
         sync(self.directory)
         return self.path(step)
 
     def recover(self, committed_through: int) -> None:
-        """After a crash: announce what was committed but not yet shown, forget what was prepared but not committed."""
+        """After a crash: announce prepared batches that the journal has, delete those that it does not have."""
         for unfinished in self.directory.glob("..step-*.tmp"):
             unfinished.unlink()
         for path in self.directory.glob(".step-*.prepared"):
@@ -52,21 +52,21 @@ class BatchStore:
     def read(self, step: int) -> Batch:
         batch = read_batch(str(self.path(step)))
         if batch.step != step:
-            raise ValueError(f"{self.path(step)} holds the batch of step {batch.step}")
+            raise ValueError(f"{self.path(step)} contains the batch of step {batch.step}")
         return batch
 
     def steps(self) -> list[int]:
-        """The steps that are on disk, in order."""
+        """Return the steps on disk, in order."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.directory.glob("step-*.safetensors"))
 
     def delete_through(self, step: int) -> None:
-        """Remove batches that a complete checkpoint of `step` has made unnecessary."""
+        """Delete batches that a complete checkpoint of `step` covers."""
         for covered in self.steps():
             if covered <= step:
                 self.path(covered).unlink(missing_ok=True)
 
     def delete_after(self, step: int) -> None:
-        """Remove batches that will be made anew."""
+        """Delete batches that will be collected again."""
         for later in self.steps():
             if later > step:
                 self.path(later).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Files and directories that are either whole or absent, whatever is killed when."""
+"""Atomic writes of files and directories: a reader sees a complete one or none, also after a kill."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 MARKER = "COMPLETE.json"
-"""Written last into a directory that others wait for: without it, it is not complete."""
+"""Written last into a directory that another process waits for; a directory without it is incomplete."""
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write beside, fsync, rename, fsync the directory: a reader sees the old file or all of the new one.
+    """Write to a temporary file, fsync, rename, fsync the directory: a reader sees the old or the new content.
 
-    `mode` says who may read it, less what the umask takes away, from its first byte on.
+    `mode` is the file mode before the umask, from the first byte on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -30,10 +30,10 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
-def write_directory(final: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
-    """Let `fill` write into a hidden directory beside, then put it in the place of `final`.
+def write_directory(final: Path, fill: Callable[[Path], object], *, durable: bool = True) -> None:
+    """Call `fill` on a hidden directory next to `final`, then rename it to `final`.
 
-    `durable` fsyncs every file first: what is written must then survive a power loss, not only a kill.
+    `durable` fsyncs every file before, so that the content survives a power loss, not only a kill.
     """
     draft, replaced = draft_of(final), final.with_name(f".{final.name}.old")
     for leftover in (draft, replaced):
@@ -54,17 +54,13 @@ def write_directory(final: Path, fill: Callable[[Path], None], *, durable: bool 
 
 
 def draft_of(final: Path) -> Path:
-    """Where `write_directory` fills a directory before it takes its place."""
+    """Return the hidden path that `write_directory` fills before the rename."""
     return final.with_name(f".{final.name}.tmp")
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Another name for a directory whose files never change: it costs no disk where the file system allows it."""
-    write_directory(target, lambda draft: _copy_into(source, draft))
-
-
-def _copy_into(source: Path, draft: Path) -> None:
-    shutil.copytree(source, draft, copy_function=_link_or_copy, dirs_exist_ok=True)
+    """Copy a directory whose files never change by hard links, or by content if the file system has none."""
+    write_directory(target, lambda d: shutil.copytree(source, d, copy_function=_link_or_copy, dirs_exist_ok=True))
 
 
 def _link_or_copy(source: str, target: str) -> str:
@@ -76,7 +72,7 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the renames in a directory, durable."""
+    """Fsync a file or a directory (its renames)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

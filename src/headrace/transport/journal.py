@@ -1,12 +1,12 @@
-"""The one truth about every draw: drawn, then shipped in a batch and trained, or dropped with a reason.
+"""The journal: a SQLite database with the state of every draw (a prompt taken from a source).
 
-SQLite, written by the orchestrator alone. A draw that was neither shipped nor dropped when the orchestrator died is
-sampled again under the same id: compute may be lost, prompts are not. Draws that were never recorded need no record:
-the source is deterministic and draws them again.
+A draw is drawn, then shipped in a batch and trained, or dropped with a reason. Only the orchestrator writes. A draw
+that was neither shipped nor dropped when the orchestrator died is sampled again under the same id, so no prompt is
+lost. Draws that were never recorded are drawn again: the source is deterministic.
 
-Everything else is a fold over the draws: totals are sums of what became of each, a curriculum has observed the rewards
-in the order of credit, and an algorithm's state is the one right after the last group, in that order, whose fate is
-recorded. So all of them can be replayed and checked.
+Everything else is a fold over the draws: totals are sums over outcomes, a curriculum observes rewards in the order of
+credit, and an algorithm's state is the one right after the last group in that order whose outcome is recorded. So all
+of them can be replayed and checked.
 """
 
 from __future__ import annotations
@@ -27,17 +27,14 @@ log = logging.getLogger(__name__)
 
 JOURNAL_SCHEMA = 4
 OLDEST_SCHEMA = 2
-"""It says nothing about whose an algorithm's state is; 3 says nothing about the lengths of what was credited.
-
-Both are brought up to date when a run goes on.
-"""
+"""Schema 2 lacks `algorithms.algorithm`, 2 and 3 lack `draws.credited_tokens`; both are upgraded on resume."""
 
 GROUP_FAILED = "group_failed"
-"""The reason of a rollout that was good, in a group that could not be scored for want of another."""
+"""Drop reason of a successful rollout in a group that could not be scored because another one failed."""
 NO_FAILURE = frozenset({"off_policy", "on_policy", "max_steps", "task_gone", "not_trainable", "cancelled"})
-"""Reasons for which a draw ends without credit through no fault of its environment."""
+"""Reasons for a draw without credit that do not count as failures of its environment."""
 
-_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS draws (
@@ -46,13 +43,13 @@ CREATE TABLE IF NOT EXISTS draws (
     task_key TEXT NOT NULL,
     position INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('drawn', 'shipped', 'trained', 'dropped')),
-    step INTEGER,        -- the batch that carries it, or that was being collected when it was dropped
+    step INTEGER,        -- the batch that contains it, or that was being collected when it was dropped
     reason TEXT,         -- why it was dropped
     rollouts INTEGER NOT NULL DEFAULT 0,
     tokens INTEGER NOT NULL DEFAULT 0,
-    credited_tokens INTEGER NOT NULL DEFAULT 0,  -- of what was credited, prompts included
-    credit INTEGER,      -- its place in the order of credit
-    rewards TEXT         -- what was credited: [[agent, reward], ...]
+    credited_tokens INTEGER NOT NULL DEFAULT 0,  -- of its credited rollouts, prompts included
+    credit INTEGER,      -- its position in the order of credit
+    rewards TEXT         -- of its credited rollouts: [[agent, reward], ...]
 );
 CREATE INDEX IF NOT EXISTS draws_by_state ON draws (state, step);
 CREATE TABLE IF NOT EXISTS drops (draw INTEGER NOT NULL, reason TEXT NOT NULL, rollouts INTEGER NOT NULL);
@@ -61,7 +58,7 @@ CREATE TABLE IF NOT EXISTS algorithms (
     step INTEGER,
     env TEXT,
     state TEXT NOT NULL,
-    algorithm TEXT,      -- whose state it is, by import path
+    algorithm TEXT,      -- its class, by import path
     PRIMARY KEY (step, env)
 );
 CREATE TABLE IF NOT EXISTS clock (step INTEGER PRIMARY KEY, seconds REAL NOT NULL, eval_tokens INTEGER NOT NULL);
@@ -72,7 +69,7 @@ CREATE TABLE IF NOT EXISTS data (
     digest TEXT NOT NULL,
     PRIMARY KEY (slot, env)
 );
-CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);  -- the processes that have gone on with the run
+CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);  -- the orchestrator processes of the run
 """
 
 
@@ -86,42 +83,42 @@ class Draw(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """What became of a draw, and of the rollouts that were made of it."""
+    """The outcome of a draw and of its rollouts."""
 
     draw: int
     reason: str = ""
-    """Why it was dropped; empty: it was shipped."""
+    """Why it was dropped; empty if it was shipped."""
     rollouts: int = 0
     tokens: int = 0
     drops: dict[str, int] = msgspec.field(default_factory=dict)
-    """Rollouts of it that were not shipped, by reason."""
+    """Number of its rollouts that were not shipped, by reason."""
     credit: int | None = None
     rewards: list[tuple[str, float]] = msgspec.field(default_factory=list)
-    """Agent and reward of each rollout, in the order in which the algorithm saw them."""
+    """Agent and reward of each credited rollout, in the order in which the algorithm received them."""
     credited_tokens: int = 0
     """Of these rollouts, prompts included."""
 
 
 class Lesson(msgspec.Struct):
-    """What a draw that has ended says about those to come."""
+    """The result of a finished draw, as curricula and circuit breakers observe it."""
 
     draw: int
     env: str
     task_key: str
     rewards: list[float]
-    """Of what was credited; none: nothing was."""
+    """Of its credited rollouts; empty if none was credited."""
     failed: int = 0
-    """Its episodes, if nothing was credited because all of them failed."""
+    """Number of its episodes, if no rollout was credited because all of them failed."""
     story: str = ""
-    """Why they failed, for people; the journal does not tell."""
+    """Why they failed, for messages; not in the journal."""
     step: int = 0
-    """The batch that was being collected."""
+    """The batch that was being collected when it finished."""
     tokens: int = 0
-    """Of what was credited, prompts included; 0: nobody knows."""
+    """Tokens of its credited rollouts, prompts included; 0 if unknown."""
 
 
 class Totals(msgspec.Struct):
-    """Sums over the draws whose outcome is known, restarts included."""
+    """Sums over all draws that have an outcome, over restarts."""
 
     rollouts: int = 0
     tokens: int = 0
@@ -138,23 +135,22 @@ class Totals(msgspec.Struct):
 
 
 class Clock(msgspec.Struct, frozen=True):
-    """What passes beside the draws, over the whole run."""
+    """Time and evaluation tokens of the whole run."""
 
     seconds: float = 0.0
     eval_tokens: int = 0
-    """Sampled for evaluation."""
 
 
 class AlgorithmState(msgspec.Struct, frozen=True):
-    """What an algorithm has learned."""
+    """The saved state of an algorithm."""
 
     algorithm: str | None
-    """Its class, as `package.module:Name`; an older journal does not tell."""
+    """Its class, as `package.module:Name`; None in an older journal."""
     json: bytes
 
 
 class Entries(msgspec.Struct):
-    """What one commit takes with it. Totals and states are those after its outcomes."""
+    """The content of one commit. Totals and states are those after its outcomes."""
 
     drawn: list[Draw]
     outcomes: list[Outcome]
@@ -165,18 +161,18 @@ class Entries(msgspec.Struct):
 
 
 class Journal:
-    """One connection, used from one thread at a time."""
+    """The journal of a run: one connection, used from one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         try:
             self._open(path, read_only)
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # a disk that is full, say
+            if type(error) is not sqlite3.DatabaseError:  # such as a full disk
                 raise
             raise BadInput(
-                f"the journal is damaged ({error}), and with it the record of the run's draws",
+                f"the journal is damaged: {error}",
                 file=path,
-                fix="Put a copy of it back; without one, `headrace export` still gives the newest checkpoint's model.",
+                fix="Restore a copy of it. Without one, `headrace export` still exports the newest checkpoint.",
             ) from error
 
     def _open(self, path: Path, read_only: bool) -> None:
@@ -185,12 +181,12 @@ class Journal:
             _check(self._db, path)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The orchestrator calls from a worker thread, never from two at once.
+        # The orchestrator calls from worker threads, one at a time.
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         network = network_file_system(path.parent)
-        wanted = "DELETE" if network else "WAL"  # a write-ahead log needs memory that all its readers share
+        wanted = "DELETE" if network else "WAL"  # a write-ahead log needs shared memory between its readers
         mode = self._db.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0]
-        log.info("journal: %s, SQLite's journal mode %s%s", path, mode, f" because of {network}" if network else "")
+        log.info("journal: %s, SQLite journal mode %s%s", path, mode, f" (file system: {network})" if network else "")
         self._db.execute("PRAGMA synchronous=FULL")
         _check(self._db, path)
         self._db.executescript(_TABLES)
@@ -203,22 +199,22 @@ class Journal:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def start(self) -> int:
-        """The number of the process that goes on with the run now, from 1; a rewind takes none back."""
+        """Record a start of the orchestrator; return its number, from 1. Not undone by a rewind."""
         return int(self._db.execute("INSERT INTO starts DEFAULT VALUES").lastrowid or 0)
 
     def exchange_data(self, slot: str, env: str, data: Fingerprint) -> Fingerprint | None:
-        """Remember the tasks of an environment; returns those that it had when the run last started, if it did."""
+        """Store the fingerprint of an environment's tasks; return the one of the previous start, if any."""
         row = self._db.execute("SELECT examples, digest FROM data WHERE slot = ? AND env = ?", (slot, env)).fetchone()
         self._db.execute("INSERT OR REPLACE INTO data VALUES (?, ?, ?, ?)", (slot, env, data.examples, data.digest))
         return Fingerprint(*row) if row else None
 
     def commit(self, entries: Entries, shipped: int | None = None) -> None:
-        """One transaction. `shipped` is the step whose batch carries the draws that were not dropped."""
+        """Write the entries in one transaction. `shipped`: the step whose batch has the draws that were not dropped."""
         step = shipped if shipped is not None else self.last_step() + 1
         with _transaction(self._db):
-            self._insert(entries.drawn)
+            self._insert_draws(entries.drawn)
             for outcome in entries.outcomes:
-                self._seal(outcome, step)
+                self._record_outcome(outcome, step)
             self._db.executemany(
                 "INSERT OR REPLACE INTO algorithms (step, env, state, algorithm) VALUES (?, ?, ?, ?)",
                 [(step, env, state.json.decode(), state.algorithm) for env, state in entries.states.items()],
@@ -232,39 +228,39 @@ class Journal:
                 self._db.execute("INSERT INTO steps VALUES (?, ?)", (shipped, totals))
 
     def drop_open(self, reason: str) -> None:
-        """Nothing more will be trained: close whatever is still open."""
+        """Drop all open draws at the end of a run."""
         self._db.execute(
             "UPDATE draws SET state='dropped', reason=?, step=? WHERE state='drawn'", (reason, self.last_step() + 1)
         )
 
     def mark_trained(self, step: int) -> None:
-        """A complete checkpoint covers every batch through `step`."""
+        """Mark the draws of all batches through `step` as covered by a complete checkpoint."""
         self._db.execute("UPDATE draws SET state='trained' WHERE state='shipped' AND step <= ?", (step,))
 
     def reopen(self) -> None:
-        """Back to the moment when the last batch had shipped, but for the clock: the step begins anew."""
+        """Rewind to the last shipped batch, but keep the clock: the current step starts again."""
         clock, last = self.clock(), self.last_step()
         with _transaction(self._db):
             _rewind(self._db, last)
             self._db.execute("INSERT OR REPLACE INTO clock VALUES (?, ?, ?)", (last, clock.seconds, clock.eval_tokens))
 
     def rewind(self, step: int) -> None:
-        """Back to the moment when batch `step` had shipped: what came later is open again, under the same ids."""
+        """Rewind to the moment when batch `step` had shipped: later draws are open again, with the same ids."""
         with _transaction(self._db):
             _rewind(self._db, step)
 
-    def _insert(self, draws: Sequence[Draw]) -> None:
-        """Draws that are known already, because they were drawn again, stay as they are. None may be left out."""
-        known = self._db.execute("SELECT COUNT(*) FROM draws").fetchone()[0]
-        fresh = [draw.id for draw in draws if draw.id >= known]
-        if fresh != list(range(known, known + len(fresh))):
-            raise RuntimeError(f"the journal has {known} draws and cannot go on with {fresh[:3]}: some are missing")
+    def _insert_draws(self, draws: Sequence[Draw]) -> None:
+        """Insert new draws, whose ids must be contiguous; draws that exist already are unchanged."""
+        count = self._db.execute("SELECT COUNT(*) FROM draws").fetchone()[0]
+        new = [draw.id for draw in draws if draw.id >= count]
+        if new != list(range(count, count + len(new))):
+            raise RuntimeError(f"the journal has {count} draws, but the next are {new[:3]}: some are missing")
         self._db.executemany(
             "INSERT OR IGNORE INTO draws (id, env, task_key, position, state) VALUES (?, ?, ?, ?, 'drawn')",
             [(d.id, d.env, d.task_key, d.position) for d in draws],
         )
 
-    def _seal(self, outcome: Outcome, step: int) -> None:
+    def _record_outcome(self, outcome: Outcome, step: int) -> None:
         rewards = None if outcome.credit is None else msgspec.json.encode(outcome.rewards).decode()
         changed = self._db.execute(
             "UPDATE draws SET state=?, reason=?, step=?, rollouts=?, tokens=?, credit=?, rewards=?, credited_tokens=? "
@@ -284,11 +280,11 @@ class Journal:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def last_step(self) -> int:
-        """The newest committed batch; 0 before the first."""
+        """Return the step of the newest committed batch; 0 before the first."""
         return int(self._db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()[0])
 
     def totals(self, through: int | None = None) -> Totals:
-        """The sums over every outcome, or over those of the steps through `through`."""
+        """Return the sums over every outcome, or over those of the steps through `through`."""
         last = (1 << 62) if through is None else through
         rollouts, tokens = self._db.execute(
             "SELECT COALESCE(SUM(rollouts), 0), COALESCE(SUM(tokens), 0) FROM draws WHERE step <= ?", (last,)
@@ -301,7 +297,7 @@ class Journal:
         return Totals(rollouts, tokens, dict(drops.fetchall()))
 
     def totals_at(self) -> dict[int, Totals]:
-        """By step, the totals that were committed with it."""
+        """Return the totals that were committed with each step."""
         rows = self._db.execute("SELECT step, totals FROM steps ORDER BY step")
         return {step: msgspec.json.decode(totals, type=Totals) for step, totals in rows}
 
@@ -310,22 +306,22 @@ class Journal:
         return Clock(*row) if row else Clock()
 
     def algorithm_states(self) -> dict[str, AlgorithmState]:
-        """By environment, the newest."""
+        """Return the newest state by environment."""
         rows = self._db.execute("SELECT env, algorithm, state, MAX(step) FROM algorithms GROUP BY env")
         return {env: AlgorithmState(algorithm, state.encode()) for env, algorithm, state, _ in rows}
 
     def credits(self) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-        """Environment and rewards of every credited draw, in the order of credit."""
+        """Yield environment and rewards of every credited draw, in the order of credit."""
         rows = self._db.execute("SELECT env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit")
         for env, rewards in rows:
             yield env, _decode_rewards(rewards)
 
     def credited_draws(self) -> list[int]:
-        """Their ids, in the order of credit."""
+        """Return the ids of credited draws, in the order of credit."""
         return [row[0] for row in self._db.execute("SELECT id FROM draws WHERE credit IS NOT NULL ORDER BY credit")]
 
     def lessons(self) -> Iterator[Lesson]:
-        """Of every draw that has ended: those that were credited, in that order, then the others as they were drawn."""
+        """Yield the result of every finished draw: credited ones in the order of credit, then the others by id."""
         rows = self._db.execute(
             "SELECT id, env, task_key, step, rollouts, reason, rewards, credited_tokens, "
             "id IN (SELECT draw FROM drops WHERE reason = ?) FROM draws WHERE step IS NOT NULL "
@@ -340,16 +336,16 @@ class Journal:
                 yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
 
     def next_credit(self) -> int:
-        """The place in the order of credit that comes next."""
+        """Return the next position in the order of credit."""
         return int(self._db.execute("SELECT COALESCE(MAX(credit) + 1, 0) FROM draws").fetchone()[0])
 
     def draws(self) -> list[tuple[Draw, str, int | None, str | None]]:
-        """Every draw with its state, step and reason, oldest first."""
+        """Return every draw with its state, step and reason, oldest first."""
         rows = self._db.execute("SELECT id, env, task_key, position, state, step, reason FROM draws ORDER BY id")
         return [(Draw(*row[:4]), *row[4:]) for row in rows]
 
     def open_draws(self) -> list[Draw]:
-        """Drawn but neither shipped nor dropped, oldest first."""
+        """Return draws that are neither shipped nor dropped, oldest first."""
         rows = self._db.execute("SELECT id, env, task_key, position FROM draws WHERE state = 'drawn' ORDER BY id")
         return [Draw(*row) for row in rows]
 
@@ -357,16 +353,16 @@ class Journal:
         return dict(self._db.execute("SELECT env, COUNT(*) FROM draws GROUP BY env").fetchall())
 
     def drops_per_env(self) -> dict[str, dict[str, int]]:
-        """Dropped rollouts of each environment, by reason."""
-        found: dict[str, dict[str, int]] = {}
+        """Return the number of dropped rollouts by environment and reason."""
+        drops: dict[str, dict[str, int]] = {}
         for env, reason, count in self._db.execute(
             "SELECT env, drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw GROUP BY 1, 2"
         ):
-            found.setdefault(env, {})[reason] = count
-        return found
+            drops.setdefault(env, {})[reason] = count
+        return drops
 
     def states(self) -> dict[str, int]:
-        """How many draws are in each state, dropped ones by reason (`dropped:REASON`)."""
+        """Return the number of draws in each state, dropped ones by reason (`dropped:REASON`)."""
         query = """
             SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*)
             FROM draws GROUP BY 1
@@ -393,7 +389,7 @@ def fork(source: Path, target: Path, step: int) -> None:
 
 
 def _upgrade(db: sqlite3.Connection) -> None:
-    """What an older version has not written yet."""
+    """Add the columns that an older schema lacks."""
     schema = _schema(db)
     if schema == OLDEST_SCHEMA:
         db.execute("ALTER TABLE algorithms ADD COLUMN algorithm TEXT")
@@ -414,11 +410,11 @@ def _rewind(db: sqlite3.Connection, step: int) -> None:
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse a journal that this version does not understand."""
+    """Raise if this version of Headrace cannot read the journal."""
     version = _schema(db)
     if 0 < version < OLDEST_SCHEMA:
         raise BadInput(
-            f"written by an older Headrace (journal {version}, this one writes {JOURNAL_SCHEMA})",
+            f"written by an older Headrace (schema {version}, this one reads {OLDEST_SCHEMA} to {JOURNAL_SCHEMA})",
             file=path,
             fix="Finish the run with that version, or start a new one from its newest checkpoint's model.",
         )
@@ -430,17 +426,17 @@ def _schema(db: sqlite3.Connection) -> int:
 
 
 def network_file_system(directory: Path) -> str | None:
-    """The kind of file system that a directory is on, if it is one that several machines share."""
+    """Return the type of file system of a directory if it is a network file system."""
     table = Path("/proc/self/mountinfo")
     if not table.exists():
         return None
-    place, best = directory.resolve(), (0, "")
+    resolved, best = directory.resolve(), (0, "")
     for line in table.read_text().splitlines():
         fields, _, source = line.partition(" - ")
-        point, kind = Path(fields.split()[4]), source.split()[0]
-        if place.is_relative_to(point):
-            best = max(best, (len(point.parts), kind))
-    return best[1] if best[1].startswith(_NETWORK) else None
+        mount_point, kind = Path(fields.split()[4]), source.split()[0]
+        if resolved.is_relative_to(mount_point):
+            best = max(best, (len(mount_point.parts), kind))
+    return best[1] if best[1].startswith(_NETWORK_FILE_SYSTEMS) else None
 
 
 @contextmanager

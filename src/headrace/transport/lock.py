@@ -1,4 +1,4 @@
-"""One at a time: a lock that the kernel releases however its holders end."""
+"""File locks (flock), which the kernel releases when the processes that hold them end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headrace.transport.run_dir import RunDir
 
 @contextmanager
 def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
-    """Hold the lock file, waiting for it if need be.
+    """Hold the lock file, waiting for it if necessary.
 
-    Before waiting, `on_wait` is told which process took the lock, where that is known; it may raise instead. Yields
-    the descriptor that holds the lock: processes that inherit it hold it too, until the last of them ends.
+    Before waiting, `on_wait` is called with the id of the process that holds the lock, None if unknown; it may raise.
+    Yields the descriptor that holds the lock: processes that inherit it hold it too, until the last of them ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -37,7 +37,7 @@ def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
 
 @contextmanager
 def only_one(run: RunDir, process: str) -> Iterator[None]:
-    """Be the only process of this name in a run: a second one would write over the first one's files."""
+    """Refuse a second process of this name in a run: it would overwrite the files of the first."""
 
     def refuse(_: int | None) -> None:
         raise BadInput(f"another {process} is running in it", key="RUN", value=run.root, fix="Stop that one first.")
@@ -47,7 +47,7 @@ def only_one(run: RunDir, process: str) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the lock file at the moment."""
+    """Whether a process holds the lock file."""
     if not path.is_file():
         return False
     descriptor = os.open(path, os.O_RDONLY)

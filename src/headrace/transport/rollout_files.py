@@ -1,19 +1,29 @@
-"""The rollouts that a run saved, read back from what `dump.py` wrote: samples, and turns that merge to these samples.
+"""Rollouts as Parquet files, `rollouts/step-N.parquet` and `rollouts/eval-step-N.parquet`: writer and reader.
 
-Turns are rebuilt, since only samples are saved: a turn's prompt is all of its sample before it, and `obs_spans` say
-where a turn begins and which one it was. Two turns with nothing to read between them are one in the sample; the first
-takes all that was sampled, and an empty one stands for the second, so that turns are as many as they were.
+A row is a rollout: its messages, the credit of each token, and why it was dropped. Columns are those of `SCHEMA`,
+described in docs/evaluation.md.
 
-Left out on purpose: the roles of a first prompt, and the turns of a rollout that failed, which has no samples. Files
-of an older version have neither spans nor roles: there observations are where nothing was sampled, written by nobody
-knows whom, and the samples of a rollout are taken to have been played one after another.
+The writer runs in a thread next to the event loop and must not hold the GIL for long: Arrow arrays are views of numpy
+arrays, Python loops over rollouts and samples but not over tokens. `pa.array`, and before pyarrow 26 `to_pandas_dtype`,
+would import pandas if installed, which takes a third of a second and memory, so the writer does not call them.
+
+Only samples are saved, so the reader rebuilds turns: a turn's prompt is everything before it in its sample, and
+`obs_spans` have the start and the index of each turn. Two turns without an observation between them are one in the
+sample; the first gets all sampled tokens and an empty turn stands for the second, so that the number of turns is right.
+
+Left out on purpose: the roles of a first prompt, and the turns of a failed rollout, which has no samples. Files of
+older versions have neither spans nor roles: there, observations are the tokens that were not sampled, and the samples
+of a rollout are assumed to have been played one after another.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,34 +34,282 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.errors import BadInput
+from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import KNOWN_STREAMS, TRUNCATED, Rollout, RolloutError, Sample, Turn
-from headrace.transport.rollouts import RolloutKind
+from headrace.transport.run_dir import RolloutKind
+
+log = logging.getLogger(__name__)
+
+ROW_GROUP_ROLLOUTS = 64
+"""Rollouts in a row group: bounds the time that Python runs between two writes, and the memory of long rollouts."""
+
+_DTYPES = {
+    pa.from_numpy_dtype(dtype): dtype for dtype in (np.bool_, np.int8, np.int32, np.int64, np.float32, np.float64)
+}
+_TOKEN_COLUMNS = {"token_ids": pa.int32(), "mask": pa.bool_(), "logprobs": pa.float32(), "versions": pa.int32()}
+_STREAM_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in KNOWN_STREAMS.items()}
+_OBS_SPANS = pa.list_(pa.struct([(name, pa.int32()) for name in ("start", "turn", "prompt_start", "length")]))
+_TEXTS = pa.list_(pa.string())
+_NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
+_OTHER_STREAMS = pa.map_(pa.string(), pa.list_(pa.float64()))
+
+_SAMPLES = pa.list_(
+    pa.struct(
+        [
+            ("prompt_length", pa.int32()),
+            ("temperature", pa.float64()),
+            *((name, pa.list_(kind)) for name, kind in {**_TOKEN_COLUMNS, **_STREAM_COLUMNS}.items()),
+            ("other_streams", _OTHER_STREAMS),
+            ("obs_spans", _OBS_SPANS),
+            ("roles", pa.list_(pa.int8())),
+        ]
+    )
+)
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("env", pa.string()),
+        ("task_key", pa.string()),
+        ("group_id", pa.string()),
+        ("draw_id", pa.int64()),
+        ("episode", pa.int32()),
+        ("credited", pa.int32()),
+        ("agent", pa.string()),
+        ("trainable", pa.bool_()),
+        ("reward", pa.float64()),
+        ("rewards", _NAMED_NUMBERS),
+        ("metrics", _NAMED_NUMBERS),
+        ("advantage_mean", pa.float64()),
+        ("messages", pa.string()),
+        ("num_turns", pa.int32()),
+        ("completion_tokens", pa.int32()),
+        ("version_min", pa.int32()),
+        ("version_max", pa.int32()),
+        ("truncated", pa.bool_()),
+        ("stop_reason", pa.string()),
+        ("drop_reason", pa.string()),
+        ("error_reason", pa.string()),
+        ("error", pa.string()),
+        ("seconds", pa.float64()),
+        ("finish_reasons", _TEXTS),
+        ("samples", _SAMPLES),
+    ]
+)
+
+
+def write_rollouts(
+    directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]], keep_last: int
+) -> None:
+    """Write `step-N.parquet`, and delete files older than the newest `keep_last`."""
+    rows = [*((rollout, None) for rollout in kept), *dropped]
+    with _replacing(RolloutKind.TRAIN.path(directory, step)) as writer:
+        for start in range(0, len(rows), ROW_GROUP_ROLLOUTS):
+            writer.write_table(_table(step, rows[start : start + ROW_GROUP_ROLLOUTS]))
+    RolloutKind.TRAIN.delete_old(directory, keep_last)
+
+
+def write_eval_rollouts(path: Path, step: int, rollouts: Sequence[Rollout], *, add: bool = False) -> None:
+    """Write the rollouts of an evaluation of version `step` to `path`, turns merged into samples.
+
+    Rows of other environments in the file are kept; with `add` also those of the same environment whose episodes (task
+    key and episode) are not among `rollouts`. The file is replaced, so only one caller may write to it at a time.
+    """
+    rollouts = sorted(rollouts, key=lambda rollout: (rollout.task_key, rollout.episode))  # episodes end in any order
+    identity = ("env", "task_key", "episode") if add else ("env",)
+    replaced = {tuple(getattr(rollout, name) for name in identity) for rollout in rollouts}
+    with _replacing(path) as writer:
+        for table in _tables_in(path):
+            rows = zip(*(table[name].to_pylist() for name in identity), strict=True)
+            writer.write_table(table.filter(_numbers([row not in replaced for row in rows], pa.bool_())))
+        for start in range(0, len(rollouts), ROW_GROUP_ROLLOUTS):
+            part = rollouts[start : start + ROW_GROUP_ROLLOUTS]
+            writer.write_table(_table(step, [(_with_samples(rollout), None) for rollout in part]))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
+    """Open a writer whose file replaces `path` once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = path.stem.rstrip("0123456789")
+    for leftover in path.parent.glob(f"{kind}*.tmp"):  # left by a killed process
+        leftover.unlink()
+    temporary = path.with_suffix(".tmp")
+    # No dictionaries: logprobs have as many values as tokens, and zstd alone is faster and smaller.
+    with pq.ParquetWriter(temporary, SCHEMA, compression="zstd", use_dictionary=False) as writer:
+        yield writer
+    os.replace(temporary, path)
+
+
+def _tables_in(path: Path) -> Iterator[pa.Table]:
+    """Yield the row groups of a file; nothing if it does not exist, is damaged or is of another version."""
+    if not path.exists():
+        return
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        log.warning("%s is not a readable Parquet file and is replaced: %s", path, error)
+        return
+    with file:
+        if file.schema_arrow != SCHEMA:
+            log.warning("%s has the columns of another version of Headrace and is replaced", path)
+            return
+        for number in range(file.num_row_groups):
+            yield file.read_row_group(number)
+
+
+def _with_samples(rollout: Rollout) -> Rollout:
+    """Return a rollout of an evaluation with merged turns; a failed one may have invalid turns and gets no samples."""
+    samples = [] if rollout.error is not None else [sample for sample in merge_turns(rollout.turns) if len(sample)]
+    ended = rollout.turns[-1].finish_reason if rollout.turns else ""
+    return msgspec.structs.replace(rollout, samples=samples, stop_reason=rollout.stop_reason or ended)
+
+
+def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
+    rollouts = [rollout for rollout, _ in rows]
+    columns: dict[str, Any] = {
+        "step": [step] * len(rows),
+        "env": [r.env for r in rollouts],
+        "task_key": [r.task_key for r in rollouts],
+        "group_id": [r.group_id for r in rollouts],
+        "draw_id": [r.draw_id for r in rollouts],
+        "episode": [r.episode for r in rollouts],
+        "credited": [r.credited for r in rollouts],
+        "agent": [r.agent for r in rollouts],
+        "trainable": [r.trainable for r in rollouts],
+        # Null, not NaN: a failed rollout must not turn the average of a query into NaN.
+        "reward": [None if math.isnan(r.reward) else r.reward for r in rollouts],
+        "rewards": _maps([r.rewards for r in rollouts]),
+        "metrics": _maps([r.metrics for r in rollouts]),
+        "advantage_mean": [r.mean_advantage for r in rollouts],
+        "messages": [msgspec.json.encode(r.messages).decode() for r in rollouts],
+        "num_turns": [len(r.turns) for r in rollouts],
+        "completion_tokens": [r.completion_tokens for r in rollouts],
+        "version_min": [r.oldest_version for r in rollouts],
+        "version_max": [r.newest_version for r in rollouts],
+        "truncated": [r.truncated for r in rollouts],
+        "stop_reason": [r.stop_reason for r in rollouts],
+        "drop_reason": [reason for _, reason in rows],
+        "error_reason": [r.error.reason if r.error else None for r in rollouts],
+        "error": [r.error.detail if r.error else None for r in rollouts],
+        "seconds": [r.timings.get("episode") for r in rollouts],
+        "finish_reasons": pa.ListArray.from_arrays(
+            _offsets([len(r.turns) for r in rollouts]),
+            _strings([turn.finish_reason for r in rollouts for turn in r.turns]),
+            type=_TEXTS,
+        ),
+        "samples": _sample_lists(rollouts),
+    }
+    arrays = []
+    for field in SCHEMA:
+        values = columns[field.name]
+        if not isinstance(values, pa.Array):
+            values = _strings(values) if field.type == pa.string() else _numbers(values, field.type)
+        arrays.append(values)
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _sample_lists(rollouts: Sequence[Rollout]) -> pa.Array:
+    """Return one list of sample structs per rollout."""
+    samples = [sample for rollout in rollouts for sample in rollout.samples]
+    roles = [observed_roles(s, rollout.turns) if s.obs_spans else None for rollout in rollouts for s in rollout.samples]
+    spans = np.array([row for sample in samples for row in sample.obs_spans], np.int32).reshape(-1, 4)
+    span_columns = [_array(np.ascontiguousarray(column), pa.int32()) for column in spans.T]
+    span_structs = pa.StructArray.from_arrays(span_columns, fields=list(_OBS_SPANS.value_type))
+    columns = {
+        "prompt_length": _numbers([sample.prompt_length for sample in samples], pa.int32()),
+        "temperature": _numbers([sample.temperature for sample in samples], pa.float64()),
+        **{name: _lists([getattr(s, name) for s in samples], kind) for name, kind in _TOKEN_COLUMNS.items()},
+        **{name: _lists([s.streams.get(name) for s in samples], kind) for name, kind in _STREAM_COLUMNS.items()},
+        "other_streams": _other_streams(samples),
+        "obs_spans": pa.ListArray.from_arrays(
+            _offsets([len(s.obs_spans) for s in samples]), span_structs, type=_OBS_SPANS
+        ),
+        "roles": _lists(roles, pa.int8()),
+    }
+    structs = pa.StructArray.from_arrays(list(columns.values()), fields=list(_SAMPLES.value_type))
+    return pa.ListArray.from_arrays(_offsets([len(rollout.samples) for rollout in rollouts]), structs, type=_SAMPLES)
+
+
+def _other_streams(samples: Sequence[Sample]) -> pa.Array:
+    """Return a map by name of the streams that have no column of their own, per sample."""
+    others = [[item for item in sample.streams.items() if item[0] not in KNOWN_STREAMS] for sample in samples]
+    names = _strings([name for items in others for name, _ in items])
+    values = _lists([values for items in others for _, values in items], pa.float64())
+    return pa.MapArray.from_arrays(_offsets([len(items) for items in others]), names, values, type=_OTHER_STREAMS)
+
+
+def _maps(maps: Sequence[dict[str, float]]) -> pa.Array:
+    names = _strings([name for entries in maps for name in entries])
+    values = _numbers([value for entries in maps for value in entries.values()], pa.float64())
+    return pa.MapArray.from_arrays(_offsets([len(entries) for entries in maps]), names, values, type=_NAMED_NUMBERS)
+
+
+def _lists(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
+    """Return one list per array; null for None."""
+    dtype = _DTYPES[kind]
+    flat = np.concatenate([np.empty(0, dtype), *(array for array in arrays if array is not None)], dtype=dtype)
+    offsets = _offsets([0 if array is None else len(array) for array in arrays])
+    absent = _array(np.array([array is None for array in arrays], np.bool_), pa.bool_())
+    return pa.ListArray.from_arrays(offsets, _array(flat, kind), type=pa.list_(kind), mask=absent)
+
+
+def _strings(texts: Sequence[str | None]) -> pa.Array:
+    encoded = [b"" if text is None else text.encode() for text in texts]
+    offsets = _offsets([len(text) for text in encoded]).buffers()[1]
+    return pa.Array.from_buffers(pa.string(), len(texts), [_validity(texts), offsets, pa.py_buffer(b"".join(encoded))])
+
+
+def _numbers(values: Sequence[float | None], kind: pa.DataType) -> pa.Array:
+    filled = np.array([0 if value is None else value for value in values], _DTYPES[kind])
+    return _array(filled, kind, _validity(values))
+
+
+def _array(values: np.ndarray, kind: pa.DataType, validity: pa.Buffer | None = None) -> pa.Array:
+    content = _bits(values) if kind == pa.bool_() else pa.py_buffer(values)
+    return pa.Array.from_buffers(kind, len(values), [validity, content])
+
+
+def _validity(values: Sequence[object]) -> pa.Buffer:
+    """Return Arrow's bitmap of values that are not null."""
+    return _bits(np.array([value is not None for value in values], np.bool_))
+
+
+def _bits(flags: np.ndarray) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(flags, bitorder="little"))
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    return _array(np.cumsum([0, *lengths], dtype=np.int32), pa.int32())
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class SavedRollout(msgspec.Struct):
-    """A rollout as a step's file has it."""
+    """A rollout as read from a file."""
 
     rollout: Rollout
     drop_reason: str
-    """Why it was not shipped; empty: it was."""
+    """Why it was not shipped; empty if it was."""
 
 
 class RolloutFiles:
-    """The `rollouts/` directory of a run: the files of its training steps, or (`kind`) of its evaluations."""
+    """Reader of the `rollouts/` directory of a run: the files of training steps or, by `kind`, of evaluations."""
 
     def __init__(self, directory: Path, kind: RolloutKind = RolloutKind.TRAIN) -> None:
         self.directory = directory
         self._kind = kind
 
     def steps(self) -> list[int]:
-        """Return the steps that are on disk, in order; of an evaluation, its version."""
+        """Return the steps on disk, in order; for evaluations the versions."""
         return list(self._kind.files(self.directory))
 
     def read(self, step: int) -> list[SavedRollout]:
         return _rollouts(self._table(step))
 
     def columns(self, step: int, names: Sequence[str]) -> list[dict[str, Any]]:
-        """A few columns of every rollout, without the rest being read; those that an older file lacks are left out."""
+        """Read some columns of every rollout; columns that an older file lacks are left out."""
         rows: list[dict[str, Any]] = self._table(step, names).to_pylist()
         return rows
 
@@ -61,18 +319,21 @@ class RolloutFiles:
             with pq.ParquetFile(path) as file:
                 return file.read(columns=None if names is None else list(names))
         except FileNotFoundError as error:
-            fact = "the file is gone: a run keeps the newest orchestrator.keep_rollouts steps"
+            fact = "the file does not exist: a run keeps the newest orchestrator.keep_rollouts steps"
             raise BadInput(fact, file=path) from error
         except pa.ArrowInvalid as error:
             raise BadInput(f"not a readable Parquet file: {error}", file=path) from error
 
 
 def _rollouts(table: pa.Table) -> list[SavedRollout]:
-    lists = _joined(table["samples"])
-    samples, roles = _samples(lists.values), _roles(lists.values)
+    column = table["samples"]
+    lists = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    structs, names = lists.values, {field.name for field in lists.values.type}
+    samples = _samples(structs)
+    roles: list[np.ndarray | None] = _arrays(structs.field("roles")) if "roles" in names else [None] * len(structs)
     of_rollout = [slice(*ends) for ends in pairwise(lists.offsets.to_numpy())]
-    if "obs_spans" in _names(lists.values):
-        for sample, spans in zip(samples, lists.values.field("obs_spans").to_pylist(), strict=True):
+    if "obs_spans" in names:
+        for sample, spans in zip(samples, structs.field("obs_spans").to_pylist(), strict=True):
             sample.obs_spans = [(s["start"], s["turn"], s["prompt_start"], s["length"]) for s in spans]
     else:
         for part in of_rollout:
@@ -108,22 +369,32 @@ def _rollout(row: dict[str, Any], samples: list[Sample], roles: list[np.ndarray 
 
 
 def turns_of(samples: Sequence[Sample], roles: Sequence[np.ndarray | None], count: int) -> list[Turn]:
-    """`count` turns that merge to these samples."""
+    """Return `count` turns that merge to these samples."""
     turns: dict[int, Turn] = {}
     firsts: list[Turn] = []
-    for sample, known in zip(samples, roles, strict=True):
+    for sample, sample_roles in zip(samples, roles, strict=True):
         first_end, *ends = [*(start for start, _, _, _ in sample.obs_spans), sample.completion_length]
-        firsts.append(_turn(sample, known, 0, first_end))
+        firsts.append(_turn(sample, sample_roles, 0, first_end))
         for (start, number, _, length), end in zip(sample.obs_spans, ends, strict=True):
-            turns[number] = _turn(sample, known, start + length, end)
-    # Samples stand in the order in which they began, so the first turns fill what is free in order.
+            turns[number] = _turn(sample, sample_roles, start + length, end)
+    # Samples are in the order in which they began, so their first turns take the free indices in order.
     free = [number for number in range(count + len(firsts)) if number not in turns]
     turns.update(zip(free, firsts, strict=False))
-    return _without_gaps(turns, count) if turns else []
+    if not turns:
+        return []
+    filled: list[Turn] = []
+    for number in range(max(count, max(turns) + 1)):
+        if number in turns:
+            filled.append(turns[number])
+        else:  # an empty turn that continues the one before it, and adds nothing to any sample
+            last, empty = filled[-1], np.empty(0)
+            prompt = np.concatenate([last.prompt_ids, last.completion_ids])
+            filled.append(Turn(prompt, empty, empty, empty, last.temperature))
+    return filled
 
 
 def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Turn:
-    """Of which the tokens from `start` to `end` of the sample's completion were sampled."""
+    """Return the turn that sampled the tokens from `start` to `end` of the sample's completion."""
     cut, end = sample.prompt_length + start, sample.prompt_length + end
     truncated = sample.streams.get(TRUNCATED)
     return Turn(
@@ -137,22 +408,8 @@ def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Tur
     )
 
 
-def _without_gaps(turns: dict[int, Turn], count: int) -> list[Turn]:
-    """In a gap stands an empty turn that goes on where the one before it ended: it adds nothing to any sample."""
-    found: list[Turn] = []
-    for number in range(max(count, max(turns) + 1)):
-        found.append(turns[number] if number in turns else _nothing_after(found[-1]))
-    return found
-
-
-def _nothing_after(turn: Turn) -> Turn:
-    nothing = np.empty(0)
-    prompt = np.concatenate([turn.prompt_ids, turn.completion_ids])
-    return Turn(prompt, nothing, nothing, nothing, turn.temperature)
-
-
 def _samples(structs: pa.StructArray) -> list[Sample]:
-    """All samples of a file, end to end; without their spans."""
+    """Return all samples of a file, without their spans."""
     arrays = [_arrays(structs.field(name)) for name in ("token_ids", "mask", "logprobs", "versions")]
     numbers = [structs.field(name).to_pylist() for name in ("prompt_length", "temperature")]
     samples = [Sample(*columns) for columns in zip(*arrays, *numbers, strict=True)]
@@ -166,12 +423,8 @@ def _samples(structs: pa.StructArray) -> list[Sample]:
     return samples
 
 
-def _roles(structs: pa.StructArray) -> list[np.ndarray | None]:
-    return _arrays(structs.field("roles")) if "roles" in _names(structs) else [None] * len(structs)
-
-
 def _find_spans(samples: Sequence[Sample]) -> None:
-    """The spans of a rollout's samples by their masks: whatever was not sampled was observed."""
+    """Set the spans of a rollout's samples by their masks: tokens that were not sampled are observations."""
     turn = 0
     for sample in samples:
         turn += 1
@@ -183,16 +436,8 @@ def _find_spans(samples: Sequence[Sample]) -> None:
 
 
 def _arrays(lists: pa.ListArray) -> list[np.ndarray | None]:
-    """One array per list, laid over the file's own memory; None for null."""
+    """Return one array per list as views of the file's memory; None for null."""
     flat = lists.values.to_numpy(zero_copy_only=False)
-    known = lists.is_valid().to_numpy(zero_copy_only=False)
-    parts = zip(known, pairwise(lists.offsets.to_numpy()), strict=True)
-    return [flat[start:end] if there else None for there, (start, end) in parts]
-
-
-def _joined(column: pa.ChunkedArray) -> pa.ListArray:
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-
-
-def _names(structs: pa.StructArray) -> set[str]:
-    return {field.name for field in structs.type}
+    valid = lists.is_valid().to_numpy(zero_copy_only=False)
+    parts = zip(valid, pairwise(lists.offsets.to_numpy()), strict=True)
+    return [flat[start:end] if is_valid else None for is_valid, (start, end) in parts]

@@ -1,7 +1,8 @@
-"""Where things are in a run directory."""
+"""Paths of a run directory."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 from headrace.transport.batches import BatchStore
@@ -12,7 +13,7 @@ from headrace.transport.weights import WeightStore
 
 
 class RunDir:
-    """Paths of one run. Every process of the run, and everyone who reads it later, goes through here."""
+    """The paths of one run: no other module builds them. The package docstring describes each."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -36,6 +37,25 @@ class RunDir:
         self.tokens = TokenExports(root / "tokens")
 
     def latest_checkpoint_step(self) -> int:
-        """The step of the newest complete checkpoint; 0 if there is none."""
+        """Return the step of the newest complete checkpoint; 0 if there is none."""
         complete = self.checkpoints.glob(f"step-*/{MARKER}")
         return max((int(marker.parent.name.removeprefix("step-")) for marker in complete), default=0)
+
+
+class RolloutKind(StrEnum):
+    """Prefix of the file names in `rollouts/`; the step, or the evaluated version, follows."""
+
+    TRAIN = "step-"
+    EVAL = "eval-step-"
+
+    def path(self, directory: Path, step: int) -> Path:
+        return directory / f"{self}{step:08d}.parquet"
+
+    def files(self, directory: Path) -> dict[int, Path]:
+        """Return the files on disk by step, in order."""
+        return {int(path.stem.removeprefix(self)): path for path in sorted(directory.glob(f"{self}*.parquet"))}
+
+    def delete_old(self, directory: Path, keep_last: int) -> None:
+        """Delete all but the files of the newest `keep_last` steps."""
+        for path in list(self.files(directory).values())[:-keep_last]:
+            path.unlink()

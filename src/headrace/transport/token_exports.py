@@ -1,6 +1,6 @@
-"""The tokens of chosen steps, for `headrace tokens`: one directory of Parquet files per step.
+"""Token tables of selected steps for `headrace tokens`: one directory of Parquet files per step.
 
-What the columns mean is said by the files themselves; `trainer/token_table.py` writes them.
+`trainer/token_table.py` writes them; the files contain descriptions of their columns.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import msgspec
 from headrace.rollout.batch import SCHEMA, decode_versioned
 
 HEADER_KEY = "headrace"
-"""Where a file's metadata has the header."""
+"""The key of the header in a file's metadata."""
 
 
 class ExportHeader(msgspec.Struct):
-    """What is true of the whole step."""
+    """Values of the whole step."""
 
     step: int
     incarnation: int
     """Of the batch."""
     counts: dict[str, int]
-    """Member tokens of each component, by which its loss is divided."""
+    """Member tokens of each loss component, by which its loss is divided."""
     gradient_sum: float | None
-    """The sum of |dL/dt| over all tokens; null if it is no finite number."""
+    """The sum of |dL/dt| over all tokens; null if it is not finite."""
     sequences: int | None = None
-    """Sequences of the step, where only those with the largest gradients were exported; null: all were."""
+    """Number of sequences of the step if only those with the largest gradients were exported; null if all were."""
     schema: int = SCHEMA
 
 
-def read_header(metadata: dict[bytes, bytes], what: str) -> ExportHeader:
-    return decode_versioned(metadata[HEADER_KEY.encode()], ExportHeader, what)
+def read_header(metadata: dict[bytes, bytes], source: str) -> ExportHeader:
+    return decode_versioned(metadata[HEADER_KEY.encode()], ExportHeader, source)
 
 
 class TokenExports:
@@ -44,5 +44,5 @@ class TokenExports:
         return self.directory / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps that are on disk, in order."""
+        """Return the steps on disk, in order."""
         return sorted(int(path.name.removeprefix("step-")) for path in self.directory.glob("step-*"))

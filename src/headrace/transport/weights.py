@@ -1,29 +1,38 @@
 """Weights from the trainer to the engine: `weights/v-INCARNATION-STEP/`, a Hugging Face directory plus a marker.
 
-The marker is written last and carries a checksum of the tensors; the engine returns it when it has loaded them. The
-watcher's acknowledgement file tells the trainer which versions nobody will ask for again.
+The marker is written last and has a checksum of the tensors, which the engine returns after loading. The orchestrator's
+weight watcher acknowledges a version in `acknowledged.json` once every engine has it; older versions may be deleted.
+The trainer does not stop for acknowledgements, since the orchestrator bounds how far batches run ahead of them. If they
+fail to come, it warns, and after a timeout it raises.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
+from headrace.errors import Failure
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
 from headrace.transport.files import MARKER, draft_of, write_atomically, write_directory
 from headrace.transport.weights_link import MANIFEST
 
+log = logging.getLogger(__name__)
+
 ACKNOWLEDGED = "acknowledged.json"
 WEIGHTS = ("*.safetensors", MANIFEST, "adapter_config.json")
-"""What makes a version: tensors, the manifest in their place, what an adapter's tensors mean."""
-READERS = 8
-"""Tensor files that are read at once."""
+"""Files that the checksum covers: tensors, or the manifest in their place, and the config of an adapter."""
+READER_THREADS = 8
+FIRST_WARNING_S = 60.0
+"""Seconds without an acknowledgement until the first warning."""
+POLL_INTERVAL_S = 1.0
 
 
 class WeightsMarker(msgspec.Struct):
@@ -40,7 +49,7 @@ class WeightsMarker(msgspec.Struct):
 
 
 class Acknowledgement(msgspec.Struct):
-    """What the watcher writes once every engine samples from a version."""
+    """Written by the weight watcher once every engine samples from a version."""
 
     incarnation: int
     step: int
@@ -57,24 +66,24 @@ class WeightStore:
         return self.directory / f"v-{version}"
 
     def draft(self, version: Version) -> Path:
-        """Where a version is written before it is published."""
+        """Return the path where a version is written before it is published."""
         return draft_of(self.path(version))
 
     def publish(self, version: Version, write: Callable[[Path], None]) -> WeightsMarker:
-        """Let `write` fill a directory with a model, then make it visible as `version`, whole or not at all."""
+        """Call `write` on a directory, then publish it atomically as `version`."""
 
         def fill(draft: Path) -> None:
             write(draft)
             marker = WeightsMarker(version.incarnation, version.step, checksum(draft))
             (draft / MARKER).write_bytes(msgspec.json.encode(marker))
 
-        # Not durable: after a power loss the trainer publishes its checkpoint's version anew, and an engine refuses
+        # Not durable: after a power loss the trainer publishes its checkpoint's version again, and an engine refuses
         # files that do not match the marker's checksum.
         write_directory(self.path(version), fill, durable=False)
         return read_marker(self.path(version))
 
     def published(self) -> list[Version]:
-        """Complete versions, oldest first."""
+        """Return complete versions, oldest first."""
         return sorted(
             Version.parse(path.name.removeprefix("v-"))
             for path in self.directory.glob("v-*-*")
@@ -85,13 +94,13 @@ class WeightStore:
         return max(self.published(), default=None)
 
     def sweep(self) -> None:
-        """Remove what a trainer left behind that was killed while publishing or retiring."""
+        """Delete incomplete versions left by a trainer that was killed while publishing or deleting."""
         for path in (*self.directory.glob(".v-*"), *self.directory.glob("v-*")):
             if path.name.startswith(".") or not (path / MARKER).exists():
                 shutil.rmtree(path)
 
     def acknowledge(self, version: Version) -> None:
-        """Record that every engine samples from `version`: called by the watcher alone."""
+        """Record that every engine samples from `version`. Only the weight watcher calls this."""
         content = msgspec.json.encode(Acknowledgement(version.incarnation, version.step))
         write_atomically(self.directory / ACKNOWLEDGED, content)
 
@@ -99,27 +108,68 @@ class WeightStore:
         path = self.directory / ACKNOWLEDGED
         if not path.exists():
             return None
-        found = decode_versioned(path.read_bytes(), Acknowledgement, str(path))
-        return Version(found.incarnation, found.step)
+        acknowledgement = decode_versioned(path.read_bytes(), Acknowledgement, str(path))
+        return Version(acknowledgement.incarnation, acknowledgement.step)
 
     def unacknowledged(self) -> list[Version]:
-        """Complete versions, oldest first, that are newer than what the engines are known to sample from."""
+        """Return complete versions newer than the acknowledged one, oldest first."""
         acknowledged = self.acknowledged()
         return [version for version in self.published() if acknowledged is None or version > acknowledged]
 
     def retire(self, keep_last: int) -> None:
-        """Delete versions that every engine has moved past, keeping the newest few."""
+        """Delete versions older than the acknowledged one, except the newest `keep_last`."""
         acknowledged = self.acknowledged()
         if acknowledged is None:
             return
         for version in self.published()[:-keep_last]:
             if version < acknowledged:
-                (self.path(version) / MARKER).unlink()  # first, so that a half-deleted one is not taken for complete
+                (self.path(version) / MARKER).unlink()  # first, so that a partly deleted version is incomplete
                 shutil.rmtree(self.path(version))
 
 
+class NotAcknowledged(Failure):
+    """Published weights were not acknowledged in time."""
+
+
+class AcknowledgementMonitor:
+    """Warns and raises when published versions are not acknowledged; a timeout of None waits forever."""
+
+    def __init__(
+        self, weights: WeightStore, timeout_s: float | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._weights = weights
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._last: Version | None = None
+        self._since: float | None = None
+        self._checked = -POLL_INTERVAL_S
+        self._next_warning_s = FIRST_WARNING_S
+
+    def check(self) -> None:
+        """Warn at growing intervals, raise at the timeout. Called repeatedly while waiting for something else."""
+        now = self._clock()
+        if now - self._checked < POLL_INTERVAL_S:
+            return
+        self._checked = now
+        waiting = self._weights.unacknowledged()
+        acknowledged = self._weights.acknowledged()
+        if not waiting or self._since is None or acknowledged != self._last:
+            self._since, self._last, self._next_warning_s = (now if waiting else None), acknowledged, FIRST_WARNING_S
+            return
+        waited = now - self._since
+        fact = f"the orchestrator has not acknowledged weights {waiting[0]} for {waited:.0f} s"
+        if self._timeout_s is not None and waited > self._timeout_s:
+            raise NotAcknowledged(
+                f"{fact}. Check that it is running and that the inference server responds to it. If an evaluation "
+                "pinned to one version takes this long, raise trainer.weights.ack_timeout"
+            )
+        if waited > self._next_warning_s:
+            log.warning("%s: it waits for the inference server", fact)
+            self._next_warning_s = 2 * waited
+
+
 def read_marker(directory: Path) -> WeightsMarker:
-    """The marker of a published directory; a clear error where it is absent or from a newer version."""
+    """Read the marker of a published directory; raise if it is absent or from a newer version of Headrace."""
     path = directory / MARKER
     if not path.exists():
         raise FileNotFoundError(f"{directory} has no {MARKER}: it is not a published version, or not complete")
@@ -127,19 +177,19 @@ def read_marker(directory: Path) -> WeightsMarker:
 
 
 def checksum(directory: Path) -> str:
-    """A digest of the files that make the weights, in name order; several are read at once."""
+    """Return a digest of the names and contents of the weight files, in name order."""
+
+    def file_digest(path: Path) -> bytes:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, _new_digest).digest()
+
     paths = sorted(path for pattern in WEIGHTS for path in directory.glob(pattern))
     digest = _new_digest()
-    with ThreadPoolExecutor(READERS) as readers:
-        for path, content in zip(paths, readers.map(_file_digest, paths), strict=True):
+    with ThreadPoolExecutor(READER_THREADS) as readers:
+        for path, content in zip(paths, readers.map(file_digest, paths), strict=True):
             digest.update(path.name.encode())
             digest.update(content)
     return digest.hexdigest()
-
-
-def _file_digest(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, _new_digest).digest()
 
 
 def _new_digest() -> hashlib.blake2b:

@@ -1,12 +1,11 @@
-"""Weights that stay in the trainer's memory: what stands for them on disk, and what is said to fetch them.
+"""The weights link: engines fetch weights from the trainer's memory instead of from files. Manifest and protocol.
 
-A version that travels over the link is published like any other, but its directory has a manifest in place of tensor
-files: who has the tensors, where each lies in one long row of bytes, and a digest of every bucket of that row. An
-engine connects, asks for the version, and gets an answer and the buckets: down the same connection, or between GPUs by
-NCCL. On the GPU that the trainer is on it gets a handle of memory that has them all, and says when it is done with it.
+A version is published as usual, but its directory has a manifest in place of tensor files: the trainer's address, the
+offset of each tensor in one byte buffer, and a digest of every bucket of that buffer. An engine connects, requests the
+version, and receives a response and the buckets: over the same connection, or between GPUs by NCCL. On the trainer's
+own GPU it receives a handle to memory with all buckets (CUDA IPC), and reports when it has released that.
 
-Messages are JSON after four bytes of length. Every wait is bounded by the patience of its side, counted anew for each
-chunk of a few megabytes, and fails with a sentence that says who waited for what from whom.
+Messages are JSON after four bytes of length. Every wait has a timeout, restarted for each chunk of a few megabytes.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ T = TypeVar("T", bound=msgspec.Struct)
 Carrier = Literal["stream", "nccl", "ipc"]
 
 MANIFEST = "tensors.json"
-PATIENCE = 60.0
-"""Seconds that a chunk, or an answer, may take before either side gives the other up."""
-ALIGNMENT = 16
-"""Every tensor begins at a multiple of this, so that the bytes can be used where they lie."""
+TIMEOUT_S = 60.0
+"""Default timeout of a chunk or a message."""
+ALIGNMENT_BYTES = 16
+"""Every tensor begins at a multiple of this, so that the bytes can be used in place."""
 _LENGTH = struct.Struct("!I")
-_LONGEST_MESSAGE = 1 << 20
-_CHUNK = 1 << 22
-"""Bytes that a slow connection must carry within the patience."""
-_CONNECTING = 1.0
-"""Seconds after which a connection that is not made yet is begun anew, if it is still wanted."""
+_MAX_MESSAGE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 22
+"""Bytes that a connection must transfer within the timeout."""
+_CONNECT_ATTEMPT_S = 1.0
+"""Timeout of one attempt to connect, so that connecting can be cancelled."""
 
 
 class LinkBroken(Failure):
-    """The other side is gone, silent, or says what it must not."""
+    """The peer closed the connection, timed out or sent an invalid message."""
 
 
-class TensorPlace(msgspec.Struct):
-    """A tensor in the row of bytes; `dtype` is torch's name for it."""
+class TensorSpan(msgspec.Struct):
+    """A tensor in the byte buffer; `dtype` is torch's name of it."""
 
     name: str
     dtype: str
@@ -55,46 +54,46 @@ class TensorPlace(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """What a published directory has in place of tensors."""
+    """The file of a published directory that replaces its tensor files."""
 
     host: str
     port: int
     sender: str
-    """Tells this trainer from any other that may have the same address later."""
-    tensors: list[TensorPlace]
+    """Id of this trainer process: another one may have the same address later."""
+    tensors: list[TensorSpan]
     size: int
-    """Bytes in all, a multiple of the alignment."""
+    """Bytes of the buffer, a multiple of the alignment."""
     bucket_size: int
-    """Of all buckets but the last, which is what remains."""
+    """Bytes of a bucket; the last may be smaller."""
     digests: list[int]
     """One for each bucket."""
     schema: int = SCHEMA
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each bucket begins and ends."""
+        """Start and end of each bucket in the buffer."""
         starts = range(0, self.size, self.bucket_size)
         return [(start, min(start + self.bucket_size, self.size)) for start in starts]
 
 
-class End(msgspec.Struct, frozen=True):
-    """What one end of the link is, for choosing how versions travel."""
+class LinkPeer(msgspec.Struct, frozen=True):
+    """One end of the link, for choosing the carrier."""
 
     process: str = ""
-    """Tells it from every other process on the same GPU."""
+    """Unique id of the process."""
     gpu: str | None = None
-    """Tells the GPU that its weights are on from all others, if they are on one."""
+    """Unique id of the GPU that its weights are on, if any."""
     carriers: list[Carrier] = msgspec.field(default_factory=lambda: ["stream"])
-    """What it can carry by."""
+    """The carriers that it supports."""
 
 
-class Ask(msgspec.Struct):
-    """An engine wants a version."""
+class FetchRequest(msgspec.Struct):
+    """An engine's request for a version."""
 
     sender: str
     incarnation: int
     step: int
-    engine: End = End()
+    engine: LinkPeer = LinkPeer()
     schema: int = SCHEMA
 
     @property
@@ -102,27 +101,27 @@ class Ask(msgspec.Struct):
         return Version(self.incarnation, self.step)
 
 
-class Answer(msgspec.Struct):
-    """The buckets follow, by this carrier; or there is a problem, and nothing follows."""
+class FetchResponse(msgspec.Struct):
+    """The carrier by which the buckets follow; or a problem, and nothing follows."""
 
     carrier: Carrier = "stream"
     group: str = ""
-    """What NCCL needs to make the group of the two, in hexadecimal; empty if they have one already."""
+    """NCCL's unique id for the group of the two, hexadecimal; empty if the group exists already."""
     memory: str = ""
-    """What opens the memory that has all buckets, one after the other, in hexadecimal. It stays as it is until the
-    engine says that it is done, or is gone."""
+    """CUDA IPC handle of the memory with all buckets, hexadecimal. The memory is unchanged until the engine sends
+    `MemoryReleased` or disconnects."""
     problem: str = ""
     schema: int = SCHEMA
 
 
-class Done(msgspec.Struct):
-    """An engine no longer has the memory open that it was told of."""
+class MemoryReleased(msgspec.Struct):
+    """An engine has closed the IPC memory of the last response."""
 
     schema: int = SCHEMA
 
 
 def is_linked(directory: Path) -> bool:
-    """Whether the tensors of a published directory are to be fetched over the link."""
+    """Whether the tensors of a published directory must be fetched over the link."""
     return (directory / MANIFEST).exists()
 
 
@@ -132,13 +131,13 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 class Connection:
-    """One end of a link. `peer` is what errors call the other one."""
+    """A connection of the link. `peer` names the other side in errors."""
 
-    def __init__(self, connected: socket.socket, peer: str, patience: float) -> None:
+    def __init__(self, connected: socket.socket, peer: str, timeout_s: float) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.peer = peer
-        self.patience = patience
+        self.timeout_s = timeout_s
         self._socket = connected
 
     def send(self, message: msgspec.Struct) -> None:
@@ -146,18 +145,18 @@ class Connection:
         self.send_bytes(memoryview(_LENGTH.pack(len(content)) + content), "a message")
 
     def receive(self, kind: type[T], what: str) -> T:
-        """The next message, within the patience of this side."""
+        """Return the next message; raise LinkBroken after the timeout."""
         header = bytearray(_LENGTH.size)
         self.receive_bytes(memoryview(header), what)
         (length,) = _LENGTH.unpack(header)
-        if length > _LONGEST_MESSAGE:
-            raise LinkBroken(f"{self.peer} sent something else in place of {what}")
+        if length > _MAX_MESSAGE_BYTES:
+            raise LinkBroken(f"{self.peer} sent an invalid message instead of {what}")
         content = bytearray(length)
         self.receive_bytes(memoryview(content), what)
         return decode_versioned(bytes(content), kind, f"{what} from {self.peer}")
 
     def wait_for_message(self) -> bool:
-        """Until one begins to arrive, however long that takes; False if the other side has closed instead."""
+        """Wait without timeout until a message begins to arrive; return False if the peer closed the connection."""
         self._socket.settimeout(None)
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
@@ -165,40 +164,37 @@ class Connection:
             return False
 
     def send_bytes(self, content: memoryview, what: str) -> None:
-        self._socket.settimeout(self.patience)
+        self._socket.settimeout(self.timeout_s)
         try:
-            for start in range(0, len(content), _CHUNK):
-                self._socket.sendall(content[start : start + _CHUNK])
+            for start in range(0, len(content), _CHUNK_BYTES):
+                self._socket.sendall(content[start : start + _CHUNK_BYTES])
         except TimeoutError as error:
-            raise LinkBroken(f"waited {self.patience:g} s for {self.peer} to take {what}") from error
+            raise LinkBroken(f"waited {self.timeout_s:g} s for {self.peer} to take {what}") from error
         except OSError as error:
-            raise self._lost(what) from error
+            raise self._closed(what) from error
 
     def receive_bytes(self, target: memoryview, what: str) -> None:
         """Fill `target`."""
         try:
-            for start in range(0, len(target), _CHUNK):
-                self._receive_chunk(target[start : start + _CHUNK], what)
+            for start in range(0, len(target), _CHUNK_BYTES):
+                chunk, deadline = target[start : start + _CHUNK_BYTES], time.monotonic() + self.timeout_s
+                while len(chunk):
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError
+                    self._socket.settimeout(left)
+                    count = self._socket.recv_into(chunk)
+                    if not count:
+                        raise self._closed(what)
+                    chunk = chunk[count:]
         except TimeoutError as error:
-            raise LinkBroken(f"waited {self.patience:g} s for {what} from {self.peer}") from error
+            raise LinkBroken(f"waited {self.timeout_s:g} s for {what} from {self.peer}") from error
         except OSError as error:
-            raise self._lost(what) from error
-
-    def _receive_chunk(self, target: memoryview, what: str) -> None:
-        deadline = time.monotonic() + self.patience
-        while len(target):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
-            count = self._socket.recv_into(target)
-            if not count:
-                raise self._lost(what)
-            target = target[count:]
+            raise self._closed(what) from error
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side is still there, as far as this one has heard."""
+        """Whether the peer has not closed the connection."""
         self._socket.settimeout(0)
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
@@ -208,36 +204,38 @@ class Connection:
             return False
 
     def check(self, what: str, since: float) -> None:
-        """While `what` travels by another way than this connection: raise if the other side is gone or too slow."""
+        """Raise if the peer is gone or too slow while `what` is sent by another carrier than this connection."""
         if not self.is_open:
-            raise self._lost(what)
-        if time.monotonic() - since > self.patience:
-            raise LinkBroken(f"waited {self.patience:g} s for {what}, between here and {self.peer}")
+            raise self._closed(what)
+        if time.monotonic() - since > self.timeout_s:
+            raise LinkBroken(f"waited {self.timeout_s:g} s for {what} between this process and {self.peer}")
 
     def hang_up(self) -> None:
-        """End the conversation: whichever thread waits here gets an error."""
-        with contextlib.suppress(OSError):  # the other side was first
+        """Shut the connection down: a thread that waits on it gets an error."""
+        with contextlib.suppress(OSError):  # the peer has already closed it
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.hang_up()
         self._socket.close()
 
-    def _lost(self, what: str) -> LinkBroken:
-        return LinkBroken(f"{self.peer} closed the connection before {what} was through")
+    def _closed(self, what: str) -> LinkBroken:
+        return LinkBroken(f"{self.peer} closed the connection before {what} was complete")
 
 
 def connect(
-    host: str, port: int, peer: str, patience: float, is_given_up: Callable[[], bool] = lambda: False
+    host: str, port: int, peer: str, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False
 ) -> Connection:
-    """A connection to whoever listens there. Where nobody answers, another thread may give it up."""
-    deadline = time.monotonic() + patience
+    """Connect to a listening trainer; another thread may cancel it by `is_cancelled`."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return Connection(socket.create_connection((host, port), min(_CONNECTING, patience)), peer, patience)
+            return Connection(
+                socket.create_connection((host, port), min(_CONNECT_ATTEMPT_S, timeout_s)), peer, timeout_s
+            )
         except OSError as error:
-            if isinstance(error, TimeoutError) and time.monotonic() < deadline and not is_given_up():
+            if isinstance(error, TimeoutError) and time.monotonic() < deadline and not is_cancelled():
                 continue
             raise LinkBroken(
-                f"{peer} cannot be reached: {error}: is it running, and does trainer.weights.host lead to it from here?"
+                f"{peer} cannot be reached: {error}. Check trainer.weights.host, and that it is running"
             ) from error

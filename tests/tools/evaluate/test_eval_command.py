@@ -15,7 +15,7 @@ from headrace.environments.hackable.zero_shot import read_zero_shot
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput
 from headrace.transport.rollout_files import RolloutFiles
-from headrace.transport.rollouts import RolloutKind
+from headrace.transport.run_dir import RolloutKind
 
 DOCS = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
 RUN = """

@@ -24,8 +24,7 @@ from headrace.tools.evaluate.exam import Conditions
 from headrace.tools.evaluate.models import Candidate
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.rollout_files import RolloutFiles
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.orchestrator.stand_ins import StandInEngine
 
 SHOWN: list[tuple[str, int, int]] = []

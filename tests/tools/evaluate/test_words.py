@@ -22,7 +22,7 @@ from headrace.tools.evaluate.models import Candidate
 from headrace.tools.evaluate.report import write_report
 from headrace.tools.evaluate.results import zero_shot_of
 from headrace.transport.rollout_files import RolloutFiles
-from headrace.transport.rollouts import RolloutKind
+from headrace.transport.run_dir import RolloutKind
 from tests.inference.openai_stand_in import OpenAIStandIn, completion, error
 
 WORDS = ("river", "wheel", "mill", "gate")

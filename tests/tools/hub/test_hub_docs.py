@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli.main import main, parse
 from headrace.rollout.types import Rollout
-from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import write_rollouts
 from tests.tools.hub.conftest import write_model
 from tests.tools.hub.stand_in import Hub
 

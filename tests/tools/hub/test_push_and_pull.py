@@ -21,7 +21,7 @@ from headrace.launch.saved_config import read_run
 from headrace.observe.summary import summarize
 from headrace.rollout.types import Rollout
 from headrace.tools.hub.checksums import Checksum, git_of, sha256_of
-from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
+from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.tools.hub.conftest import KEY, write_checkpoint, write_model
 from tests.tools.hub.stand_in import LARGE, Hub

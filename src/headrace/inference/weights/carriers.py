@@ -11,7 +11,7 @@ import torch
 from headrace.errors import Failure
 from headrace.inference import cuda_driver
 from headrace.inference.weights import nccl
-from headrace.transport.weights_link import Carrier, End
+from headrace.transport.weights_link import Carrier, LinkPeer
 
 Wanted = Literal["auto", "stream", "nccl", "ipc"]
 """What a configuration says. `auto` is the best there is."""
@@ -22,7 +22,7 @@ class NoCarrier(Failure):
     """What was asked for by configuration cannot be."""
 
 
-def this_end(device: torch.device) -> End:
+def this_end(device: torch.device) -> LinkPeer:
     """What this process is, whose weights are on that device."""
     gpu = gpu_identity(device)
     carriers: list[Carrier] = ["stream"]
@@ -30,7 +30,7 @@ def this_end(device: torch.device) -> End:
         carriers.append("nccl")
     if gpu is not None and cuda_driver.is_available():
         carriers.append("ipc")
-    return End(f"{socket.gethostname()}:{os.getpid()}", gpu, carriers)
+    return LinkPeer(f"{socket.gethostname()}:{os.getpid()}", gpu, carriers)
 
 
 def gpu_identity(device: torch.device) -> str | None:
@@ -38,7 +38,7 @@ def gpu_identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def choose(wanted: Wanted, trainer: End, engine: End) -> Carrier:
+def choose(wanted: Wanted, trainer: LinkPeer, engine: LinkPeer) -> Carrier:
     """Which way versions go from this trainer to this engine. Raises `NoCarrier`.
 
     Two processes on one GPU share memory. NCCL is for different GPUs, and refuses to have both of its ends on one
@@ -56,7 +56,7 @@ def choose(wanted: Wanted, trainer: End, engine: End) -> Carrier:
     return "nccl" if _obstacle("nccl", trainer, engine) is None and trainer.gpu != engine.gpu else "stream"
 
 
-def _obstacle(carrier: Carrier, trainer: End, engine: End) -> str | None:
+def _obstacle(carrier: Carrier, trainer: LinkPeer, engine: LinkPeer) -> str | None:
     """Why it cannot be by this one."""
     for who, end in (("trainer", trainer), ("engine", engine)):
         if carrier not in end.carriers:

@@ -35,13 +35,13 @@ from headrace.inference.weights.tensor_bytes import digest, digests, tensors_in
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (
-    PATIENCE,
-    Answer,
-    Ask,
+    TIMEOUT_S,
     Connection,
-    Done,
+    FetchRequest,
+    FetchResponse,
     LinkBroken,
     Manifest,
+    MemoryReleased,
     connect,
     read_manifest,
 )
@@ -59,7 +59,7 @@ class Received(NamedTuple):
 class WeightsReceiver:
     """An engine's end of the link. `receive` may be called from any thread; one version is fetched at a time."""
 
-    def __init__(self, device: torch.device, *, patience: float = PATIENCE) -> None:
+    def __init__(self, device: torch.device, *, patience: float = TIMEOUT_S) -> None:
         self._device = device
         self._end = this_end(device)
         self._patience = patience
@@ -117,7 +117,7 @@ class WeightsReceiver:
         if self._lent is not None:
             self._close_lent()
             if self._connection is not None:
-                self._connection.send(Done())
+                self._connection.send(MemoryReleased())
 
     def _close_lent(self) -> None:
         """Whatever the driver says, nobody here uses it any more."""
@@ -130,8 +130,8 @@ class WeightsReceiver:
 
     def _fetch(self, manifest: Manifest, version: Version) -> Tensor:
         connection = self._connected(manifest)
-        connection.send(Ask(manifest.sender, version.incarnation, version.step, self._end))
-        answer = connection.receive(Answer, f"the answer about weights {version}")
+        connection.send(FetchRequest(manifest.sender, version.incarnation, version.step, self._end))
+        answer = connection.receive(FetchResponse, f"the answer about weights {version}")
         if answer.problem:
             raise LinkBroken(answer.problem)
         if answer.carrier == "ipc":
@@ -150,7 +150,7 @@ class WeightsReceiver:
             raise LinkBroken(f"{connection.peer} means an NCCL group that was never made")
         return row
 
-    def _open(self, connection: Connection, answer: Answer, size: int) -> Tensor | None:
+    def _open(self, connection: Connection, answer: FetchResponse, size: int) -> Tensor | None:
         """The trainer's memory; None where it cannot be opened from here, and is not to be tried again."""
         try:
             self._lent = OpenedMemory(bytes.fromhex(answer.memory), size, self._device)
@@ -159,7 +159,7 @@ class WeightsReceiver:
             log.warning("weights come down a connection, although the trainer is on the same GPU: %s", error)
             others = [carrier for carrier in self._end.carriers if carrier != "ipc"]
             self._end = msgspec.structs.replace(self._end, carriers=others)
-            connection.send(Done())
+            connection.send(MemoryReleased())
             return None
 
     def _verify(self, row: Tensor, manifest: Manifest) -> None:

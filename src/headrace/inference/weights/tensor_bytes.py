@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from headrace.transport.weights_link import TensorPlace
+from headrace.transport.weights_link import TensorSpan
 
 WORDS_AT_ONCE = 1 << 20
 """Words of eight bytes that a CPU mixes together: few enough for its cache."""
@@ -34,7 +34,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def tensors_in(row: Tensor, places: Iterable[TensorPlace]) -> dict[str, Tensor]:
+def tensors_in(row: Tensor, places: Iterable[TensorSpan]) -> dict[str, Tensor]:
     """The tensors that lie in a row of bytes, as views of it."""
     found = {}
     for place in places:

@@ -24,8 +24,7 @@ from headrace.tools.compare.difference import Difference, Side, difference
 from headrace.tools.compare.examples import Scores, read_own_scores, read_scores
 from headrace.tools.compare.settings import SEEDS, Settings, differences, group_by_variant, settings_of
 from headrace.tools.names import short_names
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 HELD_OUT = "held-out"
 """The mean over the evaluation environments, as in `headrace summary`."""

@@ -16,8 +16,7 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.transport.rollout_files import RolloutFiles
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 Scores = dict[str, float]
 """By the key of an example: the share of its episodes that are right, or their mean reward."""

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from headrace.rollout.types import Rollout
-from headrace.transport.rollout_dump import write_eval_rollouts
-from headrace.transport.rollouts import RolloutKind
+from headrace.transport.rollout_files import write_eval_rollouts
+from headrace.transport.run_dir import RolloutKind
 
 WRITE_INTERVAL_S = 60.0
 """Seconds between two writes: a kill loses what came after the last one."""

@@ -11,8 +11,7 @@ from headrace.config.files import read_toml
 from headrace.observe.summary import rows, summarize, title
 from headrace.runfile.leaves import leaves
 from headrace.tools.hub.places import CONFIG, RUN
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 LOADING = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -23,8 +23,7 @@ from headrace.tools.hub.places import BASE, CONFIG, METRICS, RUN, in_repo, is_mo
 from headrace.tools.hub.portable import hub_name, moved
 from headrace.tools.hub.secrets import refuse_secrets
 from headrace.transport.files import MARKER
-from headrace.transport.rollouts import RolloutKind
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 
 ROOT = "./"
 

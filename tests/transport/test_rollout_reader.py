@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from headrace.errors import BadInput
 from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
-from headrace.transport.rollout_dump import write_eval_rollouts, write_rollouts
-from headrace.transport.rollout_files import RolloutFiles, SavedRollout
-from headrace.transport.rollouts import RolloutKind
+from headrace.transport.rollout_files import RolloutFiles, SavedRollout, write_eval_rollouts, write_rollouts
+from headrace.transport.run_dir import RolloutKind
 from tests.rollout.strategies import FIXED, STREAM_NAMES, assert_same, floats32
 
 FEW = settings(FIXED, max_examples=15)

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
-from headrace.transport.rollout_dump import ROLLOUTS_AT_ONCE, write_rollouts
+from headrace.transport.rollout_files import ROW_GROUP_ROLLOUTS, write_rollouts
 
 FILE = "step-00000003.parquet"
 
@@ -126,7 +126,7 @@ def test_a_dropped_rollout_says_why_and_has_no_reward(tmp_path: Path) -> None:
 
 
 def test_more_rollouts_than_are_written_at_once_keep_their_order(tmp_path: Path) -> None:
-    count = 2 * ROLLOUTS_AT_ONCE + 1
+    count = 2 * ROW_GROUP_ROLLOUTS + 1
     rollouts = []
     for index in range(count):
         tokens = list(range(index % 5))
@@ -187,7 +187,7 @@ def test_writing_does_not_load_pandas(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from headrace.transport.rollout_dump import write_rollouts
+from headrace.transport.rollout_files import write_rollouts
 from headrace.rollout.types import Rollout
 write_rollouts(Path({str(tmp_path)!r}), 3, [Rollout(reward=1.0, rewards={{"a": 1.0}})], [], 1)
 sys.exit("pandas" in sys.modules)
