@@ -12,7 +12,7 @@ import torch
 from headrace.environments.registry import load_environment
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Rollout, Sample, Task, Turn
-from headrace.trainer.loss import policy_loss
+from headrace.trainer.losses import policy_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.step import TrainStep
 from tests.trainer.training_samples import Gradients

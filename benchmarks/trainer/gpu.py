@@ -30,7 +30,8 @@ from benchmarks.trainer.gpu_plain import PlainStep
 
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
-from headrace.trainer.loss import ce_loss, default_loss
+from headrace.trainer.loss import ce_loss
+from headrace.trainer.losses import policy_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import TrainStep
@@ -69,7 +70,7 @@ def build(case: Case, directory: Path, **settings: Any) -> PackedModel:
 def our_step(model: PackedModel, case: Case) -> Callable[[list[Sample]], None]:
     optimizer = Optimizer(model.named_parameters(), max_grad_norm=1.0)
     step = TrainStep(
-        model, optimizer, {"rl": default_loss, "ce": ce_loss}, lm_head_chunk=CHUNK, micro_batch_tokens=None
+        model, optimizer, {"rl": policy_loss("default"), "ce": ce_loss}, lm_head_chunk=CHUNK, micro_batch_tokens=None
     )
 
     def run(samples: list[Sample]) -> None:

@@ -46,7 +46,8 @@ from headrace.rollout.types import Message, Rollout, Sample, Task, Turn
 from headrace.text.renderer import make_renderer
 from headrace.text.replies import assistant_message
 from headrace.text.tokenizer import Tokenizer
-from headrace.trainer.loss import Loss, PackedInputs, policy_loss
+from headrace.trainer.loss import Loss, PackedInputs
+from headrace.trainer.losses import policy_loss
 from headrace.trainer.model_files import ModelFiles
 
 START = Path(__file__).parents[1] / "reverse-text" / "sft.toml"

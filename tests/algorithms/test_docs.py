@@ -4,16 +4,16 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from headrace.algorithms.registry import make_algorithm
+from headrace.algorithms.declaration import make_algorithm
 from headrace.cli.main import main, parse
-from headrace.config.algorithms import AlgoConfig
+from headrace.config.algorithms import ALGORITHMS
 from headrace.config.base import Tree
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.runfile.reading import load, validate
+from headrace.runfile.reference import with_algorithms_table
 from headrace.runfile.run import RunConfig
 from headrace.tools.check_algorithm.stage import SEQ_LEN, StandIn
 from tests.algorithms.groups import advantages, make_group
@@ -86,10 +86,8 @@ def test_every_section_is_a_valid_one(text: str):
 
 
 def test_every_type_is_listed():
-    union, *_ = get_args(AlgoConfig)
-    types = {get_args(kind)[0].model_fields["type"].default for kind in get_args(union)}
-    ours = {kind for kind in types if isinstance(kind, str)}
-    assert {row[0].strip("`") for row in cells("## Those that ship")} == ours
+    assert with_algorithms_table(DOCS) == DOCS, "run `make docs`"
+    assert [row[0].strip("`") for row in cells("## Those that ship")] == ALGORITHMS.names
 
 
 @pytest.mark.parametrize("row", cells("## Length penalties"), ids=lambda row: row[0])
@@ -117,7 +115,7 @@ async def test_the_worked_examples_of_several_agents_come_to_these_numbers(row: 
 
 
 def test_what_is_logged_is_what_algorithms_count():
-    source = "".join(file.read_text() for file in (REPOSITORY / "src/headrace/algorithms").glob("*.py"))
+    source = "".join(file.read_text() for file in (REPOSITORY / "src/headrace/algorithms").rglob("*.py"))
     counted = set(re.findall(r'tally\.(?:count|mean|largest)\("(\w+)"', source))
     listed = {name for row in cells("## What is logged") for name in re.findall(r"`(\w+)`", row[0])}
     assert listed == counted

@@ -9,7 +9,10 @@ import pytest
 
 from headrace.algorithms.base import RolloutView
 from headrace.algorithms.group_credit import GroupCredit
-from headrace.algorithms.length_penalty import Efficiency, LengthPenalty, Linear, Overlong
+from headrace.algorithms.length_penalties.efficiency import Efficiency
+from headrace.algorithms.length_penalties.linear import Linear
+from headrace.algorithms.length_penalties.overlong import Overlong
+from headrace.algorithms.length_penalty import LengthPenalty
 from headrace.algorithms.tally import Tally
 from tests.algorithms.groups import make_group
 

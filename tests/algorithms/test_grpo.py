@@ -4,8 +4,8 @@ import pytest
 
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalty import Linear
-from headrace.rollout.filters import has_no_advantage
+from headrace.algorithms.length_penalties.linear import Linear
+from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from tests.algorithms.groups import advantages, make_group
 
 

@@ -10,6 +10,7 @@ from headrace.algorithms import opsd
 from headrace.algorithms.hints import RENDER_AT_ONCE, Hints
 from headrace.algorithms.opsd import Opsd, demonstration
 from headrace.rollout.types import Task
+from headrace.tools.check_algorithm.settings import algorithm_config
 from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
 from tests.refusals import refused
 
@@ -138,8 +139,8 @@ async def test_a_failing_teacher_drops_what_it_did_not_score():
 
 
 def test_a_template_without_a_place_for_the_demonstration_is_refused():
-    with refused(key="template", value="Do it well."):
-        Opsd(template="Do it well.")
+    with refused(key="algo.template", value="Do it well."):
+        algorithm_config({"type": "opsd", "template": "Do it well."}, "test")
 
 
 def test_the_default_template_has_one_place():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headrace.algorithms.base import Algorithm
-from headrace.algorithms.registry import check_imports, make_algorithm
+from headrace.algorithms.declaration import declared, make_algorithm
 from headrace.tools.check_algorithm.settings import algorithm_config
 from tests.algorithms.teachers import Teacher
 from tests.refusals import refused
@@ -58,7 +58,7 @@ def make(settings: dict[str, Any]) -> Algorithm:
 def test_code_that_cannot_work_is_refused_without_and_with_an_algorithm_to_make(
     settings: dict[str, Any], fields: dict[str, str]
 ):
-    for refuses in (lambda: check_imports(algorithm_config(settings, "test")), lambda: make(settings)):
+    for refuses in (lambda: declared(algorithm_config(settings, "test")).check_imports(), lambda: make(settings)):
         with refused(**fields):
             refuses()
 
@@ -75,7 +75,7 @@ def test_code_that_cannot_work_is_refused_without_and_with_an_algorithm_to_make(
     ],
 )
 def test_looking_for_code_runs_none_of_it(settings: dict[str, Any]):
-    check_imports(algorithm_config(settings, "test"))
+    declared(algorithm_config(settings, "test")).check_imports()
 
 
 def test_an_error_inside_a_constructor_is_not_told_as_wrong_kwargs():

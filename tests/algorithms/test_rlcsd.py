@@ -13,11 +13,12 @@ import pytest
 
 from headrace.algorithms import rlcsd
 from headrace.algorithms.group_credit import GroupCredit
-from headrace.algorithms.length_penalty import Overlong
+from headrace.algorithms.length_penalties.overlong import Overlong
 from headrace.algorithms.rlcsd import BATCHES_WITHOUT_CONTRAST, Rlcsd
 from headrace.algorithms.siblings import response_text
 from headrace.rollout.contrast import fold, modulate
 from headrace.rollout.types import Rollout
+from headrace.tools.check_algorithm.settings import algorithm_config
 from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
 from tests.refusals import refused
 
@@ -375,8 +376,8 @@ async def test_a_frozen_teacher_is_asked_and_closed_and_the_policy_is_neither():
 
 
 def test_a_template_without_a_place_for_the_response_is_refused():
-    with refused(key="template", value="{answer}"):
-        Rlcsd(template="{answer}")
+    with refused(key="algo.template", value="{answer}"):
+        algorithm_config({"type": "rlcsd", "template": "{answer}"}, "test")
 
 
 def test_the_default_template_has_one_place():

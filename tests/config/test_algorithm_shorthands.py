@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config.algorithms import EchoConfig, GrpoConfig, sampling_source
+from headrace.algorithms.echo import EchoConfig
+from headrace.algorithms.grpo import GrpoConfig
 from headrace.config.model_reference import FrozenModelConfig
 from tests.config.run_files import MINIMAL, algo, load_text, refusal, run
 
@@ -131,8 +132,8 @@ def test_model_is_another_name_of_teacher():
 def test_the_teacher_of_sft_plays_the_episodes_however_it_is_named(given: dict[str, Any]):
     config = algo({"type": "sft", **given})
     assert config == algo({"type": "sft", "sampling": {"source": TEACHER}})
-    assert sampling_source(config) == FrozenModelConfig(**TEACHER)
-    assert sampling_source(algo("grpo")) is None
+    assert config.sampling_source == FrozenModelConfig(**TEACHER)
+    assert algo("grpo").sampling_source is None
 
 
 def test_an_environments_own_algorithm_replaces_the_inherited_one_whole():

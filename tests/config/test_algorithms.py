@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from headrace.config.algorithms import sampling_source
 from headrace.config.base import ConfigError
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.runfile.reading import validate
@@ -176,7 +175,7 @@ def test_what_needs_the_policys_logprobs_does_not_sample_from_a_frozen_model(kin
 
 
 def test_what_an_imported_algorithm_samples_from_is_its_own_affair():
-    assert sampling_source(algo({"type": "a.b:C", "sampling": {"source": TEACHER}})) is not None
+    assert algo({"type": "a.b:C", "sampling": {"source": TEACHER}}).sampling_source is not None
 
 
 def test_echo_needs_a_role():

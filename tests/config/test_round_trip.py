@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from headrace.config.algorithms import GrpoConfig
+from headrace.algorithms.grpo import GrpoConfig
 from headrace.config.annotations import sections_in
 from headrace.config.base import ConfigError
 from headrace.config.files import dump

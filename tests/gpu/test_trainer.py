@@ -16,13 +16,14 @@ from headrace.rollout.types import Sample
 from headrace.trainer import lm_head
 from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.lora import merged_parameters
-from headrace.trainer.loss import ce_loss, default_loss
+from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.plan import LADDER, Mode
 from headrace.trainer.rehearsal import rows_of
 from headrace.trainer.step import TrainStep, _Sums
 from headrace.trainer.tokens import COMPONENTS, StepTokens
+from tests.trainer.losses import default_loss
 from tests.trainer.training_samples import Gradients, make_sample, write_random_model
 
 if not torch.cuda.is_available():

@@ -13,11 +13,12 @@ import torch
 from headrace.inference.backend import EngineState
 from headrace.inference.server.metrics import Metrics
 from headrace.rollout.version import Version
-from headrace.trainer.loss import PackedInputs, ce_loss, policy_loss, ref_kl_loss
+from headrace.trainer.loss import PackedInputs, ce_loss, ref_kl_loss
+from headrace.trainer.losses import policy_loss
 from tests.observe.metrics_page import ANY, documented, first_cells, names_in, undocumented
 
 SOURCE = Path(__file__).parents[2] / "src" / "headrace"
-WRITERS = [file for room in ("trainer", "orchestrator") for file in sorted((SOURCE / room).glob("*.py"))]
+WRITERS = [file for room in ("trainer", "orchestrator") for file in sorted((SOURCE / room).rglob("*.py"))]
 """Algorithms have a table of their own, in docs/algorithms.md."""
 SERVER = {name for name in documented() if name.startswith("headrace_")}
 NEVER_RECORDED = {"cancelled"}

@@ -26,6 +26,7 @@ from headrace.inference.schema import Health
 from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.curriculum import DifficultyPool
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
+from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.pipeline import Pipeline, PipelineSettings
@@ -55,7 +56,6 @@ from headrace.orchestrator.signals import (
     TrainBatch,
 )
 from headrace.orchestrator.source import TrainSource, TrainTasks
-from headrace.rollout.filters import has_no_advantage
 from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version, staleness
 from headrace.transport.journal import Journal

@@ -19,11 +19,11 @@ from headrace.cli.main import main
 from headrace.config.trainer import TrainerConfig
 from headrace.trainer.learner import Learner, ResumeError
 from headrace.trainer.lora import LoraLinear, adapter_layers, add_lora, merged_parameters
-from headrace.trainer.loss import default_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.ranks import Ranks
 from headrace.transport.adapter import Adapter, AdapterConfig, read_adapter, write_adapter
 from tests.refusals import refused
+from tests.trainer.losses import default_loss
 from tests.trainer.training_samples import ARCHITECTURES, random_samples, write_random_model
 
 TOKENS = torch.tensor([[1, 5, 9, 2, 7, 7, 30, 95]])

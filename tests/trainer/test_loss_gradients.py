@@ -10,18 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.trainer.loss import (
-    LossOutputs,
-    PackedInputs,
-    ce_loss,
+from headrace.trainer.loss import LossOutputs, PackedInputs, ce_loss, ref_kl_loss
+from headrace.trainer.losses import policy_loss
+from tests.trainer.losses import (
     cispo_loss,
     default_loss,
     gspo_loss,
     icepop_loss,
     ipo_loss,
-    policy_loss,
     ppo_clip_loss,
-    ref_kl_loss,
     reinforce_loss,
 )
 

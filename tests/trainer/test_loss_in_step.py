@@ -18,7 +18,7 @@ from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
 from headrace.trainer import rl
-from headrace.trainer.loss import policy_loss
+from headrace.trainer.losses import policy_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import StepResult, TrainStep

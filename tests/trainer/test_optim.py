@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from headrace.config.trainer import AdamWConfig, MuonConfig, OptimConfig, SgdConfig, TrainerConfig
 from headrace.errors import BadInput
 from headrace.trainer.learner import Learner
-from headrace.trainer.loss import default_loss
 from headrace.trainer.optim import Optimizer, UpdateRule, adamw, hidden_matrices, muon, sgd, update_rule
 from tests.refusals import refused
+from tests.trainer.losses import default_loss
 from tests.trainer.training_samples import ARCHITECTURES, random_samples, write_random_model
 
 RULES: dict[str, UpdateRule] = {

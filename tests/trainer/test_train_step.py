@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import Failure
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
-from headrace.trainer.loss import ce_loss, default_loss, ref_kl_loss
+from headrace.trainer.loss import ce_loss, ref_kl_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tokens import StepTokens
+from tests.trainer.losses import default_loss
 from tests.trainer.training_samples import ARCHITECTURES, Gradients, make_sample, random_samples, write_random_model
 
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from headrace.rollout.batch import SchemaError
 from headrace.trainer import checkpoint, rehearsal
 from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.learner import Learner, ResumeError, starting_point
-from headrace.trainer.loss import default_loss
 from headrace.trainer.plan import Plan
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.rehearsal import rehearse, row_tokens
 from headrace.transport.files import MARKER, write_directory
 from tests.refusals import refused
+from tests.trainer.losses import default_loss
 from tests.trainer.training_samples import random_samples
 
 MakeLearner = Callable[..., Learner]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.cli.main import main
 from headrace.config.sft import SftConfig
-from headrace.config.trainer import CustomLossConfig, DefaultLossConfig, TrainerConfig, WeightsConfig
+from headrace.config.trainer import TrainerConfig, WeightsConfig
 from headrace.errors import Failure
 from headrace.inference.colocation import ColocatedEngines
 from headrace.launch.saved_config import save
@@ -23,6 +23,8 @@ from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint, rl
 from headrace.trainer.learner import ResumeError
+from headrace.trainer.losses.custom import CustomLossConfig
+from headrace.trainer.losses.default import DefaultLossConfig
 from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker

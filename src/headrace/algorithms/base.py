@@ -131,6 +131,8 @@ class Algorithm:
     promises: ClassVar[tuple[str, ...]] = ()
     """What `headrace check-algorithm` shall hold it to, beyond what holds for all: shift, zero_sum, signs, order."""
 
+    modulates: ClassVar[tuple[str, ...]] = ()
+    """Promises that hold because credit is changed per token after the group was scored."""
     replayable: ClassVar[bool] = False
     """Whether its state follows from agents and rewards alone: the journal has those, and it can be computed again."""
 

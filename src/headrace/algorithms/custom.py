@@ -11,11 +11,86 @@ Left out on purpose: calls to other models and a state from group to group. They
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
+
+from headrace import imports
 from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.user_function import name_of, numbers
+from headrace.algorithms.declaration import INVARIANTS, AlgorithmDeclaration, MakeContext, Promises
+from headrace.algorithms.user_function import check_kwargs, load_function, name_of, numbers
+from headrace.config.algorithms import ALGORITHMS
+from headrace.errors import BadInput
+
+
+@ALGORITHMS.register
+class CustomAlgoConfig(AlgorithmDeclaration):
+    """A function of the group that gives each rollout's advantage, or one per token."""
+
+    CREDIT = "the return value of a function of yours"
+
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """`package.module:function`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for your function, beside the group."""
+
+    @property
+    def reads_tasks(self) -> bool:
+        return True
+
+    def make(self, context: MakeContext) -> Custom:
+        return Custom(load_function(self.import_path, self.kwargs, "algorithm"))
+
+    def check_imports(self) -> None:
+        load_function(self.import_path, self.kwargs, "algorithm")
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        return promises_of_class(algorithm)
+
+
+@ALGORITHMS.register
+class ImportedAlgoConfig(AlgorithmDeclaration):
+    """An algorithm of your own: a subclass of `headrace.algorithms.base.Algorithm`."""
+
+    ON_POLICY = False  # it may be, but only the class itself can tell
+
+    type: str
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What it is constructed with."""
+
+    @property
+    def reads_tasks(self) -> bool:
+        return True
+
+    def make(self, context: MakeContext) -> Algorithm:
+        return self._load()(**self.kwargs)
+
+    def check_imports(self) -> None:
+        self._load()
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        return promises_of_class(algorithm)
+
+    def _load(self) -> builtins.type[Algorithm]:
+        kind = imports.load(self.type, "algorithm")
+        if not (isinstance(kind, builtins.type) and issubclass(kind, Algorithm)):
+            fact = "it is not a subclass of headrace.algorithms.base.Algorithm"
+            raise BadInput(fact, key="algorithm", value=self.type)
+        check_kwargs(kind, (), self.kwargs, "algorithm", self.type)
+        return kind
+
+
+def promises_of_class(algorithm: Algorithm) -> Promises:
+    """Return what a user's class says of itself in `promises`."""
+    unknown = [name for name in algorithm.promises if name not in INVARIANTS]
+    if unknown:
+        key, fix = f"{type(algorithm).__name__}.promises", f"Known: {', '.join(INVARIANTS)}."
+        raise BadInput("unknown promise", key=key, value=unknown[0], fix=fix)
+    return Promises(frozenset({*algorithm.promises, *algorithm.modulates}))
 
 
 class Custom(Algorithm):

@@ -1,16 +1,26 @@
-"""Reference logprobs for a batch: what opd and opsd ask of their teacher, and what becomes of a rollout without."""
+"""Distillation: reference logprobs of a batch from a teacher, and what opd, opsd and sft have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.algorithms.base import Survivor
+from headrace.algorithms.base import Algorithm, Survivor
+from headrace.algorithms.declaration import ORDER, SHIFT, SIGNS, ZERO_SUM, AlgorithmDeclaration, Promises
 from headrace.algorithms.scoring import Scorer
 from headrace.algorithms.tally import Tally
 from headrace.inference.client.reference import ReferenceFailed
 
 NO_REFERENCE = "no_reference"
-"""The reason of a rollout that was good, but the teacher did not score all of it."""
+"""The drop reason of a rollout that the teacher did not score completely."""
+
+
+class DistillationConfig(AlgorithmDeclaration):
+    """An algorithm that learns from a teacher and gives no advantages."""
+
+    HAS_ADVANTAGES = False
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        return Promises(frozenset({ORDER}), dict.fromkeys((SHIFT, ZERO_SUM, SIGNS), "it gives no credit"))
 
 
 async def distil(batch: Sequence[Survivor], hints: Sequence[list[int]], scorer: Scorer, tally: Tally) -> None:

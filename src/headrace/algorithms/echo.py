@@ -15,16 +15,79 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field, field_validator, model_validator
 
 from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.group_credit import GroupCredit
-from headrace.algorithms.user_function import name_of
+from headrace.algorithms.declaration import MakeContext
+from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
+from headrace.algorithms.user_function import load_function, name_of
+from headrace.config.algorithms import ALGORITHMS, ImportConfig
+from headrace.config.base import Config
+from headrace.config.shorthand import spelled_out
+from headrace.errors import InvalidValue
 from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import ROLES, Rollout, Sample
 
-Role = Literal["system", "user", "assistant", "tool"]
 Keep = Callable[[Rollout], Any]
 """For each turn of the rollout a mask over its prompt's tokens, or None to keep them all."""
+
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class EchoRoleConfig(Config):
+    """The weight of one role's tokens; the number alone is enough."""
+
+    alpha: float = Field(0.1, gt=0)
+    """Weight of the tokens that this role wrote."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alpha_alone(cls, given: Any) -> Any:
+        return spelled_out(given, "alpha", (int, float))
+
+
+def _default_roles() -> dict[Role, EchoRoleConfig]:
+    return {"tool": EchoRoleConfig()}
+
+
+@ALGORITHMS.register
+class EchoConfig(GroupCreditConfig):
+    """GRPO on what the policy wrote, cross-entropy on what its environment answered."""
+
+    LOSS = "rl and ce"
+    CREDIT = "as `grpo` on what the policy wrote; cross-entropy with weight `alpha` on what tools or users answered"
+    RENDERER_FOR = "must know who wrote each token"
+    NEEDS_ROLES = True
+
+    type: Literal["echo"] = "echo"
+    roles: dict[Role, EchoRoleConfig] = Field(default_factory=_default_roles)
+    """Whose tokens are learned; setting any role replaces the table."""
+    filter: ImportConfig | None = None
+    """A function of a rollout that gives one keep-mask per turn; it can only narrow."""
+
+    def make(self, context: MakeContext) -> Echo:
+        alphas = {role: entry.alpha for role, entry in self.roles.items()}
+        return Echo(self.make_credit(context), alphas, self._load_filter())
+
+    def check_imports(self) -> None:
+        super().check_imports()
+        self._load_filter()
+
+    def _load_filter(self) -> Keep | None:
+        own = self.filter
+        return None if own is None else load_function(own.import_path, own.kwargs, "filter of echo")
+
+    @field_validator("roles")
+    @classmethod
+    def _some_role(cls, roles: Any) -> Any:
+        if not roles:
+            raise InvalidValue(
+                "echo without a role is grpo",
+                value=roles,
+                fix='Set alpha of a role, as tool.alpha = 0.1, leave roles out for that, or set type = "grpo".',
+            )
+        return roles
 
 
 class Echo(Algorithm):

@@ -15,19 +15,101 @@ Left out on purpose: any memory from group to group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from headrace.algorithms.base import RolloutView
-from headrace.algorithms.length_penalty import Efficiency, LengthPenalty
+from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.algorithms.declaration import (
+    FINAL,
+    ORDER,
+    SHIFT,
+    SIGNS,
+    ZERO_SUM,
+    AlgorithmDeclaration,
+    MakeContext,
+    Promises,
+)
+from headrace.algorithms.length_penalty import LengthPenalty, make_penalty
 from headrace.algorithms.tally import Tally
-from headrace.algorithms.user_function import name_of, numbers
+from headrace.algorithms.user_function import load_function, name_of, numbers
+from headrace.config.algorithms import ImportConfig
+from headrace.config.length_penalty import LengthPenaltyConfig
+from headrace.errors import InvalidValue
 from headrace.rollout.cohort import Cohort
 from headrace.rollout.credit import ROUNDING, center, standardize
 
 Term = Callable[[Sequence[RolloutView]], Any]
 """A bonus, one number for each rollout of the group, in units of reward."""
+
+
+class CreditTermsConfig(AlgorithmDeclaration):
+    """Standardized reward, plus terms that are centered by their own means."""
+
+    COMPARES = True
+
+    length_penalty: LengthPenaltyConfig | None = None
+    """What length costs a rollout; unset: nothing."""
+    terms: list[ImportConfig] = Field(default_factory=list)
+    """Functions of the group that give a bonus for each rollout, one more term of credit each."""
+
+    @property
+    def reads_tasks(self) -> bool:
+        return bool(self.terms)
+
+    @property
+    def baseline(self) -> tuple[Literal["std"] | None, bool]:
+        """How the reward is normalized, and whether the baseline is weighted by length."""
+        return "std", False
+
+    def make_credit(self, context: MakeContext) -> GroupCredit:
+        return GroupCredit(
+            *self.baseline,
+            penalty=None if self.length_penalty is None else make_penalty(self.length_penalty, context.seq_len),
+            terms=self._load_terms(),
+        )
+
+    def check_imports(self) -> None:
+        self._load_terms()
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        kept, reasons = {ZERO_SUM}, {SIGNS: FINAL}
+        if self.length_penalty is not None and self.length_penalty.SHIFT_REASON:
+            reasons[SHIFT] = self.length_penalty.SHIFT_REASON
+        elif not self.terms:
+            kept.add(SHIFT)
+        if not self.terms:  # a term may read anything
+            kept.add(ORDER)
+        reward_alone = self.length_penalty is None and not self.terms
+        return Promises(frozenset(kept), reasons, self.baseline[1], reward_alone)
+
+    def _load_terms(self) -> list[Term]:
+        return [load_function(term.import_path, term.kwargs, "term") for term in self.terms]
+
+
+class GroupCreditConfig(CreditTermsConfig):
+    """Reward minus the group's baseline, plus terms that are centered by the same baseline."""
+
+    normalize: Literal["std"] | None = None
+    """`std`: divide the centered reward by the group's standard deviation."""
+    length_weighted_baseline: bool = False
+    """The baseline is the mean over tokens, not over rollouts."""
+
+    @property
+    def baseline(self) -> tuple[Literal["std"] | None, bool]:
+        return self.normalize, self.length_weighted_baseline
+
+    @model_validator(mode="after")
+    def _one_baseline(self) -> Self:
+        if self.length_weighted_baseline and self.length_penalty is not None and self.length_penalty.OWN_BASELINE:
+            raise InvalidValue(
+                f'length_penalty.type = "{self.length_penalty.type}" has a baseline of its own, the plain mean',
+                key="length_weighted_baseline",
+                value=True,
+                fix='Leave it out, or set length_penalty.type to "linear" or "overlong".',
+            )
+        return self
 
 
 class GroupCredit:
@@ -39,7 +121,7 @@ class GroupCredit:
         terms: Sequence[Term] = (),
     ) -> None:
         self._of_reward = standardize if normalize == "std" else center
-        self._length_weighted = length_weighted and not isinstance(penalty, Efficiency)
+        self._length_weighted = length_weighted and not (penalty is not None and penalty.plain_mean)
         self._penalty = penalty
         self._terms = terms
 

@@ -12,9 +12,24 @@ up), and any term of the loss: clipping and KL are the trainer's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.group_credit import GroupCredit
+from headrace.algorithms.declaration import MakeContext
+from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
+from headrace.config.algorithms import ALGORITHMS
+
+
+@ALGORITHMS.register
+class GrpoConfig(GroupCreditConfig):
+    """Reward minus the group's mean."""
+
+    CREDIT = '`r_i - mean(r)`; with `normalize = "std"`, over `std(r) + 1e-6`'
+
+    type: Literal["grpo"] = "grpo"
+
+    def make(self, context: MakeContext) -> Grpo:
+        return Grpo(self.make_credit(context))
 
 
 class Grpo(Algorithm):

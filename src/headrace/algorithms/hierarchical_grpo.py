@@ -12,13 +12,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.algorithms.declaration import (
+    FINAL,
+    ORDER,
+    SHIFT,
+    SIGNS,
+    ZERO_SUM,
+    AlgorithmDeclaration,
+    MakeContext,
+    Promises,
+)
+from headrace.config.algorithms import ALGORITHMS
 from headrace.rollout.credit import center
 
 log = logging.getLogger(__name__)
+
+
+@ALGORITHMS.register
+class HierarchicalGrpoConfig(AlgorithmDeclaration):
+    """Reward minus the mean of the peers: rollouts of the same agent, in the group or in the episode."""
+
+    CREDIT = "`r_i - mean(r of its peers)`: the same agent, in the group or in the episode"
+    COMPARES = True
+
+    type: Literal["hierarchical_grpo"] = "hierarchical_grpo"
+    episode_agents: list[str] = Field(default_factory=list)
+    """Agents whose peers are those of their own episode; the peers of others are in the whole group."""
+
+    def make(self, context: MakeContext) -> HierarchicalGrpo:
+        return HierarchicalGrpo(self.episode_agents)
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        return Promises(frozenset({SHIFT, ZERO_SUM, ORDER}), {SIGNS: FINAL})
 
 
 class HierarchicalGrpo(Algorithm):

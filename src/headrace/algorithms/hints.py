@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.errors import BadInput
 from headrace.rollout.types import Message
 
 if TYPE_CHECKING:
@@ -16,14 +15,6 @@ if TYPE_CHECKING:
 
 RENDER_AT_ONCE = 20_000
 """Characters that take too little time to render to be worth a thread."""
-
-
-def check_template(template: str, placeholder: str, algorithm: str) -> str:
-    """The template itself, if it has a place for the text."""
-    if placeholder not in template:
-        fact = f"the template of {algorithm} has no {placeholder} in it"
-        raise BadInput(fact, key="template", value=template, fix=f"Write {placeholder} where the text goes.")
-    return template
 
 
 class Hints:

@@ -9,11 +9,39 @@ that of P(success): a prompt that one rollout in a hundred solves counts a hundr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.algorithms.declaration import (
+    FINAL,
+    ORDER,
+    SHIFT,
+    SIGNS,
+    ZERO_SUM,
+    AlgorithmDeclaration,
+    MakeContext,
+    Promises,
+)
+from headrace.config.algorithms import ALGORITHMS
 from headrace.rollout.credit import max_rl
+
+
+@ALGORITHMS.register
+class MaxRlConfig(AlgorithmDeclaration):
+    """Reward minus the group's mean, over the mean."""
+
+    CREDIT = "`(r_i - mean(r)) / mean(r)`; 0 where the mean is not positive (arXiv 2602.02710)"
+    COMPARES = True
+
+    type: Literal["max_rl"] = "max_rl"
+
+    def make(self, context: MakeContext) -> MaxRl:
+        return MaxRl()
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        return Promises(frozenset({ZERO_SUM, ORDER}), {SHIFT: "it divides by the mean reward", SIGNS: FINAL})
 
 
 class MaxRl(Algorithm):

@@ -9,11 +9,56 @@ never read. A rollout that the teacher did not score has nothing to learn from, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from headrace.algorithms.base import Algorithm, Survivor
-from headrace.algorithms.distillation import distil
+from headrace.algorithms.declaration import MakeContext
+from headrace.algorithms.distillation import DistillationConfig, distil
 from headrace.algorithms.scoring import Scorer, open_scorer
+from headrace.config.algorithms import ALGORITHMS
+from headrace.config.model_reference import ModelReference
+from headrace.errors import InvalidValue
 from headrace.inference.client.reference import Reference
+
+
+@ALGORITHMS.register
+class OpdConfig(DistillationConfig):
+    """On-policy distillation: towards a frozen teacher on the policy's own samples."""
+
+    LOSS = "ref_kl"
+    CREDIT = "none: towards a frozen teacher, on the policy's own tokens"
+    NEEDS_TEACHER = True
+
+    type: Literal["opd"] = "opd"
+    teacher: ModelReference | None = None
+    """The model that is learned from."""
+    max_concurrent: int = Field(32, ge=1)
+    """Requests to the teacher at once."""
+
+    def make(self, context: MakeContext) -> Opd:
+        teacher = context.reference(self.teacher)
+        assert teacher is not None, "a section without a frozen teacher is refused"
+        return Opd(teacher, self.max_concurrent)
+
+    @model_validator(mode="after")
+    def _has_another_teacher(self) -> Self:
+        if self.teacher is None:
+            raise InvalidValue(
+                "opd needs a teacher, which is not set",
+                key="teacher",
+                fix="Set teacher.name, and teacher.base_url to where it is served.",
+            )
+        if self.teacher == "policy":
+            raise InvalidValue(
+                "the KL of the policy to itself is zero",
+                key="teacher",
+                value="policy",
+                fix='Set teacher.name and teacher.base_url of another model, or type = "opsd", where the policy learns '
+                "from a demonstration.",
+            )
+        return self
 
 
 class Opd(Algorithm):

@@ -10,12 +10,17 @@ teacher did not score has nothing to learn from, and is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
-from headrace.algorithms.distillation import distil
-from headrace.algorithms.hints import Hints, check_template, conversation_text
+from headrace.algorithms.declaration import MakeContext
+from headrace.algorithms.distillation import DistillationConfig, distil
+from headrace.algorithms.hints import Hints, conversation_text
 from headrace.algorithms.scoring import Scorer, open_scorer
+from headrace.config.algorithms import ALGORITHMS, check_template
+from headrace.config.model_reference import ModelReference
 from headrace.inference.client.reference import Reference
 from headrace.rollout.hinted import hinted_length
 from headrace.rollout.types import Task
@@ -27,6 +32,42 @@ Here is a demonstration of how the task below can be done well:
 {demonstration}
 
 Understand why it works. Then do the task below in your own words, step by step."""
+
+
+@ALGORITHMS.register
+class OpsdConfig(DistillationConfig):
+    """On-policy self-distillation: towards the policy that has seen a demonstration."""
+
+    LOSS = "ref_kl"
+    CREDIT = "none: towards the policy that has seen a demonstration"
+    RENDERER_FOR = "puts a demonstration before each sample"
+    UNSCORED = "dropped"
+
+    type: Literal["opsd"] = "opsd"
+    teacher: ModelReference = "policy"
+    """The model that scores samples with the demonstration before them."""
+    demo_key: str = "demonstration"
+    """The key of a task's demonstration, in its `info` or at its top level."""
+    template: str | None = None
+    """The message before the sample, with {demonstration} in it; unset: see `headrace.algorithms.opsd`."""
+    max_concurrent: int = Field(32, ge=1)
+    """Requests to the teacher at once."""
+
+    @property
+    def reads_tasks(self) -> bool:
+        return True
+
+    def make(self, context: MakeContext) -> Opsd:
+        teacher = context.reference(self.teacher)
+        return Opsd(teacher, self.demo_key, self.template, self.max_concurrent)
+
+    def example_info(self) -> dict[str, str]:
+        return {self.demo_key: "6 times 7 is 42."}
+
+    @field_validator("template")
+    @classmethod
+    def _has_placeholder(cls, template: str | None) -> str | None:
+        return check_template(template, PLACEHOLDER)
 
 
 class Opsd(Algorithm):
@@ -42,7 +83,7 @@ class Opsd(Algorithm):
     ) -> None:
         self._teacher = teacher
         self._demo_key = demo_key
-        self._template = check_template(TEMPLATE if template is None else template, PLACEHOLDER, "opsd")
+        self._template = TEMPLATE if template is None else template
         self._max_concurrent = max_concurrent
         self._scorer: Scorer
 

@@ -13,8 +13,31 @@ Left out on purpose: any comparison within the group, so that a group of one wil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.algorithms.declaration import FINAL, SHIFT, SIGNS, ZERO_SUM, AlgorithmDeclaration, MakeContext, Promises
+from headrace.config.algorithms import ALGORITHMS
+
+
+@ALGORITHMS.register
+class RaeConfig(AlgorithmDeclaration):
+    """Reward minus a running average of what this agent has earned so far."""
+
+    CREDIT = "`r_i - b`, where `b` is a running average of what its agent has earned (arXiv 2506.24119)"
+
+    type: Literal["rae"] = "rae"
+    decay: float = Field(0.95, ge=0, lt=1)
+    """How much of an agent's baseline is left after each of its rollouts."""
+
+    def make(self, context: MakeContext) -> Rae:
+        return Rae(self.decay)
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        before = "credit is measured from what was earned before"
+        return Promises(reasons={SHIFT: before, ZERO_SUM: before, SIGNS: FINAL}, reward_alone=False)
 
 
 class Rae(Algorithm):

@@ -4,8 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.algorithms.declaration import (
+    FINAL,
+    ORDER,
+    SHIFT,
+    SIGNS,
+    ZERO_SUM,
+    AlgorithmDeclaration,
+    MakeContext,
+    Promises,
+)
+from headrace.config.algorithms import ALGORITHMS
+
+
+@ALGORITHMS.register
+class RewardAlgoConfig(AlgorithmDeclaration):
+    """The reward itself."""
+
+    CREDIT = "`r_i`: REINFORCE without a baseline"
+
+    type: Literal["reward"] = "reward"
+
+    def make(self, context: MakeContext) -> Reward:
+        return Reward()
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        itself = "credit is the reward itself"
+        return Promises(frozenset({ORDER}), {SHIFT: itself, ZERO_SUM: itself, SIGNS: FINAL})
 
 
 class Reward(Algorithm):

@@ -20,13 +20,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
+from pydantic import Field, field_validator
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
-from headrace.algorithms.group_credit import GroupCredit
-from headrace.algorithms.hints import Hints, check_template
+from headrace.algorithms.declaration import SIGNS, MakeContext, Promises
+from headrace.algorithms.group_credit import CreditTermsConfig, GroupCredit
+from headrace.algorithms.hints import Hints
 from headrace.algorithms.scoring import Scorer, open_scorer
 from headrace.algorithms.siblings import Siblings, replies, response_text
+from headrace.algorithms.user_function import load_function
+from headrace.config.algorithms import ALGORITHMS, ImportConfig, check_template
+from headrace.config.model_reference import ModelReference
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.contrast import contrast, fold, modulate, rollout_mean
 from headrace.rollout.hinted import hinted_length
@@ -45,8 +51,68 @@ Here is a reference solution of the problem below, with its final answer:
 Understand it. Then solve the problem below yourself, step by step, and give your final answer."""
 
 
+@ALGORITHMS.register
+class RlcsdConfig(CreditTermsConfig):
+    """Standardized group credit, modulated per token by what correct and incorrect siblings would have made of it."""
+
+    CREDIT = "`(r_i - mean(r)) / (std(r) + 1e-6)`, moved token by token by a contrast of hints (arXiv 2606.11709)"
+    RENDERER_FOR = "puts hints before each sample"
+    UNSCORED = "left with their plain credit"
+
+    type: Literal["rlcsd"] = "rlcsd"
+    teacher: ModelReference = "policy"
+    """The model that scores with hints before the sample."""
+    correct_threshold: float = 1.0
+    """The reward from which a sibling is correct."""
+    min_contrast_gap: float = Field(0.0, ge=0)
+    """How far below `correct_threshold` a sibling's reward must be to be incorrect."""
+    num_negative_hints: int = Field(4, ge=1)
+    """Incorrect siblings that are hints, at most."""
+    lam: float = Field(0.5, ge=0)
+    """The most that the contrast moves a token's advantage by."""
+    tau: float = Field(0.02, gt=0)
+    """How sharply it does: an advantage moves by lam * tanh(contrast / tau)."""
+    delta: float = Field(0.02, ge=0)
+    """A token that would move by no more than this keeps its plain credit."""
+    eta: float = Field(1.0, ge=0)
+    """Weight of the tokens that were moved, relative to the others."""
+    normalization: Literal["fold", "rollout_mean"] = "fold"
+    """What counts equally: with `fold` every token, with `rollout_mean` every rollout."""
+    template: str | None = None
+    """The message before the sample, with {response} in it; unset: see `headrace.algorithms.rlcsd`."""
+    hint_filter: ImportConfig | None = None
+    """A function that narrows the siblings that may be hints."""
+    max_concurrent: int = Field(32, ge=1)
+    """Requests to the teacher at once."""
+
+    def make(self, context: MakeContext) -> Rlcsd:
+        own = ("correct_threshold", "min_contrast_gap", "num_negative_hints", "lam", "tau", "delta", "eta")
+        settings = {key: getattr(self, key) for key in (*own, "normalization", "template", "max_concurrent")}
+        teacher = context.reference(self.teacher)
+        return Rlcsd(teacher, credit=self.make_credit(context), hint_filter=self._load_filter(), **settings)
+
+    def check_imports(self) -> None:
+        super().check_imports()
+        self._load_filter()
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        base = super().promises(algorithm)
+        reasons = {name: reason for name, reason in base.reasons.items() if name != SIGNS}
+        return msgspec.structs.replace(base, kept=base.kept | {SIGNS}, reasons=reasons)
+
+    def _load_filter(self) -> Callable[..., Any] | None:
+        own = self.hint_filter
+        return None if own is None else load_function(own.import_path, own.kwargs, "hint_filter of rlcsd")
+
+    @field_validator("template")
+    @classmethod
+    def _has_placeholder(cls, template: str | None) -> str | None:
+        return check_template(template, PLACEHOLDER)
+
+
 class Rlcsd(Algorithm):
     model_role = "teacher"
+    modulates = (SIGNS,)
 
     def __init__(
         self,
@@ -71,7 +137,7 @@ class Rlcsd(Algorithm):
         self._modulate = partial(modulate, lam=lam, tau=tau, delta=delta)
         self._eta = eta
         self._normalization = normalization
-        self._template = check_template(TEMPLATE if template is None else template, PLACEHOLDER, "rlcsd")
+        self._template = TEMPLATE if template is None else template
         self._max_concurrent = max_concurrent
         self._scorer: Scorer
         self._without_contrast = 0

@@ -8,7 +8,54 @@ teacher is the orchestrator's to ask, and not this algorithm's.
 
 from __future__ import annotations
 
+from typing import Literal, Self
+
+from pydantic import model_validator
+
 from headrace.algorithms.base import Algorithm
+from headrace.algorithms.declaration import MakeContext
+from headrace.algorithms.distillation import DistillationConfig
+from headrace.config.algorithms import ALGORITHMS, AlgoSamplingConfig
+from headrace.config.model_reference import ModelReference, describe_model
+from headrace.errors import InvalidValue
+
+
+@ALGORITHMS.register
+class SftAlgoConfig(DistillationConfig):
+    """A frozen teacher plays, the policy learns to say the same."""
+
+    LOSS = "ce"
+    CREDIT = "none: a frozen teacher plays, the policy learns to say the same"
+    ON_POLICY = False
+    NEEDS_TEACHER = True
+
+    type: Literal["sft"] = "sft"
+    teacher: ModelReference | None = None
+    """Another name of `sampling.source`, which holds the value."""
+
+    def make(self, context: MakeContext) -> Sft:
+        return Sft()
+
+    @model_validator(mode="after")
+    def _teacher_is_source(self) -> Self:
+        teacher, source = self.teacher, self.sampling.source
+        if teacher is not None and "source" in self.sampling.model_fields_set and teacher != source:
+            raise InvalidValue(
+                f"another name of sampling.source, which is {describe_model(source)}",
+                key="teacher",
+                value=describe_model(teacher),
+                fix="Give one of them, or the same value twice.",
+            )
+        source = source if teacher is None else teacher
+        if source == "policy":
+            raise InvalidValue(
+                "sft learns what another model writes, and would sample from the policy",
+                key="teacher",
+                fix="Set teacher.name, and teacher.base_url to where it is served.",
+            )
+        object.__setattr__(self, "sampling", AlgoSamplingConfig(source=source))
+        object.__setattr__(self, "teacher", None)
+        return self
 
 
 class Sft(Algorithm):

@@ -35,8 +35,7 @@ def _state_problems(run: RunDir, journal: Journal) -> list[str]:
     """Of algorithms whose state the journal can give again."""
     import asyncio
 
-    from headrace.algorithms.rae import Rae
-    from headrace.config.algorithms import RaeConfig
+    from headrace.algorithms.rae import Rae, RaeConfig
     from headrace.launch.saved_config import read_rl_run
     from headrace.orchestrator.replay import state_problems
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.cli.arguments import add_format
 
 if TYPE_CHECKING:
-    from headrace.config.algorithms import AlgoConfig
+    from headrace.config.algorithms import AlgorithmConfig
     from headrace.config.length_penalty import LengthPenaltyConfig
     from headrace.tools.rescore.rescoring import Outcome, Progress
     from headrace.transport.rollout_files import RolloutFiles
@@ -99,7 +99,7 @@ def _chosen(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[in
     return chosen
 
 
-def _label(algorithms: dict[str, AlgoConfig], penalties: dict[str, LengthPenaltyConfig]) -> str:
+def _label(algorithms: dict[str, AlgorithmConfig], penalties: dict[str, LengthPenaltyConfig]) -> str:
     """The algorithms in words, by environment where they differ."""
     from headrace.tools.rescore.options import described
 

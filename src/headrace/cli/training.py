@@ -48,7 +48,6 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.algorithms.user_function import load_function
     from headrace.config.base import ConfigError
     from headrace.config.files import dump
-    from headrace.config.trainer import CustomLossConfig
     from headrace.launch.checks import check_run
     from headrace.launch.errors import naming_run
     from headrace.launch.local import launch, on_this_machine
@@ -58,6 +57,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.launch.variables import set_variables
     from headrace.runfile.reading import load
     from headrace.runfile.run import RunConfig
+    from headrace.trainer.losses.custom import CustomLossConfig
     from headrace.transport.run_dir import RunDir
 
     folders = find_code_beside(arguments.files)

@@ -27,13 +27,17 @@ class PoolWeightsConfig(Config):
     """How likely each task of a pool is, relative to the others."""
 
     unseen: float = Field(1.0, ge=0)
+    """Of tasks that were never drawn."""
     hard: float = Field(0.2, ge=0)
+    """Of hard tasks."""
     normal: float = Field(1.0, ge=0)
+    """Of tasks that are neither."""
     easy: float = Field(0.2, ge=0)
+    """Of easy tasks."""
 
 
 class DifficultyPoolConfig(Config):
-    """With replacement, by the mean reward of each task's latest group."""
+    """Tasks by the mean reward of their latest group, drawn with replacement, with a weight for each pool."""
 
     type: Literal["difficulty_pool"] = "difficulty_pool"
     hard_max: float = 0.25
@@ -76,7 +80,9 @@ class AdvantageRangeConfig(Config):
 
     type: Literal["advantage_range"] = "advantage_range"
     reject_min: float = 0.0
+    """The lower end of what is no signal."""
     reject_max: float = 0.0
+    """The upper end of what is no signal."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:
@@ -138,7 +144,9 @@ class CurriculumConfig(Config):
     """A type alone will do for either."""
 
     sampler: SamplerConfig | None = None
+    """Which tasks are drawn; unset: every task once before any comes again."""
     gate: GateConfig | None = None
+    """Which groups are worth training on; unset: all."""
 
     def over(self, default: CurriculumConfig) -> CurriculumConfig:
         """What is set here, and the default's where nothing is."""

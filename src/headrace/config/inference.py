@@ -44,11 +44,15 @@ class InferenceConfig(Config):
     """Our own, for CPUs and single GPUs, or vLLM, which must be installed."""
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    """The model that is served; filled from `model`."""
     output_dir: Path | None = None
+    """Filled from `output_dir`."""
     served_name: str | None = None
     """What clients call the model; unset: its directory or its name on the hub."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
+    """How chat messages become tokens; filled from `orchestrator.renderer`."""
     host: str = "127.0.0.1"
+    """The address that the server listens on."""
     port: int = Field(0, ge=0, le=65535)
     """0 takes any free port; the run directory says which."""
     max_model_len: int | None = Field(None, ge=2)
@@ -82,6 +86,7 @@ class InferenceConfig(Config):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of requests that are in flight when new weights arrive."""
     seed: int = 0
+    """What decides the samples of requests without a seed; filled from `seed`."""
 
     def running_at_once(self, *, on_gpu: bool) -> int:
         """Return `max_running`, or its default for the device if it is unset."""

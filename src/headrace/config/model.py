@@ -41,6 +41,7 @@ class ModelConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model's files."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
@@ -82,10 +83,15 @@ class SamplingConfig(Config):
     """How an environment's turns are sampled; unset keys inherit."""
 
     temperature: float | None = Field(None, ge=0)
+    """What logits are divided by; 0: the likeliest token."""
     top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the likeliest tokens that have this probability together."""
     top_k: int | None = None
+    """Sample from this many of the likeliest tokens; -1: from all."""
     min_p: float | None = Field(None, ge=0, le=1)
+    """Sample from tokens at least this probable relative to the likeliest; 0: from all."""
     max_tokens: int | None = Field(None, ge=1)
+    """Tokens that one turn may have."""
 
     @model_validator(mode="after")
     def _top_k_positive(self) -> SamplingConfig:

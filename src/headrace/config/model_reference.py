@@ -78,6 +78,10 @@ def _model_reference(given: Any) -> Any:
     return given
 
 
+def describe_model(model: ModelReference) -> str:
+    return model if model == "policy" else f"{model.name} at {', '.join(model.base_url)}"
+
+
 ModelReference = Annotated[
     Annotated[Literal["policy"], Tag("policy")] | Annotated[FrozenModelConfig, Tag("frozen")],
     Discriminator(lambda given: "policy" if isinstance(given, str) else "frozen"),

@@ -8,69 +8,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from headrace.config.algorithms import AlgoConfig, EchoConfig, GrpoConfig, algo_table, has_rl_credit
+from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config
 from headrace.config.curriculum import AdvantageRangeConfig, CurriculumConfig
-from headrace.config.length_penalty import LinearPenaltyConfig
+from headrace.config.filters import FILTERS, FilterConfig
 from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
-from headrace.config.shorthand import renamed
+from headrace.config.shorthand import renamed, spelled_out
 from headrace.errors import InvalidValue
-
-
-class GibberishConfig(Config):
-    type: Literal["gibberish"] = "gibberish"
-    token_id_threshold: int = Field(100000, ge=0)
-    logprob_offset: float = Field(2.0, ge=0)
-    enforce: bool = False
-
-
-class RepetitionConfig(Config):
-    type: Literal["repetition"] = "repetition"
-    window: int = Field(3000, ge=1)
-    prob_threshold: float = Field(0.99, gt=0, lt=1)
-    enforce: bool = False
-
-
-class ZeroAdvantageConfig(Config):
-    type: Literal["zero_advantage"] = "zero_advantage"
-    enforce: bool = False
-
-
-class CustomFilterConfig(Config):
-    """A test of your own: a function that takes a rollout, and `kwargs`, and says whether to drop it."""
-
-    type: Literal["custom"] = "custom"
-    import_path: str
-    """`package.module:function`."""
-    name: str = ""
-    """How it appears in metrics; unset: the function's name."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    enforce: bool = False
-
-    @model_validator(mode="after")
-    def _name_is_function(self) -> CustomFilterConfig:
-        if not self.name:
-            object.__setattr__(self, "name", self.import_path.rpartition(":")[2])
-        return self
-
-
-FilterConfig = Annotated[
-    GibberishConfig | RepetitionConfig | ZeroAdvantageConfig | CustomFilterConfig, Field(discriminator="type")
-]
-
-
-def filter_name(config: FilterConfig) -> str:
-    return config.name if isinstance(config, CustomFilterConfig) else config.type
 
 
 class EnvConfig(Config):
     """One environment of a slot."""
 
     id: str
+    """The environment: one that ships, `package.module:name` of your own, or `library:name`."""
     name: str = ""
     """How it appears in metrics; unset: its id."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """What the environment is constructed with."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """How its turns are sampled; unset keys are those of the slot."""
     timeout: float | None = Field(None, gt=0)
     """Seconds that one episode may take."""
     workers: int = Field(0, ge=0)
@@ -90,7 +47,8 @@ class TrainEnvConfig(EnvConfig):
     ratio: float | None = Field(None, gt=0)
     """Share of draws, on all environments or on none; unset: by number of tasks."""
     group_size: int | None = Field(None, ge=1)
-    algo: AlgoConfig | None = None
+    """Episodes per prompt; unset: that of `[orchestrator]`."""
+    algo: AlgorithmConfig | None = None
     """Unset: that of `[orchestrator]`; otherwise this one alone, with nothing of it."""
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     """A sampler or gate that is unset here is that of `[orchestrator.train.curriculum]`."""
@@ -105,16 +63,21 @@ def _fold_advantage(section: Any) -> Any:
     """`advantage` is another name of `algo`."""
     if not isinstance(section, dict) or "advantage" not in section:
         return section
-    tables = {key: algo_table(section[key]) for key in ("algo", "advantage") if key in section}
+    tables = {key: spelled_out(section[key], "type") for key in ("algo", "advantage") if key in section}
     return renamed({**section, **tables}, "advantage", "algo")
 
 
 class EvalEnvConfig(EnvConfig):
     interval: int | None = Field(None, ge=1)
+    """Steps between evaluations; unset: that of `[eval]`."""
     num_examples: int | None = Field(None, ge=1)
+    """Tasks per evaluation; unset: that of `[eval]`."""
     group_size: int | None = Field(None, ge=1)
+    """Episodes per task; unset: that of `[eval]`."""
     pin_version: bool | None = None
+    """Sample a whole evaluation from one version; unset: that of `[eval]`."""
     solved: float | None = None
+    """Reward from which on an episode counts as solved in pass@k; unset: that of `[eval]`."""
 
 
 def check_env_names(key: str, envs: Sequence[EnvConfig]) -> None:
@@ -135,25 +98,33 @@ DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.o
 
 class TrainConfig(Config):
     sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
+    """How turns are sampled in training; at temperature 1 unless it is set."""
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    """Which tasks are drawn, and which groups are worth training on."""
     env: list[TrainEnvConfig] = Field(default_factory=list)
+    """The environments that are trained on, one table each."""
 
 
 class EvalConfig(Config):
     interval: int = Field(100, ge=1)
+    """Steps between evaluations."""
     num_examples: int | None = Field(None, ge=1)
     """Tasks per evaluation; unset: all of them."""
     group_size: int = Field(1, ge=1)
     """Episodes per task: k in avg@k and pass@k."""
     sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
+    """How turns are sampled in evaluation; at temperature 1 unless it is set."""
     eval_base_model: bool = True
+    """Evaluate before the first step, too."""
     skip_eval_on_resume: bool = True
+    """Do not evaluate the version that a resumed run begins with."""
     pin_version: bool = False
     """Sample a whole evaluation from one version: new weights wait until it has closed."""
     solved: float | None = None
     """Reward from which on an episode counts as solved in pass@k. Unset: pass@k is reported where the environment's
     `correct`, or else the reward, is 0 or 1 in every episode."""
     env: list[EvalEnvConfig] = Field(default_factory=list)
+    """The environments that are evaluated, one table each."""
 
 
 NOTHING_EVALUATED = "the section has no environment, so that nothing is evaluated"
@@ -214,44 +185,65 @@ class OrchestratorRendererConfig(RendererConfig):
 
 
 def _default_pre_filters() -> list[FilterConfig]:
-    return [GibberishConfig(), RepetitionConfig(), ZeroAdvantageConfig()]
+    return [FILTERS.section(name).model_validate({}) for name in ("gibberish", "repetition", "zero_advantage")]
 
 
 def _default_post_filters() -> list[FilterConfig]:
-    return [GibberishConfig(), RepetitionConfig(), ZeroAdvantageConfig(enforce=True)]
+    return [_enforced_after_batch(entry) for entry in _default_pre_filters()]
+
+
+def _enforced_after_batch(entry: FilterConfig) -> FilterConfig:
+    unset = "enforce" not in entry.model_fields_set
+    return entry.model_copy(update={"enforce": True}) if entry.READS_ADVANTAGES and unset else entry
 
 
 class OrchestratorConfig(Config):
     model: ModelConfig = Field(default_factory=ModelConfig)
+    """Filled from `model`."""
     output_dir: Path | None = None
+    """Filled from `output_dir`."""
     max_steps: int | None = Field(None, ge=1)
+    """Filled from `max_steps`."""
     seq_len: int | None = Field(None, ge=2)
+    """Filled from `seq_len`."""
     seed: int = 0
+    """What decides which prompts are drawn; filled from `seed`."""
     batch_size: int | None = Field(None, ge=1)
     """Rollouts per step (128 unless `token_batch_size` is set)."""
     token_batch_size: int | None = Field(None, ge=1)
     """Tokens per step, instead of `batch_size`."""
     group_size: int = Field(8, ge=1)
+    """Episodes per prompt, whose rewards are compared."""
     max_inflight_rollouts: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Episodes at once, train and eval together. `auto` begins with what the engines run at once and half as many in
     line, and follows their reports: more while they have places free, fewer when their line or KV cache is full."""
     tasks_per_minute: float | None = Field(None, gt=0)
     """Tasks that may begin, of training and evaluation together; each counts once, whatever its group_size."""
     max_off_policy_steps: int = Field(8, ge=0)
+    """Rollouts whose oldest token is older than this many steps are dropped."""
     max_async_level: int = Field(1, ge=0)
+    """Steps that batches may be ahead of the trainer; 0: sample, train, sample."""
     max_empty_batches: int | None = Field(None, ge=1)
+    """Batches in a row with nothing to train on that end the run; unset: none."""
     pre_batch_filters: list[FilterConfig] = Field(default_factory=_default_pre_filters)
+    """What keeps a rollout out of a batch; with enforce = false it counts it."""
     post_batch_filters: list[FilterConfig] = Field(default_factory=_default_post_filters)
+    """What drops a rollout of a full batch; with enforce = false it counts it."""
     drift_probes: int = Field(2, ge=0)
     """Completions scored again per version: so many that it sampled alone, and as many that it only ended; 0: none."""
     log_loop_interval: float = Field(5.0, gt=0)
+    """Seconds between the gauges of what is in flight and in line."""
     keep_rollouts: int = Field(1000, ge=1)
     """Steps, and evaluated versions, whose rollouts stay on disk."""
-    algo: AlgoConfig = Field(default_factory=GrpoConfig)
+    algo: AlgorithmConfig = Field(default_factory=ALGORITHMS.make_default)
+    """What credits the rollouts of environments that have no `algo` of their own."""
     renderer: OrchestratorRendererConfig = Field(default_factory=OrchestratorRendererConfig)
+    """How chat messages become tokens."""
     client: ClientConfig = Field(default_factory=ClientConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    """The environments that are trained on."""
     eval: EvalConfig = Field(default_factory=EvalConfig, exclude_if=evaluates_nothing)
+    """When and on what the policy is evaluated."""
 
     @model_validator(mode="before")
     @classmethod
@@ -271,14 +263,9 @@ class OrchestratorConfig(Config):
     @field_validator("post_batch_filters")
     @classmethod
     def _zero_advantage_is_enforced(cls, given: list[FilterConfig]) -> list[FilterConfig]:
-        return [
-            ZeroAdvantageConfig(enforce=True)
-            if isinstance(entry, ZeroAdvantageConfig) and "enforce" not in entry.model_fields_set
-            else entry
-            for entry in given
-        ]
+        return [_enforced_after_batch(entry) for entry in given]
 
-    def algo_of(self, env: TrainEnvConfig) -> AlgoConfig:
+    def algo_of(self, env: TrainEnvConfig) -> AlgorithmConfig:
         """An environment's own algorithm, else the one that all inherit."""
         return self.algo if env.algo is None else env.algo
 
@@ -313,7 +300,7 @@ class OrchestratorConfig(Config):
                 fix="Lower max_async_level, or raise max_off_policy_steps.",
             )
         for slot in ("pre_batch_filters", "post_batch_filters"):
-            names = [filter_name(entry) for entry in getattr(self, slot)]
+            names = [entry.label for entry in getattr(self, slot)]
             if twice := [name for number, name in enumerate(names) if name in names[:number]]:
                 raise InvalidValue(
                     "there is already a filter of this name",
@@ -388,7 +375,7 @@ class OrchestratorConfig(Config):
     def _algorithms_have_what_they_need(self) -> OrchestratorConfig:
         for key, algo in self._algorithms():
             penalty = getattr(algo, "length_penalty", None)
-            if isinstance(penalty, LinearPenaltyConfig) and penalty.normalize_by == "seq_len" and self.seq_len is None:
+            if penalty is not None and penalty.needs_seq_len and self.seq_len is None:
                 raise InvalidValue(
                     "tokens are counted in units of seq_len, which is not set",
                     key=f"{key}.length_penalty",
@@ -401,9 +388,9 @@ class OrchestratorConfig(Config):
                     value=algo.type,
                     fix="Set renderer.name, or leave it out for the one that fits the model.",
                 )
-            if self.renderer.name == "default" and isinstance(algo, EchoConfig):
+            if self.renderer.name == "default" and algo.NEEDS_ROLES:
                 raise InvalidValue(
-                    f"echo {algo.RENDERER_FOR}, and the model's own chat template does not say",
+                    f"{algo.type} {algo.RENDERER_FOR}, and the model's own chat template does not say",
                     key="renderer.name",
                     value=self.renderer.name,
                     fix='Set the name of the model\'s family, for example "qwen3", or "auto".',
@@ -413,7 +400,7 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _gates_have_advantages_to_look_at(self) -> OrchestratorConfig:
         for number, env in enumerate(self.train.env):
-            if isinstance(env.curriculum.gate, AdvantageRangeConfig) and not has_rl_credit(self.algo_of(env)):
+            if isinstance(env.curriculum.gate, AdvantageRangeConfig) and not self.algo_of(env).HAS_ADVANTAGES:
                 raise InvalidValue(
                     f"the gate looks at advantages, and {self.algo_of(env).type} gives none",
                     key=f"train.env.{number}.curriculum.gate",
@@ -440,7 +427,7 @@ class OrchestratorConfig(Config):
             )
         return self
 
-    def _algorithms(self) -> list[tuple[str, AlgoConfig]]:
+    def _algorithms(self) -> list[tuple[str, AlgorithmConfig]]:
         """Those in use, each with the key that it is written under."""
         keys = ["algo" if env.algo is None else f"train.env.{n}.algo" for n, env in enumerate(self.train.env)]
         algos = [self.algo_of(env) for env in self.train.env]

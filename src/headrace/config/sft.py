@@ -163,14 +163,18 @@ class SftConfig(TrainingConfig):
     TEXT_FOR = {"model": "name", "renderer": "name"}  # noqa: RUF012
 
     data: SftDataConfig
+    """The examples that are learned."""
     validation: ValidationConfig | None = None
     """What the loss is measured on; unset: nothing. Choose what is not trained on: of an `env` by `args.split`."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
+    """How chat messages become tokens."""
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig, exclude_if=evaluates_nothing)
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that `[eval]` samples from. Its model, renderer and seed are the run's."""
     wandb: WandbConfig | None = None
+    """Forward the metrics to Weights & Biases; unset: not."""
     tensorboard: TensorboardConfig | None = None
+    """Write the metrics as TensorBoard files as well; unset: not."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ def united(explicit: Any, given: Any, name: str, other: str) -> Any:
 
     An empty `name` is the section itself.
     """
+    explicit, given = _alike(explicit, given), _alike(given, explicit)
     if isinstance(explicit, dict) and isinstance(given, dict):
         both = {
             key: united(explicit[key], value, f"{name}.{key}".removeprefix("."), f"{other}.{key}")
@@ -31,6 +32,8 @@ def united(explicit: Any, given: Any, name: str, other: str) -> Any:
             if key in explicit
         }
         return {**explicit, **given, **both}
+    if isinstance(explicit, list) and isinstance(given, list) and len(explicit) == len(given):
+        return [united(*pair, name, other) for pair in zip(explicit, given, strict=True)]
     if _listed(explicit) != _listed(given):
         raise InvalidValue(
             f"another name of {name}, which is {shown_value(explicit)}",
@@ -39,6 +42,12 @@ def united(explicit: Any, given: Any, name: str, other: str) -> Any:
             fix="Give one of them, or the same value twice.",
         )
     return explicit
+
+
+def _alike(value: Any, other: Any) -> Any:
+    """Write a plain value as a table where the other one is a table that such a value may stand for."""
+    short = next((key for key in ("type", "import_path", "alpha") if isinstance(other, dict) and key in other), None)
+    return value if short is None else spelled_out(value, short, (str, int, float))
 
 
 def _listed(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config
+from headrace.config.loss import LOSSES, LossConfig
 from headrace.config.model import ModelConfig
 from headrace.errors import InvalidValue
 
@@ -34,7 +35,8 @@ class AnyOptimConfig(Config):
     """What all optimizers have in common."""
 
     lr: float = Field(1e-6, gt=0)
-    """The default is for all parameters of a language model; an adapter (`lora`) wants at least ten times it."""
+    """The learning rate that the scheduler scales, its highest value. The default is for all parameters of a language
+    model; an adapter (`lora`) wants at least ten times it."""
     weight_decay: float = Field(0.0, ge=0)
     """Of every parameter, also of norms and biases."""
     max_grad_norm: float = Field(1.0, ge=0)
@@ -44,9 +46,13 @@ class AnyOptimConfig(Config):
 
 
 class AdamWConfig(AnyOptimConfig):
+    """Steps of a size that follows each parameter's average square of gradients."""
+
     type: Literal["adamw"] = "adamw"
     betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """How much of the averages of gradients and of their squares a step keeps."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the root of the average square, so that small gradients are not blown up."""
 
 
 class MuonConfig(AnyOptimConfig):
@@ -57,17 +63,25 @@ class MuonConfig(AnyOptimConfig):
 
     type: Literal["muon"] = "muon"
     momentum: Rate = 0.95
+    """How much of the average of gradients a step keeps."""
     nesterov: bool = True
+    """Look one step ahead along the momentum."""
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton-Schulz iterations that make an update orthogonal."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """Of AdamW, for the parameters that Muon does not train."""
     eps: float = Field(1e-8, gt=0)
+    """Of AdamW, for the parameters that Muon does not train."""
 
 
 class SgdConfig(AnyOptimConfig):
+    """Steps along the gradient, with momentum if it is set."""
+
     type: Literal["sgd"] = "sgd"
     momentum: Rate = 0.0
+    """How much of the average of gradients a step keeps."""
     nesterov: bool = False
+    """Look one step ahead along the momentum."""
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> SgdConfig:
@@ -88,10 +102,11 @@ OptimConfig = Annotated[
 
 
 class BasicSchedulerConfig(Config):
-    """The learning rate over the run, as a multiple of `optim.lr`."""
+    """Warmup, then constant, or falling in a line or along a cosine to the end."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
     min_factor: float = Field(0.0, ge=0, le=1)
     """What linear and cosine come down to, right after `max_steps`: the last step is still above it."""
 
@@ -101,6 +116,7 @@ class RestartsSchedulerConfig(Config):
 
     type: Literal["cosine_with_restarts"] = "cosine_with_restarts"
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
     min_factor: float = Field(0.0, ge=0, le=1)
     """What each cycle comes down to, right after its last step."""
     cycles: int = Field(1, ge=1)
@@ -112,11 +128,13 @@ class WsdSchedulerConfig(Config):
 
     type: Literal["wsd"] = "wsd"
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
     min_factor: float = Field(0.0, ge=0, le=1)
     """What it comes down to, right after `max_steps`: the last step is still above it."""
     decay_steps: int | None = Field(None, ge=1)
     """Unset: `decay_fraction` of the run."""
     decay_fraction: float = Field(0.1, gt=0, le=1)
+    """The last part of the run over which it falls, where `decay_steps` is unset."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
     """`sqrt` falls with the square root of the progress: fast first, slowly at the end."""
 
@@ -131,106 +149,20 @@ SchedulerConfig = Annotated[
 ]
 
 
-class DefaultLossConfig(Config):
-    """DPPO's binary mask on the probability difference, plus a squared log-ratio."""
-
-    type: Literal["default"] = "default"
-    dppo_mask_low: float = Field(0.2, ge=0)
-    dppo_mask_high: float = Field(0.2, ge=0)
-    adv_tau: float = Field(1.0, ge=0)
-    kl_tau: float = Field(1e-3, ge=0)
-
-
-class IpoLossConfig(Config):
-    """The default loss with a symmetric mask."""
-
-    type: Literal["ipo"] = "ipo"
-    ipo_threshold: float = Field(0.1, ge=0)
-    adv_tau: float = Field(1.0, ge=0)
-    kl_tau: float = Field(1e-3, ge=0)
-
-
-class PpoClipLossConfig(Config):
-    """PPO's clip of each token's ratio; DAPO's clip-higher is 0.2 and 0.28."""
-
-    type: Literal["ppo_clip"] = "ppo_clip"
-    eps_low: float = Field(0.2, ge=0, le=1)
-    eps_high: float = Field(0.2, ge=0)
-
-
-class GspoLossConfig(Config):
-    """PPO's clip of one ratio per sequence."""
-
-    type: Literal["gspo"] = "gspo"
-    eps_low: float = Field(3e-4, ge=0, le=1)
-    eps_high: float = Field(4e-4, ge=0)
-
-
-class CispoLossConfig(Config):
-    """REINFORCE with an importance weight of at most `eps_max`."""
-
-    type: Literal["cispo"] = "cispo"
-    eps_max: float = Field(5.0, gt=0)
-
-
-class IcepopLossConfig(Config):
-    """Only tokens whose ratio is between `alpha` and `beta`."""
-
-    type: Literal["icepop"] = "icepop"
-    alpha: float = Field(0.5, ge=0)
-    beta: float = Field(5.0, gt=0)
-
-    @model_validator(mode="after")
-    def _some_ratio_is_kept(self) -> IcepopLossConfig:
-        if self.alpha > self.beta:
-            raise InvalidValue(
-                f"above beta, which is {self.beta:g}: no token would be trained",
-                key="alpha",
-                value=self.alpha,
-                fix="Lower alpha, or raise beta.",
-            )
-        return self
-
-
-class ReinforceLossConfig(Config):
-    """The plain policy gradient."""
-
-    type: Literal["reinforce"] = "reinforce"
-
-
-class CustomLossConfig(Config):
-    """A loss of your own: a function from one sequence's `LossInputs` to `LossOutputs` (`headrace.trainer.loss`)."""
-
-    type: Literal["custom"] = "custom"
-    import_path: str
-    """`package.module:function`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-LossConfig = Annotated[
-    Annotated[DefaultLossConfig, Tag("default")]
-    | Annotated[IpoLossConfig, Tag("ipo")]
-    | Annotated[PpoClipLossConfig, Tag("ppo_clip")]
-    | Annotated[GspoLossConfig, Tag("gspo")]
-    | Annotated[CispoLossConfig, Tag("cispo")]
-    | Annotated[IcepopLossConfig, Tag("icepop")]
-    | Annotated[ReinforceLossConfig, Tag("reinforce")]
-    | Annotated[CustomLossConfig, Tag("custom")],
-    _by_type("default", "loss", "default, ipo, ppo_clip, gspo, cispo, icepop, reinforce, custom (with import_path)"),
-]
-
-
 class RefKlConfig(Config):
     """The distillation component."""
 
     mask_low: float = Field(0.2, ge=0)
+    """Tokens whose probability fell by more than this are masked."""
     kl_tau: float = Field(1e-3, ge=0)
+    """Weight of the squared log-ratio to the policy that sampled."""
 
 
 class CheckpointConfig(Config):
     interval: int = Field(50, ge=1)
     """Steps between checkpoints; the last step always gets one. One is put off while updates are skipped."""
     keep_last: int = Field(2, ge=1)
+    """How many of the newest checkpoints stay on disk."""
     permanent_interval: int | None = Field(None, ge=1)
     """Checkpoints of steps that this divides are kept for good, in `checkpoints/permanent/`; unset: none."""
 
@@ -252,16 +184,23 @@ class TrainingConfig(Config):
     """What an RL run and an SFT run have in common."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
+    """The model that is trained."""
     output_dir: Path | None = None
+    """The directory in which the run keeps everything."""
     max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps after which the run ends."""
     seq_len: int | None = Field(None, ge=2)
     """Tokens per packed bin, and the longest sequence that is trained."""
     seed: int = 0
+    """What decides every random choice of the trainer."""
     lora: LoraConfig | None = None
     """Unset: every parameter is trained."""
     optim: OptimConfig = Field(default_factory=AdamWConfig)
+    """The optimizer."""
     scheduler: SchedulerConfig = Field(default_factory=BasicSchedulerConfig)
+    """The learning rate over the run, as a multiple of `optim.lr`."""
     ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When checkpoints are written, and which are kept."""
     max_skipped_updates: int = Field(20, ge=1)
     """Updates in a row with gradients that are not finite, and thus skipped, that end the run."""
     attention: Literal["auto", "cudnn", "flash", "sdpa"] = "auto"
@@ -301,6 +240,7 @@ class TokenExportConfig(Config):
     """Steps whose tokens are written to `tokens/`, with all that decided their gradients; see `headrace tokens`."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """The steps that are exported."""
     interval: int = Field(0, ge=0)
     """Also every step that this divides; 0: none."""
     sample: int = Field(20, ge=0)
@@ -338,7 +278,8 @@ class WeightsConfig(Config):
 
 
 class TrainerConfig(TrainingConfig):
-    loss: LossConfig = Field(default_factory=DefaultLossConfig)
+    loss: LossConfig = Field(default_factory=LOSSES.make_default)
+    """What is minimized over the tokens that have advantages."""
     ref_kl: RefKlConfig = Field(default_factory=RefKlConfig)
     keep_weights: int = Field(2, ge=1)
     """Published versions kept on disk besides those that an engine may still load."""

@@ -23,11 +23,10 @@ from typing import Any
 from jinja2 import TemplateError
 from renderers.base import Renderer
 
-from headrace.algorithms.registry import check_imports
+from headrace.algorithms.declaration import declared
 from headrace.algorithms.user_function import load_function
-from headrace.config.orchestrator import CustomFilterConfig, EnvConfig
+from headrace.config.orchestrator import EnvConfig
 from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
-from headrace.config.trainer import CustomLossConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
@@ -43,6 +42,7 @@ from headrace.launch.prompt_lengths import (
     render_some,
 )
 from headrace.orchestrator import curricula
+from headrace.orchestrator.filters.custom import CustomFilterConfig
 from headrace.runfile.problems import filled_sources
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
@@ -50,6 +50,7 @@ from headrace.text.hub import cached_model_directory, model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.sft_conversation import SftConversation
 from headrace.text.tokenizer import shared_tokenizer
+from headrace.trainer.losses.custom import CustomLossConfig
 from headrace.trainer.rows import sample_rows
 from headrace.trainer.sft_data import from_environment
 from headrace.trainer.tiny import write_tiny_settings
@@ -192,7 +193,7 @@ def check_own_code(subject: Subject) -> Iterator[BadInput]:
     for number, env in enumerate(config.train.env):
         own = f"orchestrator.train.env.{number}"
         algo_key = "orchestrator.algo" if env.algo is None else f"{own}.algo"
-        yield from _tried(algo_key, check_imports, config.algo_of(env))
+        yield from _tried(algo_key, declared(config.algo_of(env)).check_imports)
         yield from _tried(f"{own}.curriculum", curricula.check_imports, config.curriculum_of(env))
     for slot in ("pre_batch_filters", "post_batch_filters"):
         for number, entry in enumerate(getattr(config, slot)):

@@ -12,9 +12,9 @@ from renderers.base import Renderer
 from renderers.default import DefaultRenderer
 
 from headrace.algorithms.base import Algorithm, Host
-from headrace.algorithms.registry import make_algorithm
+from headrace.algorithms.declaration import make_algorithm
 from headrace.algorithms.user_function import name_of
-from headrace.config.algorithms import AlgoConfig, EchoConfig, sampling_source
+from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.model_reference import FrozenModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
@@ -99,7 +99,7 @@ async def open_sources(config: OrchestratorConfig, stack: AsyncExitStack) -> dic
     assert config.seq_len is not None
     sources = {}
     for env in config.train.env:
-        source = sampling_source(config.algo_of(env))
+        source = config.algo_of(env).sampling_source
         if source is not None:
             served = sources[env.name] = ServedModel(**source.model_dump())
             stack.push_async_callback(served.close)
@@ -109,12 +109,12 @@ async def open_sources(config: OrchestratorConfig, stack: AsyncExitStack) -> dic
     return sources
 
 
-def check_algorithm(env: str, config: AlgoConfig, algorithm: Algorithm, renderer: Renderer) -> None:
+def check_algorithm(env: str, config: AlgorithmConfig, algorithm: Algorithm, renderer: Renderer) -> None:
     """What the configuration alone cannot tell: a renderer that was chosen by the model, an algorithm of the user's."""
-    if isinstance(config, EchoConfig) and isinstance(renderer, DefaultRenderer):
+    if config.NEEDS_ROLES and isinstance(renderer, DefaultRenderer):
         raise BadInput(
-            f"echo in environment {env!r} needs to know which tokens a tool or user wrote, and the model's own chat "
-            "template does not say",
+            f"{config.type} in environment {env!r} needs the role that wrote each token, which the model's own "
+            "chat template does not give",
             key="orchestrator.renderer.name",
             fix="Set it to the model's family (qwen3, llama-3, ...).",
         )
@@ -125,7 +125,7 @@ def check_algorithm(env: str, config: AlgoConfig, algorithm: Algorithm, renderer
             value=name_of(type(algorithm)),
             fix="Add load_state().",
         )
-    if sampling_source(config) is not None and algorithm.action_loss_type != "ce":
+    if config.sampling_source is not None and algorithm.action_loss_type != "ce":
         raise BadInput(
             f"{config.type} in environment {env!r} trains with {algorithm.action_loss_type}, which needs the logprobs "
             "of the live policy",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.config.algorithms import sampling_source
 from headrace.config.model_reference import FrozenModelConfig
-from headrace.config.orchestrator import EvalEnvConfig, OrchestratorConfig, TrainEnvConfig, filter_name
+from headrace.config.orchestrator import EvalEnvConfig, OrchestratorConfig, TrainEnvConfig
 from headrace.orchestrator.signals import Kind
 
 
@@ -40,8 +39,8 @@ def _of_training(config: OrchestratorConfig, env: TrainEnvConfig, tasks: int, sh
     if curriculum.gate is not None and curriculum.gate.type != "none":
         parts.append(f"gate {curriculum.gate.type}")
     filters = [*config.pre_batch_filters, *config.post_batch_filters]
-    parts.append(f"filters {', '.join(filter_name(f) for f in filters if f.enforce) or 'none'}")
-    teacher = sampling_source(algo) or getattr(algo, "teacher", None)
+    parts.append(f"filters {', '.join(f.label for f in filters if f.enforce) or 'none'}")
+    teacher = algo.sampling_source or getattr(algo, "teacher", None)
     if teacher is not None:
         parts.append(f"teacher {_model(teacher)}")
     return f"training on {env.name}: {'; '.join(parts)}"

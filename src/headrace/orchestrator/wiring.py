@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 
 from headrace.algorithms.base import Algorithm
-from headrace.algorithms.user_function import load_function
-from headrace.config.orchestrator import (
-    CustomFilterConfig,
-    EnvConfig,
-    FilterConfig,
-    GibberishConfig,
-    OrchestratorConfig,
-    RepetitionConfig,
-    filter_name,
-)
+from headrace.config.filters import FilterConfig
+from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
 from headrace.inference.client.served_model import ServedModel
@@ -38,8 +29,7 @@ from headrace.orchestrator.sampler import Sampler
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.orchestrator.startup_lines import draw_weight
-from headrace.rollout.filters import has_no_advantage, is_gibberish, is_repetitive
-from headrace.rollout.types import Rollout, Task
+from headrace.rollout.types import Task
 from headrace.rollout.version import Version
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
@@ -278,18 +268,4 @@ def _sampling_seed(config: OrchestratorConfig) -> int | None:
 
 
 def _filters(configs: Sequence[FilterConfig], vocab_size: int) -> list[Filter]:
-    return [_filter(config, vocab_size) for config in configs]
-
-
-def _filter(config: FilterConfig, vocab_size: int) -> Filter:
-    test: Callable[[Rollout], bool]
-    if isinstance(config, GibberishConfig):
-        threshold, offset = config.token_id_threshold, config.logprob_offset
-        test = partial(is_gibberish, vocab_size=vocab_size, token_id_threshold=threshold, logprob_offset=offset)
-    elif isinstance(config, RepetitionConfig):
-        test = partial(is_repetitive, window=config.window, prob_threshold=config.prob_threshold)
-    elif isinstance(config, CustomFilterConfig):
-        test = load_function(config.import_path, config.kwargs, "filter")
-    else:
-        test = has_no_advantage
-    return Filter(filter_name(config), test, config.enforce)
+    return [Filter(config.label, config.make_test(vocab_size), config.enforce) for config in configs]

@@ -1,1 +1,13 @@
-"""The typed run file: reads, merges, checks, explains and writes it."""
+"""The typed run file: reads, merges, checks, explains and writes it.
+
+Importing the package imports all declarations of what a run file can name, so that their registries are filled.
+"""
+
+from headrace import algorithms
+from headrace.algorithms import length_penalties
+from headrace.config.registry import import_declarations
+from headrace.orchestrator import filters
+from headrace.trainer import losses
+
+for package in (algorithms, length_penalties, losses, filters):
+    import_declarations(package)

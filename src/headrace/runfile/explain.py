@@ -1,7 +1,7 @@
 """`headrace config --explain KEY`: what a key of a run file takes, what it is when nobody sets it, and what it is for.
 
 Everything is read off the models of this room: types and defaults from their fields, sentences from the text under a
-field in the source (`sentences.py` has those that are not there), and else from the section that the key holds.
+field in the source, and else from the section that the key holds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pydantic.fields import FieldInfo
 
 from headrace.config.annotations import sections_in
 from headrace.config.base import ConfigError
-from headrace.config.sentences import SENTENCES
 from headrace.runfile.foreign_keys import HINTS, OTHER_NAMES
 
+TYPE_SENTENCE = "Which kind of section this is: it decides what other keys there are."
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 PLAIN: dict[Any, str] = {
     bool: "true or false",
@@ -90,14 +90,13 @@ def _explain_type(fields: Sequence[_Field], holders: Sequence[_Field]) -> Explan
     defaults = [_default(holder.info) for holder in holders if not holder.info.is_required()]
     chosen = {value_words(default.type) for default in defaults if hasattr(default, "type")}
     default = " or ".join(sorted(chosen)) or "none: it must be set with the section"
-    return Explanation((), _or([value_words(kind) for kind in known]), default, SENTENCES["type"])
+    return Explanation((), _or([value_words(kind) for kind in known]), default, TYPE_SENTENCE)
 
 
 def kinds_of(root: type[BaseModel], key: str) -> dict[str, str]:
     """The types of section that a key may hold, each with a sentence."""
     sections = sections_at(root, key)
-    told = {section: SENTENCES.get(section.__name__) or section.__doc__ or "" for section in sections}
-    return {kind: _one_line(told[section]) for section in sections for kind in _kind(section)}
+    return {kind: _one_line(section.__doc__ or "") for section in sections for kind in _kind(section)}
 
 
 def summary_of(root: type[BaseModel], key: str) -> str:
@@ -184,12 +183,11 @@ def _values(node: Any, parts: Sequence[str], path: list[str]) -> Iterator[tuple[
 
 
 def sentence(field: _Field) -> str:
-    """One line: the one that is kept for the field, the text under it, or that of the section which it holds."""
+    """Return one line: the text under a field in the source, else the docstring of the section that it holds."""
     owners = [kind for kind in field.section.__mro__ if issubclass(kind, BaseModel) and kind is not BaseModel]
     for owner in owners:
-        told = SENTENCES.get(f"{owner.__name__}.{field.name}") or _texts(owner).get(field.name)
-        if told:
-            return _one_line(told)
+        if text := _texts(owner).get(field.name):
+            return _one_line(text)
     held = [_one_line(inner.__doc__) for inner in sections_in(field.info.annotation) if inner.__doc__]
     return held[0] if held else ""
 

@@ -1,4 +1,6 @@
-"""docs/config.md: every key of every run file, in tables of what `headrace config --explain` says (`make docs`).
+"""Generated parts of the docs (`make docs`): docs/config.md, and the table of algorithms in docs/algorithms.md.
+
+docs/config.md has every key of every run file, as `headrace config --explain` explains it.
 
 A section that stands in several places is told once, where it comes first; elsewhere its row leads there.
 """
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from headrace.config.algorithms import ALGORITHMS
 from headrace.config.sft import SftConfig
 from headrace.runfile.explain import Explanation, children, explain, kinds_of, sections_at
 from headrace.runfile.hackable.sections import HackableConfig
@@ -37,6 +40,7 @@ FILES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ),
 )
 
+BEGIN, END = "<!-- written by `make docs` -->", "<!-- end -->"
 ROOT = "the top of the file"
 Sections = tuple[type[BaseModel], ...]
 
@@ -137,5 +141,20 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def algorithms_table() -> str:
+    """Return the table of the shipped algorithms, made of their declarations."""
+    head = ["| type | loss | credit of rollout i, with reward r_i in a group of n |", "|---|---|---|"]
+    sections = ((name, ALGORITHMS.section(name)) for name in ALGORITHMS.names)
+    return "\n".join([*head, *(f"| `{name}` | {section.LOSS} | {section.CREDIT} |" for name, section in sections)])
+
+
+def with_algorithms_table(page: str) -> str:
+    """Return docs/algorithms.md with its table as the declarations have it."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{algorithms_table()}\n\n{END}{rest.partition(END)[2]}"
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference())
+    docs = Path(sys.argv[1])
+    (docs / "config.md").write_text(reference())
+    (docs / "algorithms.md").write_text(with_algorithms_table((docs / "algorithms.md").read_text()))

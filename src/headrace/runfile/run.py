@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from headrace.config.algorithms import hints_the_policy
 from headrace.config.annotations import fields_at, sections_at
 from headrace.config.base import Config, Tree
 from headrace.config.inference import InferenceConfig
@@ -34,9 +33,6 @@ SHARED: dict[str, tuple[str, ...]] = {
 """Keys that fill others. An equal value there is accepted, a different one is refused, unless the shared value is only
 the default: then each section may have its own."""
 
-UNSCORED = {"opsd": "dropped", "rlcsd": "left with their plain credit"}
-"""What algorithms with hints do with a rollout that has no scores."""
-
 
 class RunConfig(Config):
     PATHS_OF_FILE = ("model.sft",)
@@ -56,15 +52,25 @@ class RunConfig(Config):
     FILLED_FROM = {target: source for source, targets in SHARED.items() for target in targets}  # noqa: RUF012
 
     output_dir: Path
+    """The directory in which the run keeps everything; it goes to all three processes."""
     max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps after which the run ends; a run needs it."""
     seq_len: int | None = Field(None, ge=2)
+    """The longest sequence, prompt and completion together, in tokens; a run needs it."""
     seed: int = 0
+    """What decides every random choice; it goes to all three processes."""
     model: ModelConfig
+    """The model that is trained; it goes to all three processes."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    """The optimizer step and what it leaves on disk."""
     orchestrator: OrchestratorConfig = Field(default_factory=OrchestratorConfig)
+    """Environments, algorithms, batches and evaluation."""
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
+    """The server that samples the policy, and the engine behind it."""
     wandb: WandbConfig | None = None
+    """Forward the metrics to Weights & Biases; unset: not."""
     tensorboard: TensorboardConfig | None = None
+    """Write the metrics as TensorBoard files as well; unset: not."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @classmethod
@@ -134,7 +140,7 @@ class RunConfig(Config):
         """A sample, and before it, where the policy's own engines score with hints, one as long as a response."""
         assert self.seq_len is not None
         algorithms = [self.orchestrator.algo_of(env) for env in self.orchestrator.train.env]
-        return hinted_length(self.seq_len) if any(map(hints_the_policy, algorithms)) else self.seq_len
+        return hinted_length(self.seq_len) if any(algo.hints_policy for algo in algorithms) else self.seq_len
 
     def notices(self) -> list[str]:
         return [*self.orchestrator.notices(), *self._short_engine()]
@@ -146,9 +152,9 @@ class RunConfig(Config):
         return [
             f"orchestrator.train.env {env.name!r}: {algo.type} has the policy score hints with their samples, and "
             f"inference.max_model_len is {given}: such a sequence may have {longest} tokens, and rollouts with one "
-            f"too long are {UNSCORED[algo.type]}; leave it out for that, or keep it if hints are that much shorter."
+            f"too long are {algo.UNSCORED}; leave it out for that, or keep it if hints are that much shorter."
             for env in self.orchestrator.train.env
-            if given < longest and hints_the_policy(algo := self.orchestrator.algo_of(env))
+            if given < longest and (algo := self.orchestrator.algo_of(env)).hints_policy
         ]
 
 

@@ -16,7 +16,8 @@ from functools import partial
 
 import torch
 
-from headrace.config.trainer import CustomLossConfig, LossConfig, TrainerConfig, WeightsConfig
+from headrace.config.loss import LossConfig
+from headrace.config.trainer import TrainerConfig, WeightsConfig
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
@@ -24,7 +25,7 @@ from headrace.rollout.batch import Batch
 from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
 from headrace.trainer.learner import Learner
-from headrace.trainer.loss import Loss, ce_loss, policy_loss, ref_kl_loss
+from headrace.trainer.loss import Loss, ce_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
 from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.ranks import Ranks
@@ -173,7 +174,7 @@ def is_linked(weights: WeightsConfig, learner: Learner, *, shared: bool) -> bool
 def losses(config: TrainerConfig) -> dict[str, Loss]:
     """The loss of each component, with its settings bound."""
     return {
-        "rl": policy_loss(config.loss.type, **config.loss.model_dump(exclude={"type"})),
+        "rl": config.loss.make(),
         "ce": ce_loss,
         "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump()),
     }
@@ -210,10 +211,9 @@ def tell_zero_gradient(
     advantages = [sample.streams["advantages"] for sample in samples if "advantages" in sample.streams]
     if grad_norm != 0 or not any(values.any() for values in advantages):
         return
-    name = loss.import_path if isinstance(loss, CustomLossConfig) else loss.type
     status.notify(
         f"the gradient of step {step} is 0 although its samples have advantages, so that nothing was learned: is the "
-        f"loss {name!r} a constant, or does it mask every token?"
+        f"loss {loss.label!r} a constant, or does it mask every token?"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.algorithms import registry
+from headrace.algorithms import max_rl
 from headrace.algorithms.base import Algorithm
 from headrace.rollout.types import Sample
 from headrace.tools.check_algorithm.checking import check_algorithm
@@ -193,7 +193,7 @@ def test_a_promise_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_worked_numbers_find_an_algorithm_that_is_not_what_its_name_says(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry, "MaxRl", broken.Sound)
+    monkeypatch.setattr(max_rl, "MaxRl", broken.Sound)
     report = check({"type": "max_rl"})
     assert [row.check for row in report.rows if row.verdict.kind == "fails"] == ["worked numbers"]
     assert detail(report, "worked numbers") == (

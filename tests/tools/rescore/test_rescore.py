@@ -8,11 +8,11 @@ import pytest
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalty import Linear
+from headrace.algorithms.length_penalties.linear import Linear
 from headrace.algorithms.max_rl import MaxRl
 from headrace.algorithms.opd import Opd
 from headrace.errors import BadInput
-from headrace.rollout.filters import has_no_advantage
+from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from headrace.rollout.types import Rollout
 from headrace.tools.rescore.credit import Member, Rescored, RescoreFailed, rescore, uncredited
 from tests.algorithms.groups import TASK, make_group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.config.algorithms import AlgoConfig
+from headrace.config.algorithms import AlgorithmConfig
 from headrace.tools.check_algorithm.golden import worked_numbers
 from headrace.tools.check_algorithm.invariants import CHECKS, Check
 from headrace.tools.check_algorithm.playing import HookFailed
@@ -13,7 +13,7 @@ from headrace.tools.check_algorithm.trial import Trial, subject_of
 WORKED = "small groups come to numbers worked by hand"
 
 
-async def check_algorithm(config: AlgoConfig, stage: Stage | None = None) -> Report:
+async def check_algorithm(config: AlgorithmConfig, stage: Stage | None = None) -> Report:
     """Raises `BadInput` for what is no algorithm; all else that is wrong with it is in the report."""
     stage = stage or make_stage()
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.config.algorithms import AlgoConfig
+from headrace.config.algorithms import AlgorithmConfig
 from headrace.rollout.types import Rollout, Task
 from headrace.tools.check_algorithm.cases import ANSWER, Author, Case, bare_rollout
 from headrace.tools.check_algorithm.comparing import close
@@ -171,7 +171,7 @@ GOLDEN: dict[str, tuple[Golden, ...]] = {
 }
 
 
-async def worked_numbers(config: AlgoConfig, stage: Stage) -> Verdict:
+async def worked_numbers(config: AlgorithmConfig, stage: Stage) -> Verdict:
     worked = GOLDEN.get(config.type, ())
     if not worked:
         return Verdict("does not apply", "there are none for an algorithm of your own")

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import numpy as np
 
 from headrace.algorithms.base import Algorithm
+from headrace.algorithms.declaration import ORDER, SHIFT, SIGNS, ZERO_SUM
 from headrace.tools.check_algorithm.cases import HUGE, HUGE_REWARDS, TWINS, Case
 from headrace.tools.check_algorithm.comparing import (
     ROUNDING,
@@ -27,7 +28,6 @@ from headrace.tools.check_algorithm.comparing import (
 )
 from headrace.tools.check_algorithm.memory import traces_of_memory
 from headrace.tools.check_algorithm.playing import COMPONENTS, HookFailed, Played, is_aligned
-from headrace.tools.check_algorithm.promises import ORDER, SHIFT, SIGNS, ZERO_SUM
 from headrace.tools.check_algorithm.report import Verdict
 from headrace.tools.check_algorithm.shipping import invented_scores, misfits, misrouted
 from headrace.tools.check_algorithm.stage import Failing

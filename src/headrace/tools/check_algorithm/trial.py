@@ -10,12 +10,12 @@ from typing import Any
 
 from headrace import imports
 from headrace.algorithms.base import Algorithm
-from headrace.algorithms.registry import make_algorithm
-from headrace.config.algorithms import AlgoConfig, CustomAlgoConfig, OpsdConfig
+from headrace.algorithms.custom import CustomAlgoConfig
+from headrace.algorithms.declaration import Promises, declared, make_algorithm
+from headrace.config.algorithms import AlgorithmConfig
 from headrace.inference.client.reference import Reference
 from headrace.tools.check_algorithm.cases import Case, make_cases
 from headrace.tools.check_algorithm.playing import HookFailed, Played, Session, Subject, construct
-from headrace.tools.check_algorithm.promises import Promises, promises_of
 from headrace.tools.check_algorithm.stage import SEQ_LEN, Stage, StandIn
 
 
@@ -38,11 +38,13 @@ class Trial:
         """How often another model was asked."""
 
     @classmethod
-    async def of(cls, config: AlgoConfig, stage: Stage) -> Trial:
+    async def of(cls, config: AlgorithmConfig, stage: Stage) -> Trial:
         """Raises `BadInput` for what is no algorithm, and `HookFailed` if it cannot be constructed."""
         subject = subject_of(config)
         algorithm = await construct(subject, StandIn())
-        trial = cls(subject, type(algorithm), promises_of(config, algorithm), stage, make_cases(stage, _data(config)))
+        declaration = declared(config)
+        cases = make_cases(stage, declaration.example_info())
+        trial = cls(subject, type(algorithm), declaration.promises(algorithm), stage, cases)
         model = StandIn()
         for case in trial.cases:
             try:
@@ -99,7 +101,7 @@ class Trial:
         return outcome
 
 
-def subject_of(config: AlgoConfig) -> Subject:
+def subject_of(config: AlgorithmConfig) -> Subject:
     def make(model: Reference) -> Algorithm:
         return make_algorithm(config, seq_len=SEQ_LEN, connect=lambda _: model)
 
@@ -125,8 +127,3 @@ def _folder(import_path: str) -> str:
     imports.load(import_path, "algorithm")
     file = sys.modules[import_path.partition(":")[0]].__file__
     return str(Path(file).parent) if file else ""
-
-
-def _data(config: AlgoConfig) -> dict[str, str]:
-    """What the tasks must have for this algorithm."""
-    return {config.demo_key: "6 times 7 is 42."} if isinstance(config, OpsdConfig) else {}

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
 from headrace.errors import Failure
-from headrace.rollout.filters import has_no_advantage
+from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from headrace.rollout.routing import route_actions
 from headrace.rollout.types import TRUNCATED, Rollout, Sample, Task
 

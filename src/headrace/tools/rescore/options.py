@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.config.algorithms import (
-    AlgoConfig,
-    SftAlgoConfig,
-    has_rl_credit,
-    hints_the_policy,
-    sampling_source,
-    takes_length_penalty,
-)
+from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config, ConfigError, Tree
 from headrace.config.length_penalty import LengthPenaltyConfig
 from headrace.config.model_reference import FrozenModelConfig
@@ -28,7 +21,7 @@ class Question(NamedTuple):
     added_penalties: dict[str, LengthPenaltyConfig]
     """By environment: of algorithms that take none in a run, but what would one do?"""
 
-    def algorithms(self, env: str | None) -> dict[str, AlgoConfig]:
+    def algorithms(self, env: str | None) -> dict[str, AlgorithmConfig]:
         """By environment."""
         chosen = (entry for entry in self.config.orchestrator.train.env if env in (None, entry.name))
         return {entry.name: self.config.orchestrator.algo_of(entry) for entry in chosen}
@@ -58,7 +51,8 @@ def with_algorithm(
         if length_penalty is not None:
             section["length_penalty"] = {"type": length_penalty}
         put_algorithm_keys(section, overrides)
-        if length_penalty is not None and not takes_length_penalty(str(section.get("type"))):
+        keys = ALGORITHMS.section(ALGORITHMS.tag(section)).model_fields
+        if length_penalty is not None and "length_penalty" not in keys:
             added[id(section)] = section.pop("length_penalty")
     penalties = {
         entry["name"]: validate(_Penalty, {"length_penalty": penalty}, "command line")[0].length_penalty
@@ -74,24 +68,24 @@ class _Penalty(Config):
 
 
 def refuse_what_cannot_be_rescored(
-    env: str, was: AlgoConfig, algo: AlgoConfig, penalty: LengthPenaltyConfig | None
+    env: str, was: AlgorithmConfig, algo: AlgorithmConfig, penalty: LengthPenaltyConfig | None
 ) -> None:
     """Raise where saved rollouts do not hold what the algorithm needs."""
-    if penalty is not None and not has_rl_credit(algo):
+    if penalty is not None and not algo.HAS_ADVANTAGES:
         raise ConfigError(
             f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to",
             key="--length-penalty",
             value=penalty.type,
             fix="Leave it out, or choose another algorithm.",
         )
-    if isinstance(algo, SftAlgoConfig):
+    if algo.type == "sft":
         raise ConfigError(
             f"environment {env!r}: sft trains on what its teacher writes, and these rollouts are the policy's own",
             key="--algo",
             value="sft",
             fix="opd learns from a teacher on the policy's own tokens.",
         )
-    source = sampling_source(was)
+    source = was.sampling_source
     if source is not None:
         raise ConfigError(
             f"its rollouts were sampled by {source.name}, not by the policy: no algorithm but sft can train on them",
@@ -99,7 +93,7 @@ def refuse_what_cannot_be_rescored(
             value=env,
             fix="Choose an environment whose rollouts the policy sampled.",
         )
-    if hints_the_policy(algo):
+    if algo.hints_policy:
         raise ConfigError(
             f"environment {env!r}: {algo.type} needs the logprobs of the policy of that time, which is gone",
             key="--algo.teacher",
@@ -109,7 +103,7 @@ def refuse_what_cannot_be_rescored(
         )
 
 
-def described(algo: AlgoConfig, added: LengthPenaltyConfig | None = None) -> str:
+def described(algo: AlgorithmConfig, added: LengthPenaltyConfig | None = None) -> str:
     """An algorithm in a few words: its type, and what is not as it is by default."""
     settings = algo.model_dump(mode="json", exclude_defaults=True, exclude={"type", "length_penalty", "teacher"})
     words = [f"{key} = {value}" for key, value in settings.items()]
@@ -123,7 +117,7 @@ def described(algo: AlgoConfig, added: LengthPenaltyConfig | None = None) -> str
     return f"{algo.type} ({', '.join(words)})" if words else algo.type
 
 
-def short_name(algo: AlgoConfig, added: LengthPenaltyConfig | None = None) -> str:
+def short_name(algo: AlgorithmConfig, added: LengthPenaltyConfig | None = None) -> str:
     """An algorithm as part of a file's name."""
     penalty = added or getattr(algo, "length_penalty", None)
     name = algo.type.rpartition(":")[2]

@@ -22,20 +22,13 @@ import numpy as np
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm, Host
+from headrace.algorithms.declaration import make_algorithm
+from headrace.algorithms.length_penalty import make_penalty
 from headrace.algorithms.penalized import Penalized
 from headrace.algorithms.recalled import Recalled
-from headrace.algorithms.registry import make_algorithm, make_penalty
-from headrace.config.algorithms import (
-    AlgoConfig,
-    CustomAlgoConfig,
-    EchoConfig,
-    GrpoConfig,
-    ImportedAlgoConfig,
-    OpsdConfig,
-    RlcsdConfig,
-)
+from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.length_penalty import LengthPenaltyConfig
-from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig, ZeroAdvantageConfig, filter_name
+from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput
@@ -161,8 +154,8 @@ async def _rescore_step(
     groups: Sequence[Sequence[SavedRollout]], desks: dict[str, _Desk], config: OrchestratorConfig
 ) -> list[Rescored]:
     enforced = [entry for entry in (*config.pre_batch_filters, *config.post_batch_filters) if entry.enforce]
-    by_content = {filter_name(entry) for entry in enforced if not isinstance(entry, ZeroAdvantageConfig)}
-    by_credit = any(isinstance(entry, ZeroAdvantageConfig) for entry in enforced)
+    by_content = {entry.label for entry in enforced if not entry.READS_ADVANTAGES}
+    by_credit = any(entry.READS_ADVANTAGES for entry in enforced)
     by_env: dict[str, list[list[Member]]] = {}
     for group in groups:
         desk = desks[group[0].rollout.env]
@@ -195,17 +188,11 @@ async def _desk(
         algorithm = Recalled(algorithm, states)
     if penalty is not None:
         algorithm = Penalized(algorithm, make_penalty(penalty, config.seq_len))
-    tasks = _tasks(entry, algo) if _may_look_at_tasks(algo) else None
-    return _Desk(entry.name, algorithm, tasks, isinstance(algo, EchoConfig))
+    tasks = _tasks(entry, algo) if algo.reads_tasks else None
+    return _Desk(entry.name, algorithm, tasks, algo.NEEDS_ROLES)
 
 
-def _may_look_at_tasks(algo: AlgoConfig) -> bool:
-    if isinstance(algo, GrpoConfig | EchoConfig | RlcsdConfig):
-        return bool(algo.terms)
-    return isinstance(algo, OpsdConfig | CustomAlgoConfig | ImportedAlgoConfig)
-
-
-def _tasks(entry: TrainEnvConfig, algo: AlgoConfig) -> dict[str, Task]:
+def _tasks(entry: TrainEnvConfig, algo: AlgorithmConfig) -> dict[str, Task]:
     try:
         return {task.key: task for task in tasks_of(load_environment(entry.id, entry.args), entry.name)}
     except Exception as error:  # an environment is a user's code, and may need what was there when the run ran

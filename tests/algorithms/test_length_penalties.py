@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from headrace.algorithms.length_penalties.efficiency import efficiency_bonus
+from headrace.algorithms.length_penalties.linear import linear, price_by_group_max, price_by_seq_len
+from headrace.algorithms.length_penalties.overlong import overlong
 from headrace.rollout.cohort import Cohort
-from headrace.rollout.length_penalty import efficiency_bonus, linear, overlong, price_by_group_max, price_by_seq_len
 
 
 def floats(*values: float) -> np.ndarray:

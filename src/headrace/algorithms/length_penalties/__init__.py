@@ -1,0 +1,1 @@
+"""Length penalties, one per file: terms of a group's credit, each added to the reward before it is centered."""

@@ -1,0 +1,18 @@
+"""Losses of the rl component, one per file; `headrace.trainer.loss` has what they share and the formulas."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from headrace.config.loss import LOSSES
+from headrace.config.registry import import_declarations
+
+if TYPE_CHECKING:
+    from headrace.trainer.loss import Loss
+
+
+def policy_loss(kind: str, **settings: Any) -> Loss:
+    """Make the loss of a `[trainer.loss]` section with this type and these keys."""
+    import_declarations(sys.modules[__name__])
+    return LOSSES.section(kind).model_validate({"type": kind, **settings}).make()
