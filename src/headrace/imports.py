@@ -1,8 +1,13 @@
-"""Loading of a user's own code by import path, `package.module:name`."""
+"""Loading of a user's own code by import path, `package.module:name`, or by file, `path/to/file.py:name`."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from headrace.errors import BadInput
@@ -12,8 +17,37 @@ def load(path: str, key: str | None) -> Any:
     """Return the object at `path`; errors name the run file's `key` that was set to it, if there is one."""
     module, separator, name = path.partition(":")
     if not (module and separator and name):
-        raise BadInput("not an import path", key=key, value=path, fix="Write package.module:Name.")
+        fix = "Write package.module:Name or path/to/file.py:Name."
+        raise BadInput("not an import path", key=key, value=path, fix=fix)
     try:
-        return getattr(importlib.import_module(module), name)
+        return getattr(load_file(module) if module.endswith(".py") else importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise BadInput(f"cannot be imported: {error}", key=key, value=path) from error
+
+
+def load_file(file: str) -> ModuleType:
+    """Import a file as a module, once per process.
+
+    A relative path is looked up in the working directory, then in the folders of `sys.path`, among which are those of
+    the run files. A file that lies directly in such a folder is the module of its name.
+    """
+    folders = [Path(folder or ".") for folder in sys.path]
+    found = next((path for folder in (Path("."), *folders) if (path := folder / file).is_file()), None)
+    if found is None:
+        raise ImportError(f"no file {file} in {Path.cwd()} or in a folder of sys.path")
+    path = found.resolve()
+    if path.stem.isidentifier() and path.parent in {folder.resolve() for folder in folders}:
+        module = importlib.import_module(path.stem)
+        if getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
+            return module
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -20,23 +20,26 @@ from typing import Any
 from headrace.environments.arguments import bound, check_mistakes
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.rewards.base import Reward, Rewards
+from headrace.environments.rewards.batch import SampleData
+from headrace.environments.rewards.running import RewardFailure, Rewards
 from headrace.environments.script import perturbed
-from headrace.rollout.types import Message, Rollout, Task
+from headrace.rollout.types import Message, Rollout, RolloutError, Task
 
 Row = dict[str, Any]
 Prompt = Callable[[Row], str | Sequence[Message]]
-RewardTable = Mapping[str, Reward] | Sequence[Reward]
+RewardTable = Mapping[str, Any] | Sequence[Any]
+"""Rewards, or their names, by the names of their scores; see `Rewards`."""
 
 
 class SingleTurn(Environment):
-    """`rows` are the tasks; `prompt` makes a text or messages of one, `gold` the answer that earns most.
+    """An environment of one prompt and one reply per task.
 
-    The rows, or a function that gives them, are not looked at before the tasks are asked for: a process that only runs
-    episodes holds none of them.
+    `rows` are the tasks; `prompt` returns the prompt of one, a text or messages, `gold` the answer with the highest
+    reward. The rows, or the function that returns them, are read when the tasks are first used: a process that only
+    runs episodes holds none of them.
 
-    Rewards see the answer's text; with `raw`, all that was written, thoughts and markup included. `metrics` are scored
-    alike and count for nothing.
+    Rewards see the answer's text; with `raw`, the whole completion, thoughts and markup included. `metrics` are scored
+    in the same way and are not part of the reward. Group rewards are scored when all episodes of a task are in.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class SingleTurn(Environment):
         self.demonstrate_mistakes = demonstrate_mistakes
         self._rows = rows
         self._tasks: list[Row] | None = None
+        self._rows_by_key: dict[str, Row] = {}
         self._prompt = prompt
         self._rewards = Rewards(rewards, timeout=timeout)
         self._metrics = Rewards(metrics, timeout=timeout)
@@ -73,8 +77,40 @@ class SingleTurn(Environment):
         reply = await chat.reply()
         assert reply is not None, "a conversation has a first reply"
         text = reply.raw if self._raw else reply.text
+        if self.scores_groups and self._raw:
+            chat.messages[-1] = {"role": "assistant", "content": text}  # group rewards read the recorded message
         rewards = await self._rewards.score(text, task.data)
-        return [chat.rollout(rewards, await self._metrics.score(text, task.data))]
+        rollout = chat.rollout(rewards, await self._metrics.score(text, task.data))
+        rollout.env, rollout.task_key = task.env, task.key
+        return [rollout]
+
+    @property
+    def scores_groups(self) -> bool:
+        overridden = type(self).score_group is not SingleTurn.score_group
+        return overridden or self._rewards.have_groups or self._metrics.have_groups
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Add the scores of group rewards; the other rewards were scored with their episodes."""
+        rows = [self._row_of(rollout) for rollout in rollouts]
+        texts = [str(rollout.messages[-1]["content"]) for rollout in rollouts]
+        texts = texts if self._raw else [text.strip("\n") for text in texts]
+        prompts = [prompt if isinstance(prompt := self._prompt(row), str) else prompt[-1]["content"] for row in rows]
+        data = [SampleData(str(prompt), row.get("answer", ""), row) for prompt, row in zip(prompts, rows, strict=True)]
+        for table, target in ((self._rewards, "rewards"), (self._metrics, "metrics")):
+            for name, column in (await table.score_group(texts, data, group_rewards_only=True)).items():
+                for rollout, score in zip(rollouts, column, strict=True):
+                    if isinstance(score, RewardFailure):
+                        rollout.error = rollout.error or RolloutError(score.reason, score.text)
+                    else:
+                        setattr(rollout, target, {**getattr(rollout, target), name: score})
+
+    def _row_of(self, rollout: Rollout) -> Row:
+        """Return the task's data: a group is scored without its task, and perhaps in a process that never had it."""
+        if not self._rows_by_key:
+            own_keys = (key if isinstance(key := row.get("key"), str) else "" for row in self.tasks())
+            tasks = (Task(rollout.env, row, key) for row, key in zip(self.tasks(), own_keys, strict=True))
+            self._rows_by_key = {task.key: task.data for task in tasks}
+        return self._rows_by_key[rollout.task_key]
 
     async def close(self) -> None:
         await self._rewards.close()
@@ -107,15 +143,21 @@ def environment(
     raw: bool = False,
     timeout: float = 60.0,
 ) -> Callable[[Prompt], type[SingleTurn]]:
-    """Make an environment of the function below: it gets a row and returns the prompt, a text or messages.
+    """Make an environment of the decorated function, which takes a row and returns the prompt, a text or messages.
 
-    `data` yields the rows; its keyword arguments are the `args` of the run file. Without `gold` the best answer is what
-    a row has under `answer`.
+    `data` yields the rows; its keyword arguments are the `args` of the run file, which may also replace `rewards` and
+    `metrics`. Without `gold` the best answer is the row's `answer`.
     """
 
     def make(prompt: Prompt) -> type[SingleTurn]:
         class Made(SingleTurn):
-            def __init__(self, demonstrate_mistakes: float = 0.0, **args: Any) -> None:
+            def __init__(
+                self,
+                demonstrate_mistakes: float = 0.0,
+                rewards: RewardTable = rewards,
+                metrics: RewardTable = metrics,
+                **args: Any,
+            ) -> None:
                 super().__init__(
                     bound(data, args),
                     prompt,

@@ -7,13 +7,17 @@ not accepted.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from headrace.environments.arguments import BadArgument
 
 BOX = r"\boxed{"
 THINKING_TAGS = ("<think>", "</think>")
 """The tags around thoughts, where an environment does not choose others."""
+TAGS = "tags"
+"""The entry of a task's data that has the pair of tags around the thoughts; unset, they are `THINKING_TAGS`."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -63,6 +67,24 @@ class StrictFormat:
     def write(self, thinking: str, answer: str) -> str:
         """A completion in this format."""
         return f"{self.opening}\n{thinking}\n{self.closing}\n\n{BOX}{answer}}}"
+
+
+def format_of(data: Mapping[str, Any]) -> StrictFormat:
+    """Return the strict format that a task's prompt requests."""
+    return format_with(data.get(TAGS))
+
+
+def format_with(tags: Sequence[str] | None) -> StrictFormat:
+    """Return the format with these tags, or with `THINKING_TAGS`."""
+    if tags is not None and (isinstance(tags, str) or len(tags) != 2):
+        fix = 'For example ["<think>", "</think>"].'
+        raise BadArgument("expected two texts", key=TAGS, value=tags, fix=fix)
+    return _cached_format(*(tags or ()))
+
+
+@lru_cache
+def _cached_format(*tags: str) -> StrictFormat:
+    return StrictFormat(*tags)
 
 
 def _is_balanced(text: str) -> bool:

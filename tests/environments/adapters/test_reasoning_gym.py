@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from headrace.cli.main import parse
-from headrace.environments.adapters import reasoning_gym
 from headrace.environments.adapters.extra import library
 from headrace.environments.adapters.reasoning_gym import ReasoningGym
 from headrace.environments.adapters.reasoning_gym_family import Family, portable, restored, score
@@ -26,6 +25,7 @@ from headrace.environments.adapters.reasoning_gym_tasks import (
 )
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
+from headrace.environments.rewards import reasoning_gym as reward
 from headrace.environments.script import play
 from headrace.rollout.types import Rollout, Task
 from tests.refusals import refused
@@ -123,8 +123,8 @@ async def test_an_answer_that_its_scorer_fails_on_earns_nothing_and_is_counted(m
         right = await played(environment, task, task["answer"])
         wrong = await played(environment, task, "[[0]]")
         ends_process = await played(environment, task, "__import__('sys').exit(1)")
-        monkeypatch.setattr(reasoning_gym, "LIMIT", 0.2)
-        monkeypatch.setattr(reasoning_gym, "PATIENCE", 1.0)
+        monkeypatch.setattr(environment._reward, "_timeout", 0.2)
+        monkeypatch.setattr(reward, "PATIENCE", 1.0)
         never_ends = await played(environment, task, "9**9**9**9")
     finally:
         await environment.close()

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.environments.data.tables import DataError
 from headrace.environments.hackable import TrainingSample, build_data_provider
-from headrace.environments.hackable.samples import format_of
+from headrace.environments.strict_format import format_of
 from tests.environments.hackable.completions import STRICT
 from tests.refusals import refused
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from headrace.environments.hackable import build_objective, build_reward
-from headrace.environments.hackable.objectives import TokenGrpo
-from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES, REWARDS
-from headrace.environments.hackable.scoring import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
-from tests.environments.hackable.completions import thought
+from headrace.environments.hackable.objectives.token_grpo import TokenGrpo
+from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES
+from headrace.environments.rewards.registry import REWARDS
+from headrace.environments.rewards.running import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
+from tests.environments.hackable.completions import scores_of, thought
 
 DOCS = (Path(__file__).parents[3] / "docs" / "hacking.md").read_text()
 REWARD, DATA, OBJECTIVE, TRYING, *_ = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
@@ -57,8 +58,8 @@ def test_every_kwarg_of_the_objective_and_every_reason_is_explained():
     )
 
 
-def test_the_worked_group_comes_to_what_the_page_says():
-    brief = build_reward("length_penalty_reward")(["p"] * 4, [thought(n) for n in (2, 4, 6, 12)], ["4"] * 4, [{}] * 4)
+async def test_the_worked_group_comes_to_what_the_page_says():
+    brief = await scores_of(build_reward("length_penalty_reward"), [thought(n) for n in (2, 4, 6, 12)])
     objective = build_objective("token_grpo", {"reward_mode": "weighted_length_penalty"})
     scores = dict(zip(objective.reward_names(), ([1.0] * 4, [1.0] * 4, brief), strict=True))
     assert objective.combine_rewards(scores, [None] * 4) == pytest.approx([2.33, 2.17, 2, 2], abs=0.005)

@@ -140,7 +140,7 @@ async def test_a_reward_that_has_no_number_costs_its_completion_and_says_why():
     fine, nan = await scored(environment, "fine", "nan")
     assert (fine.reward, fine.error) == (1.0, None)
     assert nan.error is not None and nan.error.reason == "reward_no_number"
-    assert nan.error.detail == "reward 'tests.environments.hackable.plugins:fussy' gave nan, which is not finite"
+    assert "'tests.environments.hackable.plugins:fussy'" in nan.error.detail
     for text, reason in {"raise": "reward_failed", "hang": "reward_timeout", "fewer": "reward_wrong_count"}.items():
         group = await scored(environment, "fine", text)
         assert [rollout.error.reason for rollout in group if rollout.error] == [reason] * 2
@@ -177,7 +177,8 @@ def test_rows_that_repeat_a_question_are_tasks_of_their_own_and_leave_the_keys_o
 def test_a_group_of_a_repeated_question_is_scored_by_its_own_row(tmp_path: Path):
     rows = [{"id": number, "question": "2+2?", "answer": "4"} for number in range(2)]
     environment = local(tmp_path / "rows.jsonl", *rows)
-    assert [environment._sample(task.key).info["id"] for task in tasks_of(environment, "hackable")] == [0, 1]  # type: ignore[attr-defined]
+    rollouts = [Rollout(env="hackable", task_key=task.key) for task in tasks_of(environment, "hackable")]
+    assert [environment._row_of(rollout)["info"]["id"] for rollout in rollouts] == [0, 1]  # type: ignore[attr-defined]
 
 
 def test_another_question_under_the_same_key_is_refused_with_what_to_do(tmp_path: Path):

@@ -15,8 +15,9 @@ from headrace.environments.hackable import (
     build_reward,
     build_rewards,
 )
-from headrace.environments.hackable.registry import REWARDS, Registry, kwargs_by_reward
 from headrace.environments.hackable.samples import TrainingSample as Sample
+from headrace.environments.plugins import PluginRegistry
+from headrace.environments.rewards.registry import REWARDS, options_by_reward
 from headrace.errors import BadInput
 from tests.environments.hackable.plugins import Longest, polite, shouting
 from tests.refusals import refused
@@ -26,7 +27,7 @@ BATCH: tuple[Any, ...] = (["p", "p"], ["YES", "yes please"], ["", ""], [{}, {}])
 
 
 def test_a_plugin_is_found_by_its_own_name_or_by_the_one_it_was_given():
-    registry = Registry("reward", 4)
+    registry = PluginRegistry("reward")
     assert registry.register(shouting) is shouting
     registry.register(polite, "kind")
     assert registry.names == ["kind", "shouting"]
@@ -35,7 +36,7 @@ def test_a_plugin_is_found_by_its_own_name_or_by_the_one_it_was_given():
 
 
 def test_two_plugins_cannot_have_one_name():
-    registry = Registry("reward", 4)
+    registry = PluginRegistry("reward")
     registry.register(shouting)
     with refused(key="reward", value="shouting"):
         registry.register(Longest, "shouting")
@@ -98,7 +99,7 @@ def test_kwargs_of_a_reward_given_by_path_stand_under_the_path_or_its_last_part(
         assert reward(*BATCH) == [1.0, 1.0]
     for names, kwargs in (([path, other], {"Longest": {}}), ([path], {path: {}, "Longest": {}})):
         with pytest.raises(BadInput) as refused:
-            kwargs_by_reward(names, kwargs)
+            options_by_reward(names, kwargs)
         assert refused.value.key == "Longest"
 
 

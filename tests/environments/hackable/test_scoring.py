@@ -21,8 +21,8 @@ from headrace.environments.hackable import (
     build_objective,
     build_rewards,
 )
-from headrace.environments.hackable.limited import MOST_STUCK
-from headrace.environments.hackable.scoring import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
+from headrace.environments.rewards.running import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
+from headrace.environments.rewards.time_limit import MAX_STUCK_CALLS
 from headrace.rollout.types import Rollout
 from tests.environments.hackable.completions import thought
 
@@ -108,42 +108,33 @@ async def times_out_by_itself(prompts, completions, answers, infos) -> list[floa
 
 
 @pytest.mark.parametrize(
-    ("mine", "reason", "words"),
+    ("mine", "reason"),
     [
-        (raises, FAILED, "reward 'mine': KeyError: 'no such field'"),
-        (leaves, FAILED, "reward 'mine': SystemExit: enough"),
-        (cancels_itself, FAILED, "reward 'mine': CancelledError: "),
-        (times_out_by_itself, FAILED, "reward 'mine': TimeoutError: no database"),
-        (gives("0.5"), NO_NUMBER, "reward 'mine' gave '0.5', a str, where a list of 3 numbers belongs"),
-        (gives(None), NO_NUMBER, "reward 'mine' gave None, a NoneType, where a list of 3 numbers belongs"),
-        (gives(1.0), NO_NUMBER, "reward 'mine' gave 1.0, a float, where a list of 3 numbers belongs"),
-        (gives([1.0, 2.0]), WRONG_COUNT, "reward 'mine' gave 2 values for 3 completions"),
+        (raises, FAILED),
+        (leaves, FAILED),
+        (cancels_itself, FAILED),
+        (times_out_by_itself, FAILED),
+        (gives("0.5"), NO_NUMBER),
+        (gives(None), NO_NUMBER),
+        (gives(1.0), NO_NUMBER),
+        (gives([1.0, 2.0]), WRONG_COUNT),
     ],
 )
-async def test_a_reward_that_fails_marks_its_group_and_is_counted(mine: Any, reason: str, words: str):
+async def test_a_reward_that_fails_marks_its_group_and_is_counted(mine: Any, reason: str):
     failing = scorer(mine)
     found = await failing.score(GROUP, TEXTS)
-    assert [(each.reward, each.error and (each.error.reason, each.error.detail)) for each in found] == [
-        (None, (reason, words))
-    ] * 3
+    assert [(each.reward, each.error and each.error.reason) for each in found] == [(None, reason)] * 3
+    assert all(each.error and "'mine'" in each.error.detail for each in found)
     assert [each.scores for each in found] == [{"fine": 1.0}, {"fine": 2.0}, {"fine": 3.0}]
     assert failing.counts == {f"mine/{reason}": 3}
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (float("nan"), "reward 'mine' gave nan, which is not finite"),
-        (float("inf"), "reward 'mine' gave inf, which is not finite"),
-        ("good", "reward 'mine' gave 'good', a str, where a number belongs"),
-        (None, "reward 'mine' gave None, a NoneType, where a number belongs"),
-    ],
-)
-async def test_a_value_that_is_no_number_costs_its_completion_alone(value: Any, words: str):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "good", None, np.zeros(2)])
+async def test_a_value_that_is_not_a_number_costs_its_completion_alone(value: Any):
     failing = scorer(gives([True, value, np.float32(0.5)]))
     first, second, third = await failing.score(GROUP, TEXTS)
     assert (first, third) == (Scored({"fine": 1.0, "mine": 1.0}, 2.0), Scored({"fine": 3.0, "mine": 0.5}, 3.5))
-    assert second.error is not None and (second.error.reason, second.error.detail) == (NO_NUMBER, words)
+    assert second.error is not None and second.error.reason == NO_NUMBER
     assert failing.counts == {f"mine/{NO_NUMBER}": 1}
 
 
@@ -154,7 +145,7 @@ async def test_an_asynchronous_reward_that_hangs_marks_its_group():
 
     failing = hurried(sleeps, 0.05)
     found = await failing.score(GROUP, TEXTS)
-    assert {each.error and each.error.detail for each in found} == {"reward 'mine': it took longer than 0.05 s"}
+    assert {each.error and each.error.reason for each in found} == {TIMED_OUT}
     assert failing.counts == {f"mine/{TIMED_OUT}": 3}
 
 
@@ -185,11 +176,10 @@ async def test_a_reward_that_cannot_be_ended_is_not_called_for_ever():
         return [0.0] * 3
 
     failing = hurried(stuck, 0.02)
-    found = [await failing.score(GROUP, TEXTS) for _ in range(MOST_STUCK + 2)]
+    found = [await failing.score(GROUP, TEXTS) for _ in range(MAX_STUCK_CALLS + 2)]
     release.set()
-    assert len(calls) == MOST_STUCK
-    error = found[-1][0].error
-    assert error is not None and f"not called again, since {MOST_STUCK} earlier calls" in error.detail
+    assert len(calls) == MAX_STUCK_CALLS
+    assert {each.error and each.error.reason for each in found[-1]} == {TIMED_OUT}
 
 
 async def test_a_reward_with_limits_of_its_own_may_take_longer():
@@ -208,9 +198,8 @@ async def test_an_objective_that_fails_marks_what_it_was_asked_about():
             raise ZeroDivisionError("no weight")
 
     failing = scorer(gives([1.0, float("nan"), 1.0]), objective=Broken())
-    errors = [each.error and each.error.detail for each in await failing.score(GROUP, TEXTS)]
-    broken = "the objective: ZeroDivisionError: no weight"
-    assert errors == [broken, "reward 'mine' gave nan, which is not finite", broken]
+    errors = [each.error and each.error.reason for each in await failing.score(GROUP, TEXTS)]
+    assert errors == [FAILED, NO_NUMBER, FAILED]
     assert failing.counts == {f"mine/{NO_NUMBER}": 1, f"objective/{FAILED}": 2}
 
 

@@ -160,11 +160,15 @@ async def test_a_solution_that_holds_up_or_brings_down_the_process_scores_nothin
     await until(started.exists)
     [process] = [process for process in reward._sandbox._processes if process.is_alive()]
     os.kill(process._process.pid, signal.SIGKILL)
-    assert (await scoring, reward.failures, reward.timeouts) == (0.0, 1, 0)
+    assert (await scoring, reward.counts["failures"], reward.counts["timeouts"]) == (0.0, 1, 0)
     await reward(answer(""), {"tests": ["pass"]})
     monkeypatch.setattr(code, "PATIENCE", 0.0)
     monkeypatch.setattr(code, "GRACE", 0.5)
-    assert (await reward(hang, {"tests": ["pass"]}), reward.failures, reward.timeouts) == (0.0, 1, 1)
+    assert (await reward(hang, {"tests": ["pass"]}), reward.counts["failures"], reward.counts["timeouts"]) == (
+        0.0,
+        1,
+        1,
+    )
 
 
 async def test_a_runner_that_does_not_work_fails_the_episode():

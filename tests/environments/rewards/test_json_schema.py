@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.environments.rewards import JsonSchema
-from headrace.environments.rewards.fences import last_block
+from headrace.environments.rewards.answers import last_block
 from headrace.environments.sandbox import CallFailed
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import hostile
@@ -107,7 +107,7 @@ async def test_what_is_no_schema_is_refused_at_once(schema: dict[str, Any], plac
 async def test_a_pattern_in_a_schema_that_takes_for_ever_scores_nothing_and_is_counted(make: Schemas):
     reward = make({"pattern": "^(a+)+$"}, timeout=0.3)
     score, ticks = await ticks_during(reward('"' + "a" * 40 + '!"', {}))
-    assert (score, reward.timeouts) == (0.0, 1)
+    assert (score, reward.counts["timeouts"]) == (0.0, 1)
     assert ticks > 30
 
 

@@ -150,7 +150,7 @@ async def test_an_answer_without_a_score_is_a_failure_and_is_not_kept(server: Op
         with pytest.raises(JudgeFailed, match=r"no score can be read in its answer, which ends 'No idea\.'"):
             await reward("4", DATA)
         assert await reward("4", DATA) == 1.0
-        assert (reward.calls, reward.cached, reward.failures) == (2, 0, 1)
+        assert (reward.counts["calls"], reward.counts["cached"], reward.counts["failures"]) == (2, 0, 1)
 
 
 async def test_an_answer_that_was_cut_says_so(server: OpenAIStandIn):
@@ -171,22 +171,22 @@ async def test_a_question_is_asked_once(server: OpenAIStandIn):
         assert await asyncio.gather(*asking[1:]) == [1.0] * 4
         assert await reward("4", {**DATA, "not in the prompt": 1}) == 1.0
         assert await reward("5", DATA) == 1.0
-        assert (len(server.asked), reward.calls, reward.cached) == (2, 2, 5)
+        assert (len(server.asked), reward.counts["calls"], reward.counts["cached"]) == (2, 2, 5)
 
 
 async def test_answers_outlive_the_judge_and_serve_others_at_the_same_time(server: OpenAIStandIn, tmp_path: Path):
     path = tmp_path / "new" / "answers.sqlite"
     async with judging(server, cache=path) as first, judging(server, cache=path) as second:
         assert await first("4", DATA) == await second("4", DATA) == 1.0
-        assert (first.calls, second.calls, second.cached) == (1, 0, 1)
+        assert (first.counts["calls"], second.counts["calls"], second.counts["cached"]) == (1, 0, 1)
     async with judging(server, cache=path) as third:
         await third("4", DATA)
         await third.close()
         assert await third("4", DATA) == 1.0
-        assert (third.calls, third.cached) == (0, 2)
+        assert (third.counts["calls"], third.counts["cached"]) == (0, 2)
     async with judging(server, cache=path, temperature=0.5) as other:
         await other("4", DATA)
-        assert other.calls == 1
+        assert other.counts["calls"] == 1
 
 
 def test_a_file_that_is_no_cache_is_refused_at_once(tmp_path: Path):
@@ -235,7 +235,7 @@ async def test_what_may_pass_is_tried_again(server: OpenAIStandIn):
     server.respond = one_after_another(error(429, "slow down", Retry_After="0"), error(503, "busy"), "Score: 0.5")
     async with judging(server) as reward:
         assert await reward("4", DATA) == 0.5
-        assert (reward.calls, reward.failures) == (3, 0)
+        assert (reward.counts["calls"], reward.counts["failures"]) == (3, 0)
 
 
 async def test_what_will_not_pass_is_not_tried_again(server: OpenAIStandIn):
@@ -243,7 +243,7 @@ async def test_what_will_not_pass_is_not_tried_again(server: OpenAIStandIn):
     async with judging(server) as reward:
         with pytest.raises(JudgeFailed, match="the judge gave no score: the prompt is too long"):
             await reward("4", DATA)
-        assert (reward.calls, reward.failures) == (1, 1)
+        assert (reward.counts["calls"], reward.counts["failures"]) == (1, 1)
 
 
 async def test_a_judge_that_stays_away_fails_the_episode_or_gives_what_was_agreed(server: OpenAIStandIn):
@@ -252,10 +252,10 @@ async def test_a_judge_that_stays_away_fails_the_episode_or_gives_what_was_agree
         with pytest.raises(EpisodeError, match=r"reward 'judge': .*did not answer within 0\.05 s") as failure:
             await Rewards([reward]).score("4", DATA)
         assert failure.value.reason == "reward_failed"
-        assert (reward.calls, reward.failures) == (2, 1)
+        assert (reward.counts["calls"], reward.counts["failures"]) == (2, 1)
     async with judging(server, timeout=0.05, retries=0, on_failure=0.25) as reward:
         score, ticks = await ticks_during(reward("4", DATA))
-        assert (score, reward.failures) == (0.25, 1)
+        assert (score, reward.counts["failures"]) == (0.25, 1)
         assert ticks > 5
 
 

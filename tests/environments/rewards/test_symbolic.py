@@ -38,7 +38,7 @@ async def test_algebra_decides_in_a_process_of_its_own(reward: Symbolic):
     assert await reward(r"so \boxed{(x+1)(x+2)}", {"answer": "x^2+3x+2"}) == 1.0
     assert await reward(r"so \boxed{(x+1)(x+3)}", {"answer": "x^2+3x+2"}) == 0.0
     assert await reward("no box: 2", {"answer": "2"}) == 0.0
-    assert (reward.timeouts, reward.failures) == (0, 0)
+    assert (reward.counts["timeouts"], reward.counts["failures"]) == (0, 0)
 
 
 async def test_a_letter_after_a_number_is_a_unit_unless_the_gold_answer_has_letters(reward: Symbolic):
@@ -50,7 +50,7 @@ async def test_a_letter_after_a_number_is_a_unit_unless_the_gold_answer_has_lett
 async def test_what_is_not_defined_is_wrong_and_no_failure(reward: Symbolic):
     for answer in (r"\frac{1}{0}", r"\log 0", "0^{-1}", r"\frac{0}{0}", r"\tan 90^\circ"):
         assert [await reward(rf"\boxed{{{answer}}}", {"answer": gold}) for gold in (r"\sqrt2", "x")] == [0.0, 0.0]
-    assert reward.failures == 0
+    assert reward.counts["failures"] == 0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ async def test_who_lists_several_answers_has_not_answered(reward: Symbolic, text
 async def test_what_takes_for_ever_scores_nothing_and_holds_nobody_up():
     reward = Symbolic(timeout=0.5, processes=1)
     score, ticks = await ticks_during(reward(r"\boxed{9^{9^{9^{9}}}}", {"answer": r"\sqrt2"}))
-    assert (score, reward.timeouts, reward.failures) == (0.0, 1, 0)
+    assert (score, reward.counts["timeouts"], reward.counts["failures"]) == (0.0, 1, 0)
     assert ticks > 20
     await reward.close()
 

@@ -16,18 +16,12 @@ from headrace.environments.adapters.reasoning_gym_tasks import Request, tasks_of
 from headrace.environments.arguments import BadArgument, check_flag, check_mistakes, check_whole
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.rewards.base import warn_of_count
-from headrace.environments.sandbox import PATIENCE, CallFailed, CallTimeout, Sandbox
+from headrace.environments.rewards.reasoning_gym import ReasoningGymReward
 from headrace.environments.script import perturbed
 from headrace.environments.shipped.drawing import check_split
 from headrace.environments.shipped.tags import tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
-SCORE = "headrace.environments.adapters.reasoning_gym_family:score"
-LIMIT = 5.0
-"""Seconds of the processor for one score; the first in a process has the library to load, which takes two of them."""
-LONGEST = 100_000
-"""Characters of an answer that is looked at: the longest gold ones, moves of Hanoi's tower, have a third of that."""
 INSTRUCTIONS = (
     "Think step by step. Then write the final answer, and nothing else, between <answer> and </answer>, in the format "
     "that the question asks for."
@@ -73,9 +67,8 @@ class ReasoningGym(Environment):
         self._instructions = instructions
         self._system = system
         self.demonstrate_mistakes = demonstrate_mistakes
-        self.scorer_errors = 0
         self._tasks: list[dict[str, Any]] | None = None
-        self._sandbox = Sandbox()
+        self._reward = ReasoningGymReward()
 
     def tasks(self) -> list[dict[str, Any]]:
         if self._tasks is None:
@@ -86,7 +79,8 @@ class ReasoningGym(Environment):
         chat = Chat(context, self.question(task.data), system=self._system)
         await chat.reply()
         answer = chat.text if self._terse else tagged(chat.text, "answer")
-        score = await self._score(answer.strip(), task.data) if answer and len(answer) <= LONGEST else 0.0
+        call = self._request.family, self._settings, (answer or "").strip(), task.data
+        score = await self._reward.score(*call) if answer else 0.0
         metrics = {
             "solved": float(score == 1.0),
             "answered": float(bool(answer)),
@@ -106,22 +100,7 @@ class ReasoningGym(Environment):
         return self._replied(str(perturbed(str(task.data["answer"]), rng)))
 
     async def close(self) -> None:
-        await self._sandbox.close()
+        await self._reward.close()
 
     def _replied(self, answer: str) -> str:
         return answer if self._terse else tag("answer", answer)
-
-    async def _score(self, answer: str, data: dict[str, Any]) -> float | None:
-        """The family's score; None if its scorer fails on this answer."""
-        family = self._request.family
-        try:
-            score: float = await self._sandbox.call(
-                SCORE, family, self._settings, answer, data, timeout=LIMIT, patience=PATIENCE
-            )
-            return score
-        except (CallFailed, CallTimeout) as error:
-            if isinstance(error, CallFailed) and error.kind in ("start", "closed"):  # no fault of the answer
-                raise
-            self.scorer_errors += 1
-            warn_of_count(f"reasoning-gym:{family}", f"answers that its scorer failed on ({error})", self.scorer_errors)
-            return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.environments.data.tables import (
     DataError,
@@ -58,6 +61,16 @@ class Row:
         if not isinstance(value, str):
             raise self.error("expected a text", key=names[0], value=value)
         return value
+
+
+def example_key(prompt: str, answer: str, data: Mapping[str, Any]) -> str:
+    """Return the name of an example, by which records of other runs find it: its `key`, else a checksum."""
+    key = data.get("key")
+    return key if isinstance(key, str) and key else checksum(prompt, answer)
+
+
+def checksum(*texts: str) -> str:
+    return hashlib.sha256(msgspec.json.encode(texts)).hexdigest()[:16]
 
 
 def read_rows(

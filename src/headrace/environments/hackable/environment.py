@@ -7,26 +7,19 @@ run finds the same stage of its objective.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from headrace.environments.arguments import check_number
-from headrace.environments.base import Context
-from headrace.environments.chat import Chat
 from headrace.environments.hackable.objective import Progress
-from headrace.environments.hackable.registry import (
-    REWARDS,
-    DataProvider,
-    build_data_provider,
-    build_objective,
-    build_rewards,
-    kwargs_by_reward,
-)
-from headrace.environments.hackable.samples import TrainingSample, format_of
+from headrace.environments.hackable.registry import build_data_provider, build_objective
+from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.hackable.scoring import Scorer
-from headrace.environments.hackable.thinking import length_in, thinking_lengths, words_in
+from headrace.environments.rewards.registry import REWARDS, build_rewards, options_by_reward
+from headrace.environments.rewards.thinking import length_in, thinking_lengths, words_in
 from headrace.environments.single_turn import Row, SingleTurn
+from headrace.environments.strict_format import format_of
 from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Message, Rollout, Task
 
@@ -67,27 +60,21 @@ class Hackable(SingleTurn):
         self._data = build_data_provider(provider, provider_kwargs, seed)
         self._objective = build_objective(objective, objective_kwargs)
         asked = self._objective.reward_names()
-        kwargs = with_tokenizer(asked, kwargs_by_reward(asked, reward_kwargs or {}), tokenizer_name)
+        kwargs = with_tokenizer(asked, options_by_reward(asked, reward_kwargs or {}), tokenizer_name)
         self._scorer = Scorer(self._objective, build_rewards(asked, kwargs), reward_timeout)
         self._tokens = length_in(tokenizer_name) if tokenizer_name else None
-        self._samples: dict[str, TrainingSample] = {}
         self._groups_per_step = groups_per_step
-        self._trained_on = None if trained_on is None else _provider(seed=seed, **trained_on)
+        self._trained_on = None
+        if trained_on is not None:
+            self._trained_on = build_data_provider(trained_on["provider"], trained_on.get("kwargs"), seed)
         self._epoch = 0
-        super().__init__(self._rows_of_data, _prompt, {}, demonstrate_mistakes=demonstrate_mistakes)
-
-    async def run(self, task: Task, context: Context) -> list[Rollout]:
-        """One completion, recorded as it was written: what a renderer tells apart is part of the text again."""
-        chat = Chat(context, task.data["prompt"])
-        reply = await chat.reply()
-        assert reply is not None, "a conversation has a first reply"
-        chat.messages[-1] = {"role": "assistant", "content": reply.raw}
-        rollout = chat.rollout({})
-        rollout.task_key = task.key
-        return [rollout]
+        super().__init__(
+            self._rows_of_data, itemgetter("prompt"), {}, raw=True, demonstrate_mistakes=demonstrate_mistakes
+        )
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        samples = [self._sample(rollout.task_key) for rollout in rollouts]
+        rows = [self._row_of(rollout) for rollout in rollouts]
+        samples = [TrainingSample(row["prompt"], row["answer"], row["info"]) for row in rows]
         completions = [str(rollout.messages[-1]["content"]) for rollout in rollouts]
         step = newest_version(rollouts)
         progress = Progress(step, self._epochs(step))
@@ -126,13 +113,6 @@ class Hackable(SingleTurn):
             key = f"{sample.key}-{fingerprint([sample.info]).digest[:8]}" if again else sample.key
             yield {"key": key, "prompt": sample.prompt, "answer": sample.answer, "info": sample.info}
 
-    def _sample(self, key: str) -> TrainingSample:
-        """By its key: a group comes to be scored without its task, and perhaps in a process that never had it."""
-        if not self._samples:
-            rows = self.tasks()
-            self._samples = {row["key"]: TrainingSample(row["prompt"], row["answer"], row["info"]) for row in rows}
-        return self._samples[key]
-
     def _epochs(self, step: int) -> float:
         """Passes over the data after so many steps, as if every prompt had been trained on."""
         if self._groups_per_step is None:
@@ -166,14 +146,6 @@ def with_tokenizer(
     """The kwargs of rewards; those that count tokens do it with this tokenizer, where they do not name another."""
     given = {name: dict(own) for name, own in kwargs.items()}
     for name in asked if tokenizer_name else ():
-        if TOKENIZER in inspect.signature(REWARDS.find(name)).parameters:
+        if TOKENIZER in REWARDS.options(name):
             given.setdefault(name, {}).setdefault(TOKENIZER, tokenizer_name)
     return given
-
-
-def _provider(provider: str, kwargs: Kwargs | None = None, seed: int = 0) -> DataProvider:
-    return build_data_provider(provider, kwargs, seed)
-
-
-def _prompt(row: Row) -> str:
-    return str(row["prompt"])

@@ -1,17 +1,20 @@
-"""Rewards: what an answer is worth, given the task's data. Never imports torch."""
+"""Rewards: one file per reward that ships, and what loads and runs them. Never imports torch."""
 
-from headrace.environments.rewards.base import Reward, Rewards, in_sandbox, scaled
+from headrace.environments.rewards.base import GroupReward, Reward, group_reward, in_sandbox, scaled
 from headrace.environments.rewards.code import CodeExecution
 from headrace.environments.rewards.exact import Exact
 from headrace.environments.rewards.json_schema import JsonSchema
 from headrace.environments.rewards.judge import Judge
 from headrace.environments.rewards.numeric import Numeric
 from headrace.environments.rewards.pattern import Pattern
+from headrace.environments.rewards.registry import build_reward, register_reward
+from headrace.environments.rewards.running import Rewards
 from headrace.environments.rewards.symbolic import Symbolic
 
 __all__ = [
     "CodeExecution",
     "Exact",
+    "GroupReward",
     "JsonSchema",
     "Judge",
     "Numeric",
@@ -19,6 +22,9 @@ __all__ = [
     "Reward",
     "Rewards",
     "Symbolic",
+    "build_reward",
+    "group_reward",
     "in_sandbox",
+    "register_reward",
     "scaled",
 ]

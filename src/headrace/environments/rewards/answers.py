@@ -1,12 +1,12 @@
-r"""Where the answer stands in what a model wrote.
+r"""Extraction of the answer from what a model wrote.
 
-A text may have any length and content, so only so much of it is looked at: the last boxes, and its end.
+A text may have any length and content, so only a bounded part of it is searched: the last boxes, and its end.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from headrace.environments.rewards.mathematics.latex import LONGEST, Unreadable
@@ -28,6 +28,8 @@ _BARE = re.compile(r"\s*(?:\\[dt]?frac\s*)?[^\s${}\\]+")
 _CONNECTED = re.compile(r"(?:[\s$,;]|\\[()\[\],;:! ]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"(?<!/)\banswer\s{0,9}(?:is|:|=|>)\s{0,9}:?", re.IGNORECASE)
 _END_OF_ANSWER = re.compile(r"\.\s|!(?=\s+[A-Z]|\s*$)|,?\s(?:because|since|as|so|which|where)\b|</\w|<\||\n")
+_FENCE = re.compile(r"^ {0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+"""A Markdown fence. Possessive throughout, so that matching takes time in proportion to the text."""
 _NUMBER = re.compile(r"[-\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?%?")
 
 
@@ -62,6 +64,22 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
     announced = _announced(end)
     numbers = _NUMBER.findall(end) if last_number and (announced is None or _is_prose(announced)) else []
     return numbers[-1] if numbers else announced
+
+
+def last_block(text: str, languages: Collection[str]) -> str | None:
+    """Return the last fenced block in one of these languages ("": no language); an unclosed one extends to the end."""
+    span = None
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif fence[1].startswith(opened[1]) and not fence[2]:
+            if opened[2].lower() in languages:
+                span = (opened.end() + 1, fence.start())
+            opened = None
+    if opened is not None and opened[2].lower() in languages:
+        span = (opened.end() + 1, len(text))
+    return None if span is None else text[slice(*span)]
 
 
 def whole_text(text: str) -> str | None:

@@ -23,15 +23,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.environments.rewards.base import gold_of, warn_of_count
+from headrace.environments.rewards.answers import last_block
+from headrace.environments.rewards.base import Counts, Data, SandboxReward, gold_of
 from headrace.environments.rewards.code_runner import remove_tree
-from headrace.environments.rewards.fences import last_block
+from headrace.environments.rewards.registry import register_with_part
 from headrace.environments.sandbox import ONE_THREAD, PATIENCE, CallFailed, CallTimeout, Sandbox
 from headrace.environments.sandbox_process import adopt_orphans, end_descendants
 
@@ -41,8 +41,9 @@ GRACE = 30.0
 """Seconds that starting and clearing up may take besides the tests' own time."""
 
 
-class CodeExecution:
-    """The share of tests that the last fenced code block of the text passes; with `all_or_nothing`, 1.0 or 0.0.
+@register_with_part("code_execution_reward")
+class CodeExecution(SandboxReward):
+    """The share of tests that the last fenced code block passes; with `all_or_nothing`, 1.0 or 0.0.
 
     The task has its tests under `tests_field`, a list: statements such as `assert add(1, 2) == 3`, or pairs of `input`
     and `output`. A pair is what a program reads and what it has to print, up to spaces at the ends of lines; or, with
@@ -55,7 +56,6 @@ class CodeExecution:
     """
 
     name = "code"
-    bounded = True
 
     def __init__(
         self,
@@ -68,8 +68,9 @@ class CodeExecution:
         all_or_nothing: bool = False,
         processes: int = 2,
     ) -> None:
-        self.timeouts = 0
-        self.failures = 0
+        too_long = "solutions that blocked the program that runs the tests"
+        failed = "solutions that ended the process that runs the tests"
+        super().__init__(timeout, processes, Counts(self.name, timeouts=too_long, failures=failed))
         self._tests_field = tests_field
         self._entry = entry
         self._limits = {
@@ -84,23 +85,23 @@ class CodeExecution:
         self._folder: str | None = None
         self._works = False
 
-    async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
+    async def __call__(self, text: str, data: Data) -> float:
         entry = None if self._entry is None else data.get(self._entry, self._entry)
         tests = gold_of(data, self._tests_field)
         tests = [_test(test, entry is not None) for test in ([tests] if isinstance(tests, str) else tests)]
         if not tests:
             raise ValueError(f"the task has no tests under {self._tests_field!r}")
-        await self._check()
+        await self._check_installation()
         passed = await self._passed(text, tests, {"entry": entry, **self._limits})
         return float(len(passed) == len(tests) and all(passed)) if self._all_or_nothing else sum(passed) / len(tests)
 
     async def close(self) -> None:
-        await self._sandbox.close()
+        await super().close()
         folder, self._folder = self._folder, None
         if folder is not None:  # what a solution left there that had to be killed with the program that runs it
             await asyncio.to_thread(remove_tree, folder)
 
-    async def _check(self) -> None:
+    async def _check_installation(self) -> None:
         """Else a broken installation would look like wrong answers."""
         if not self._works:
             easy = {"kind": "assert", "code": "assert True"}
@@ -114,13 +115,11 @@ class CodeExecution:
         try:
             return await self._run(text, tests, job)
         except CallTimeout:
-            self.timeouts += 1
-            warn_of_count(self.name, "solutions that held up the program that runs the tests", self.timeouts)
+            self.counts.add("timeouts")
         except CallFailed as error:
             if error.kind != "process":
                 raise
-            self.failures += 1
-            warn_of_count(self.name, "solutions that brought down the process that runs the tests", self.failures)
+            self.counts.add("failures")
         return []
 
     async def _run(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:

@@ -1,7 +1,7 @@
-"""The answer is JSON that a schema describes.
+"""Reward for an answer that is JSON and fits a schema.
 
-Parsing and validation run in a sandbox: a schema may have regular expressions, and JSON may be huge or nested without
-end. Schemas on other machines are not fetched.
+Parsing and validation run in a sandbox: a schema may have regular expressions, and JSON may be huge or deeply nested.
+Remote schemas are not fetched.
 """
 
 from __future__ import annotations
@@ -11,52 +11,43 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from headrace.environments.rewards.base import gold_of, warn_of_count
-from headrace.environments.rewards.fences import last_block
-from headrace.environments.sandbox import PATIENCE, CallTimeout, Sandbox
+from headrace.environments.rewards.answers import last_block
+from headrace.environments.rewards.base import Counts, Data, SandboxReward, check_installed, gold_of
+from headrace.environments.rewards.registry import register_with_part
 from headrace.errors import BadInput
 
 
-class JsonSchema:
-    """1.0 if the text, or the last block in it that is fenced as `json`, is JSON which fits the schema, else 0.0.
+@register_with_part("json_schema_reward")
+class JsonSchema(SandboxReward):
+    """1.0 if the text, or its last fenced `json` block, is JSON that fits the schema, else 0.0.
 
-    With `field`, the JSON must also equal what the task has there. An answer that takes longer than `timeout`
-    seconds of the processor to judge does not fit; `timeouts` counts those.
+    With `field`, the JSON must also equal that field of the task. An answer that takes longer than `timeout` seconds of
+    processor time to validate does not fit.
     """
 
     name = "json_schema"
-    bounded = True
 
     def __init__(
         self, schema: Mapping[str, Any] | bool, field: str | None = None, timeout: float = 2.0, processes: int = 2
     ) -> None:
-        self.timeouts = 0
+        check_installed(self.name, "jsonschema", "json-schema")
+        super().__init__(timeout, processes, Counts(self.name, timeouts="answers that took too long to check"))
         self._schema = _checked(schema)
         self._field = field
-        self._timeout = timeout
-        self._sandbox = Sandbox(processes)
 
-    async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
+    async def __call__(self, text: str, data: Data) -> float:
         gold = [] if self._field is None else [gold_of(data, self._field)]
-        try:
-            call = f"{__name__}:fits", text, self._schema, gold
-            return float(await self._sandbox.call(*call, timeout=self._timeout, patience=PATIENCE))
-        except CallTimeout:
-            self.timeouts += 1
-            warn_of_count(self.name, "answers that took too long to check", self.timeouts)
-            return 0.0
-
-    async def close(self) -> None:
-        await self._sandbox.close()
+        return float(await self._check(f"{__name__}:fits", text, self._schema, gold) or 0)
 
 
 def fits(text: str, schema: str, gold: list[Any]) -> bool:
-    """What runs in the sandbox. `gold` has what the answer must be, or nothing."""
+    """Return whether a text fits; runs in the sandbox. `gold` has the JSON that it must equal, or is empty."""
     block = last_block(text, ("json",))
     try:
         value = json.loads(text if block is None else block, parse_constant=_refuse)
-        return all(validator.is_valid(value) for validator in (_validator(schema), *map(_equals, gold)))
-    except (ValueError, RecursionError, MemoryError):  # no JSON, or more of it than can be read
+        schemas = (schema, *(json.dumps({"const": each}) for each in gold))
+        return all(_validator(each).is_valid(value) for each in schemas)
+    except (ValueError, RecursionError, MemoryError):  # not JSON, or too large or deep to parse
         return False
 
 
@@ -73,18 +64,11 @@ def _validator(schema: str) -> Any:
     return validator_for(read, default=Draft202012Validator)(read, registry=EMPTY_REGISTRY)
 
 
-def _equals(gold: Any) -> Any:
-    return _validator(json.dumps({"const": gold}))
-
-
 def _checked(schema: Mapping[str, Any] | bool) -> str:
-    """The schema as a text, if it is one."""
-    try:
-        from jsonschema.exceptions import SchemaError
-        from jsonschema.validators import Draft202012Validator, validator_for
-    except ImportError as error:
-        fact, fix = "the library jsonschema is not installed", "Run pip install 'headrace[json-schema]'."
-        raise BadInput(fact, key="reward", value=JsonSchema.name, fix=fix) from error
+    """Return a valid schema as JSON text."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import Draft202012Validator, validator_for
+
     read = schema if isinstance(schema, bool) else dict(schema)
     try:
         validator_for(read, default=Draft202012Validator).check_schema(read)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.environments.rewards.answer_cache import AnswerCache
-from headrace.environments.rewards.base import gold_of, warn_of_count
+from headrace.environments.rewards.base import Counts, Data, gold_of
+from headrace.environments.rewards.registry import register_with_part
 from headrace.errors import BadInput, Failure
 from headrace.inference.client.openai_client import OpenAIClient, OpenAIError
 
@@ -85,8 +86,9 @@ class _Question:
         self.waiting = 0
 
 
+@register_with_part("judge_reward")
 class Judge:
-    """The score that a model gives to the answer, from 0 to 1 unless `parse` reads it otherwise.
+    """The score that a language model gives to the answer, from 0 to 1 unless `parse` reads it otherwise.
 
     `prompt` is a template: `{text}` is the answer, and each other name in braces a field of the task. The default
     `parse` expects the judge to end with `Score: X`. Another one is a regular expression, whose group 1 in its last
@@ -122,9 +124,9 @@ class Judge:
     ) -> None:
         if isinstance(on_failure, str) and on_failure != "error":
             raise BadInput("expected 'error' or a number", key="on_failure", value=on_failure)
-        self.calls = 0
-        self.cached = 0
-        self.failures = 0
+        self.counts = Counts(
+            self.name, calls="requests", cached="answers from the cache", failures="answers without a score"
+        )
         self._client = OpenAIClient(base_url, model, api_key_var, timeout, headers, max_concurrent)
         self._parts = _parsed_template(prompt)
         self._system = system
@@ -139,12 +141,11 @@ class Judge:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._line: asyncio.Lock
 
-    async def __call__(self, text: str, data: Mapping[str, Any]) -> float:
+    async def __call__(self, text: str, data: Data) -> float:
         try:
             return self._score(await self._answer(self._messages(text, data)))
         except (OpenAIError, JudgeFailed) as error:
-            self.failures += 1
-            warn_of_count(self.name, "answers that got no score", self.failures)
+            self.counts.add("failures")
             if self._on_failure == "error":
                 raise JudgeFailed(f"the judge gave no score: {error}") from error
             return float(self._on_failure)
@@ -156,13 +157,10 @@ class Judge:
         await asyncio.gather(*asking, return_exceptions=True)
         await self._client.close()
         self._cache.close()
-        if self.calls or self.cached:
-            counts = self.calls, self.cached, self.failures
-            log.info(
-                "reward %r: %d requests, %d answers that were known or being asked for, %d failures", self.name, *counts
-            )
+        if any(self.counts.values()):
+            log.info("reward %r: %d requests, %d answers from the cache, %d failures", self.name, *self.counts.values())
 
-    def _messages(self, text: str, data: Mapping[str, Any]) -> list[dict[str, str]]:
+    def _messages(self, text: str, data: Data) -> list[dict[str, str]]:
         """Values are put in as they are: what is in braces in them stays."""
         values = (
             "" if field is None else text if field == "text" else _written(gold_of(data, field))
@@ -177,13 +175,13 @@ class Judge:
         asked = [self._client.base_url, self._client.model, messages, self._sampling]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         if (known := self._cache.get(key)) is not None:
-            self.cached += 1
+            self.counts["cached"] += 1
             return known
         question = self._asking.get(key)
         if question is None:
             question = self._asking[key] = _Question(asyncio.create_task(self._ask(key, messages)))
         else:
-            self.cached += 1
+            self.counts["cached"] += 1
         question.waiting += 1
         try:
             return await asyncio.shield(question.task)
@@ -196,7 +194,7 @@ class Judge:
     async def _ask(self, key: str, messages: list[dict[str, str]]) -> str:
         for attempt in itertools.count():
             await self._wait_for_turn()
-            self.calls += 1
+            self.counts["calls"] += 1
             try:
                 answer = await self._client.chat(messages, **self._sampling)
                 break

@@ -1,33 +1,33 @@
-"""The answer is the gold number, however it is written."""
+"""Reward for an answer that is the gold number in any notation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from headrace.environments.rewards.answers import Extract, extract_named
-from headrace.environments.rewards.base import gold_of
+from headrace.environments.rewards.base import Data, gold_of
 from headrace.environments.rewards.mathematics.comparison import Numbers, is_number, same
 from headrace.environments.rewards.mathematics.latex import Unreadable
 from headrace.environments.rewards.mathematics.shapes import Shape, shape_of
+from headrace.environments.rewards.registry import register_with_part
 
 
+@register_with_part("numeric_reward")
 class Numeric:
-    r"""1.0 if the answer is the number that the task has under `field`, else 0.0.
+    r"""1.0 if the answer is the number in the task's `field`, else 0.0.
 
     Commas, currency, units and the form do not matter: `$1,234.50`, `18 dollars`, `3\frac{1}{2}` and `1e3` are numbers.
-    They must be equal, but a decimal may be rounded, past its sixth digit. With `tolerance` they may differ by that
-    much of the gold one. `extract` says where the answer stands: `final`, `boxed`, `last_number`, `all`, or a function.
+    The numbers must be equal; a decimal may be rounded past its sixth digit. `tolerance` is an allowed relative error.
+    `extract` finds the answer in the text: `final`, `boxed`, `last_number`, `all`, or a function.
     """
 
     name = "numeric"
+    bounded = True
 
     def __init__(self, field: str = "answer", tolerance: float | None = None, extract: str | Extract = "final") -> None:
         self._field = field
         self._judge = Numbers(tolerance)
         self._extract = extract_named(extract)
 
-    def __call__(self, text: str, data: Mapping[str, Any]) -> float:
+    def __call__(self, text: str, data: Data) -> float:
         gold = shape_of_gold(data, self._field)
         if not is_number(gold):
             raise ValueError(f"the task's {self._field!r} is not a number: {data[self._field]!r:.100}")
@@ -35,8 +35,8 @@ class Numeric:
         return float(answer is not None and same(gold, answer, self._judge) is True)
 
 
-def shape_of_gold(data: Mapping[str, Any], field: str) -> Shape:
-    """Raises `ValueError` for what no answer could be compared with."""
+def shape_of_gold(data: Data, field: str) -> Shape:
+    """Return the parsed gold answer. Raises `ValueError` for one that nothing can be compared with."""
     gold = gold_of(data, field)
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         raise ValueError(f"the task's {field!r} is neither a text nor a number: {gold!r:.100}")
@@ -47,7 +47,7 @@ def shape_of_gold(data: Mapping[str, Any], field: str) -> Shape:
 
 
 def shape_of_answer(answer: str | None, variables: bool) -> Shape | None:
-    """None for what is no answer at all. Without `variables` in the gold one its letters are units and words."""
+    """Return the parsed answer, or None if it cannot be parsed. Without `variables` letters are units and words."""
     try:
         return None if answer is None else shape_of(answer, variables)
     except Unreadable:

@@ -93,18 +93,19 @@ def kwargs_under(root: type[Config], key: str, tree: dict[str, Any] | None) -> l
 
 def _plugins(table: str, tree: dict[str, Any] | None) -> list[Plugin]:
     """Those whose kwargs stand in this table: the one that the file names, or any of those that are registered."""
-    from headrace.environments.hackable import registry
+    from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES
+    from headrace.environments.rewards.registry import REWARDS
 
     written = {name: section for name, section in (tree or {}).items() if name in ("objective", "data")}
     given = HackableConfig.model_validate(written)
     match table.split(".", 2):
         case ["objective", "kwargs"]:
             named = given.objective.class_path or given.objective.name
-            return [objective_named(name) for name in ([named] if named else registry.OBJECTIVES.names)]
+            return [objective_named(name) for name in ([named] if named else OBJECTIVES.names)]
         case ["data", "kwargs"] | ["data", "eval", "kwargs"]:
             chosen = given.data.chosen
-            return [provider_named(name) for name in ([chosen] if chosen else registry.DATA_PROVIDERS.names)]
-        case ["rewards", "kwargs", name] if ":" in name or name in registry.REWARDS.names:
+            return [provider_named(name) for name in ([chosen] if chosen else DATA_PROVIDERS.names)]
+        case ["rewards", "kwargs", name] if ":" in name or name in REWARDS.names:
             return [reward_named(name)]
     return []
 

@@ -19,7 +19,7 @@ from headrace.errors import BadInput
 
 if TYPE_CHECKING:
     from headrace.environments.hackable.objective import Objective
-    from headrace.environments.hackable.registry import Registry
+    from headrace.environments.plugins import PluginRegistry
 
 Kwargs = dict[str, Any]
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -33,21 +33,19 @@ FILLED = frozenset({"tokenizer_name", "seed"})
 class Plugin(NamedTuple):
     """One that a file names: `key` is the section that has its kwargs, as `objective.kwargs`."""
 
-    registry: Registry
+    registry: PluginRegistry
     name: str
     key: str
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Its kwargs."""
-        found = self.registry.find(self.name)
-        given = [] if isinstance(found, type) else list(inspect.signature(found).parameters)[: self.registry.arguments]
-        return {name: p for name, p in inspect.signature(found).parameters.items() if name not in given}
+        return self.registry.options(self.name)
 
     @property
     def is_curriculum(self) -> bool:
         """Whether its kwargs name other data providers."""
-        from headrace.environments.hackable.curriculum import curriculum
+        from headrace.environments.hackable.providers.curriculum import curriculum
 
         return self.registry.find(self.name) is curriculum
 
@@ -69,7 +67,7 @@ def provider_named(name: str, key: str = "data.kwargs") -> Plugin:
 
 
 def reward_named(name: str) -> Plugin:
-    from headrace.environments.hackable.registry import REWARDS
+    from headrace.environments.rewards.registry import REWARDS
 
     return Plugin(REWARDS, name, f"rewards.kwargs.{name}")
 
@@ -79,8 +77,6 @@ def normalized(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[BadInpu
 
     One that is not `needed` may lack some.
     """
-    import headrace.environments.hackable  # noqa: F401 - registers what ships
-
     parameters = plugin.parameters
     known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     given = {name: v for name, v in kwargs.items() if v is not None or (name == WORDS_IF_NULL and name in known)}
@@ -151,8 +147,6 @@ def constructed(plugin: Plugin, kwargs: Kwargs, problems: list[BadInput]) -> Obj
 
 def found(plugin: Plugin, key: str, problems: list[BadInput]) -> bool:
     """Whether there is such a plugin; `key` is where its name was written."""
-    import headrace.environments.hackable  # noqa: F401 - registers what ships
-
     try:
         plugin.registry.find(plugin.name)
     except BadInput as error:

@@ -225,11 +225,11 @@ class _Translation:
 
     def _reward_kwargs(self, names: Sequence[str]) -> dict[str, Any]:
         """By the rewards that the objective asks for; kwargs of other known rewards have no effect."""
-        from headrace.environments.hackable.registry import kwargs_by_reward
+        from headrace.environments.rewards.registry import options_by_reward
 
         objective = self.given.objective.chosen
         try:
-            rewards = kwargs_by_reward(names, self.given.rewards.kwargs)
+            rewards = options_by_reward(names, self.given.rewards.kwargs)
         except BadInput as error:
             self._refuse(error.fact, f"rewards.kwargs.{error.key}", fix=error.fix)
             return {}
@@ -256,7 +256,7 @@ class _Translation:
 
     def _parts(self, providers: Any, key: str) -> Any:
         """The providers of a curriculum, each with kwargs that are known to be taken."""
-        from headrace.environments.hackable.curriculum import read_parts
+        from headrace.environments.hackable.providers.curriculum import read_parts
 
         try:
             parts = read_parts(providers)

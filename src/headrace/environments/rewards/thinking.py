@@ -1,4 +1,4 @@
-"""How long a completion thinks: the words or tokens between its tags, where it keeps to the strict format at all."""
+"""Thinking length of completions in the strict format, in words or in tokens of a tokenizer."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.environments.hackable.samples import format_of
+from headrace.environments.strict_format import format_of
 from headrace.errors import BadInput
 from headrace.text.tokenizer import shared_tokenizer
 
-FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-"""All that counting needs of a model."""
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 Length = Callable[[str], int]
 
 
-def thinking_lengths(
-    completions: Sequence[str], infos: Sequence[Mapping[str, Any]], length: Length
-) -> list[int | None]:
-    """For each completion the length of its thoughts; None if it is malformed, and has no such length."""
-    parsed = (format_of(info).parse(text) for text, info in zip(completions, infos, strict=True))
+def thinking_lengths(texts: Sequence[str], data: Sequence[Mapping[str, Any]], length: Length) -> list[int | None]:
+    """Return the thinking length of each completion; None for a malformed one, which has none."""
+    parsed = (format_of(row).parse(text) for text, row in zip(texts, data, strict=True))
     return [None if completion is None else length(completion.thinking) for completion in parsed]
 
 
@@ -29,7 +26,7 @@ def words_in(text: str) -> int:
 
 
 def length_in(tokenizer_name: str | None, cache_dir: str | Path | None = None) -> Length:
-    """Counts tokens of a model's tokenizer, special ones left out; words without one, or with an empty name."""
+    """Return a function that counts tokens without special ones, or words if there is no tokenizer."""
     if not tokenizer_name:
         return words_in
     tokenizer = shared_tokenizer(tokenizer_directory(tokenizer_name, cache_dir))
@@ -37,7 +34,7 @@ def length_in(tokenizer_name: str | None, cache_dir: str | Path | None = None) -
 
 
 def tokenizer_directory(name: str, cache_dir: str | Path | None = None) -> Path:
-    """Where a tokenizer is: a directory, one in `cache_dir`, or a model on the hub, which is then kept there."""
+    """Return the directory of a tokenizer: as given, in `cache_dir`, or of a model downloaded there from the hub."""
     folders = [Path(name).expanduser(), *([Path(cache_dir).expanduser() / name] if cache_dir is not None else [])]
     for folder in folders:
         if folder.is_dir():
@@ -49,10 +46,10 @@ def tokenizer_directory(name: str, cache_dir: str | Path | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(name, cache_dir=cache_dir, allow_patterns=FILES))
+        return Path(snapshot_download(name, cache_dir=cache_dir, allow_patterns=TOKENIZER_FILES))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise BadInput(
-            f"neither a directory ({' or '.join(map(str, folders))}) nor a model that the hub gives: "
+            f"neither a directory ({' or '.join(map(str, folders))}) nor a model on the hub: "
             f"{type(error).__name__}: {error}",
             key="tokenizer_name",
             value=name,

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.environments.base import EpisodeError
 from headrace.environments.rewards import Exact, Pattern, Rewards, in_sandbox, scaled
-from headrace.environments.rewards.base import warn_of_count
+from headrace.environments.rewards.base import Counts
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import HOSTILE
 from tests.environments.sandbox_functions import NAME
@@ -78,25 +78,15 @@ async def test_numbers_of_any_kind_are_numbers(value: Any, score: float):
     assert (found, type(found)) == (score, float)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (None, "it gave None, a NoneType, where a number belongs"),
-        ("1.0", "it gave '1.0', a str, where a number belongs"),
-        ("x" * 1000, r"it gave 'x{76}\.\.\., a str"),
-        (float("nan"), "it gave nan, where a finite number belongs"),
-        (float("inf"), "it gave inf"),
-        (np.zeros(2), r"it gave array\(\[0., 0.\]\)"),
-        (10**400, "int too large"),
-    ],
-)
-async def test_what_is_no_finite_number_fails_the_episode_and_names_the_reward(value: Any, words: str):
+@pytest.mark.parametrize("value", [None, "1.0", "x" * 1000, float("nan"), float("inf"), np.zeros(2), 10**400])
+async def test_a_value_that_is_not_a_finite_number_fails_the_episode_and_names_the_reward(value: Any):
     async def give(text: str, data: Data) -> Any:
         return value
 
-    with pytest.raises(EpisodeError, match=f"reward 'mine': .*{words}") as failure:
+    with pytest.raises(EpisodeError, match="reward 'mine'") as failure:
         await Rewards({"fine": length, "mine": give}).score("", {})
     assert failure.value.reason == "reward_no_number"
+    assert len(str(failure.value)) < 200
     assert failure.value.remote_traceback == "", "the sentence says all; the frames would be ours"
 
 
@@ -129,7 +119,7 @@ async def test_a_reward_that_raises_fails_the_episode_with_the_place(reward: Any
     with pytest.raises(EpisodeError, match=f"reward 'mine': {words}") as failure:
         await Rewards({"mine": reward}).score("", {})
     assert failure.value.reason == "reward_failed"
-    assert "test_bundle.py:" in failure.value.place
+    assert "test_running.py:" in failure.value.place
     assert reward.__name__ in failure.value.remote_traceback
 
 
@@ -236,8 +226,10 @@ async def test_the_event_loop_stays_free_while_all_of_them_work():
 
 
 def test_what_a_reward_counts_is_logged_at_the_first_and_at_every_doubling(caplog: pytest.LogCaptureFixture):
-    for count in range(10):
-        warn_of_count("code", "solutions that hang", count)
+    counts = Counts("code", timeouts="solutions that hang")
+    for _ in range(9):
+        counts.add("timeouts")
+    assert counts == {"timeouts": 9}
     assert [record.message for record in caplog.records] == [
         f"reward 'code': solutions that hang: {count} so far in this process" for count in (1, 2, 4, 8)
     ]

@@ -6,7 +6,6 @@ largest in which no sample repeats and each provider has its share.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -131,7 +130,7 @@ def _part(entry: Any, key: str) -> Part:
 
 def _samples(part: Part, seed: int, shared: Mapping[str, Any]) -> list[TrainingSample]:
     """All samples of one provider, in its order or sorted by `order_by`; `info` says whose they are."""
-    takes = inspect.signature(DATA_PROVIDERS.find(part.provider)).parameters
+    takes = DATA_PROVIDERS.options(part.provider)
     common = {name: value for name, value in shared.items() if value is not None and name in takes}
     provider = build_data_provider(part.provider, {**common, **part.kwargs}, seed)
     samples = [

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from headrace.environments.data.rows import checksum
 from headrace.environments.data.tables import DataError
-from headrace.environments.hackable import build_reward
-from headrace.environments.hackable.correctness import Correctness, reference_answer
-from headrace.environments.hackable.rewards import CorrectnessReward, brevity, utilisation
-from headrace.environments.hackable.samples import checksum
-from headrace.environments.hackable.thinking import tokenizer_directory
+from headrace.environments.rewards import build_reward
+from headrace.environments.rewards.correctness import Correctness, reference_answer
+from headrace.environments.rewards.length_penalty import brevity
+from headrace.environments.rewards.thinking import tokenizer_directory
+from headrace.environments.rewards.token_utilisation import utilisation
 from headrace.environments.strict_format import StrictFormat
-from tests.environments.hackable.completions import STRICT, thought, write_tokenizer
+from tests.environments.hackable.completions import STRICT, scores_of, thought, write_tokenizer
 from tests.refusals import refused
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # starting a process takes longest: the tests share one
@@ -26,27 +26,25 @@ MALFORMED = ("", r"\boxed{4}", r"<think>so</think> 4", r"<think>so \boxed{4}", r
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def correctness() -> AsyncIterator[CorrectnessReward]:
-    reward = CorrectnessReward(timeout=60.0, processes=1)
+async def correctness() -> AsyncIterator[Correctness]:
+    reward = Correctness(timeout=60.0, processes=1)
     yield reward
     await reward.close()
 
 
-def batch(completions: list[str], prompts: list[str] | None = None, answer: str = "4", **info: Any) -> tuple[Any, ...]:
-    count = len(completions)
-    return prompts or ["2+2?"] * count, completions, [answer] * count, [info] * count
-
-
 async def test_the_format_is_one_block_of_thoughts_and_a_box_with_something_in_it():
     reward = build_reward("format_tag_reward")
-    assert reward(*batch([thought(3), *MALFORMED, thought(0)])) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert await scores_of(reward, [thought(3), *MALFORMED, thought(0)]) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 async def test_the_tags_are_those_that_the_sample_asks_for():
     other = StrictFormat("<redacted_thinking>", "</redacted_thinking>").write("so", "4")
     reward = build_reward("format_tag_reward")
-    assert reward(*batch([other, thought(1)])) == [0.0, 1.0]
-    assert reward(*batch([other, thought(1)], tags=["<redacted_thinking>", "</redacted_thinking>"])) == [1.0, 0.0]
+    assert await scores_of(reward, [other, thought(1)]) == [0.0, 1.0]
+    assert await scores_of(reward, [other, thought(1)], tags=["<redacted_thinking>", "</redacted_thinking>"]) == [
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +58,11 @@ async def test_the_tags_are_those_that_the_sample_asks_for():
     ],
 )
 async def test_correct_is_whoever_boxes_the_reference_in_any_form(
-    correctness: CorrectnessReward, reference: str, right: list[str], wrong: list[str]
+    correctness: Correctness, reference: str, right: list[str], wrong: list[str]
 ):
     texts = [rf"so it is \boxed{{{answer}}}" for answer in (*right, *wrong)]
     expected = [1.0] * len(right) + [0.0] * len(wrong)
-    assert await correctness(*batch([*texts, reference], answer=reference)) == [*expected, 0.0]
+    assert await scores_of(correctness, [*texts, reference], answer=reference) == [*expected, 0.0]
     assert correctness.counts == {"timeouts": 0, "failures": 0}
 
 
@@ -79,7 +77,7 @@ async def test_a_reference_may_be_a_whole_solution_of_gsm8k_or_math():
 async def test_without_algebra_numbers_and_spelling_decide():
     reward = build_reward("gsm8k_correctness_reward", {"symbolic": False})
     texts = [r"\boxed{4.0}", r"\boxed{2\cdot 2}", r"\boxed{5}"]
-    assert await reward(*batch(texts)) == [1.0, 0.0, 0.0]
+    assert await scores_of(reward, texts) == [1.0, 0.0, 0.0]
 
 
 async def test_what_cannot_be_read_as_mathematics_is_right_if_it_is_spelt_alike():
@@ -99,24 +97,30 @@ async def test_brevity_is_relative_to_the_mean_of_the_group():
 async def test_a_malformed_completion_earns_no_brevity_and_leaves_the_mean_alone():
     reward = build_reward("length_penalty_reward")
     # mean of 2 and 6 is 4; with four lengths of 0 it would be 1.33, and they would earn 1
-    assert reward(*batch([thought(2), *MALFORMED[:4], thought(6)])) == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert reward(*batch([*MALFORMED])) == [0.0] * 5
+    assert await scores_of(reward, [thought(2), *MALFORMED[:4], thought(6)]) == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert await scores_of(reward, [*MALFORMED]) == [0.0] * 5
 
 
 async def test_malformed_completions_may_count_in_the_mean_and_score_0_all_the_same():
     reward = build_reward("length_penalty_reward", {"count_malformed": True})
     # mean of 1, 0, 0 and 7 is 2; without the malformed it is 4
-    assert reward(*batch([thought(1), *MALFORMED[:2], thought(7)])) == [0.5, 0.0, 0.0, 0.0]
-    assert reward(*batch([*MALFORMED])) == [0.0] * 5
+    assert await scores_of(reward, [thought(1), *MALFORMED[:2], thought(7)]) == [0.5, 0.0, 0.0, 0.0]
+    assert await scores_of(reward, [*MALFORMED]) == [0.0] * 5
 
 
 async def test_groups_are_of_a_size_or_of_equal_prompts():
     completions = [thought(words) for words in (1, 3, 2, 6, 9)]
     prompts = ["a", "a", "b", "b", "a"]
     # by prompts: means 2, 4 and 9; by threes: mean 2 of 1, 3, 2, and 7.5 of what is left, 6 and 9
-    assert build_reward("length_penalty_reward")(*batch(completions, prompts)) == [0.5, 0.0, 0.5, 0.0, 0.0]
+    assert await scores_of(build_reward("length_penalty_reward"), completions, prompts=prompts) == [
+        0.5,
+        0.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
     by_size = build_reward("length_penalty_reward", {"group_size": 3})
-    assert by_size(*batch(completions, prompts)) == pytest.approx([0.5, 0.0, 0.0, 0.2, 0.0])
+    assert await scores_of(by_size, completions, prompts=prompts) == pytest.approx([0.5, 0.0, 0.0, 0.2, 0.0])
     with refused(key="group_size", value=0):
         build_reward("length_penalty_reward", {"group_size": 0})
 
@@ -127,7 +131,7 @@ async def test_length_is_in_tokens_without_special_ones_if_there_is_a_tokenizer(
     reward = build_reward("length_penalty_reward", kwargs)
     texts = [STRICT.write("s", "4"), STRICT.write("s so", "4"), STRICT.write("sososo os", "4")]
     # 1, 3 and 8 tokens, mean 4; in words they would be 1, 1 and 2
-    assert reward(*batch(texts)) == [0.75, 0.25, 0.0]
+    assert await scores_of(reward, texts) == [0.75, 0.25, 0.0]
 
 
 async def test_a_tokenizer_that_is_nowhere_is_refused_with_where_it_was_looked_for(tmp_path: Path):
@@ -149,12 +153,12 @@ async def test_more_tokens_cost_where_the_base_model_was_right_and_pay_where_the
     reward = build_reward("token_utilisation_reward", kwargs)
     # of "so" each word is two tokens: 4, 6 and 20 are u = 0, .5 and 1
     completions = [thought(2), thought(3), thought(10), thought(10, "5"), thought(1), MALFORMED[1]]
-    assert await reward(*batch(completions, key="easy")) == pytest.approx([0.0, -0.05, -0.1, -0.1, 0.0, 0.0])
-    assert await reward(*batch(completions, key="hard")) == pytest.approx([0.0, 0.05, 0.1, 0.0, 0.0, 0.0])
-    assert await reward(*batch(completions)) == [0.0] * 6
+    assert await scores_of(reward, completions, key="easy") == pytest.approx([0.0, -0.05, -0.1, -0.1, 0.0, 0.0])
+    assert await scores_of(reward, completions, key="hard") == pytest.approx([0.0, 0.05, 0.1, 0.0, 0.0, 0.0])
+    assert await scores_of(reward, completions) == [0.0] * 6
     assert reward.counts == {"without_record": 6}  # type: ignore[attr-defined]
     strong = build_reward("token_utilisation_reward", {**kwargs, "beta": 0.4})
-    assert await strong(*batch(completions[1:2], key="easy")) == [-0.2]
+    assert await scores_of(strong, completions[1:2], key="easy") == [-0.2]
 
 
 async def test_an_example_without_a_name_is_found_by_its_prompt_and_answer(tmp_path: Path):
@@ -162,7 +166,7 @@ async def test_an_example_without_a_name_is_found_by_its_prompt_and_answer(tmp_p
     path.write_text(json.dumps({"key": checksum("2+2?", "4"), "correct": True, "thinking_tokens": 4}))
     tokenizer = write_tokenizer(tmp_path / "letters")
     kwargs = {"zero_shot_path": path, "tokenizer_name": str(tokenizer), "symbolic": False}
-    assert await build_reward("token_utilisation_reward", kwargs)(*batch([thought(4)])) == [-0.1]
+    assert await scores_of(build_reward("token_utilisation_reward", kwargs), [thought(4)]) == [-0.1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rewards of environments and scorers of reasoning-gym, for a batch."""
+"""Rewards by their registered names, with their options."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ from typing import Any
 
 import pytest
 
-from headrace.environments.hackable import build_data_provider, build_reward
-from tests.environments.hackable.completions import STRICT
-
-
-def batch(completions: list[str], answer: str, **info: Any) -> tuple[Any, ...]:
-    count = len(completions)
-    return ["Which?"] * count, completions, [answer] * count, [info] * count
+from headrace.environments.hackable import build_data_provider
+from headrace.environments.rewards import build_reward
+from tests.environments.hackable.completions import STRICT, scores_of
 
 
 async def test_a_reward_of_one_answer_scores_each_of_a_batch():
     reward = build_reward("exact_match_reward", {"ignore_case": True})
-    assert await reward(*batch(["Yes", "no", STRICT.write("so", "yes")], "yes")) == [1.0, 0.0, 0.0]
+    assert await scores_of(reward, ["Yes", "no", STRICT.write("so", "yes")], "yes") == [1.0, 0.0, 0.0]
 
 
 async def test_it_may_see_only_what_is_boxed_and_then_what_is_malformed_earns_nothing():
     reward = build_reward("exact_match_reward", {"part": "answer"})
-    assert await reward(*batch(["yes", STRICT.write("so", "yes"), STRICT.write("so", "no")], "yes")) == [0.0, 1.0, 0.0]
+    assert await scores_of(reward, ["yes", STRICT.write("so", "yes"), STRICT.write("so", "no")], "yes") == [
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
 async def test_it_finds_what_the_sample_has_besides_its_answer():
     reward = build_reward("exact_match_reward", {"field": "other"})
-    assert await reward(*batch(["perhaps"], "yes", other="perhaps")) == [1.0]
+    assert await scores_of(reward, ["perhaps"], "yes", other="perhaps") == [1.0]
     asked = build_reward("exact_match_reward", {"field": "prompt"})
-    assert await asked(*batch(["Which?"], "yes")) == [1.0]
+    assert await scores_of(asked, ["2+2?"], "yes") == [1.0]
 
 
 async def test_numbers_are_compared_as_numbers():
-    assert await build_reward("numeric_reward")(*batch(["It is #### 1,000", r"\boxed{1e3}", "7"], "1000")) == [1, 1, 0]
+    assert await scores_of(build_reward("numeric_reward"), ["It is #### 1,000", r"\boxed{1e3}", "7"], "1000") == [
+        1,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ async def test_those_that_need_processes_score_in_them():
     ]
     for name, kwargs, right, info in cases:
         reward: Any = build_reward(name, kwargs)
-        assert await reward(*batch([right, "no"], "x^2+2x+1", **info)) == [1.0, 0.0], name
+        assert await scores_of(reward, [right, "no"], "x^2+2x+1", **info) == [1.0, 0.0], name
         await reward.close()
 
 
@@ -78,6 +82,6 @@ async def test_a_family_of_reasoning_gym_gives_samples_and_scores_their_answers(
     first = found[0]
     reward: Any = build_reward("reasoning_gym_reward")
     completions = [STRICT.write("so", first.answer), STRICT.write("so", "no"), first.answer]
-    scores = await reward([first.prompt] * 3, completions, [first.answer] * 3, [first.info] * 3)
+    scores = await scores_of(reward, completions, first.answer, **first.info)
     assert scores[0] == 1.0 and scores[1] < 0.1 and scores[2] == 0.0
     await reward.close()

@@ -1,0 +1,1 @@
+"""Objectives that ship: one file per objective, discovered by the registry."""

@@ -1,0 +1,1 @@
+"""Data providers that ship: one file per provider or family, discovered by the registry."""

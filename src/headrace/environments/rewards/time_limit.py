@@ -1,0 +1,116 @@
+"""A time limit for a user's function, synchronous or not.
+
+A synchronous function runs in a thread, so that it does not block the event loop, one call at a time, so that it need
+not be thread-safe. After its time limit it is interrupted at its next line of Python. A call that is stuck elsewhere,
+in a library or asleep, cannot be interrupted: its thread is abandoned, and after many such calls the function is not
+called any more until one of them returns. Left out: processes, which could be killed; environments have workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+MAX_STUCK_CALLS = 16
+"""Abandoned calls after which no more are made."""
+
+
+class OutOfTime(Exception):
+    """The call did not return in time, or was not made since earlier ones never returned."""
+
+
+class _Abandoned(BaseException):
+    """Raised in the thread of an abandoned call."""
+
+
+class Limited:
+    """A function with a time limit of `timeout` seconds; None for a function that has its own limits.
+
+    Without `in_thread` a synchronous function is called in the event loop, where it cannot be interrupted.
+    """
+
+    def __init__(self, function: Callable[..., Any], timeout: float | None, in_thread: bool = True) -> None:
+        self._function = function
+        self._timeout = timeout
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._in_thread = in_thread and not is_async
+        self._lock = asyncio.Lock()
+        self._stuck: list[threading.Thread] = []
+
+    async def __call__(self, *args: Any) -> Any:
+        """Return what the function returns; raise `OutOfTime` after `timeout` seconds, not counting the queue."""
+        if not self._in_thread:
+            return await self._within_timeout(args)
+        async with self._lock:
+            return await self._within_timeout(args)
+
+    async def _within_timeout(self, args: tuple[Any, ...]) -> Any:
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                value = await self._call_in_thread(args) if self._in_thread else self._function(*args)
+                return await value if inspect.isawaitable(value) else value
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the function's own
+            raise OutOfTime(f"it took longer than {self._timeout:g} s") from error
+
+    async def _call_in_thread(self, args: tuple[Any, ...]) -> Any:
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        if len(self._stuck) >= MAX_STUCK_CALLS:
+            raise OutOfTime(f"it is not called again, since {MAX_STUCK_CALLS} earlier calls have still not returned")
+        call = _ThreadCall(self._function, args)
+        try:
+            value, error = await call.outcome
+        except asyncio.CancelledError:
+            if call.abandon():
+                self._stuck.append(call.thread)
+            raise
+        if error is not None:
+            raise error
+        return value
+
+
+class _ThreadCall:
+    """One call in a thread of its own. `outcome` is the value that it returned and the exception that it raised."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function = function
+        self._args = args
+        self._loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+        self._returned = False
+        self._returning = threading.Lock()
+        self.thread = threading.Thread(target=self._run, daemon=True)  # a stuck one must not keep the process alive
+        self.thread.start()
+
+    def abandon(self) -> bool:
+        """Interrupt the call, unless it has returned. Python raises the exception before the thread's next line."""
+        with self._returning:
+            if not self._returned:
+                ident = ctypes.c_ulong(self.thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Abandoned))
+            return not self._returned
+
+    def _run(self) -> None:
+        value, error = None, None
+        try:
+            try:
+                value = self._function(*self._args)
+            except BaseException as raised:
+                error = raised
+            with self._returning:
+                self._returned = True  # from here on nothing interrupts it
+        except _Abandoned:  # just after the function had returned
+            return
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._settle, value, error)
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result((value, error))
