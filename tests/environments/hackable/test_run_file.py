@@ -383,16 +383,16 @@ def test_plugins_lie_beside_the_file(
     (tmp_path / "own_run_file.py").write_text(
         "from headrace.environments.hackable import Objective, TrainingSample\n"
         "def two(first='a'):\n    yield TrainingSample(first, '1')\n    yield TrainingSample('b', '2')\n"
-        "def short(prompts, completions, answers, infos, limit=5):\n    return [len(c) < limit for c in completions]\n"
+        "def short(text, data, limit=5):\n    return len(text) < limit\n"
         "class Short(Objective):\n    algorithm = 'max_rl'\n"
-        "    def reward_names(self):\n        return ['own_run_file:short']\n"
-        "    def combine_rewards(self, scores, samples):\n        return scores['own_run_file:short']\n"
+        "    def reward_names(self):\n        return ['own_run_file.py:short']\n"
+        "    def combine_rewards(self, scores, samples):\n        return scores['own_run_file.py:short']\n"
     )
     tree = {
         "model": "org/model",
-        "data": {"class_path": "own_run_file:two", "kwargs": {"first": "x"}},
+        "data": {"class_path": "own_run_file.py:two", "kwargs": {"first": "x"}},
         "objective": {"class_path": "own_run_file:Short"},
-        "rewards": {"kwargs": {"own_run_file:short": {"limit": "7"}}},
+        "rewards": {"kwargs": {"own_run_file.py:short": {"limit": "7"}}},
         "trainer": {"num_train_epochs": 8},
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
@@ -401,7 +401,7 @@ def test_plugins_lie_beside_the_file(
     config, _ = load(RunConfig, [tmp_path / "mine.toml"])
     (env,) = config.orchestrator.train.env
     assert (env.name, config.max_steps, config.orchestrator.algo_of(env).type) == ("two", 1, "max_rl")
-    assert env.args["reward_kwargs"] == {"own_run_file:short": {"limit": 7}}
+    assert env.args["reward_kwargs"] == {"own_run_file.py:short": {"limit": 7}}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ PARTS = ("all", "answer")
 Options = Mapping[str, Any]
 Kind = TypeVar("Kind", bound=type)
 
-REWARDS = PluginRegistry("reward", "headrace.environments.rewards", lambda reward: 4 if form_of(reward) == "batch" else 2)
+REWARDS = PluginRegistry(
+    "reward", "headrace.environments.rewards", lambda reward: 4 if form_of(reward) == "batch" else 2
+)
 register_reward = REWARDS.decorator
 
 
