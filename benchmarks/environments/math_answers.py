@@ -76,9 +76,8 @@ async def run(sets: dict[str, list[str]]) -> Tally:
             print(f"{data}: {len(golds):,} answers in {time.perf_counter() - start:.0f} s")
     finally:
         await symbolic.close()
-    print(
-        f"comparisons that took too long: {symbolic.counts['timeouts']}, that broke down: {symbolic.counts['failures']}\n"
-    )
+    counts = symbolic.counts
+    print(f"comparisons that took too long: {counts['timeouts']}, that failed: {counts['failures']}\n")
     return tally
 
 
