@@ -37,14 +37,13 @@ from headrace.environments.base import Environment, Reply, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, Failure
 from headrace.launch.origin import resolve
-from headrace.orchestrator.prompting import Prompter
+from headrace.orchestrator.conversation import Prompter
 from headrace.rollout.checks import check_rollout
 from headrace.rollout.credit import center, standardize
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.packing import Bin, Cost, pack_for_workers
 from headrace.rollout.types import Message, Rollout, Sample, Task, Turn
 from headrace.text.renderer import make_renderer
-from headrace.text.replies import assistant_message
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.loss import Loss, PackedInputs
 from headrace.trainer.losses import policy_loss
@@ -101,14 +100,13 @@ def answer(
     model: PreTrainedModel, prompter: Prompter, prompts: Sequence[list[int]], limits: Sequence[int], temperature: float
 ) -> list[Reply]:
     """A reply to each prompt: the message that the environment reads, and the exact tokens that are trained."""
-    stops = set(prompter.stop_token_ids)
+    stops = set(prompter.parser.stop_token_ids)
     replies = []
     for prompt, (ids, logprobs) in zip(prompts, sample(model, prompts, limits, stops, temperature), strict=True):
         ended = "stop" if ids[-1] in stops else "length"
         turn = Turn(np.array(prompt), np.array(ids), np.array(logprobs), np.zeros(len(ids)), temperature or 1.0, ended)
-        said = prompter.read(prompt, ids, ())
-        message = assistant_message(said.content or "", reasoning=said.reasoning_content or "")
-        replies.append(Reply(message, turn, raw=prompter.raw(prompt, ids)))
+        message, _, raw = prompter.parser.parse(prompt, ids, ())
+        replies.append(Reply(message, turn, raw=raw))
     return replies
 
 
@@ -132,7 +130,7 @@ async def play(
         if tools:
             raise BadInput(f"{type(environment).__name__} has tools, which this file leaves out: use `headrace rl`")
         prompt = (await prompter.prompt(list(messages), tools, None)).ids
-        limit = min(prompter.room(len(prompt)), longest, max_tokens or longest)
+        limit = min(prompter.max_completion_tokens(len(prompt)), longest, max_tokens or longest)
         waiting.append((prompt, limit, asyncio.get_running_loop().create_future()))
         return await waiting[-1][-1]
 

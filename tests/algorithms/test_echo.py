@@ -12,7 +12,7 @@ from headrace.algorithms.group_credit import GroupCredit
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import ROLES, Message, Rollout, Task, Turn
-from headrace.text.prompt import Prompts
+from headrace.text.prompt import PromptRenderer
 from tests.algorithms.groups import advantages, make_group
 from tests.text.families import Said, load
 
@@ -171,9 +171,9 @@ async def test_of_a_group_only_those_without_credit_leave_rl():
 
 def said(model: Any, messages: list[Message], replies: Sequence[str]) -> list[Turn]:
     """The turns of a conversation in which the policy gives these replies, as they would be recorded."""
-    prompts, turns = Prompts(model.renderer), []
+    prompts, turns = PromptRenderer(model.renderer), []
     for message, reply in zip(messages, replies, strict=True):
-        prompt = prompts.go_on(turns[-1], [message], []) if turns else prompts.render([message], [])
+        prompt = prompts.extend(turns[-1], [message], []) if turns else prompts.render([message], [])
         assert prompt is not None and prompt.roles is not None
         turns.append(turn(prompt.ids, model.written(Said(reply)), prompt.roles.tolist()))
     return turns

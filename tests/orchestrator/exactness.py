@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import NOT_SAMPLED, ROLES, TRUNCATED, Sample, Turn
-from headrace.text.prompt import Prompts
+from headrace.text.prompt import PromptRenderer
 from tests.orchestrator.adversary import Call, Episode
 from tests.orchestrator.recording_engine import RecordingEngine
 from tests.text.families import KEEPS_HISTORY, Model
@@ -95,7 +95,7 @@ def check(episode: Episode) -> None:
     everything = [turn for talk in episode.talks for turn in talk.turns]
     check_turns(episode.engine, everything)
     check_samples(everything, merge_turns(everything))
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     for talk in episode.talks:
         samples = merge_turns(talk.turns)
         check_samples(talk.turns, samples)

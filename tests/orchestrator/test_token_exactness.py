@@ -29,7 +29,7 @@ from headrace.orchestrator.conversation import Conversation
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import ROLES, Message, Rollout, Task
-from headrace.text.prompt import Prompts
+from headrace.text.prompt import PromptRenderer
 from headrace.transport.run_dir import RunDir
 from tests.environments.pools import pool
 from tests.orchestrator.adversary import TOOLS, Adversary, Episode
@@ -117,7 +117,7 @@ async def _talk_canonically(model: Model, rng: Random) -> None:
         news = told(reply, rng.choice(texts)) or AND
         messages += [reply.message, *news]
         rendered = model.renderer.render_ids(messages, tools=SCHEMAS, add_generation_prompt=True)
-        bridged = Prompts(model.renderer).go_on(reply.turn, news, SCHEMAS)
+        bridged = PromptRenderer(model.renderer).extend(reply.turn, news, SCHEMAS)
         assert bridged is not None
         assert bridged.ids == rendered
 

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from headrace.rollout.types import ROLES, Message, Turn
-from headrace.text.prompt import KEPT, Prompt, Prompts, text_length
+from headrace.text.prompt import CACHED_PROMPTS, Prompt, PromptRenderer, text_length
 from headrace.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, KEEPS_HISTORY, Model, Said, load
 
@@ -46,7 +46,7 @@ def test_each_family_reads_what_it_writes(name: str):
     model = load(name)
     thought = "hm" if model.family.thinks else ""
     said = Said("hello cat", [("add", {"a": 12, "q": "é"})], thought)
-    prompt = Prompts(model.renderer).render(HELLO, TOOLS).ids
+    prompt = PromptRenderer(model.renderer).render(HELLO, TOOLS).ids
     parsed = model.renderer.parse_response(model.written(said), tools=TOOLS, prompt_ids=prompt)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == said.calls
     assert (parsed.reasoning_content or "").strip() == thought
@@ -65,7 +65,7 @@ def test_the_roles_of_a_prompt_mark_what_was_said_and_not_the_format():
         },
         {"role": "tool", "tool_call_id": "0", "content": "15"},
     ]
-    assert runs(model, Prompts(model.renderer).render(messages, [])) == [
+    assert runs(model, PromptRenderer(model.renderer).render(messages, [])) == [
         ("", "<|im_start|>system\n"),
         ("system", "Be brief."),
         ("", "<|im_end|>\n<|im_start|>user\n"),
@@ -80,9 +80,9 @@ def test_the_roles_of_a_prompt_mark_what_was_said_and_not_the_format():
 
 def test_a_prompt_that_goes_on_has_the_roles_of_the_first_the_reply_and_the_news():
     model = load("qwen3-all")
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     completion = model.encode("<think>\nhm\n</think>\n\nyes<|im_end|>")
-    following = prompts.go_on(turn_of(prompts.render(HELLO, []), completion), AND, [])
+    following = prompts.extend(turn_of(prompts.render(HELLO, []), completion), AND, [])
     assert following is not None
     assert runs(model, following) == [
         ("", "<|im_start|>user\n"),
@@ -97,18 +97,18 @@ def test_a_prompt_that_goes_on_has_the_roles_of_the_first_the_reply_and_the_news
 
 def test_the_models_own_template_tells_no_roles_and_does_not_go_on():
     model = load("default")
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     prompt = prompts.render(HELLO, TOOLS)
     assert prompt.roles is None
     assert prompt.ids == model.tokenizer.apply_chat_template(HELLO, tools=TOOLS, add_generation_prompt=True)
-    assert prompts.go_on(turn_of(prompt, model.written(Said("yes"))), AND, TOOLS) is None
+    assert prompts.extend(turn_of(prompt, model.written(Said("yes"))), AND, TOOLS) is None
 
 
 def test_without_the_roles_of_the_first_prompt_there_are_none_later():
     model = load("llama-3")
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     prompt = prompts.render(HELLO, [])._replace(roles=None)
-    following = prompts.go_on(turn_of(prompt, model.written(Said("yes"))), AND, [])
+    following = prompts.extend(turn_of(prompt, model.written(Said("yes"))), AND, [])
     assert following is not None
     assert following.roles is None
 
@@ -127,9 +127,9 @@ def test_without_the_roles_of_the_first_prompt_there_are_none_later():
 )
 def test_a_reply_that_was_cut_off_is_closed_by_the_format(name: str, cut: str, closed: str):
     model = load(name)
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     prompt, completion = prompts.render(HELLO, []), model.encode(cut)
-    following = prompts.go_on(turn_of(prompt, completion), AND, [])
+    following = prompts.extend(turn_of(prompt, completion), AND, [])
     assert following is not None
     known = prompt.ids + completion
     assert following.ids[: len(known)] == known
@@ -144,33 +144,33 @@ def test_a_reply_that_was_cut_off_is_closed_by_the_format(name: str, cut: str, c
 def test_a_reply_that_went_on_after_its_stop_token_is_rendered_anew(name: str):
     """These formats have no place for what comes after it, so that a prompt with all of it would be none of theirs."""
     model = load(name)
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     completion = [*model.written(Said("yes", thought="hm")), *model.encode("more")]
-    assert prompts.go_on(turn_of(prompts.render(HELLO, []), completion), AND, []) is None
+    assert prompts.extend(turn_of(prompts.render(HELLO, []), completion), AND, []) is None
 
 
 @pytest.mark.parametrize("name", KEEPS_HISTORY)
 def test_a_conversation_does_not_go_on_over_words_put_into_the_models_mouth(name: str):
     model = load(name)
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     turn = turn_of(prompts.render(HELLO, []), model.written(Said("yes", thought="hm")))
-    assert prompts.go_on(turn, [*AND, {"role": "assistant", "content": "no"}, *AND], []) is None
+    assert prompts.extend(turn, [*AND, {"role": "assistant", "content": "no"}, *AND], []) is None
 
 
 def test_a_format_that_chokes_on_a_reply_renders_it_anew():
     model = load("glm-4.5-all")
-    prompts = Prompts(model.renderer)
+    prompts = PromptRenderer(model.renderer)
     deep = model.encode("\n<think>hm</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>" + "[" * 100_000)
     completion = [*deep, *model.encode("</arg_value>\n</tool_call><|observation|>")]
-    assert prompts.go_on(turn_of(prompts.render(HELLO, TOOLS), completion), AND, TOOLS) is None
+    assert prompts.extend(turn_of(prompts.render(HELLO, TOOLS), completion), AND, TOOLS) is None
 
 
 def test_the_same_conversation_is_rendered_once():
-    prompts = Prompts(load("qwen3").renderer)
+    prompts = PromptRenderer(load("qwen3").renderer)
     first = prompts.render(HELLO, TOOLS)
     assert prompts.render([dict(HELLO[0])], TOOLS) is first
     assert prompts.render(HELLO, []) is not first
-    for n in range(KEPT):
+    for n in range(CACHED_PROMPTS):
         prompts.render([{"role": "user", "content": str(n)}], [])
     again = prompts.render(HELLO, TOOLS)
     assert again is not first  # the oldest make room
@@ -190,8 +190,8 @@ def test_a_conversation_never_has_less_tokens_than_its_length_tells(name: str, t
         {"role": "assistant", "content": text, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "0", "name": "add", "content": text},
     ]
-    prompts = Prompts(model.renderer)
-    least = prompts.least_tokens(messages, model.tokenizer)
+    prompts = PromptRenderer(model.renderer)
+    least = prompts.min_tokens(messages, model.tokenizer)
     assert least <= len(prompts.render(messages, TOOLS).ids)
     assert (least > 0) == (name != "default" and not text.isspace())
 
@@ -222,10 +222,10 @@ def saved(backend: tokenizers.Tokenizer, directory: Path) -> Tokenizer:
 
 def test_a_text_has_as_many_tokens_as_its_longest_would_take(tmp_path: Path):
     tokenizer = saved(byte_level(), tmp_path)
-    assert tokenizer.least_tokens(" " * 80) == len(tokenizer.encode(" " * 80)) == 10
-    assert tokenizer.least_tokens("x" * 80) == 10
+    assert tokenizer.min_tokens(" " * 80) == len(tokenizer.encode(" " * 80)) == 10
+    assert tokenizer.min_tokens("x" * 80) == 10
     composed = "\u03b1\u0313\u0300\u0345" * 8  # four characters that NFC makes one
-    assert tokenizer.least_tokens(composed) == 1
+    assert tokenizer.min_tokens(composed) == 1
     assert len(tokenizer.encode(composed)) == 8 * 3
 
 
@@ -257,4 +257,4 @@ def _cut(backend: tokenizers.Tokenizer) -> None:
 def test_a_tokenizer_that_may_leave_characters_out_tells_nothing_by_length(change: Any, tmp_path: Path):
     backend = byte_level()
     change(backend)
-    assert saved(backend, tmp_path).least_tokens("x" * 1000) == 0
+    assert saved(backend, tmp_path).min_tokens("x" * 1000) == 0

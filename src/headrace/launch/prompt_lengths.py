@@ -17,7 +17,7 @@ from renderers.base import Renderer
 
 from headrace.environments.base import Environment, Reply, evenly_spaced
 from headrace.rollout.types import Message, Sample, Task
-from headrace.text.prompt import Prompts
+from headrace.text.prompt import PromptRenderer
 from headrace.text.sft_conversation import SftConversation, render_sample
 
 SAMPLED = 64
@@ -41,7 +41,7 @@ class NoQuestion(Exception):
 
 def prompt_lengths(environment: Environment, tasks: Sequence[Task], renderer: Renderer) -> list[int]:
     """Return the tokens of the first prompts of some tasks, spread evenly. Raises `NoQuestion`."""
-    prompts = Prompts(renderer)
+    prompts = PromptRenderer(renderer)
 
     def length(question: Question) -> int:
         return len(prompts.render(question.messages, question.tools).ids)

@@ -1,132 +1,197 @@
-"""An episode's line to whoever answers: it remembers the turns, so that a conversation goes on from exact tokens."""
+"""An episode's context: prompts in the policy's chat format within `seq_len`, and turns that continue exact tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+from renderers.base import Renderer
 
-from headrace.environments.base import EpisodeError, Reply
-from headrace.orchestrator.prompting import Past, Prompter, Tools
-from headrace.rollout.types import ROLES, Message, Turn
-from headrace.text.prompt import Prompt
+from headrace.environments.base import EpisodeError, PromptTooLong, Reply
+from headrace.rollout.types import Message, Turn
+from headrace.text.completion import CompletionParser
+from headrace.text.openai_messages import InvalidMessage, check_messages
+from headrace.text.prompt import Prompt, PromptRenderer, Tools, text_length
+from headrace.text.renderer import TOOLS_NOT_SHOWN, shows_tools
+from headrace.text.tokenizer import Tokenizer
 
-Name = hashlib.blake2b
-"""What tells a conversation from others, as far as it has come."""
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ConversationHash = hashlib.blake2b
+"""A running hash over the tools and messages of a conversation."""
+INLINE_CHARS = 20_000
+"""Conversations up to this length are rendered on the event loop, longer ones in a thread."""
+
 encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-class Question(NamedTuple):
-    """What is asked in one turn, in words and as the policy's prompt."""
+class Continuation(NamedTuple):
+    """The last sampled turn of a conversation, and the messages after it."""
+
+    turn: Turn
+    messages: list[Message]
+
+
+class Prompter:
+    """Builds prompts of fewer than `seq_len` tokens; long ones in threads, `pool_size` of them at once."""
+
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, seq_len: int, pool_size: int = 1) -> None:
+        self.parser = CompletionParser(renderer, tokenizer)
+        self._renderer = renderer
+        self.tokenizer = tokenizer
+        self.prompts = PromptRenderer(renderer)
+        self._seq_len = seq_len
+        self._pool = asyncio.Semaphore(pool_size)
+        self._has_checked_tools = False
+
+    async def prompt(self, messages: list[Message], tools: Tools, continuation: Continuation | None) -> Prompt:
+        """Return a prompt that keeps the exact tokens of the last turn where possible. Raises `PromptTooLong`."""
+        if tools and not self._has_checked_tools:
+            self._check_tools()
+        prompt = await self._render(messages, tools, continuation)
+        self._check_length(len(prompt.ids))
+        return prompt
+
+    def max_completion_tokens(self, prompt_tokens: int) -> int:
+        return self._seq_len - prompt_tokens
+
+    async def run_in_pool(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in one of the rendering threads."""
+        async with self._pool:
+            return await asyncio.to_thread(function, *args)
+
+    async def _render(self, messages: list[Message], tools: Tools, continuation: Continuation | None) -> Prompt:
+        length = text_length(messages)
+        if length > INLINE_CHARS:
+            self._check_length(self.prompts.min_tokens(messages, self.tokenizer), "at least ")
+        if continuation is not None:
+            turn, new = continuation
+            size = text_length(new) + len(turn.prompt_ids) + len(turn.completion_ids)
+            prompt = await run_inline_or_in_thread(size <= INLINE_CHARS, self.prompts.extend, turn, new, tools)
+            if prompt is not None:
+                return prompt
+        if length <= INLINE_CHARS:
+            return self.prompts.render(messages, tools)
+        return await self.run_in_pool(self.prompts.render, messages, tools)  # waiting requests may hit its cache
+
+    def _check_tools(self) -> None:
+        """Refuse a renderer that cannot parse calls; warn about one that does not show tools to the policy."""
+        if not getattr(self._renderer, "supports_tools", True):
+            raise EpisodeError(
+                "no_tool_parser",
+                "the policy's own chat template does not define how tool calls are parsed: set renderer.tool_parser, "
+                "or renderer.name to the model's family",
+            )
+        if not shows_tools(self._renderer):
+            log.warning("an environment offers tools, but the policy's chat template %s", TOOLS_NOT_SHOWN)
+        self._has_checked_tools = True
+
+    def _check_length(self, tokens: int, qualifier: str = "") -> None:
+        if tokens >= self._seq_len:
+            raise PromptTooLong(f"the conversation has {qualifier}{tokens} tokens and seq_len is {self._seq_len}")
+
+
+async def run_inline_or_in_thread(inline: bool, function: Callable[..., T], *args: Any) -> T:
+    """Call a function; in a thread unless `inline`, so that the event loop is not blocked."""
+    return function(*args) if inline else await asyncio.to_thread(function, *args)
+
+
+class TurnRequest(NamedTuple):
+    """One turn of an episode, as messages and as the policy's prompt."""
 
     prompt: Prompt
     messages: list[Message]
     tools: list[dict[str, Any]]
-    room: int
+    max_tokens: int
     """Tokens that the reply may have, by `seq_len` and the environment."""
     session: str
     name: str
-    """It tells this turn from all others of the run."""
+    """Unique among all turns of the run, and the same when the run is repeated."""
     first_call: int
     """The number of its first tool call."""
 
-    def at_most(self, limit: int | None) -> int:
-        """Tokens that the reply may have, by the run's limit, too."""
-        return self.room if limit is None else min(self.room, limit)
+    def limit_tokens(self, limit: int | None) -> int:
+        """Return the tokens that the reply may have, within the run's limit, too."""
+        return self.max_tokens if limit is None else min(self.max_tokens, limit)
 
-    def seed(self, of_run: int | None) -> int | None:
-        """The turn's own, if the run has one."""
-        return None if of_run is None else seed_of(f"{of_run}-{self.name}")
+    def seed(self, run_seed: int | None) -> int | None:
+        """Return the turn's own seed, if the run has one."""
+        return None if run_seed is None else derive_seed(f"{run_seed}-{self.name}")
 
 
-class Speaker(Protocol):
-    """Who answers: the policy, or a teacher on its behalf."""
+class ReplySource(Protocol):
+    """The policy, or a teacher in its place."""
 
     prompter: Prompter
 
-    async def reply(self, question: Question) -> Reply: ...
-
-
-class _Given(NamedTuple):
-    """A reply that was given, and the turn behind it."""
-
-    reply: Message
-    turn: Turn
+    async def reply(self, request: TurnRequest) -> Reply: ...
 
 
 class Conversation:
-    """A speaker on behalf of one episode."""
+    """The `Context` of one episode."""
 
-    def __init__(self, speaker: Speaker, session: str, episode: str) -> None:
-        self._speaker = speaker
+    def __init__(self, source: ReplySource, session: str, episode: str) -> None:
+        self._source = source
         self._session = session
         self._episode = episode
-        self._asked: Counter[bytes] = Counter()
-        self._given: dict[bytes, list[_Given]] = {}
-        """By the conversation as far as its last reply, as it was then: an environment may change its messages."""
+        self._requests: Counter[bytes] = Counter()
+        self._replies: dict[bytes, list[tuple[Message, Turn]]] = {}
+        """By the hash of the conversation up to the reply at that time: an environment may change its messages."""
 
     async def chat(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None) -> Reply:
-        """Several may be under way at once: what is asked, not when, tells one from another."""
+        """Return one reply. Concurrent calls are told apart by their content, not by their order."""
         messages, tools = list(messages), list(tools)
-        _check(messages)
-        names = _names(messages, tools)
-        digest = names[-1].digest()
-        self._asked[digest] += 1
-        name = f"{self._episode}-{digest.hex()}-{self._asked[digest]}"
-        prompter = self._speaker.prompter
-        prompt = await prompter.prompt(messages, tools, self._past(messages, names))
-        room = prompter.room(len(prompt.ids))
-        question = Question(prompt, messages, tools, room, self._session, name, _calls_in(messages))
-        reply = await self._speaker.reply(question._replace(room=question.at_most(max_tokens)))
-        names[-1].update(encode(reply.message))
-        self._given.setdefault(names[-1].digest(), []).append(_Given(reply.message, reply.turn))
+        try:
+            check_messages(messages)
+        except InvalidMessage as error:
+            raise EpisodeError("invalid_message", str(error)) from error
+        hashes = _prefix_hashes(messages, tools)
+        digest = hashes[-1].digest()
+        self._requests[digest] += 1
+        name = f"{self._episode}-{digest.hex()}-{self._requests[digest]}"
+        prompter = self._source.prompter
+        prompt = await prompter.prompt(messages, tools, self._continuation(messages, hashes))
+        limit = prompter.max_completion_tokens(len(prompt.ids))
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        request = TurnRequest(prompt, messages, tools, limit, self._session, name, _count_calls(messages))
+        reply = await self._source.reply(request)
+        hashes[-1].update(encode(reply.message))
+        self._replies.setdefault(hashes[-1].digest(), []).append((reply.message, reply.turn))
         return reply
 
-    def _past(self, messages: list[Message], names: list[Name]) -> Past | None:
-        """What came of the last reply, if it was given in this very conversation."""
+    def _continuation(self, messages: list[Message], hashes: list[ConversationHash]) -> Continuation | None:
+        """Find the last assistant message that is a reply of this conversation."""
         for end in range(len(messages) - 1, 0, -1):
-            reply = messages[end - 1]
-            if reply.get("role") != "assistant":
-                continue
-            known = self._given.get(names[end].digest())
-            if known:  # the same words may have been sampled twice, in different tokens
-                given = next((given for given in known if given.reply is reply), known[-1])
-                return Past(given.turn, messages[end:])
+            message = messages[end - 1]
+            matches = self._replies.get(hashes[end].digest()) if message.get("role") == "assistant" else None
+            if matches:  # the same text may have been sampled twice, in different tokens
+                turn = next((turn for reply, turn in matches if reply is message), matches[-1][1])
+                return Continuation(turn, messages[end:])
         return None
 
 
-def _check(messages: list[Any]) -> None:
-    """Raise for what a renderer would leave out, or stumble over."""
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            complaint = f"is a {type(message).__name__}, not a dict with a role and content"
-        elif message.get("role") not in ROLES[1:]:
-            complaint = f"has the role {message.get('role')!r:.60}, which is none of {', '.join(ROLES[1:])}"
-        elif not isinstance(message.get("content"), str | list | None):
-            complaint = f"has a {type(message['content']).__name__} as its content, not a text or a list of parts"
-        else:
-            continue
-        raise EpisodeError("invalid_message", f"messages[{index}] {complaint}")
-
-
-def _names(messages: list[Message], tools: list[dict[str, Any]]) -> list[Name]:
-    """The content of a conversation after none of its messages, after the first, and so on to the last."""
-    names = [hashlib.blake2b(encode(tools), digest_size=16)]
+def _prefix_hashes(messages: list[Message], tools: list[dict[str, Any]]) -> list[ConversationHash]:
+    """Return the hashes of the first 0, 1, ... messages of a conversation."""
+    hashes = [hashlib.blake2b(encode(tools), digest_size=16)]
     for message in messages:
-        names.append(names[-1].copy())
-        names[-1].update(encode(message))
-    return names
+        hashes.append(hashes[-1].copy())
+        hashes[-1].update(encode(message))
+    return hashes
 
 
-def _calls_in(messages: list[Message]) -> int:
-    """Tool calls so far; those that could not be read are in no message, but have been answered."""
-    called = sum(len(message.get("tool_calls") or ()) for message in messages)
-    return max(called, len([message for message in messages if message.get("role") == "tool"]))
+def _count_calls(messages: list[Message]) -> int:
+    """Count tool calls so far; those that could not be parsed are in no message, but have a result."""
+    calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+    return max(calls, len([message for message in messages if message.get("role") == "tool"]))
 
 
-def seed_of(name: str) -> int:
-    """A seed that engines take, 63 bits of a hash."""
+def derive_seed(name: str) -> int:
+    """Return a 63-bit seed, the range that engines accept."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1

@@ -1,6 +1,6 @@
 """An environment's line to a frozen model: it plays the episodes, and the policy learns to say the same.
 
-The model is behind a server that deals in words; `student.py` makes the policy's tokens of them.
+The model's server returns text; `text/teacher_reply.py` rewrites it as the policy's tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from headrace.environments.base import EpisodeError, Reply
 from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys
-from headrace.orchestrator.conversation import Conversation, Question
-from headrace.orchestrator.prompting import Prompter
-from headrace.orchestrator.student import TEACHER, Student
+from headrace.orchestrator.conversation import INLINE_CHARS, Conversation, Prompter, TurnRequest
 from headrace.rollout.types import Message
 from headrace.text.openai_messages import content_text, refusal_text
+from headrace.text.teacher_reply import TeacherReplyRewriter, UntrainableReply
 from headrace.text.tokenizer import Tokenizer
 
+TEACHER = "teacher"
+"""The reason of episodes that fail because of their teacher."""
 WHOLE = ("stop", "tool_calls")
 """How servers say that a reply came to its own end."""
 CUT = "length"
@@ -48,7 +49,7 @@ class FrozenSampler:
         pool_size: int = 1,
     ) -> None:
         self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
-        self._student = Student(self.prompter)
+        self._rewriter = TeacherReplyRewriter(renderer, tokenizer, seq_len)
         self._teacher = teacher
         self._sampling = sampling_keys(temperature, top_p, top_k, min_p)
         self._max_tokens = max_tokens
@@ -61,27 +62,31 @@ class FrozenSampler:
     def close(self, session: str) -> None:
         """Nothing was opened for it."""
 
-    async def reply(self, question: Question) -> Reply:
-        """What the teacher says, as the policy would say it."""
-        said = await chat(partial(self._ask, question), question.messages, question.tools, TEACHER)
-        return await self._student.say(said, question.prompt, question.tools, question.first_call)
+    async def reply(self, request: TurnRequest) -> Reply:
+        """Return the teacher's reply as the policy would write it."""
+        reply = await chat(partial(self._ask, request), request.messages, request.tools, TEACHER)
+        rewrite = partial(self._rewriter.rewrite, reply, request.prompt, request.tools, request.first_call)
+        try:
+            return rewrite() if len(reply.raw) <= INLINE_CHARS else await self.prompter.run_in_pool(rewrite)
+        except UntrainableReply as error:
+            raise EpisodeError(TEACHER, str(error)) from error
 
-    async def _ask(self, question: Question, sent: list[Message]) -> ChatAnswer:
-        extra = self._extra(question)
+    async def _ask(self, request: TurnRequest, sent: list[Message]) -> ChatAnswer:
+        extra = self._extra(request)
 
         async def once(limit: int | None, client: OpenAIClient) -> ChatAnswer:
-            return await client.chat(sent, tools=question.tools, max_tokens=limit, extra=extra)
+            return await client.chat(sent, tools=request.tools, max_tokens=limit, extra=extra)
 
         try:
-            return _taught(await self._teacher.ask(partial(once, question.at_most(self._max_tokens))))
+            return _taught(await self._teacher.ask(partial(once, request.limit_tokens(self._max_tokens))))
         except OpenAIError as error:
             if not is_context_overflow(error):
                 raise
         # Many refuse to be allowed more than they have room for: then what they have is the limit.
         return _taught(await self._teacher.ask(partial(once, None)))
 
-    def _extra(self, question: Question) -> dict[str, Any]:
-        seed = question.seed(self._seed)
+    def _extra(self, request: TurnRequest) -> dict[str, Any]:
+        seed = request.seed(self._seed)
         return self._sampling | ({} if seed is None else {"seed": seed})
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
-from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
+from renderers.base import Renderer
 
-from headrace.environments.base import Reply, ToolCall
+from headrace.environments.base import Reply
 from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import SamplingParams
-from headrace.orchestrator.conversation import Conversation, Question
-from headrace.orchestrator.prompting import Prompter, Tools, aside, call_of
-from headrace.rollout.types import Message, Turn
+from headrace.orchestrator.conversation import Conversation, Prompter, TurnRequest, run_inline_or_in_thread
+from headrace.rollout.types import Turn
 from headrace.text.prompt import Prompt
-from headrace.text.replies import assistant_message
 from headrace.text.tokenizer import Tokenizer
 
-MOST_CALLS = 16
-TOO_MANY = f"a reply can call at most {MOST_CALLS} tools: what is beyond that was not run"
-READ_AT_ONCE = 4096
-"""Tokens of a reply that take too little time to be worth a thread."""
+INLINE_TOKENS = 4096
+"""Replies up to this length are parsed on the event loop, longer ones in a thread."""
 
 
 class Sampler:
@@ -71,52 +67,33 @@ class Sampler:
     def close(self, session: str) -> None:
         self._client.leave(session)
 
-    async def reply(self, question: Question) -> Reply:
-        """What an engine samples."""
+    async def reply(self, request: TurnRequest) -> Reply:
+        """Sample a reply from an engine."""
         completion = await self._client.generate(
-            question.prompt.ids,
+            request.prompt.ids,
             SamplingParams(
                 temperature=self._temperature,
                 top_p=self._top_p,
                 top_k=self._top_k,
                 min_p=self._min_p,
-                max_tokens=question.at_most(self._max_tokens),
-                stop_token_ids=self.prompter.stop_token_ids,
-                seed=question.seed(self._seed),
+                max_tokens=request.limit_tokens(self._max_tokens),
+                stop_token_ids=self.prompter.parser.stop_token_ids,
+                seed=request.seed(self._seed),
             ),
             cache_salt=self._cache_salt(),
-            session=question.session,
+            session=request.session,
         )
         if self._observe is not None:
-            self._observe(question.prompt.ids, completion, self._temperature)
-        return await aside(len(completion.token_ids) > READ_AT_ONCE, self._reply, question, completion)
-
-    def _reply(self, question: Question, completion: Completion) -> Reply:
-        ids, prompt = completion.token_ids, question.prompt
-        raw = self.prompter.raw(prompt.ids, ids)
-        parsed = self._read(prompt.ids, ids, question.tools, raw)
-        calls = [
-            call_of(call, call.id or f"call_{question.first_call + number}")
-            for number, call in enumerate(parsed.tool_calls[:MOST_CALLS])
-        ]
-        if len(parsed.tool_calls) > MOST_CALLS:
-            calls.append(ToolCall(f"call_{question.first_call + MOST_CALLS}", "", {}, TOO_MANY))
-        if question.tools or not calls:
-            message = _message(parsed, calls, *_unread(parsed, calls))
-        else:
-            message = _message(parsed, (), self._from_first_call(parsed, ids, raw))
-        return Reply(message, self._turn(prompt, completion), calls, raw)
-
-    def _from_first_call(self, parsed: ParsedResponse, completion_ids: list[int], raw: str) -> str:
-        """What was written from there on; all of it where the renderer does not say where that is."""
-        starts = [call.token_span[0] for call in parsed.tool_calls if call.token_span is not None]
-        return self.prompter.text(completion_ids, min(starts)) if len(starts) == len(parsed.tool_calls) else raw
-
-    def _read(self, prompt_ids: list[int], completion_ids: list[int], tools: Tools, raw: str) -> ParsedResponse:
-        try:
-            return self.prompter.read(prompt_ids, completion_ids, tools)
-        except (ValueError, RecursionError):  # a policy writes JSON of any depth, and numbers of any length
-            return ParsedResponse("", tool_calls=[ParsedToolCall(raw, status=ToolCallParseStatus.INVALID_JSON)])
+            self._observe(request.prompt.ids, completion, self._temperature)
+        message, tool_calls, raw = await run_inline_or_in_thread(
+            len(completion.token_ids) <= INLINE_TOKENS,
+            self.prompter.parser.parse,
+            request.prompt.ids,
+            completion.token_ids,
+            request.tools,
+            request.first_call,
+        )
+        return Reply(message, self._turn(request.prompt, completion), tool_calls, raw)
 
     def _turn(self, prompt: Prompt, completion: Completion) -> Turn:
         truncated = completion.truncated_logprobs
@@ -130,16 +107,3 @@ class Sampler:
             None if truncated is None else np.array(truncated, np.float32),
             prompt.roles,
         )
-
-
-def _unread(parsed: ParsedResponse, calls: list[ToolCall]) -> list[str]:
-    """Calls that cannot be read, or be run, as the model wrote them."""
-    unread = [attempt.raw for attempt, call in zip(parsed.tool_calls, calls, strict=False) if call.error]
-    return [*unread, *(attempt.raw for attempt in parsed.tool_calls[len(calls) :])]
-
-
-def _message(parsed: ParsedResponse, calls: Sequence[ToolCall], *more: str) -> Message:
-    """The reply as a message: its text, more of what the model wrote below that, and the calls that can be run."""
-    content = parsed.content or ""
-    told = "\n".join([content, *more]).strip("\n") if more else content
-    return assistant_message(told, calls, parsed.reasoning_content or "")

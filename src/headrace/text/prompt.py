@@ -1,8 +1,8 @@
-"""Conversations as the tokens of a prompt, with the role that wrote each token.
+"""Conversations as prompt tokens, with the role that wrote each token.
 
-A conversation that goes on from a sampled turn keeps that turn's tokens as they were: sampled text need not be what its
-own rendering would be, and a policy must be trained on what it sampled. Where the chat format rewrites history (it
-drops earlier thoughts, say) that cannot be, and the whole is rendered anew.
+A conversation that continues a sampled turn keeps the exact tokens of that turn: sampled text may be tokenized
+differently from its own rendering, and the policy must be trained on what it sampled. Where the chat format rewrites
+history (it drops earlier reasoning, for example), this is impossible and the whole conversation is rendered again.
 """
 
 from __future__ import annotations
@@ -19,84 +19,90 @@ from renderers.default import DefaultRenderer
 from headrace.rollout.types import ROLES, Message, Turn
 from headrace.text.tokenizer import Tokenizer
 
-KEPT = 16
-"""Rendered prompts that are kept: the episodes of a group start one after another and ask the same."""
+CACHED_PROMPTS = 16
+"""Rendered prompts that are cached: the episodes of a group start one after another with the same prompt."""
 ASSISTANT = ROLES.index("assistant")
+Tools = Sequence[dict[str, Any]]
+"""Function schemas in OpenAI's form."""
 
 
 class Prompt(NamedTuple):
-    """`array` holds `ids` once more, as a turn keeps them: all episodes of a group share it."""
+    """The tokens of a conversation up to where the next reply begins."""
 
     ids: list[int]
     array: np.ndarray
+    """`ids` as int32, read-only: the turns of all episodes of a group share it."""
     roles: np.ndarray | None
     """As in `Turn.prompt_roles`."""
 
 
-class Prompts:
-    """What a renderer makes of conversations; in any thread."""
+class PromptRenderer:
+    """Renders conversations to prompts; thread-safe."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        # Its attribution would take a rendering per message, and tells no text from scaffold.
+        # With a model's own template, attribution takes a rendering per message and cannot tell text from scaffold.
         self._ids_only = isinstance(renderer, DefaultRenderer)
-        self._kept: dict[bytes, Prompt] = {}
-        self._keeping = threading.Lock()
+        self._cache: dict[bytes, Prompt] = {}
+        self._cache_lock = threading.Lock()
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
-        """The whole conversation, ready for the next reply."""
+    def render(self, messages: Sequence[Message], tools: Tools) -> Prompt:
+        """Return the prompt of a whole conversation, from the cache if possible."""
         key = msgspec.json.encode((messages, tools))
-        prompt = self._kept.get(key)
+        prompt = self._cache.get(key)
         if prompt is None:
             prompt = self._render(list(messages), list(tools) or None)
-            with self._keeping:
-                if len(self._kept) == KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[key] = prompt
+            with self._cache_lock:
+                if len(self._cache) == CACHED_PROMPTS:
+                    del self._cache[next(iter(self._cache))]
+                self._cache[key] = prompt
         return prompt
 
-    def least_tokens(self, messages: Sequence[Message], tokenizer: Tokenizer) -> int:
-        """Tokens that the conversation surely has, told by its length alone.
-
-        What users and tools say is in every prompt, but perhaps for the spaces around it. A model's own template may
-        leave anything out.
-        """
-        if self._ids_only:
-            return 0
-        heard = [message for message in messages if message.get("role") in ("user", "tool")]
-        return sum(tokenizer.least_tokens(text.strip()) for text in _texts(heard))
-
-    def go_on(self, turn: Turn, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt | None:
-        """The tokens of a turn and then `messages`, ready for the next reply; None where that would not be exact."""
+    def extend(self, turn: Turn, messages: Sequence[Message], tools: Tools) -> Prompt | None:
+        """Return the tokens of a turn followed by `messages`; None where the turn's tokens would change."""
         prompt, completion = turn.prompt_ids.tolist(), turn.completion_ids.tolist()
-        specification: Any = list(tools) or None
+        schemas: Any = list(tools) or None
         try:
-            bridge = self._renderer.bridge_to_next_turn(prompt, completion, list(messages), tools=specification)
-        except RecursionError:  # some read the completion for that, and a policy may write JSON of any depth
+            bridge = self._renderer.bridge_to_next_turn(prompt, completion, list(messages), tools=schemas)
+        except RecursionError:  # some renderers parse the completion, and a policy may write JSON of any depth
             return None
-        known = prompt + completion
-        if bridge is None or bridge.token_ids[: len(known)] != known:
+        prefix = prompt + completion
+        if bridge is None or bridge.token_ids[: len(prefix)] != prefix:
             return None
-        tail = np.array(bridge.token_ids[len(known) :], np.int32)
+        tail = np.array(bridge.token_ids[len(prefix) :], np.int32)
         array = np.concatenate([turn.prompt_ids, turn.completion_ids, tail])
-        tail_roles = _roles(bridge, len(known))
+        tail_roles = _token_roles(bridge, len(prefix))
         if tail_roles is None or turn.prompt_roles is None:
             return Prompt(bridge.token_ids, array, None)
         sampled = np.full(len(completion), ASSISTANT, np.int8)
         return Prompt(bridge.token_ids, array, np.concatenate([turn.prompt_roles, sampled, tail_roles]))
 
+    def min_tokens(self, messages: Sequence[Message], tokenizer: Tokenizer) -> int:
+        """Return a lower bound of the prompt's tokens from text lengths alone.
+
+        Only the text of users and tools counts, which is in every prompt except for white space around it. A model's
+        own template may drop anything: the bound is 0.
+        """
+        if self._ids_only:
+            return 0
+        inputs = [message for message in messages if message.get("role") in ("user", "tool")]
+        return sum(tokenizer.min_tokens(text.strip()) for text in _texts(inputs))
+
     def _render(self, messages: list[Any], tools: Any) -> Prompt:
         if self._ids_only:
-            ids = list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
-            return Prompt(ids, _shared(np.array(ids, np.int32)), None)
-        rendered = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
-        roles = _roles(rendered)
-        array = np.array(rendered.token_ids, np.int32)
-        return Prompt(rendered.token_ids, _shared(array), None if roles is None else _shared(roles))
+            ids, roles = list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True)), None
+        else:
+            rendered = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
+            ids, roles = rendered.token_ids, _token_roles(rendered)
+        array = np.array(ids, np.int32)
+        for shared in (array, roles):
+            if shared is not None:
+                shared.setflags(write=False)
+        return Prompt(ids, array, roles)
 
 
 def text_length(messages: Sequence[Message]) -> int:
-    """Characters that the messages say."""
+    """Return the number of characters in the contents of the messages."""
     return sum(map(len, _texts(messages)))
 
 
@@ -110,14 +116,8 @@ def _texts(messages: Sequence[Message]) -> Iterator[str]:
             yield from (text for text in texts if isinstance(text, str))
 
 
-def _shared(array: np.ndarray) -> np.ndarray:
-    """Nobody may write to it: the turns of many episodes have it."""
-    array.setflags(write=False)
-    return array
-
-
-def _roles(rendered: RenderedTokens, start: int = 0) -> np.ndarray | None:
-    """Who wrote each token from `start` on; None where the renderer cannot tell text from scaffold."""
+def _token_roles(rendered: RenderedTokens, start: int = 0) -> np.ndarray | None:
+    """Return each token's index in `ROLES` from `start` on; None where the renderer cannot tell text from scaffold."""
     if not rendered.is_content:
         return None
     numbers = [ROLES.index(role) if role in ROLES else 0 for role in rendered.message_roles]

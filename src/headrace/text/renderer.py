@@ -58,7 +58,7 @@ def make_renderer(
     return create_renderer(tokenizer, _config(name, options))
 
 
-NO_PLACE_FOR_TOOLS = (
+TOOLS_NOT_SHOWN = (
     "has no place for them, so that the model does not see them: describe them in a message, or take a model whose "
     "template shows tools"
 )

@@ -91,7 +91,7 @@ class Tokenizer:
         [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)  # lets go of the GIL
         return str(text)
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Tokens that a text surely has, told by its length alone; 0 where the tokenizer may leave characters out."""
         if self._longest_token is None:
             return 0

@@ -16,7 +16,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.fingerprint import BY_POSITION
 from headrace.rollout.types import Sample
-from headrace.text.renderer import NO_PLACE_FOR_TOOLS, make_renderer, shows_tools
+from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
 from headrace.text.sft_conversation import SftConversation, render_sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
@@ -68,7 +68,7 @@ def train(
     if rows is not None:
         tell_changed_rows(rows, learner.state, status)
         if rows.have_tools and not shows_tools(renderer):
-            status.notify(f"{rows.name} has tools, but the model's chat template {NO_PLACE_FOR_TOOLS}")
+            status.notify(f"{rows.name} has tools, but the model's chat template {TOOLS_NOT_SHOWN}")
     conversations, held_out = open_conversations(config, rows, learner.state.examples)
     validation = make_validation(config, learner, [render_sample(conversation, renderer) for conversation in held_out])
     cuts = Cuts(learner.seq_len, status.notify)

@@ -381,7 +381,7 @@ class App:
     def _refuse_long(self, text: str, field: str, times: int = 1) -> None:
         """A text that is too long by far, more than so many times the longest, is not even made into tokens."""
         longest = self.backend.max_model_len
-        if self._chat.tokenizer.least_tokens(text) > times * longest:
+        if self._chat.tokenizer.min_tokens(text) > times * longest:
             raise InvalidRequest(
                 f"{field}: a text of {len(text)} characters is longer than "
                 f"{'' if times == 1 else f'{times} times '}max_model_len = {longest}"

@@ -23,7 +23,7 @@ from headrace.inference.server.openai_request import OpenAIRequest, Unsupported,
 from headrace.inference.server.text import cut_end
 from headrace.inference.server.token_text import TokenText
 from headrace.text.openai_messages import InvalidMessage, renderer_messages
-from headrace.text.renderer import NO_PLACE_FOR_TOOLS, shows_tools
+from headrace.text.renderer import TOOLS_NOT_SHOWN, shows_tools
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Chat:
         if body.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced here")
         if _tools(body) and not self._shows_tools:
-            raise InvalidRequest(f"tools: the chat template of this model {NO_PLACE_FOR_TOOLS}")
+            raise InvalidRequest(f"tools: the chat template of this model {TOOLS_NOT_SHOWN}")
 
     @functools.cached_property
     def _shows_tools(self) -> bool:

@@ -134,7 +134,7 @@ class Author:
         turns = [self._turn(self._stage.prompts.render(messages, []), reply := self._words())]
         messages.append(_said(reply))
         for message in heard:
-            prompt = self._stage.prompts.go_on(turns[-1], [message], [])
+            prompt = self._stage.prompts.extend(turns[-1], [message], [])
             assert prompt is not None, "the chat format keeps what was said"
             turns.append(self._turn(prompt, reply := self._words()))
             messages += [message, _said(reply)]

@@ -14,7 +14,7 @@ from renderers.base import Renderer
 from headrace.algorithms.base import Host
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.text.byte_level import byte_tokenizer
-from headrace.text.prompt import Prompts
+from headrace.text.prompt import PromptRenderer
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ class Stage(msgspec.Struct):
 
     tokenizer: Tokenizer
     renderer: Renderer
-    prompts: Prompts
+    prompts: PromptRenderer
 
     def host(self, policy: Reference) -> Host:
         return Host("env", policy, self.renderer, self.tokenizer, SEQ_LEN)
@@ -39,7 +39,7 @@ def make_stage() -> Stage:
         byte_tokenizer().save(str(Path(folder) / "tokenizer.json"))
         tokenizer = Tokenizer(folder)
         renderer = make_renderer(folder, tokenizer, "qwen3", enable_thinking=False, thinking_retention="all")
-    return Stage(tokenizer, renderer, Prompts(renderer))
+    return Stage(tokenizer, renderer, PromptRenderer(renderer))
 
 
 Opinion = Callable[[np.ndarray], np.ndarray]

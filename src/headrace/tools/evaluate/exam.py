@@ -176,7 +176,9 @@ def _in_tokens(sampler: Sampler, conditions: Conditions) -> Way:
     prompter = sampler.prompter
 
     def written(rollout: Rollout) -> list[str]:
-        return [prompter.raw(turn.prompt_ids.tolist(), turn.completion_ids.tolist()) for turn in rollout.turns]
+        return [
+            prompter.parser.raw_text(turn.prompt_ids.tolist(), turn.completion_ids.tolist()) for turn in rollout.turns
+        ]
 
     def tokens(episode: Episode, rollouts: Sequence[Rollout]) -> int:
         return sum(rollout.completion_tokens for rollout in counted_of(rollouts))

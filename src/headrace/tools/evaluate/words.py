@@ -14,7 +14,7 @@ from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys
-from headrace.orchestrator.conversation import seed_of
+from headrace.orchestrator.conversation import derive_seed
 from headrace.rollout.types import Message
 
 FAILED = "endpoint"
@@ -77,7 +77,7 @@ class _Context:
     ) -> Reply:
         self._asked += 1
         seed = self._line.seed
-        own = {} if seed is None else {"seed": seed_of(f"{seed}-{self._episode}-{self._asked}")}
+        own = {} if seed is None else {"seed": derive_seed(f"{seed}-{self._episode}-{self._asked}")}
         limits = [limit for limit in (self._line.max_tokens, max_tokens) if limit is not None]
         ask = partial(self._ask, list(tools), {**self._line.keys, **own}, min(limits, default=None))
         return await chat(ask, messages, tools, FAILED)

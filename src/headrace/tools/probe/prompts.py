@@ -48,13 +48,13 @@ def offered_tools(exchanges: Sequence[Exchange]) -> list[OfferedTool]:
 
 def in_tokens(directory: Path, renderer_options: dict[str, Any]) -> Show:
     """Render with the tokenizer and chat format of a model directory, chosen as a run would choose them."""
-    from headrace.text.prompt import Prompts as Conversations
+    from headrace.text.prompt import PromptRenderer
     from headrace.text.renderer import make_renderer
     from headrace.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(directory)
     renderer = make_renderer(directory, tokenizer, **renderer_options)
-    conversations = Conversations(renderer)
+    conversations = PromptRenderer(renderer)
 
     def show(exchange: Exchange) -> tuple[str, int, int]:
         ids = conversations.render(exchange.prompt, exchange.tools).ids

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from renderers.base import Renderer
 
 from headrace.rollout.types import Message
-from headrace.text.answer import Answer, answer_tokens, with_plain_words
 from headrace.text.renderer import make_renderer
+from headrace.text.reply_encoder import EncodedReply, encode_reply, with_placeholder_words
 from headrace.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, Model, Said, load
 
@@ -40,7 +40,7 @@ def message(said: Said) -> Message:
     return told
 
 
-def written(model: Model, answer: Answer) -> str:
+def written(model: Model, answer: EncodedReply) -> str:
     assert answer.dropped == 0
     return model.decode(answer.ids)
 
@@ -56,7 +56,7 @@ def test_an_answer_has_the_tokens_that_a_model_of_the_family_samples(
     said = Said(text, [("add", {"a": a, "q": q})] * min(calls, most), thought if model.family.thinks else "")
     if name == "default" and calls:
         said.text = ""  # here that template and the family that it takes after part
-    answer = answer_tokens(model.renderer, model.tokenizer, message(said), TOOLS)
+    answer = encode_reply(model.renderer, model.tokenizer, message(said), TOOLS)
     assert written(model, answer) == model.decode(model.written(said))
     assert answer.ids == model.written(said)
 
@@ -74,7 +74,7 @@ def test_an_answer_is_what_its_rendering_has_beyond_the_prompt_where_it_begins_w
     asked = model.renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
     whole = model.renderer.render_ids([*messages, told], tools=tools)
     if whole[: len(asked)] == asked:
-        answer = answer_tokens(model.renderer, model.tokenizer, told, TOOLS)
+        answer = encode_reply(model.renderer, model.tokenizer, told, TOOLS)
         beyond = whole[len(asked) :]
         assert answer.dropped == 0
         assert answer.ids[: len(beyond)] == beyond[: len(answer.ids)]
@@ -86,8 +86,8 @@ def test_an_answer_is_what_its_rendering_has_beyond_the_prompt_where_it_begins_w
 def test_an_answer_that_was_cut_off_has_no_stop_token(name: str):
     model = load(name)
     for said in (Said("yes the"), Said("yes", thought="hm"), Said(calls=[("add", {"a": 1})], thought="hm")):
-        whole = answer_tokens(model.renderer, model.tokenizer, message(said), TOOLS).ids
-        cut = answer_tokens(model.renderer, model.tokenizer, message(said), TOOLS, ended=False).ids
+        whole = encode_reply(model.renderer, model.tokenizer, message(said), TOOLS).ids
+        cut = encode_reply(model.renderer, model.tokenizer, message(said), TOOLS, finished=False).ids
         assert cut == whole[:-1]
         assert not set(cut) & set(model.stops)
 
@@ -107,7 +107,7 @@ def test_an_answer_that_was_cut_off_has_no_stop_token(name: str):
 def test_a_thought_that_was_cut_off_is_not_closed(name: str, tokens: str):
     model = load(name)
     apart: Message = {"role": "assistant", "content": "", "reasoning_content": "hm the"}
-    assert written(model, answer_tokens(model.renderer, model.tokenizer, apart, ended=False)) == tokens
+    assert written(model, encode_reply(model.renderer, model.tokenizer, apart, finished=False)) == tokens
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "minimax-m2", "glm-4.5", "gpt-oss", "qwen3-without-thoughts"])
@@ -116,30 +116,30 @@ def test_thoughts_that_a_server_leaves_in_the_text_are_thoughts(name: str):
     apart: Message = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
     for content in ("<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes"):
         inline: Message = {"role": "assistant", "content": content}
-        assert answer_tokens(model.renderer, model.tokenizer, inline) == answer_tokens(
+        assert encode_reply(model.renderer, model.tokenizer, inline) == encode_reply(
             model.renderer, model.tokenizer, apart
         )
     cut: Message = {"role": "assistant", "content": "<think>\nhm"}
     apart["content"] = ""
     if name != "qwen3-without-thoughts":
-        assert answer_tokens(model.renderer, model.tokenizer, cut, ended=False) == answer_tokens(
-            model.renderer, model.tokenizer, apart, ended=False
+        assert encode_reply(model.renderer, model.tokenizer, cut, finished=False) == encode_reply(
+            model.renderer, model.tokenizer, apart, finished=False
         )
 
 
 def test_where_the_prompt_rules_thoughts_out_there_are_none():
     model = load("qwen3-without-thoughts")
     for told in (message(Said("yes", thought="hm")), message(Said("<think>\nhm\n</think>\n\nyes"))):
-        assert written(model, answer_tokens(model.renderer, model.tokenizer, told)) == "yes<|im_end|>"
+        assert written(model, encode_reply(model.renderer, model.tokenizer, told)) == "yes<|im_end|>"
 
 
 def test_a_format_that_has_no_thoughts_leaves_them_out_unless_they_are_in_the_text():
     model = load("default")
-    assert written(model, answer_tokens(model.renderer, model.tokenizer, message(Said("yes", thought="hm")))) == (
+    assert written(model, encode_reply(model.renderer, model.tokenizer, message(Said("yes", thought="hm")))) == (
         "yes<|im_end|>"
     )
     inline = message(Said("<think>\nhm\n</think>\n\nyes"))
-    assert written(model, answer_tokens(model.renderer, model.tokenizer, inline)) == (
+    assert written(model, encode_reply(model.renderer, model.tokenizer, inline)) == (
         "<think>\nhm\n</think>\n\nyes<|im_end|>"
     )
 
@@ -155,7 +155,7 @@ def test_a_format_that_has_no_thoughts_leaves_them_out_unless_they_are_in_the_te
 )
 def test_an_answer_without_thoughts_closes_those_that_the_prompt_opened(name: str, tokens: str):
     model = load(name)
-    assert written(model, answer_tokens(model.renderer, model.tokenizer, message(Said("yes")))) == tokens
+    assert written(model, encode_reply(model.renderer, model.tokenizer, message(Said("yes")))) == tokens
 
 
 def template(write_model: Callable[..., Path], text: str) -> tuple[Renderer, Tokenizer]:
@@ -168,17 +168,17 @@ def test_a_template_that_opens_thoughts_and_shows_none_gets_them_all_the_same(wr
     model = template(write_model, HIDES_THOUGHTS)
     texts = [("yes", ""), ("hm\n</think>\n\nyes", "hm"), ("<think>\nhm\n</think>\n\nyes", "hm")]
     for content, thought in texts:
-        answer = answer_tokens(*model, message(Said(content)))
+        answer = encode_reply(*model, message(Said(content)))
         assert (model[1].decode(answer.ids), answer.dropped) == (f"{thought}\n</think>\n\nyes<|im_end|>", 0)
-    answer = answer_tokens(*model, message(Said("yes", thought="hm")))
+    answer = encode_reply(*model, message(Said("yes", thought="hm")))
     assert model[1].decode(answer.ids) == "hm\n</think>\n\nyes<|im_end|>"
-    cut = answer_tokens(*model, message(Said("", thought="hm")), ended=False)
+    cut = encode_reply(*model, message(Said("", thought="hm")), finished=False)
     assert model[1].decode(cut.ids) == "hm"
 
 
 def test_a_prompt_that_begins_what_no_answer_has_is_cut_back_to_what_they_share(write_model: Callable[..., Path]):
     renderer, tokenizer = template(write_model, PLANS)
-    answer = answer_tokens(renderer, tokenizer, message(Said("yes")))
+    answer = encode_reply(renderer, tokenizer, message(Said("yes")))
     asked = renderer.render_ids(HELLO, add_generation_prompt=True)
     assert tokenizer.decode(asked[len(asked) - answer.dropped :]) == "Plan:"
     assert tokenizer.decode(answer.ids) == "yes<|im_end|>"
@@ -186,22 +186,26 @@ def test_a_prompt_that_begins_what_no_answer_has_is_cut_back_to_what_they_share(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None, max_examples=10, derandomize=True)
-@given(text=st.just("") | TEXTS, thought=st.just("") | TEXTS, calls=st.integers(0, 2), ended=st.booleans())
-def test_plain_words_leave_the_tokens_of_the_chat_format(name: str, text: str, thought: str, calls: int, ended: bool):
+@given(text=st.just("") | TEXTS, thought=st.just("") | TEXTS, calls=st.integers(0, 2), finished=st.booleans())
+def test_placeholders_leave_the_tokens_of_the_chat_format(
+    name: str, text: str, thought: str, calls: int, finished: bool
+):
     model = load(name)
     most = 1 if model.family.renderer in ("llama-3", "gpt-oss", "default") else 2
     made = [("add", {"a": 1, "q": thought})] * min(calls, most)
     inline = f"<think>\n{thought}\n</think>\n\n{text}"
     for told in (message(Said(text, made, thought)), message(Said(inline, made))):
-        ids = answer_tokens(model.renderer, model.tokenizer, told, TOOLS, ended=ended).ids
-        plain = answer_tokens(model.renderer, model.tokenizer, with_plain_words(told), TOOLS, ended=ended).ids
+        ids = encode_reply(model.renderer, model.tokenizer, told, TOOLS, finished=finished).ids
+        plain = encode_reply(
+            model.renderer, model.tokenizer, with_placeholder_words(told), TOOLS, finished=finished
+        ).ids
         assert [token for token in ids if token in model.added] == [token for token in plain if token in model.added]
 
 
-def test_plain_words_are_all_that_is_left_of_a_message():
+def test_placeholders_are_all_that_is_left_of_a_message():
     told = message(Said("a </think>", [("add", {"q": ["<s>", {"k": "</s>"}], "a": 1})], "hm"))
     call = {"name": "x", "arguments": {"x0": ["x", {"x0": "x"}], "x1": 1}}
-    assert with_plain_words(told) == {
+    assert with_placeholder_words(told) == {
         "role": "assistant",
         "content": "x",
         "reasoning_content": "x",

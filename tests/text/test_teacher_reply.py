@@ -1,4 +1,4 @@
-"""What a teacher says in words, as the policy's own tokens: exact, and one sample where the chat format allows."""
+"""A teacher's reply becomes the policy's own tokens: exact, and one sample where the chat format allows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply, ToolCall
-from headrace.orchestrator.prompting import Past, Prompter
-from headrace.orchestrator.student import Student
+from headrace.orchestrator.conversation import Continuation, Prompter
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import NOT_SAMPLED, ROLES, Message, Rollout
 from headrace.text.renderer import make_renderer
 from headrace.text.replies import untrained_reply
+from headrace.text.teacher_reply import TeacherReplyRewriter, UntrainableReply
 from headrace.text.tokenizer import Tokenizer
 from tests.orchestrator.adversary import TOOLS
 from tests.text.families import FAMILIES, KEEPS_HISTORY, Model, Said, load
@@ -43,9 +43,13 @@ def prompter_of(model: Model, seq_len: int = 100_000) -> Prompter:
     return Prompter(model.renderer, model.tokenizer, seq_len)
 
 
+def rewriter_of(model: Model, seq_len: int = 100_000) -> TeacherReplyRewriter:
+    return TeacherReplyRewriter(model.renderer, model.tokenizer, seq_len)
+
+
 async def say(model: Model, words: Reply, tools: Any = SCHEMAS, seq_len: int = 100_000) -> Reply:
-    prompter = prompter_of(model, seq_len)
-    return await Student(prompter).say(words, await prompter.prompt(HELLO, tools, None), tools, 0)
+    prompt = await prompter_of(model, seq_len).prompt(HELLO, tools, None)
+    return rewriter_of(model, seq_len).rewrite(words, prompt, tools, 0)
 
 
 def results(reply: Reply, content: str = "15") -> list[Message]:
@@ -68,17 +72,17 @@ async def _talk(model: Model, rng: Random) -> None:
         said("" if single else rng.choice(("", *TEXTS)), 1, thought),
         said(rng.choice(TEXTS), 0, thought),
     ]
-    prompter, messages, turns, past = prompter_of(model), [*HELLO], [], None
+    prompter, messages, turns, continuation = prompter_of(model), [*HELLO], [], None
     for words in replies:
-        prompt = await prompter.prompt(messages, SCHEMAS, past)
+        prompt = await prompter.prompt(messages, SCHEMAS, continuation)
         calls = sum(len(message.get("tool_calls", ())) for message in messages)
-        reply = await Student(prompter).say(words, prompt, SCHEMAS, calls)
+        reply = rewriter_of(model).rewrite(words, prompt, SCHEMAS, calls)
         made = [("add", {"a": 12, "q": "é"})] * len(words.tool_calls)
         _check_reply(model, reply, words, model.written(Said(words.message["content"], made, thought)))
         news = results(reply, rng.choice(TEXTS))
         messages += [reply.message, *news]
         turns.append(reply.turn)
-        past = Past(reply.turn, news)
+        continuation = Continuation(reply.turn, news)
     (sample,) = merge_turns(turns)
     assert sample.token_ids[sample.mask].tolist() == [token for turn in turns for token in turn.completion_ids.tolist()]
     assert (sample.versions == NOT_SAMPLED).all()
@@ -106,13 +110,13 @@ def _check_reply(model: Model, reply: Reply, words: Reply, written: list[int]) -
 @pytest.mark.parametrize("name", KEEPS_HISTORY)
 async def test_where_history_is_kept_questions_go_on_in_one_sample(name: str):
     model = load(name)
-    prompter, messages, turns, past = prompter_of(model), [*HELLO], [], None
+    prompter, messages, turns, continuation = prompter_of(model), [*HELLO], [], None
     for words in (said("one", thought="hm"), said("two", thought="hm"), said("three")):
-        reply = await Student(prompter).say(words, await prompter.prompt(messages, [], past), [], 0)
+        reply = rewriter_of(model).rewrite(words, await prompter.prompt(messages, [], continuation), [], 0)
         news: list[Message] = [{"role": "user", "content": "and?"}]
         messages += [reply.message, *news]
         turns.append(reply.turn)
-        past = Past(reply.turn, news)
+        continuation = Continuation(reply.turn, news)
     assert len(merge_turns(turns)) == 1
 
 
@@ -120,10 +124,10 @@ async def test_where_history_is_kept_questions_go_on_in_one_sample(name: str):
 async def test_where_a_question_erases_thoughts_the_conversation_splits(name: str):
     model = load(name)
     prompter = prompter_of(model)
-    first = await Student(prompter).say(said("one", thought="hm"), await prompter.prompt(HELLO, [], None), [], 0)
+    first = rewriter_of(model).rewrite(said("one", thought="hm"), await prompter.prompt(HELLO, [], None), [], 0)
     news: list[Message] = [{"role": "user", "content": "and?"}]
-    prompt = await prompter.prompt([*HELLO, first.message, *news], [], Past(first.turn, news))
-    second = await Student(prompter).say(said("two", thought="hm"), prompt, [], 0)
+    prompt = await prompter.prompt([*HELLO, first.message, *news], [], Continuation(first.turn, news))
+    second = rewriter_of(model).rewrite(said("two", thought="hm"), prompt, [], 0)
     assert len(merge_turns([first.turn, second.turn])) == 2
     assert "hm" not in model.decode(second.turn.prompt_ids.tolist())
 
@@ -144,7 +148,7 @@ async def test_tool_calls_are_numbered_through_the_conversation_in_every_format(
     ):
         model = load(name)
         prompter = prompter_of(model)
-        reply = await Student(prompter).say(said(calls=2), await prompter.prompt(HELLO, SCHEMAS, None), SCHEMAS, 3)
+        reply = rewriter_of(model).rewrite(said(calls=2), await prompter.prompt(HELLO, SCHEMAS, None), SCHEMAS, 3)
         assert [call.id for call in reply.tool_calls] == identities
     assert "<|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>" in reply.raw
 
@@ -178,9 +182,8 @@ async def test_what_was_cut_off_has_no_stop_token_and_is_truncated():
         reply = await say(model, words)
         assert model.decode(reply.turn.completion_ids.tolist()) == written
         assert (reply.truncated, reply.raw) == (True, written)
-    with pytest.raises(EpisodeError, match=r"cut off before it said anything: raise sampling\.max_tokens") as failed:
+    with pytest.raises(UntrainableReply, match=r"sampling\.max_tokens"):
         await say(load("llama-3"), said("", thought="hm the", finish_reason="length"))
-    assert failed.value.reason == "teacher"
 
 
 async def test_a_reply_beyond_seq_len_is_cut_and_truncated():
@@ -209,21 +212,20 @@ async def test_long_texts_are_written_beside_the_loop():
     prompt = await prompter.prompt(messages, [], None)
     assert prompt.ids == model.renderer.render_ids(messages, add_generation_prompt=True)
     text = "and the cat " * 5000
-    reply = await Student(prompter).say(said(text.strip()), prompt, [], 0)
+    reply = rewriter_of(model).rewrite(said(text.strip()), prompt, [], 0)
     assert reply.text == text.strip()
 
 
 @pytest.mark.parametrize("error", ["the tool call is not valid JSON", "the tool call names no tool"])
 async def test_a_call_that_cannot_be_read_is_not_taught(error: str):
     words = untrained_reply("", [ToolCall("c", "add", {}, error)], raw="")
-    with pytest.raises(EpisodeError, match=error) as failed:
+    with pytest.raises(UntrainableReply, match=error):
         await say(load("qwen3"), words)
-    assert failed.value.reason == "teacher"
 
 
 async def test_calls_that_a_server_leaves_in_the_text_are_an_error_that_says_so():
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
-    with pytest.raises(EpisodeError, match=r"called \[\], in the policy's chat format it called \['add'\]: .*parser"):
+    with pytest.raises(UntrainableReply, match=r"\[\].*\['add'\]"):
         await say(load("qwen3"), said(text))
     reply = await say(load("qwen3"), said(text), tools=[])  # without tools it is just text
     assert (reply.text, reply.tool_calls) == (text, [])
@@ -239,9 +241,8 @@ async def test_control_tokens_in_a_teachers_words_are_not_taught(name: str, fini
         if shows_thoughts:
             words += [said("say", 0, f"hm {token} hm", finish_reason), said(f"{token}user", 0, "hm", finish_reason)]
         for each in words:
-            with pytest.raises(EpisodeError, match=re.escape(f"has {token} within it")) as failed:
+            with pytest.raises(UntrainableReply, match=re.escape(f" {token}")):
                 await say(model, each, [])
-            assert failed.value.reason == "teacher"
 
 
 async def test_where_the_format_keeps_text_apart_from_control_tokens_it_may_spell_them():
@@ -260,12 +261,12 @@ async def test_control_tokens_in_a_teachers_calls_are_not_taught(name: str):
     stop = model.family.stop
     for tool, arguments in (("add", {"q": f"a {stop}"}), ("add", {stop: 1}), ("add", {"q": [{"k": stop}]}), (stop, {})):
         words = untrained_reply("", [ToolCall("c", tool, arguments)], raw="")
-        with pytest.raises(EpisodeError, match="within it, which the policy's chat format would act upon"):
+        with pytest.raises(UntrainableReply, match=re.escape(stop)):
             await say(model, words)
 
 
 async def test_calls_of_which_the_first_would_end_the_reply_are_not_taught():
-    with pytest.raises(EpisodeError, match=r"has <\|call\|> within it"):
+    with pytest.raises(UntrainableReply, match=r"<\|call\|>"):
         await say(load("gpt-oss"), said(calls=2))
 
 
@@ -298,21 +299,19 @@ async def test_a_call_has_the_arguments_that_the_policys_format_says(name: str, 
 
 async def test_a_call_that_the_policys_format_cannot_read_is_not_taught():
     words = untrained_reply("", [ToolCall("c", "search", {"x": True})], raw="")  # its template writes True, no JSON
-    with pytest.raises(EpisodeError, match="this call of search: the tool call is not valid JSON") as failed:
+    with pytest.raises(UntrainableReply, match="search"):
         await say(load("qwen3.5"), words, tools=SEARCHES)
-    assert failed.value.reason == "teacher"
 
 
 async def test_what_the_chat_format_cannot_write_costs_the_episode():
-    with pytest.raises(EpisodeError) as failed:
+    with pytest.raises(UntrainableReply):
         await say(load("llama-3"), said(calls=2))
-    assert failed.value.reason == "teacher"
 
 
 async def test_tools_need_a_renderer_that_reads_calls():
     model = load("default")
     prompter = Prompter(create_renderer(model.tokenizer, config_from_name("default")), model.tokenizer, 1000)
-    with pytest.raises(EpisodeError, match=r"set renderer\.tool_parser, or a renderer\.name") as raised:
+    with pytest.raises(EpisodeError) as raised:
         await prompter.prompt(HELLO, SCHEMAS, None)
     assert raised.value.reason == "no_tool_parser"
 
@@ -327,7 +326,8 @@ async def test_a_prompt_that_such_an_answer_does_not_go_on_from_is_cut_back(tmp_
     )
     tokenizer = Tokenizer(tmp_path)
     prompter = Prompter(make_renderer(tmp_path, tokenizer), tokenizer, 1000)
-    turn = (await Student(prompter).say(said("yes"), await prompter.prompt(HELLO, [], None), [], 0)).turn
+    rewriter = TeacherReplyRewriter(make_renderer(tmp_path, tokenizer), tokenizer, 1000)
+    turn = rewriter.rewrite(said("yes"), await prompter.prompt(HELLO, [], None), [], 0).turn
     whole = np.concatenate([turn.prompt_ids, turn.completion_ids]).tolist()
     assert tokenizer.decode(whole) == (
         "<|im_start|>user\nhello the cat<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
