@@ -48,6 +48,7 @@ def at(config: Any, key: str) -> Any:
     [
         (RunConfig, MINIMAL, "--model.init tiny", {"model.init": "tiny", "model.name": None}),
         (RunConfig, MINIMAL, 'model.sft = "/s.toml"', {"model.sft": Path("/s.toml"), "model.name": None}),
+        (RunConfig, MINIMAL, 'orchestrator.policy.init = "tiny"', {"model.init": "tiny", "model.name": None}),
         (
             RunConfig,
             MINIMAL + "[orchestrator]\nbatch_size = 16\n",

@@ -26,8 +26,10 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
     where = " + ".join(str(file) for file in files) or COMMAND_LINE
     origins = Origins(where)
     tree: Tree = {}
+    notices: list[str] = []
     for file in files:
         content = read_file(file)
+        notices += _folded(content, Origins(str(file)))  # before the merge: what is later replaces what is earlier
         anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
         spell_out(kind.TEXT_FOR, content, tree)
         written = leaves(content)
@@ -44,22 +46,28 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
             put(tree, path, value)
     anchor_paths(tree, kind.PATHS_OF_FILE, Path.cwd())  # those that were typed
     origins.record((".".join(path) for path, _ in typed), COMMAND_LINE)
-    tree, notices = kind.translated(_without_nulls(tree), files, origins)
+    tree, translating = kind.translated(_without_nulls(tree), files, origins)
     config, more = validate(kind, tree, origins)
-    return config, notices + more
+    return config, notices + translating + more
 
 
 def validate(kind: type[T], tree: Tree, where: str | Origins) -> tuple[T, list[str]]:
     """Check a plain tree against its type; `where` its values were written is named in errors."""
     origins = Origins(where) if isinstance(where, str) else where
+    notices = _folded(tree, origins)
     try:
-        notices = fold_habits(tree)
         config = kind.model_validate(tree)
-    except InvalidValue as error:
-        raise ConfigError.combine([located(error, origins)]) from error
     except ValidationError as error:
         raise ConfigError.combine(explain_all(kind, error, kind.FILLED_FROM, origins)) from error
     return config, notices + config.notices()
+
+
+def _folded(tree: Tree, origins: Origins) -> list[str]:
+    """Remove or move the foreign keys in `tree`; returns one notice for each."""
+    try:
+        return fold_habits(tree)
+    except InvalidValue as error:
+        raise ConfigError.combine([located(error, origins)]) from error
 
 
 def _without_nulls(tree: Any) -> Any:
