@@ -1,4 +1,4 @@
-"""What travels between a pool and its workers, when it cannot be read."""
+"""Messages between a pool and its workers that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.environments.channel import HEADER, Channel, FromWorker, HangUp, encode
+from headrace.environments.channel import HEADER_BYTES, CancelChat, Channel, FromWorker, encode
 
 
 async def until(condition: Any) -> None:
@@ -33,23 +33,23 @@ class Ends:
 
     def send(self, *messages: Any) -> None:
         for body in map(encode, messages):
-            self.socket.sendall(len(body).to_bytes(HEADER, "big") + body)
+            self.socket.sendall(len(body).to_bytes(HEADER_BYTES, "big") + body)
 
 
 async def test_a_message_that_cannot_be_read_costs_the_job_it_is_about():
     async with Ends() as ends:
-        ends.send(["Failed", 7, 404, "not found"], ["HangUp", 8, 1])
+        ends.send(["Failed", 7, 404, "not found"], ["CancelChat", 8, 1])
         await until(lambda: len(ends.got) == 2)
     failed, next_one = ends.got
     assert (failed.job, failed.reason) == (7, "worker")
-    assert "cannot be read: ValidationError: Expected `str`, got `int`" in failed.text
-    assert next_one == HangUp(8, 1)
+    assert "ValidationError: Expected `str`, got `int`" in failed.text
+    assert next_one == CancelChat(8, 1)
 
 
 @pytest.mark.parametrize("frame", [["Nonsense", 7], {"job": 7}, ["Failed", "seven"]])
 async def test_a_message_that_nobody_can_place_closes_the_channel_with_the_cause(frame: Any):
     async with Ends() as ends:
-        ends.send(frame, ["HangUp", 8, 1])
+        ends.send(frame, ["CancelChat", 8, 1])
         await ends.lost.wait()
     assert ends.got == []
-    assert "sent a message that cannot be read: ValidationError" in ends.channel.cause
+    assert "ValidationError" in ends.channel.cause

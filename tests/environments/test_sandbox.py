@@ -61,7 +61,7 @@ async def test_texts_with_lone_surrogates_travel_both_ways(sandbox: Sandbox):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (object(), "TypeError: an argument of .*:same cannot be passed on: object cannot travel"),
+        (object(), "TypeError: an argument of .*:same cannot be .*: object cannot"),
         (1 << 70, "OverflowError: an argument of .*:same cannot"),
         ({"\ud800": 1}, "UnicodeEncodeError: an argument of .*:same cannot"),
     ],
@@ -81,7 +81,7 @@ async def test_an_argument_that_is_too_deep_is_refused(sandbox: Sandbox):
 
 async def test_a_result_that_cannot_travel_is_refused_and_the_process_stays(sandbox: Sandbox):
     before = await pid_of(sandbox)
-    with pytest.raises(CallFailed, match="TypeError: object cannot travel between processes"):
+    with pytest.raises(CallFailed, match="TypeError: object cannot be sent"):
         await sandbox.call("builtins:object", timeout=AMPLE)
     with pytest.raises(CallFailed, match="ValueError: an array cannot be passed here"):
         await sandbox.call("numpy:zeros", 3, timeout=AMPLE)

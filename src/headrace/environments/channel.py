@@ -1,7 +1,7 @@
-"""What the pool and its workers say to each other, and how it travels: frames of a length and msgpack over a socket.
+"""Messages between a worker pool and its workers, and their transport: length-prefixed msgpack over a socket.
 
-Both ends run the same code, since one starts the other; `Load` carries the schema for the case that the code was
-changed under a running pool. Backpressure is left out: what is in flight bounds what is written.
+Both ends run the same code, since one starts the other; `Load` carries the schema in case the code was changed under a
+running pool. There is no backpressure: the number of episodes in flight bounds what is written.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import msgspec
 import numpy as np
 
 from headrace.environments.base import Reply
-from headrace.rollout.types import Rollout, RolloutError, Task
-from headrace.rollout.types import printable as printable
+from headrace.rollout.types import Rollout, RolloutError, Task, printable
 
 SCHEMA = 2
 ARRAY = 1
 """The code of a numpy array among msgpack's extension types."""
-HEADER = 4
-"""Bytes that give the length of a frame."""
+HEADER_BYTES = 4
+"""The length of a frame's length prefix."""
 
 
-class Load(msgspec.Struct, tag=True, array_like=True):
-    """Comes first: what the worker is for, and where the parent finds modules."""
+class Message(msgspec.Struct, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+class Load(Message):
+    """The first message: load an environment, with the parent's `sys.path`."""
 
     schema: int
     identifier: str
@@ -34,35 +37,35 @@ class Load(msgspec.Struct, tag=True, array_like=True):
     module_path: list[str]
 
 
-class Run(msgspec.Struct, tag=True, array_like=True):
-    """One episode. `job` names whatever the worker was asked to do; its end is a `Result` or a `Failed`."""
+class Run(Message):
+    """Run one episode. `job` identifies a request; every job ends with a `Result` or a `Failed`."""
 
     job: int
     task: Task
 
 
-class Score(msgspec.Struct, tag=True, array_like=True):
-    """One group to be scored."""
+class Score(Message):
+    """Score one group."""
 
     job: int
     rollouts: list[Rollout]
 
 
-class Cancel(msgspec.Struct, tag=True, array_like=True):
-    """End a job; it still answers."""
+class Cancel(Message):
+    """Cancel a job; it still ends with a message."""
 
     job: int
 
 
-class Answer(msgspec.Struct, tag=True, array_like=True):
-    """What the model replied to a `Chat`."""
+class ChatReply(Message):
+    """The model's reply to a `ChatCall`."""
 
     call: int
     reply: Reply
 
 
-class NoAnswer(msgspec.Struct, tag=True, array_like=True):
-    """Why there is no reply to a `Chat`; the exception itself stays with the parent. `reason` is an EpisodeError's."""
+class ChatError(Message):
+    """Why a `ChatCall` has no reply; the exception itself stays with the parent. `reason` is an EpisodeError's."""
 
     call: int
     kind: str
@@ -70,19 +73,19 @@ class NoAnswer(msgspec.Struct, tag=True, array_like=True):
     reason: str | None = None
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True):
+class Ready(Message):
     """The environment is loaded."""
 
 
-class Refused(msgspec.Struct, tag=True, array_like=True):
+class LoadFailed(Message):
     """The environment cannot be loaded; the worker ends."""
 
     text: str
     traceback: str
 
 
-class Chat(msgspec.Struct, tag=True, array_like=True):
-    """A call to the model. Its arguments are whatever the environment gave: the parent's context judges them."""
+class ChatCall(Message):
+    """A call to the model. Its arguments are not validated here: the parent's context does that."""
 
     job: int
     call: int
@@ -91,22 +94,22 @@ class Chat(msgspec.Struct, tag=True, array_like=True):
     max_tokens: Any
 
 
-class HangUp(msgspec.Struct, tag=True, array_like=True):
-    """The environment no longer waits for the answer to a `Chat`."""
+class CancelChat(Message):
+    """The environment no longer waits for the reply to a `ChatCall`."""
 
     job: int
     call: int
 
 
-class Result(msgspec.Struct, tag=True, array_like=True):
-    """What a job produced. Decoded on its own, so that a malformed one costs its job and not the channel."""
+class Result(Message):
+    """The result of a job. Decoded separately, so that a malformed one fails its job and not the channel."""
 
     job: int
     value: msgspec.Raw
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True):
-    """What a job raised, and where. `call` is set if it was the failure of that chat, passed on."""
+class Failed(Message):
+    """The exception of a job, and where it was raised. `call` is set if it is the error of that chat, re-raised."""
 
     job: int
     reason: str
@@ -117,30 +120,30 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 
 
 class Scores(msgspec.Struct, array_like=True):
-    """What scoring a group changes on one rollout."""
+    """The fields of one rollout that scoring a group changes."""
 
     rewards: dict[str, float]
     metrics: dict[str, float]
     error: RolloutError | None
 
 
-ToWorker = Load | Run | Score | Cancel | Answer | NoAnswer | Failed
-"""`Failed` stands for a request that could not be read; the worker sends it back."""
-FromWorker = Ready | Refused | Chat | HangUp | Result | Failed
+ToWorker = Load | Run | Score | Cancel | ChatReply | ChatError | Failed
+"""`Failed` replaces a request that could not be decoded; the worker sends it back."""
+FromWorker = Ready | LoadFailed | ChatCall | CancelChat | Result | Failed
 
-_ABOUT_A_JOB = {kind.__name__ for kind in (Run, Score, Cancel, Chat, HangUp, Result, Failed)}
+_JOB_MESSAGES = {kind.__name__ for kind in (Run, Score, Cancel, ChatCall, CancelChat, Result, Failed)}
 """The messages whose first field is the number of a job."""
 
 
 def _encode_other(value: Any) -> Any:
-    """What msgpack does not know: arrays, and the numpy scalars that rewards are often made of."""
+    """Encode what msgpack has no type for: arrays, and the numpy scalars that rewards often are."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         content = msgspec.msgpack.encode((value.dtype.str, value.shape, value.tobytes()))
         return msgspec.msgpack.Ext(ARRAY, content)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(
-        f"{type(value).__name__} cannot travel between processes: use JSON values or numpy arrays of plain types"
+        f"{type(value).__name__} cannot be sent between processes: use JSON values or numpy arrays of plain types"
     )
 
 
@@ -151,13 +154,13 @@ def _decode_extension(code: int, data: memoryview) -> Any:
     if code != ARRAY:
         raise ValueError(f"unknown msgpack extension type {code}")
     dtype, shape, content = _array_parts.decode(data)
-    return np.frombuffer(content, dtype).reshape(shape).copy()  # a copy can be written to
+    return np.frombuffer(content, dtype).reshape(shape).copy()  # a copy is writable
 
 
 def _decode_other(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
         return np.asarray(value)
-    raise NotImplementedError(f"no way to read a {kind.__name__}")
+    raise NotImplementedError(f"cannot decode a {kind.__name__}")
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
@@ -169,10 +172,10 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Channel(asyncio.Protocol):
-    """One end. `receive` gets every message in order; `lost` is called once, when either end has been closed.
+    """One end of a connection. `receive` gets every message in order; `lost` is called once, when either end closes.
 
-    A message that cannot be read is received as the failure of the job that it is about. Without one the channel is
-    closed, and `cause` says why.
+    A message that cannot be decoded is received as the failure of its job. If it has none, the channel is closed and
+    `cause` is set.
     """
 
     def __init__(self, kind: Any, receive: Callable[[Any], None], lost: Callable[[], None]) -> None:
@@ -187,11 +190,11 @@ class Channel(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
     def send(self, message: Any) -> None:
-        """Once the other end is gone nothing is sent: `lost` has told, or is about to."""
-        assert self._transport is not None, "open() comes first"
+        """Send a message; ignored once the other end has closed, which `lost` reports."""
+        assert self._transport is not None, "call open() first"
         body = encode(message)
         if not self._transport.is_closing():
-            self._transport.write(len(body).to_bytes(HEADER, "big") + body)
+            self._transport.write(len(body).to_bytes(HEADER_BYTES, "big") + body)
 
     def close(self) -> None:
         """Send what has been written, then close."""
@@ -209,8 +212,8 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         start = 0
-        while len(self._buffer) >= start + HEADER:
-            body = start + HEADER
+        while len(self._buffer) >= start + HEADER_BYTES:
+            body = start + HEADER_BYTES
             end = body + int.from_bytes(self._buffer[start:body], "big")
             if len(self._buffer) < end:
                 break
@@ -219,13 +222,13 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def _read(self, frame: bytes) -> None:
-        if self.cause:  # what follows a message that could not be read
+        if self.cause:  # closed because of an earlier message
             return
         try:
             message = self._decoder.decode(frame)
-        except Exception as error:  # also what the readers of arrays and structs raise
-            text = f"sent a message that cannot be read: {type(error).__name__}: {printable(str(error))}"
-            job = _job_of(frame)
+        except Exception as error:  # the hooks for arrays and structs raise any type
+            text = f"sent a message that cannot be decoded: {type(error).__name__}: {printable(str(error))}"
+            job = _decode_job(frame)
             if job is None:
                 self.cause = text
                 self.abort()
@@ -237,10 +240,10 @@ class Channel(asyncio.Protocol):
         self._lost()
 
 
-def _job_of(frame: bytes) -> int | None:
-    """The number of the job that a message is about, if that much of it can be read."""
+def _decode_job(frame: bytes) -> int | None:
+    """Return the job of a message whose other fields cannot be decoded, if it has one."""
     try:
         tag, job = _any.decode(frame)[:2]
     except Exception:
         return None
-    return job if tag in _ABOUT_A_JOB and isinstance(job, int) else None
+    return job if tag in _JOB_MESSAGES and isinstance(job, int) else None

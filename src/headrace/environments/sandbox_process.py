@@ -1,64 +1,58 @@
-"""A process of a sandbox: it imports functions and calls them, one at a time, as long as its parent asks.
+"""A process of a sandbox: imports functions and calls them, one at a time, until its parent closes the socket.
 
-`sandbox.py` starts it with two inherited descriptors, whose numbers are its arguments: the socket on which the parent
-speaks, and the read end of a pipe to which nobody writes. Every request has one answer, and the next request comes
-after it, so this program is a plain loop: a function that runs here may well start an event loop of its own.
+`sandbox.py` starts it with the two descriptors of `child_process.py`. It is a plain loop over requests, so that a
+function may start an event loop of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import msgspec
 
 from headrace import imports
-from headrace.environments.channel import HEADER, encode, printable
-from headrace.environments.child import parents_end
+from headrace.environments.channel import HEADER_BYTES, Message, encode
+from headrace.environments.child_process import connect_to_parent
 from headrace.environments.fault import fault_of
+from headrace.rollout.types import printable
 
 SCHEMA = 1
 NOT_UNICODE = 2
-"""The code, among msgpack's extension types, of a text with lone surrogates."""
-
-PR_SET_CHILD_SUBREAPER = 36
-LONGEST_TEXT = 1000
+"""The msgpack extension type of a text with lone surrogates."""
+MAX_ERROR_CHARS = 1000
 """Characters of an exception's text that are sent; it may quote a whole answer."""
 
 
-class Begin(msgspec.Struct, tag=True, array_like=True):
-    """Comes first: where the parent finds modules, and how much memory the process may have."""
+class Begin(Message):
+    """The first request: the parent's `sys.path`, and the memory limit."""
 
     schema: int
     module_path: list[str]
     memory_mb: int | None
 
 
-class Import(msgspec.Struct, tag=True, array_like=True):
-    """Have a function ready, so that the time of its calls is its own."""
+class Import(Message):
+    """Import a function in advance, so that its import time does not count as call time."""
 
     function: str
 
 
-class Call(msgspec.Struct, tag=True, array_like=True):
+class Call(Message):
     function: str
     arguments: msgspec.Raw
-    """Packed on their own, so that what cannot be read costs this call alone."""
+    """Encoded separately, so that an undecodable value fails this call only."""
 
 
-class Done(msgspec.Struct, tag=True, array_like=True):
+class Done(Message):
     value: msgspec.Raw
 
 
-class Raised(msgspec.Struct, tag=True, array_like=True):
+class Raised(Message):
     kind: str
     text: str
     traceback: str
@@ -69,7 +63,7 @@ Outcome = Done | Raised
 
 
 def pack(value: Any) -> bytes:
-    """Any msgpack value; its texts, if not its keys, may have lone surrogates, which UTF-8 has no place for."""
+    """Encode a msgpack value whose texts, except for keys, may have lone surrogates, which UTF-8 cannot encode."""
     try:
         return encode(value)
     except UnicodeEncodeError:
@@ -81,17 +75,13 @@ def unpack(content: bytes | msgspec.Raw) -> Any:
 
 
 def _wrap_texts(value: Any) -> Any:
-    if isinstance(value, str):
-        return value if _is_unicode(value) else msgspec.msgpack.Ext(NOT_UNICODE, value.encode(errors="surrogatepass"))
+    if isinstance(value, str) and printable(value) != value:
+        return msgspec.msgpack.Ext(NOT_UNICODE, value.encode(errors="surrogatepass"))
     if isinstance(value, dict):
         return {key: _wrap_texts(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_wrap_texts(entry) for entry in value]
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    return printable(text) == text
 
 
 def _unwrap_text(code: int, content: memoryview) -> str:
@@ -105,83 +95,41 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
 @cache
-def _function(path: str) -> Callable[..., Any]:
+def _import(path: str) -> Callable[..., Any]:
     function: Callable[..., Any] = imports.load(path, "function")
     return function
 
 
-def _limit_memory(megabytes: int) -> None:
-    """What the process writes to counts, not the files that it maps. Linux holds this limit, macOS does not."""
-    limit = megabytes << 20
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    if most == resource.RLIM_INFINITY or limit < most:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def adopt_orphans() -> None:
-    """Processes that a function has started, and whose parent ends, become children of this one. Only on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_descendants() -> None:
-    """Kill, and bury, all that this process has started. Only on Linux: elsewhere nobody says what that is."""
-    while sys.platform == "linux":
-        kill_descendants(os.getpid())
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def kill_descendants(pid: int) -> None:
-    """All processes below this one, where the system can list them."""
-    for descendant in _descendants(pid):
-        with suppress(ProcessLookupError):
-            os.kill(descendant, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for parent in found:  # which grows meanwhile
-        with suppress(OSError):  # it has just ended, or the system does not say
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children") as file:
-                    found += map(int, file.read().split())
-    return found[1:]
-
-
-def _obey(request: Request) -> Any:
+def _execute(request: Request) -> Any:
     match request:
         case Begin(schema, module_path, memory_mb):
             if schema != SCHEMA:
-                raise RuntimeError(f"the parent speaks schema {schema}, this process {SCHEMA}: restart the run")
+                raise RuntimeError(f"the parent uses schema {schema}, this process {SCHEMA}: restart the run")
             sys.path[:] = module_path
-            if memory_mb is not None:
-                _limit_memory(memory_mb)
+            if memory_mb is not None:  # written memory counts, mapped files do not; only Linux enforces the limit
+                limit, (_, maximum) = memory_mb << 20, resource.getrlimit(resource.RLIMIT_DATA)
+                if maximum == resource.RLIM_INFINITY or limit < maximum:
+                    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         case Import(function):
-            _function(function)
+            _import(function)
         case Call(function, arguments):
-            return _function(function)(*unpack(arguments))
+            return _import(function)(*unpack(arguments))
     return None
 
 
-def _answer(content: bytes) -> bytes:
-    try:
-        return encode(Done(msgspec.Raw(pack(_obey(_requests.decode(content))))))
-    except BaseException as error:  # whatever it is, sys.exit() included: it costs its call, not the process
-        fault = fault_of(error)
-        return encode(Raised(fault.kind, fault.message[:LONGEST_TEXT], fault.traceback))
-
-
-def serve(end: socket.socket) -> None:
-    """Until the parent closes the channel."""
-    with end, end.makefile("rwb") as stream:
-        while header := stream.read(HEADER):
-            answer = _answer(stream.read(int.from_bytes(header, "big")))
-            stream.write(len(answer).to_bytes(HEADER, "big") + answer)
+def serve(parent: socket.socket) -> None:
+    """Execute requests until the parent closes the socket."""
+    with parent, parent.makefile("rwb") as stream:
+        while header := stream.read(HEADER_BYTES):
+            content = stream.read(int.from_bytes(header, "big"))
+            try:
+                response = encode(Done(msgspec.Raw(pack(_execute(_requests.decode(content))))))
+            except BaseException as error:  # sys.exit() included: it fails its call, not the process
+                fault = fault_of(error)
+                response = encode(Raised(fault.kind, fault.message[:MAX_ERROR_CHARS], fault.traceback))
+            stream.write(len(response).to_bytes(HEADER_BYTES, "big") + response)
             stream.flush()
 
 
 def main() -> None:
-    serve(parents_end())
+    serve(connect_to_parent())

@@ -1,7 +1,7 @@
-"""An environment whose episodes run in worker processes, so that the event loop here only moves data.
+"""An environment whose episodes run in worker processes, so that this process's event loop only moves data.
 
-Episodes talk to the model through this process: rendering and sampling stay here. Left out: moving an episode to
-another worker when its own dies. What it had sampled is lost with it, so it fails, and its draw is not.
+Rendering and sampling stay in this process. An episode is not moved to another worker when its own dies: what it had
+sampled is lost, so it fails.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from headrace.rollout.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY = 0.1
-LONGEST_DELAY = 30.0
-"""Seconds before a worker is started again, doubled each time one dies without having done anything."""
-PATIENCE = 3
-"""Workers that may die so before the episodes that wait for one are failed."""
+MIN_RESTART_DELAY_S = 0.1
+MAX_RESTART_DELAY_S = 30.0
+"""The delay before a worker is restarted doubles each time one dies without having finished a job."""
+MAX_FAILED_STARTS = 3
+"""Workers that may die so in a row before the waiting episodes fail."""
 
 _rollouts = decoder(list[Rollout])
 _scores = decoder(list[Scores])
 
 
 class WorkersFailed(Failure):
-    """The environment, which loads here, does not start in a worker process."""
+    """The environment loads in this process but does not start in a worker process."""
 
 
 class WorkerPool(Environment):
-    """`environment` is the instance in this process, loaded from the same `identifier` and `args` as the workers'."""
+    """Runs episodes in `size` worker processes, which load the environment from `identifier` and `args`.
+
+    `environment` is the instance in this process.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class WorkerPool(Environment):
         self._size = size
         self._limits = limits or WorkerLimits()
         self._workers: list[WorkerProcess] = []
-        """Those that work, start or drain."""
+        """Workers that are starting, running or draining."""
         self._keepers: list[asyncio.Task[None]] = []
         self._waiting: set[asyncio.Future[str]] = set()
         self._reported: set[str] = set()
@@ -73,7 +76,7 @@ class WorkerPool(Environment):
         return self._environment.scores_groups
 
     async def start(self) -> None:
-        """Until every worker is ready; if one is not, none is left."""
+        """Start all workers; if one fails, close them all and raise."""
         workers = [self._new_worker() for _ in range(self._size)]
         try:
             await asyncio.gather(*(worker.start() for worker in workers))
@@ -87,16 +90,16 @@ class WorkerPool(Environment):
         self._keepers = [asyncio.create_task(self._keep(worker)) for worker in workers]
 
     async def close(self) -> None:
-        """End every worker; episodes that still run fail."""
+        """End all workers; episodes that still run fail."""
         keepers, self._keepers = self._keepers, []
         for keeper in keepers:
             keeper.cancel()
         ends = await asyncio.gather(*keepers, return_exceptions=True)
-        self._tell_waiting("the worker pool was closed")
+        self._wake_waiting("the worker pool was closed")
         await asyncio.gather(*(worker.close() for worker in self._workers))
         self._workers.clear()
         for end in ends:
-            if isinstance(end, Exception):  # of our own code: cancelled is how a keeper ends
+            if isinstance(end, Exception):  # a bug: keepers end by cancellation
                 raise end
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
@@ -111,44 +114,44 @@ class WorkerPool(Environment):
             rollout.rewards, rollout.metrics, rollout.error = changed.rewards, changed.metrics, changed.error
 
     async def _least_busy(self) -> WorkerProcess:
-        """The ready worker with the fewest jobs, once there is one."""
+        """Wait for a ready worker and return the one with the fewest jobs."""
         while not (ready := [worker for worker in self._workers if worker.ready]):
             if all(keeper.done() for keeper in self._keepers):
-                raise RuntimeError("the worker pool is not running: start() comes first")
-            news: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            self._waiting.add(news)
+                raise RuntimeError("the worker pool is not running: call start() first")
+            wakeup: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            self._waiting.add(wakeup)
             try:
-                if bad_news := await news:
-                    raise EpisodeError("worker", bad_news)
+                if error := await wakeup:
+                    raise EpisodeError("worker", error)
             finally:
-                self._waiting.discard(news)
+                self._waiting.discard(wakeup)
         return min(ready, key=lambda worker: len(worker.jobs))
 
-    def _tell_waiting(self, bad_news: str) -> None:
-        """Have those that wait for a worker look again, or fail."""
-        for news in self._waiting:
-            if not news.done():
-                news.set_result(bad_news)
+    def _wake_waiting(self, error: str = "") -> None:
+        """Wake the episodes that wait for a worker; with an `error`, they fail."""
+        for wakeup in self._waiting:
+            if not wakeup.done():
+                wakeup.set_result(error)
 
     async def _keep(self, worker: WorkerProcess) -> None:
-        """One place in the pool: when its worker leaves, another comes."""
-        failures, delay = 0, FIRST_DELAY
+        """Replace a worker whenever it leaves the pool."""
+        failures, delay = 0, MIN_RESTART_DELAY_S
         while True:
             await worker.left.wait()
             if worker.retired or worker.finished:
-                failures, delay = 0, FIRST_DELAY
+                failures, delay = 0, MIN_RESTART_DELAY_S
             else:
                 failures += 1
                 self._report_refusal(worker)
-                if failures >= PATIENCE:
-                    text = f"{failures} worker processes in a row did nothing; the last {worker.cause}"
-                    self._tell_waiting(text)
+                if failures >= MAX_FAILED_STARTS:
+                    text = f"{failures} worker processes in a row ended without a finished job; the last {worker.cause}"
+                    self._wake_waiting(text)
                 await asyncio.sleep(delay)
-                delay = min(2 * delay, LONGEST_DELAY)
+                delay = min(2 * delay, MAX_RESTART_DELAY_S)
             worker = self._new_worker()
             await worker.start()
             if worker.ready:
-                self._tell_waiting("")
+                self._wake_waiting()
 
     def _new_worker(self) -> WorkerProcess:
         worker = WorkerProcess(self._identifier, self._args, self._limits)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.environments.base import evenly_spaced
-from headrace.environments.code_location import held_place, place_of
+from headrace.environments.fault import dumped_code_location, user_code_location
 from headrace.errors import BadInput
 from headrace.rollout.types import Task
 from headrace.tools.probe.completions import BY_NAME, COMPLETIONS
@@ -237,12 +237,12 @@ def test_the_first_difference_of_keys():
 
 def test_the_line_to_blame_is_the_innermost_of_the_environments_own_folder():
     frames = [("/lib/python3/re.py", 5), ("/home/me/.venv/site-packages/x.py", 6), ("/home/me/env.py", 7)]
-    assert place_of(frames, "/home/me") == "/home/me/env.py:7"
-    assert place_of(frames, "/elsewhere") == "/lib/python3/re.py:5"
-    assert place_of([], "/home/me") == ""
+    assert user_code_location(frames, "/home/me") == "/home/me/env.py:7"
+    assert user_code_location(frames, "/elsewhere") == "/lib/python3/re.py:5"
+    assert user_code_location([], "/home/me") == ""
     trace = (
         "Timeout (0:00:01)!\nThread 0x1 (most recent call first):\n"
         '  File "/lib/python3/threading.py", line 9 in wait\n\nThread 0x2 (most recent call first):\n'
         '  File "/lib/python3/re.py", line 5 in match\n  File "/home/me/env.py", line 7 in score\n'
     )
-    assert held_place(trace, "/home/me") == "/home/me/env.py:7"
+    assert dumped_code_location(trace, "/home/me") == "/home/me/env.py:7"

@@ -28,10 +28,9 @@ import msgspec
 import numpy as np
 
 from headrace.environments.adapters.reasoning_gym_family import Family, as_task, score
-from headrace.environments.child import parents_end
+from headrace.environments.child_process import connect_to_parent, describe_exit
 from headrace.environments.fault import fault_of
 from headrace.environments.sandbox import ONE_THREAD
-from headrace.environments.worker_process import how_it_ended
 from headrace.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ def _gathered(request: Request, ours: socket.socket, process: subprocess.Popen[b
             value=request.num_tasks,
             fix="Lower num_tasks, or choose easier settings.",
         ) from error
-    raise BadInput(f"the process that makes the tasks {how_it_ended(process.wait())}", value=name)
+    raise BadInput(f"the process that makes the tasks {describe_exit(process.wait())}", value=name)
 
 
 def _tell_shortage(name: str, request: Request, made: int, left_out: int, why: str) -> None:
@@ -153,7 +152,7 @@ def _tell_shortage(name: str, request: Request, made: int, left_out: int, why: s
 
 
 def main() -> None:
-    with parents_end() as end, end.makefile("rwb") as stream:
+    with connect_to_parent() as end, end.makefile("rwb") as stream:
 
         def tell(told: Told) -> None:
             stream.write(msgspec.json.encode(told) + b"\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import IO
 
 from headrace.environments.agents import reaper
 from headrace.environments.agents.environment import AgentCrashed
-from headrace.environments.worker_process import how_it_ended
+from headrace.environments.child_process import describe_exit, kill_group
 
 TAIL = 2000
 """Characters at the end of what a failed program had to say for itself."""
@@ -52,7 +51,7 @@ class Processes:
                 await self._end(process)
             if status != 0:
                 said = _read(errors)[-TAIL:].strip() or "nothing on its standard error"
-                raise AgentCrashed(f"the program {how_it_ended(status)}; it said: {said}", place=f"status {status}")
+                raise AgentCrashed(f"the program {describe_exit(status)}; it said: {said}", place=f"status {status}")
             return _read(output)
 
     async def close(self) -> None:
@@ -78,8 +77,7 @@ class Processes:
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Of the program itself, and of all that it has left in its group."""
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says so with EPERM
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         await process.wait()
         self._running.discard(process.pid)
         with suppress(BrokenPipeError):  # the next program starts another reaper

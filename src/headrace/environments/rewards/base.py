@@ -20,7 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
-from headrace.environments.sandbox import PATIENCE, CallFailed, CallTimeout, Sandbox
+from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class SandboxReward:
         A failure is the answer's where the reward counts failures, unless no process could be started.
         """
         try:
-            return await self._sandbox.call(function, *args, timeout=self._timeout, patience=PATIENCE)
+            return await self._sandbox.call(function, *args, timeout=self._timeout, patience=CPU_BOUND_PATIENCE)
         except CallTimeout:
             self.counts.add("timeouts")
         except CallFailed as error:
@@ -123,7 +123,7 @@ class _InSandbox(SandboxReward):
 
     async def __call__(self, text: str, data: Data) -> float:
         call = self._function, text, dict(data)
-        value: float = await self._sandbox.call(*call, timeout=self._timeout, patience=PATIENCE)
+        value: float = await self._sandbox.call(*call, timeout=self._timeout, patience=CPU_BOUND_PATIENCE)
         return value
 
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import msgspec
 
+from headrace.environments.child_process import adopt_orphans, end_descendants
 from headrace.environments.rewards.answers import last_block
 from headrace.environments.rewards.base import Counts, Data, SandboxReward, gold_of
 from headrace.environments.rewards.code_runner import remove_tree
 from headrace.environments.rewards.registry import register_with_part
-from headrace.environments.sandbox import ONE_THREAD, PATIENCE, CallFailed, CallTimeout, Sandbox
-from headrace.environments.sandbox_process import adopt_orphans, end_descendants
+from headrace.environments.sandbox import CPU_BOUND_PATIENCE, ONE_THREAD, CallFailed, CallTimeout, Sandbox
 
 RUNNER = Path(__file__).with_name("code_runner.py")
 LANGUAGES = ("python", "py", "python3", "")
@@ -50,9 +50,9 @@ class CodeExecution(SandboxReward):
     `entry`, the list of arguments of that function and what it has to return, as JSON. `entry` is the field of the task
     that names the function, or the name itself: `solve`, `Solution().solve`.
 
-    `timeout` is in seconds of the processor's time, for all tests together, which may take `PATIENCE` times that by the
-    clock; what has not passed by then has failed. `timeouts` counts the solutions that even held up the program that
-    runs the tests, `failures` those that brought down its process; both score nothing.
+    `timeout` is in seconds of CPU time for all tests together, which may take `CPU_BOUND_PATIENCE` times that by the
+    clock; tests that have not passed by then have failed. `timeouts` counts the solutions that blocked even the program
+    that runs the tests, `failures` those that crashed its process; both score nothing.
     """
 
     name = "code"
@@ -75,7 +75,7 @@ class CodeExecution(SandboxReward):
         self._entry = entry
         self._limits = {
             "timeout": timeout,
-            "patience": PATIENCE,
+            "patience": CPU_BOUND_PATIENCE,
             "memory_mb": memory_mb,
             "disk_mb": disk_mb,
             "max_output": max_output,
@@ -124,7 +124,7 @@ class CodeExecution(SandboxReward):
 
     async def _run(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
         self._folder = self._folder or tempfile.mkdtemp(prefix="headrace-code-")
-        limit = PATIENCE * job["timeout"] + GRACE
+        limit = CPU_BOUND_PATIENCE * job["timeout"] + GRACE
         call = f"{__name__}:run_tests", text, tests, job, self._folder
         passed: list[bool] = await self._sandbox.call(*call, timeout=limit)
         return passed

@@ -6,7 +6,7 @@ import logging
 
 from headrace.environments.rewards.base import Counts, Data, SandboxReward
 from headrace.environments.rewards.registry import register_reward
-from headrace.environments.sandbox import PATIENCE, CallFailed, CallTimeout
+from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout
 from headrace.environments.strict_format import format_of
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class ReasoningGymReward(SandboxReward):
             return 0.0
         call = SCORE, family, dict(settings), answer, dict(task)
         try:
-            return float(await self._sandbox.call(*call, timeout=self._timeout, patience=PATIENCE))
+            return float(await self._sandbox.call(*call, timeout=self._timeout, patience=CPU_BOUND_PATIENCE))
         except (CallFailed, CallTimeout) as error:
             if isinstance(error, CallFailed) and error.kind in ("start", "closed"):  # not the answer's fault
                 raise

@@ -17,8 +17,7 @@ import numpy as np
 
 import headrace
 from headrace.algorithms.base import Algorithm, Host, RolloutView, Survivor
-from headrace.environments.code_location import place_of
-from headrace.environments.fault import fault_of
+from headrace.environments.fault import fault_of, user_code_location
 from headrace.errors import BadInput
 from headrace.inference.client.reference import Reference
 from headrace.rollout.routing import route_actions
@@ -47,7 +46,7 @@ class HookFailed(Exception):
 
     def __init__(self, hook: str, case: str, error: BaseException, folders: Sequence[str]) -> None:
         frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
-        place = place_of([frame for frame in frames if _is_in(frame[0], folders)] or frames, "")
+        place = user_code_location([frame for frame in frames if _is_in(frame[0], folders)] or frames, "")
         text = f"it took longer than {LONGEST_HOOK:g} s" if isinstance(error, _TooLong) else fault_of(error).text
         where = f" on {case!r}" if case else ""
         super().__init__(f"{hook}{where}: {text}" + (f", at {place}" if place else ""))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.environments.base import evenly_spaced
-from headrace.environments.code_location import held_place, waits_in_loop
+from headrace.environments.fault import dumped_code_location, is_idle_in_event_loop
 from headrace.environments.registry import location_of
 from headrace.environments.sandbox import CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput, Failure
@@ -71,7 +71,7 @@ class Theatre:
         try:
             told = await self._call("prepare", *given, timeout=limit + HOLD)
         except CallTimeout as error:
-            place = held_place(self._trace.read_text(), _folder_of(self._identifier))
+            place = dumped_code_location(self._trace.read_text(), _folder_of(self._identifier))
             where = f"; it was at {place}" if place else ""
             raise ProbeFailed(
                 f"environment {self._identifier!r} did not load within {limit:g} s{where}. "
@@ -134,10 +134,10 @@ class Theatre:
             return msgspec.convert(told, Episode)
         except CallTimeout:
             trace = self._trace.read_text()
-            if waits_in_loop(trace):
+            if is_idle_in_event_loop(trace):
                 problem = Problem("not_cancelled", UNSTOPPABLE.format(self._timeout))
             else:
-                problem = Problem("blocked", TOO_LONG.format(self._timeout), held_place(trace, self._folder))
+                problem = Problem("blocked", TOO_LONG.format(self._timeout), dumped_code_location(trace, self._folder))
                 held = self._timeout
         except CallFailed as error:
             problem = Problem("process" if error.kind == "process" else "exception", str(error))

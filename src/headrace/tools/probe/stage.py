@@ -23,12 +23,11 @@ import msgspec
 
 from headrace import imports
 from headrace.environments.base import Environment, EpisodeError, PromptTooLong, Reply, tasks_of
-from headrace.environments.channel import printable
-from headrace.environments.code_location import place_of
+from headrace.environments.fault import user_code_location
 from headrace.environments.registry import load_environment, location_of
 from headrace.environments.script import as_reply
 from headrace.errors import Failure
-from headrace.rollout.types import Message, Rollout, Task
+from headrace.rollout.types import Message, Rollout, Task, printable
 from headrace.tools.probe.completions import BY_NAME, Completion, NoGold, Scene
 from headrace.tools.probe.report import Episode, Exchange, Opening, Problem, rewards_of
 
@@ -123,7 +122,7 @@ class Stage:
         summary = traceback.TracebackException.from_exception(error, limit=-1)  # also of one whose own __str__ raises
         text = _short(f"{type(error).__name__}: {summary}")
         reason = GOLD_FAILED if actor is not None and actor.speechless else "exception"
-        return Problem(reason, text, place_of(frames[::-1], self.opening.folder))
+        return Problem(reason, text, user_code_location(frames[::-1], self.opening.folder))
 
 
 class Actor:
