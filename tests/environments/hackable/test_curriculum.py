@@ -72,6 +72,20 @@ def test_shares_cut_down_the_provider_that_has_too_many_and_repeat_nothing():
     assert len({sample.key for sample in found}) == 8
 
 
+def test_an_example_that_several_providers_have_is_taken_from_the_first(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "own"}\n{"question": "both"}\n')
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "both", "level": 1}\n{"question": "new"}\n')
+    parts = [{"provider": "local", "kwargs": {"path": str(file)}} for file in (path, other)]
+    found = samples("curriculum", providers=parts, order="sequential", instructions="")
+    assert [(sample.prompt, sample.info.get("level")) for sample in found] == [
+        ("own", None),
+        ("both", None),
+        ("new", None),
+    ]
+
+
 def test_a_provider_is_sorted_by_an_entry_of_info_and_unknown_values_come_first(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     rows = ('{"question": "b", "level": 2}', '{"question": "c", "level": null}', '{"question": "a", "level": 1}')

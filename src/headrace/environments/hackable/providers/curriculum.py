@@ -58,7 +58,7 @@ def curriculum(
     check_choice("order", order, ORDERS)
     parts = read_parts(providers)
     shared = {"instructions": instructions, "tags": tags}
-    columns = _shares(parts, [_samples(part, seed, shared) for part in parts])
+    columns = _shares(parts, _distinct([_samples(part, seed, shared) for part in parts]))
     if order == "interleaved":
         return islice(interleaved(*columns), limit)
     samples = list(chain(*columns))
@@ -144,6 +144,16 @@ def _samples(part: Part, seed: int, shared: Mapping[str, Any]) -> list[TrainingS
         raise BadArgument(
             f"values of provider {part.provider!r} cannot be compared: {error}", key="order_by", value=name
         ) from error
+
+
+def _distinct(columns: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
+    """Leave out of each provider what an earlier one has: an example that several have is still one task."""
+    found: set[str] = set()
+    kept = []
+    for samples in columns:
+        kept.append([sample for sample in samples if sample.key not in found])
+        found |= {sample.key for sample in samples}
+    return kept
 
 
 def _shares(parts: Sequence[Part], columns: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
