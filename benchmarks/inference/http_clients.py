@@ -1,6 +1,6 @@
 """Compare HTTP clients for the orchestrator's calls to an engine: one sampling step, and the CPU time of a request.
 
-    python benchmarks/inference/http_clients.py [--repeats 7] [--clients ours httpx aiohttp]
+    python benchmarks/inference/http_clients.py [--repeats 7] [--clients aiohttp httpx]
 
 A step samples `2 * in flight` completions through `EngineClient.generate`, with a fixed number in flight, from our real
 server in another process. Two engines stand behind it: a stand-in that returns 256 tokens at once, so that HTTP is all
@@ -23,13 +23,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 
 from headrace.config.inference import InferenceConfig
 from headrace.inference.backend import EngineState, GenerationResult, TokenChunk
 from headrace.inference.client import engine_client
-from headrace.inference.client.http import Answer, HttpClient, Unreachable
+from headrace.inference.client.http import HttpClient, HttpResponse, ServerUnreachable
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 from headrace.trainer.tiny import write_tiny_model
@@ -40,30 +39,6 @@ SAMPLED_TOKENS = 64
 IN_FLIGHT = (64, 256)
 
 
-class AiohttpClient:
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
-    async def request(
-        self, method: str, base_url: str, route: str, body: bytes | None, timeout: float, headers: Mapping[str, str]
-    ) -> Answer:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        try:
-            async with self._session.request(
-                method, base_url + route, data=body, headers=headers, timeout=aiohttp.ClientTimeout(timeout)
-            ) as response:
-                told = {name.lower(): value for name, value in response.headers.items()}
-                return Answer(response.status, told, await response.read())
-        except aiohttp.ClientError as error:
-            raise Unreachable(str(error)) from error
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-
 class HttpxClient:
     def __init__(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -71,20 +46,20 @@ class HttpxClient:
 
     async def request(
         self, method: str, base_url: str, route: str, body: bytes | None, timeout: float, headers: Mapping[str, str]
-    ) -> Answer:
+    ) -> HttpResponse:
         try:
             response = await self._client.request(
                 method, base_url + route, content=body, headers=headers, timeout=timeout
             )
         except httpx.TransportError as error:
-            raise Unreachable(str(error)) from error
-        return Answer(response.status_code, dict(response.headers), response.content)
+            raise ServerUnreachable(str(error)) from error
+        return HttpResponse(response.status_code, dict(response.headers), response.content)
 
     async def close(self) -> None:
         await self._client.aclose()
 
 
-CLIENTS: dict[str, Callable[[], Any]] = {"ours": HttpClient, "httpx": HttpxClient, "aiohttp": AiohttpClient}
+CLIENTS: dict[str, Callable[[], Any]] = {"aiohttp": HttpClient, "httpx": HttpxClient}
 
 
 class StandInGeneration:

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts of every form, echoes and scores, and the doors that our own client asks for scores."""
+"""`/v1/completions`: prompts of every form, echoes and scores, and the routes that our own client asks for scores."""
 
 import json
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ import torch
 
 from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.client.openai_client import OpenAIClient
-from headrace.inference.client.prompt_scores import Door, prompt_scores
+from headrace.inference.client.prompt_scores import ScoreRoute, prompt_scores
 from headrace.inference.server.completions import CompletionRequest, Completions
 from headrace.inference.server.openai_request import StreamOptions
 from headrace.text.tokenizer import Tokenizer
@@ -44,11 +44,13 @@ async def complete(url: str, **body: Any) -> Any:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-@pytest.mark.parametrize("door", list(Door))
-async def test_every_door_to_a_prompts_scores_gives_those_of_a_plain_forward(url: str, model: Any, door: Door) -> None:
+@pytest.mark.parametrize("route", list(ScoreRoute))
+async def test_every_route_to_prompt_logprobs_gives_those_of_a_plain_forward(
+    url: str, model: Any, route: ScoreRoute
+) -> None:
     client = OpenAIClient(f"{url}/v1", "tiny")
     ids = [*range(40, 60), 258, 7]
-    scores = await prompt_scores(client, door, ids, 0.7)
+    scores = await prompt_scores(client, route, ids, 0.7)
     await client.close()
     assert scores[0] == 0.0
     torch.testing.assert_close(

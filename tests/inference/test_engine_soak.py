@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import pytest
 
-from headrace.inference.client.http import Answer, HttpClient, Refused
+from headrace.inference.client.http import HttpClient, HttpResponse, NotAStream
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded import window as window_module
 from headrace.inference.embedded.backend import EmbeddedBackend, EmbeddedGeneration
@@ -118,13 +118,13 @@ class Soak:
         async def client() -> None:
             for number in left:
                 if number % (count // updates) == count // updates - 1:
-                    await asyncio.gather(self.change_weights(), self.insist(self.ask_alike))
+                    await asyncio.gather(self.change_weights(), self.retry(self.ask_alike))
                 [kind] = self.rng.choices([*self._kinds], [*self._kinds.values()])
-                self.became[await self.insist(kind)] += 1
+                self.became[await self.retry(kind)] += 1
 
         await asyncio.gather(*(client() for _ in range(CLIENTS)))
 
-    async def insist(self, kind: Callable[[], Awaitable[str]]) -> str:
+    async def retry(self, kind: Callable[[], Awaitable[str]]) -> str:
         while True:
             try:
                 return await kind()
@@ -132,7 +132,7 @@ class Soak:
                 self.became["turned away"] += 1
                 await asyncio.sleep(0.05)
 
-    async def send(self, method: str, route: str, body: Any, **headers: str) -> Answer:
+    async def send(self, method: str, route: str, body: Any, **headers: str) -> HttpResponse:
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         answer = await self.http.request(method, self.url, route, content, WAIT, headers)
         if answer.status == 429:
@@ -145,7 +145,7 @@ class Soak:
             async with contextlib.aclosing(self.http.stream("POST", self.url, GENERATE, content, WAIT)) as events:
                 async for event in events:
                     yield json.loads(event)
-        except Refused as error:
+        except NotAStream as error:
             if error.answer.status != 429:
                 raise
             raise Overloaded from error
@@ -199,7 +199,7 @@ class Soak:
     async def ask_alike(self) -> str:
         body = self.request()
         body["sampling_params"] |= {"temperature": 0, "stop": []}
-        await asyncio.gather(*[self.insist(partial(self.generate, body)) for _ in range(ALIKE)])
+        await asyncio.gather(*[self.retry(partial(self.generate, body)) for _ in range(ALIKE)])
         return "asked alike"
 
     async def generate(self, body: dict[str, Any] | None = None) -> str:

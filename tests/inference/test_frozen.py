@@ -1,4 +1,4 @@
-"""A frozen model's scores: through every door, against servers that misbehave, and against the server that ships."""
+"""A frozen model's scores: through every route, against servers that misbehave, and against the server that ships."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.openai_stand_in import error
 from tests.inference.serving import client_of_engine
+from tests.refusals import refused
 
 GENERATE, PROMPT_LOGPROBS, ECHO = "generate", "prompt_logprobs", "echo"
 IDS = [5, 9, 2, 12]
@@ -40,10 +41,10 @@ def scores_of(ids: list[int], temperature: float = 1.0) -> list[float]:
 
 
 class Teacher:
-    """A server with some of the doors. `answer` may answer a request instead; `asked` has the bodies by path."""
+    """A server with some of the routes. `answer` may answer a request instead; `asked` has the bodies by path."""
 
-    def __init__(self, *doors: str, tokenizer: Tokenizer | None = None) -> None:
-        self.doors = doors
+    def __init__(self, *routes: str, tokenizer: Tokenizer | None = None) -> None:
+        self.routes = routes
         self.tokenizer = tokenizer
         self.entries: list[dict[str, Any]] | None = [{"id": "teacher", "max_model_len": 101}]
         self.vocabulary = 259
@@ -83,13 +84,13 @@ class Teacher:
             return web.json_response({"object": "list", "data": self.entries})
         if path == "/tokenize" and self.tokenizer is not None:
             return web.json_response({"tokens": self.tokenizer.encode(body["prompt"])})
-        if path == "/inference/v1/generate" and GENERATE in self.doors:
+        if path == "/inference/v1/generate" and GENERATE in self.routes:
             temperature = body["sampling_params"]["temperature"]
             return self._scored(body["token_ids"], temperature, lambda known: {"prompt_logprobs": known})
-        if path == "/v1/completions" and PROMPT_LOGPROBS in self.doors and "prompt_logprobs" in body:
+        if path == "/v1/completions" and PROMPT_LOGPROBS in self.routes and "prompt_logprobs" in body:
             wrap = lambda known: {"choices": [{"text": "x", "prompt_logprobs": known}]}  # noqa: E731
             return self._scored(body["prompt"], body["temperature"], wrap)
-        if path == "/v1/completions" and ECHO in self.doors:
+        if path == "/v1/completions" and ECHO in self.routes:
             return self._echoed(body)
         return None
 
@@ -125,10 +126,10 @@ async def teacher(tokenizer: Tokenizer) -> AsyncIterator[Teacher]:
 async def refusal(teacher: Teacher, tokenizer: Tokenizer, seq_len: int = 100, **options: Any) -> str:
     """Why the check fails."""
     model = teacher.model(**options)
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as raised:
         await model.check(tokenizer, seq_len)
     await model.close()
-    return str(refused.value)
+    return str(raised.value)
 
 
 async def failure(teacher: Teacher, **options: Any) -> str:
@@ -147,7 +148,7 @@ async def failure(teacher: Teacher, **options: Any) -> str:
 async def test_the_server_that_ships_scores_as_its_engine_does_token_by_token(model: Any, model_directory: Path):
     engine = Engine(model, max_model_len=64, max_running=2, eos_token_ids=[258], seed=0)
     async with client_of_engine(engine, model_directory) as engines:
-        [url] = await engines.answering()
+        [url] = await engines.health_by_url()
         frozen: Reference = FrozenModel(ServedModel("tiny", [f"{url}/v1"]))
         await frozen.check(Tokenizer(model_directory), 63)
         ids = [*range(40, 70), 258, 7]
@@ -157,7 +158,7 @@ async def test_the_server_that_ships_scores_as_its_engine_does_token_by_token(mo
         assert (await frozen.score([5], 1.0)).tolist() == [0.0]
         with pytest.raises(ReferenceFailed, match=r"token_ids .*264"):
             await frozen.score([5, 264], 1.0)
-        with pytest.raises(BadInput, match="takes at most 64 tokens, but seq_len is 64"):
+        with refused(key="seq_len", value=64):
             await frozen.check(Tokenizer(model_directory), 64)
         await frozen.close()
 
@@ -167,7 +168,7 @@ async def test_the_server_that_ships_plays_as_a_teacher(model: Any, model_direct
     tokenizer = Tokenizer(model_directory)
     renderer = make_renderer(model_directory, tokenizer)
     async with client_of_engine(engine, model_directory) as engines:
-        [url] = await engines.answering()
+        [url] = await engines.health_by_url()
         teacher = ServedModel("tiny", [f"{url}/v1"])
         await teacher.check()
         sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_tokens": 6, "seed": 1}
@@ -183,9 +184,9 @@ async def test_the_server_that_ships_plays_as_a_teacher(model: Any, model_direct
         await teacher.close()
 
 
-@pytest.mark.parametrize("door", [GENERATE, PROMPT_LOGPROBS, ECHO])
-async def test_each_door_gives_the_scores_of_the_tokens_themselves(tokenizer: Tokenizer, door: str):
-    async with Teacher(door, tokenizer=tokenizer) as teacher:
+@pytest.mark.parametrize("route", [GENERATE, PROMPT_LOGPROBS, ECHO])
+async def test_each_route_gives_the_scores_of_the_tokens_themselves(tokenizer: Tokenizer, route: str):
+    async with Teacher(route, tokenizer=tokenizer) as teacher:
         model = teacher.model()
         await model.check(tokenizer, 100)
         teacher.asked.clear()
@@ -196,15 +197,15 @@ async def test_each_door_gives_the_scores_of_the_tokens_themselves(tokenizer: To
             PROMPT_LOGPROBS: {"prompt": IDS, **sampling, "prompt_logprobs": 0},
             ECHO: {"prompt": IDS, **sampling, "echo": True, "logprobs": 1},
         }
-        path = "/inference/v1/generate" if door == GENERATE else "/v1/completions"
-        assert teacher.asked == [(path, {"model": "teacher", **bodies[door]})]
+        path = "/inference/v1/generate" if route == GENERATE else "/v1/completions"
+        assert teacher.asked == [(path, {"model": "teacher", **bodies[route]})]
         await model.close()
 
 
 async def test_several_addresses_share_the_work_and_one_that_fails_rests(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(served_model, "REST", 600.0)
+    monkeypatch.setattr(served_model, "COOLDOWN_S", 600.0)
     async with Teacher(GENERATE) as first, Teacher(ECHO) as second:
         urls = [f"{first.root}/v1", f"{second.root}/v1"]
         model = FrozenModel(ServedModel("teacher", urls, timeout=5, retry_for=5))
@@ -285,7 +286,7 @@ async def test_a_score_that_is_not_finite_is_a_failure(teacher: Teacher, value: 
 async def test_a_score_above_zero_is_a_failure_but_for_rounding(teacher: Teacher):
     teacher.logprob = lambda token, temperature=1.0: 0.5 if token == 2 else -1.0
     words = await failure(teacher, retry_for=60)
-    assert "gave token 2, at position 2, a logprob that is above 0 (0.5) through /inference/v1/generate" in words
+    assert "(0.5) for token 2 at position 2" in words and "/inference/v1/generate" in words
     assert len(teacher.asked) == 1
     teacher.logprob = lambda token, temperature=1.0: 0.0005
     model = teacher.model()
@@ -296,10 +297,10 @@ async def test_a_score_above_zero_is_a_failure_but_for_rounding(teacher: Teacher
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"prompt_logprobs": [None, {"9": {"logprob": -1.0}}]}, "gave 2 scores for 4 tokens"),
-        ({"prompt_logprobs": [None, *[{"3": {"logprob": -1.0}}] * 3]}, "token 9, at position 1, a logprob that is not"),
-        ({"prompt_logprobs": None}, "gave no scores"),
-        ({"prompt_logprobs": 3}, "answered what it should not"),
+        ({"prompt_logprobs": [None, {"9": {"logprob": -1.0}}]}, "2 logprobs for 4 tokens"),
+        ({"prompt_logprobs": [None, *[{"3": {"logprob": -1.0}}] * 3]}, "token 9 at position 1"),
+        ({"prompt_logprobs": None}, "no logprobs"),
+        ({"prompt_logprobs": 3}, "got `int`"),
     ],
 )
 async def test_scores_that_are_not_those_of_the_tokens_are_a_failure(teacher: Teacher, answer: Any, words: str):
@@ -327,10 +328,8 @@ async def test_what_a_server_does_not_say_is_told_in_one_line(tokenizer: Tokeniz
         teacher.entries = None
         model = teacher.model()
         await model.check(tokenizer, 100)
-        assert caplog.messages == [
-            f"teacher at {teacher.root}/v1 does not say how long a sequence may be, nor how it splits text (it has no "
-            "/tokenize): that is not checked"
-        ]
+        [message] = caplog.messages
+        assert "max_model_len" in message and "/tokenize" in message
         await model.close()
 
 
@@ -339,12 +338,12 @@ async def test_a_route_that_a_server_does_not_have_is_no_reason_to_refuse_it(
     teacher: Teacher, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, status: int
 ):
     unknown = ("/tokenize", "/health", "/inference/v1/generate")
-    teacher.doors = (ECHO,)
+    teacher.routes = (ECHO,)
     teacher.answer = lambda request, body: error(status, "not here") if request.path in unknown else None
     model = teacher.model(retry_for=60)
     await model.check(tokenizer, 100)
-    assert "how it splits text (it has no /tokenize)" in caplog.messages[0]
-    assert teacher.count("/inference/v1/generate") == 1  # and then through another door
+    assert "/tokenize" in caplog.messages[0]
+    assert teacher.count("/inference/v1/generate") == 1  # and then through another route
     await model.close()
 
 
@@ -368,7 +367,7 @@ async def test_a_vocabulary_that_a_server_keeps_to_itself_is_refused(
 ):
     teacher.answer = lambda request, body: error(status, "not now") if request.path == route else None
     words = await refusal(teacher, tokenizer)
-    assert f"cannot be asked for its vocabulary: not now (HTTP {status} from {teacher.root}{route})" in words
+    assert f"not now (HTTP {status} from {teacher.root}{route})" in words
 
 
 async def test_a_health_of_another_shape_says_nothing(
@@ -388,9 +387,8 @@ async def test_nobody_there_is_said_at_once_and_refused_in_time(
         taken.bind(("127.0.0.1", 0))
         teacher.root = f"http://127.0.0.1:{taken.getsockname()[1]}"
         words = await refusal(teacher, tokenizer, retry_for=0.2)
-    assert f"model teacher cannot be used: {teacher.root}/v1/models cannot be reached" in words
-    assert words.endswith("Start its server, or mend base_url")
-    assert "trying for 0.2 s" in caplog.messages[0]
+    assert "teacher" in words and f"{teacher.root}/v1/models cannot be reached" in words
+    assert "0.2 s" in caplog.messages[0]
 
 
 async def test_a_server_that_comes_late_is_waited_for(
@@ -413,10 +411,8 @@ async def test_a_server_that_hangs_is_refused(teacher: Teacher, tokenizer: Token
 
 async def test_a_model_that_is_not_served_is_refused_with_those_that_are(teacher: Teacher, tokenizer: Tokenizer):
     teacher.entries = [{"id": "big"}, {"id": "models/teacher"}]
-    assert (
-        f"{teacher.root}/v1 does not serve 'teacher'; its models are big, models/teacher: name one of these"
-        in await refusal(teacher, tokenizer)
-    )
+    words = await refusal(teacher, tokenizer)
+    assert f"{teacher.root}/v1" in words and "big, models/teacher" in words
     teacher.entries = [{"id": "models/teacher", "owned_by": "headrace"}]  # it takes the last part, too
     model = teacher.model()
     await model.check(tokenizer, 100)
@@ -425,9 +421,8 @@ async def test_a_model_that_is_not_served_is_refused_with_those_that_are(teacher
 
 async def test_a_context_that_is_too_short_is_refused_with_both_numbers(teacher: Teacher, tokenizer: Tokenizer):
     teacher.entries = [{"id": "teacher", "max_model_len": 100}]
-    assert "takes at most 100 tokens, but seq_len is 100 and scoring takes one more" in await refusal(
-        teacher, tokenizer
-    )
+    words = await refusal(teacher, tokenizer)
+    assert "max_model_len = 100" in words and "seq_len = 100" in words
 
 
 async def test_the_least_room_that_a_server_has_is_told(teacher: Teacher, tokenizer: Tokenizer):
@@ -446,11 +441,11 @@ async def test_the_least_room_that_a_server_has_is_told(teacher: Teacher, tokeni
 async def test_a_server_without_scores_is_refused_with_what_to_serve_it_with(tokenizer: Tokenizer):
     async with Teacher() as teacher:
         words = await refusal(teacher, tokenizer)
-        assert "gives no logprobs of a prompt: serve it with vLLM or headrace serve" in words
+        assert "headrace serve" in words
         teacher.answer = lambda request, body: (
             web.json_response({"choices": [{"text": "x"}]}) if request.path == "/v1/completions" else None
         )
-        assert "gave no scores through /completions with echo" in await refusal(teacher, tokenizer)
+        assert "no logprobs through /completions with echo" in await refusal(teacher, tokenizer)
 
 
 async def test_a_smaller_vocabulary_is_refused(teacher: Teacher, tokenizer: Tokenizer):
@@ -472,8 +467,7 @@ async def test_another_tokenizer_of_the_same_size_is_refused_with_the_text(teach
 
     teacher.answer = tokenize
     words = await refusal(teacher, tokenizer)
-    assert "another vocabulary than the policy: 'Größe, naïveté" in words
-    assert "must have its tokenizer" in words
+    assert "'Größe, naïveté" in words and "tokenizer" in words
 
 
 async def test_a_server_that_heeds_no_temperature_is_only_asked_at_one(
@@ -484,9 +478,9 @@ async def test_a_server_that_heeds_no_temperature_is_only_asked_at_one(
     model = teacher.model()
     for _ in range(2):
         await model.check(tokenizer, 100)
-    assert caplog.messages == [f"teacher at {teacher.root}/v1 scores at temperature 1, whatever it is asked"] * 2
+    assert len(caplog.messages) == 2 and all("temperature 1" in message for message in caplog.messages)
     assert (await model.score(IDS, 1.0)).tolist() == scores_of(IDS)
-    with pytest.raises(ReferenceFailed, match=r"scores at temperature 1 alone, and this was sampled at 0\.7"):
+    with pytest.raises(ReferenceFailed, match=r"temperature 1 .*0\.7"):
         await model.score(IDS, 0.7)
     await model.close()
 
@@ -497,16 +491,12 @@ async def test_a_server_that_heeds_no_temperature_is_refused_where_another_is_sa
     model = teacher.model()
     await model.check(tokenizer, 100, 0.7)
     teacher.heeds_temperature = False
-    with pytest.raises(BadInput) as refused:
+    with refused(key="sampling.temperature", value=0.7):
         await model.check(tokenizer, 100, 0.7)
-    assert str(refused.value) == (
-        f"teacher at {teacher.root}/v1 scores at temperature 1, whatever it is asked, and the environment samples at "
-        "0.7: set its sampling.temperature to 1, or serve the model with headrace serve"
-    )
     await model.close()
 
 
 @pytest.mark.parametrize("urls", [[], ["localhost:8000/v1"]])
 def test_a_model_without_an_address_is_refused(urls: list[str]):
-    with pytest.raises(BadInput, match="http://HOST:PORT/v1"):
+    with refused(key="base_url"):
         FrozenModel(ServedModel("teacher", urls))

@@ -2,16 +2,14 @@
 
 import pytest
 
-from headrace.inference.client.breaker import FIRST_REST, LONGEST_REST, Breaker
 from headrace.inference.client.errors import EngineBusy, EngineCallError, EngineTimeout, EngineUnavailable
-from headrace.inference.client.pool import Pool, PooledEngine
-from headrace.inference.client.tries import Tries
+from headrace.inference.client.pool import MAX_OPEN_S, MIN_OPEN_S, CircuitBreaker, EnginePool, PooledEngine, RetryState
 from headrace.inference.schema import Health
 from headrace.transport.endpoint import Endpoint
 
 
-def make_pool(*urls: str) -> Pool:
-    pool = Pool()
+def make_pool(*urls: str) -> EnginePool:
+    pool = EnginePool()
     pool.update(Endpoint(url, 1) for url in urls)
     return pool
 
@@ -20,7 +18,7 @@ def health(capacity: int = 8, running: int = 0, waiting: int = 0) -> Health:
     return Health("ok", "0-0", "tiny", running, waiting, False, capacity, 64, 300)
 
 
-def ask(pool: Pool, session: str | None = None, now: float = 0.0, avoid: set[str] | None = None) -> str:
+def ask(pool: EnginePool, session: str | None = None, now: float = 0.0, avoid: set[str] | None = None) -> str:
     """Choose, and leave the request in flight."""
     engine = pool.choose(session, now, avoid or set())
     assert engine is not None
@@ -28,7 +26,7 @@ def ask(pool: Pool, session: str | None = None, now: float = 0.0, avoid: set[str
     return engine.url
 
 
-def put_in_flight(pool: Pool, url: str, requests: int) -> None:
+def put_in_flight(pool: EnginePool, url: str, requests: int) -> None:
     pool.engines[url].in_flight = requests
 
 
@@ -49,8 +47,8 @@ def test_the_least_busy_is_asked_by_what_is_in_flight_here():
 
 def test_an_engine_that_runs_four_times_as_much_gets_four_times_as_many():
     pool = make_pool("small", "large")
-    pool.report(pool.engines["small"], health(capacity=4))
-    pool.report(pool.engines["large"], health(capacity=16))
+    pool.record_health(pool.engines["small"], health(capacity=4))
+    pool.record_health(pool.engines["large"], health(capacity=16))
     asked = [ask(pool) for _ in range(20)]
     assert (asked.count("small"), asked.count("large")) == (4, 16)
 
@@ -58,16 +56,16 @@ def test_an_engine_that_runs_four_times_as_much_gets_four_times_as_many():
 def test_what_others_have_there_counts_and_our_own_counts_once():
     pool = make_pool("a", "b")
     put_in_flight(pool, "a", 2)
-    pool.report(pool.engines["a"], health(running=5, waiting=1))  # two of these six are ours
-    pool.report(pool.engines["b"], health())
-    assert pool.engines["a"].of_others == 4
+    pool.record_health(pool.engines["a"], health(running=5, waiting=1))  # two of these six are ours
+    pool.record_health(pool.engines["b"], health())
+    assert pool.engines["a"].foreign_requests == 4
     assert [ask(pool) for _ in range(6)] == ["b"] * 6
     assert pool.engines["a"].load() == pool.engines["b"].load() == 6 / 8
 
 
 def test_an_engine_that_has_said_nothing_yet_is_taken_to_be_as_large_as_the_largest():
     pool = make_pool("known", "new")
-    pool.report(pool.engines["known"], health(capacity=8))
+    pool.record_health(pool.engines["known"], health(capacity=8))
     assert [ask(pool) for _ in range(4)].count("new") == 2
 
 
@@ -106,7 +104,7 @@ def test_a_session_leaves_an_engine_that_fails_and_stays_where_it_went():
     assert ask(pool, "group") == "a"
     fail(pool, "a", times=3)
     assert ask(pool, "group") == "b"
-    pool.answered(pool.engines["a"])
+    pool.record_success(pool.engines["a"])
     assert ask(pool, "group") == "b"
     assert [engine.conversations for engine in pool.engines.values()] == [0, 1]
 
@@ -125,8 +123,8 @@ def test_a_session_leaves_a_long_line_for_a_much_shorter_one(here: int, there: i
     pool.join("group")
     assert ask(pool, "group") == "a"
     pool.engines["a"].in_flight = 0
-    pool.report(pool.engines["a"], health(running=min(here, 8), waiting=max(here - 8, 0)))
-    pool.report(pool.engines["b"], health(running=min(there, 8), waiting=max(there - 8, 0)))
+    pool.record_health(pool.engines["a"], health(running=min(here, 8), waiting=max(here - 8, 0)))
+    pool.record_health(pool.engines["b"], health(running=min(there, 8), waiting=max(there - 8, 0)))
     pool.engines["a"].conversations = 0  # the engine's report has it already
     engine = pool.choose("group", 0.0)
     assert engine is not None and (engine.url == "b") is moves
@@ -135,23 +133,23 @@ def test_a_session_leaves_a_long_line_for_a_much_shorter_one(here: int, there: i
 # -- who is not asked -------------------------------------------------------------------------------------------------
 
 
-def fail(pool: Pool, url: str, times: int = 1, now: float = 0.0) -> None:
+def fail(pool: EnginePool, url: str, times: int = 1, now: float = 0.0) -> None:
     for _ in range(times):
-        pool.unreachable(pool.engines[url], f"{url} cannot be reached", now)
+        pool.record_unreachable(pool.engines[url], f"{url} cannot be reached", now)
 
 
 def test_an_engine_that_keeps_failing_is_not_asked_until_a_trial_went_well():
     pool = make_pool("a", "b")
     fail(pool, "a", times=2)
-    pool.answered(pool.engines["a"])  # not in a row
+    pool.record_success(pool.engines["a"])  # not in a row
     fail(pool, "a", times=2)
     assert {ask(pool), ask(pool)} == {"a", "b"}
     fail(pool, "a")
     assert {ask(pool, now=100.0) for _ in range(4)} == {"b"}
-    assert [engine.url for engine in pool.to_be_heard(FIRST_REST - 0.1)] == ["b"]
-    assert [engine.url for engine in pool.to_be_heard(FIRST_REST)] == ["a", "b"]
-    pool.engines["a"].breaker.begin_trial(FIRST_REST)
-    pool.report(pool.engines["a"], health())
+    assert [engine.url for engine in pool.engines_to_poll(MIN_OPEN_S - 0.1)] == ["b"]
+    assert [engine.url for engine in pool.engines_to_poll(MIN_OPEN_S)] == ["a", "b"]
+    pool.engines["a"].breaker.begin_trial(MIN_OPEN_S)
+    pool.record_health(pool.engines["a"], health())
     put_in_flight(pool, "a", 0)
     assert ask(pool) == "a"
 
@@ -159,12 +157,12 @@ def test_an_engine_that_keeps_failing_is_not_asked_until_a_trial_went_well():
 def test_a_report_that_nobody_waited_for_does_not_cut_a_rest_short():
     pool = make_pool("a")
     fail(pool, "a", times=3)
-    pool.report(pool.engines["a"], health())
+    pool.record_health(pool.engines["a"], health())
     assert pool.choose(None, 0.5) is None
 
 
 def test_rests_double_up_to_a_bound_and_begin_anew_after_a_success():
-    breaker, now, rests = Breaker(), 0.0, []
+    breaker, now, rests = CircuitBreaker(), 0.0, []
     for _ in range(3):
         breaker.fail(now)
     for _ in range(6):
@@ -173,8 +171,8 @@ def test_rests_double_up_to_a_bound_and_begin_anew_after_a_success():
         now += rest
         breaker.begin_trial(now)  # and nothing comes of it
         assert not breaker.is_closed
-    assert rests == [1, 2, 4, 8, LONGEST_REST, LONGEST_REST]
-    now += LONGEST_REST
+    assert rests == [1, 2, 4, 8, MAX_OPEN_S, MAX_OPEN_S]
+    now += MAX_OPEN_S
     breaker.begin_trial(now)
     breaker.pass_trial()
     assert breaker.is_closed
@@ -184,31 +182,31 @@ def test_rests_double_up_to_a_bound_and_begin_anew_after_a_success():
     for _ in range(3):
         assert breaker.is_closed
         breaker.fail(now)
-    assert breaker.is_due(now + FIRST_REST)
+    assert breaker.is_due(now + MIN_OPEN_S)
 
 
 def test_what_comes_in_late_does_not_prolong_a_rest():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for number in range(100):  # all that were in flight when it died
         breaker.fail(number / 100)
-    assert breaker.is_due(0.02 + FIRST_REST)
+    assert breaker.is_due(0.02 + MIN_OPEN_S)
 
 
 def test_failures_that_an_engine_reports_itself_count_only_while_another_can_be_asked():
     pool = make_pool("a", "b")
     for url in ("a", "b"):
         for _ in range(5):
-            pool.failed(pool.engines[url], "not finite", 0.0)
+            pool.record_failure(pool.engines[url], "not finite", 0.0)
     assert [engine.breaker.is_closed for engine in pool.engines.values()] == [False, True]
 
 
 def test_an_engine_that_asked_for_a_pause_gets_it_and_keeps_its_standing():
     pool = make_pool("a", "b")
     for _ in range(5):
-        pool.busy(pool.engines["a"], "the line is full", until=7.0)
+        pool.record_busy(pool.engines["a"], "the line is full", until=7.0)
     assert {ask(pool, now=6.9) for _ in range(3)} == {"b"}
     assert ask(pool, now=7.0) == "a"
-    pool.busy(pool.engines["b"], "the line is full", until=20.0)
+    pool.record_busy(pool.engines["b"], "the line is full", until=20.0)
     assert pool.choose(None, 6.0) is None
 
 
@@ -223,7 +221,7 @@ def test_an_engine_that_vanished_ends_what_it_has_begun_and_gets_no_more():
     pool.update([Endpoint("b", 1)])
     assert {ask(pool, "group"), ask(pool)} == {"b"}
     leaving.in_flight -= 1
-    pool.answered(leaving)
+    pool.record_success(leaving)
     assert (leaving.in_flight, list(pool.engines)) == (0, ["b"])
 
 
@@ -254,55 +252,57 @@ def test_keys_become_headers_and_are_in_no_message():
 # -- what is tried again ----------------------------------------------------------------------------------------------
 
 
-def no_answer(tries: Tries, engine: PooledEngine, error: EngineCallError, now: float = 0.0) -> None:
-    tries.fail(engine, error, now)
+def no_answer(retries: RetryState, engine: PooledEngine, error: EngineCallError, now: float = 0.0) -> None:
+    retries.fail(engine, error, now)
 
 
 def test_whoever_was_asked_in_vain_is_asked_again_after_a_pause_that_grows():
-    pool, tries = make_pool("a", "b"), Tries(60.0)
+    pool, retries = make_pool("a", "b"), RetryState(60.0)
     engines = pool.engines.values()
     pauses, now = [], 0.0
     for _ in range(8):
         for engine in engines:
-            no_answer(tries, engine, EngineUnavailable("down"), now)
-        assert tries.avoided == {"a", "b"}
-        pauses.append(tries.pause(engines, now))
-        assert tries.avoided == set()
+            no_answer(retries, engine, EngineUnavailable("down"), now)
+        assert retries.avoided == {"a", "b"}
+        pauses.append(retries.next_delay(engines, now))
+        assert retries.avoided == set()
         now += pauses[-1]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
 def test_the_time_for_trying_counts_from_the_first_failure():
-    pool, tries = make_pool("a"), Tries(10.0)
+    pool, retries = make_pool("a"), RetryState(10.0)
     (engine,) = pool.engines.values()
-    no_answer(tries, engine, EngineUnavailable("broke off"), now=500.0)  # after a long answer that did not come
-    assert tries.pause([engine], 500.0) == 0.05
-    assert tries.pause([engine], 509.0) == 0.1
+    no_answer(retries, engine, EngineUnavailable("broke off"), now=500.0)  # after a long answer that did not come
+    assert retries.next_delay([engine], 500.0) == 0.05
+    assert retries.next_delay([engine], 509.0) == 0.1
     with pytest.raises(EngineUnavailable, match=r"broke off \(tried for 10 s\)"):
-        tries.pause([engine], 509.9)
+        retries.next_delay([engine], 509.9)
 
 
 def test_an_engine_that_was_too_slow_is_not_asked_again():
-    pool, tries = make_pool("a", "b"), Tries(60.0)
+    pool, retries = make_pool("a", "b"), RetryState(60.0)
     slow, other = pool.engines.values()
-    no_answer(tries, slow, EngineTimeout("took too long"))
-    no_answer(tries, other, EngineUnavailable("down"))
-    tries.pause(pool.engines.values(), 0.0)
-    assert tries.avoided == {"a"}
-    no_answer(tries, other, EngineTimeout("took too long as well"))
+    no_answer(retries, slow, EngineTimeout("took too long"))
+    no_answer(retries, other, EngineUnavailable("down"))
+    retries.next_delay(pool.engines.values(), 0.0)
+    assert retries.avoided == {"a"}
+    no_answer(retries, other, EngineTimeout("took too long as well"))
     with pytest.raises(EngineTimeout, match=r"took too long; took too long as well$"):
-        tries.pause(pool.engines.values(), 1.0)
+        retries.next_delay(pool.engines.values(), 1.0)
 
 
 def test_the_last_error_names_every_engine_and_why_it_was_not_asked():
-    pool, tries = make_pool("a", "b", "c"), Tries(0.0)
+    pool, retries = make_pool("a", "b", "c"), RetryState(0.0)
     fail(pool, "a", times=3)
-    pool.busy(pool.engines["b"], "b has no room", until=9.0)
-    no_answer(tries, pool.engines["c"], EngineBusy("c has no room"))
+    pool.record_busy(pool.engines["b"], "b has no room", until=9.0)
+    no_answer(retries, pool.engines["c"], EngineBusy("c has no room"))
     with pytest.raises(EngineBusy, match=r"^a cannot be reached; b has no room; c has no room \(tried for 0 s\)$"):
-        tries.pause(pool.engines.values(), 0.0)
+        retries.next_delay(pool.engines.values(), 0.0)
 
 
-def test_nobody_to_ask_is_said():
-    with pytest.raises(EngineUnavailable, match="no engine has said where it listens"):
-        Tries(0.0).pause([], 0.0)
+def test_a_pool_without_engines_gives_up_as_unavailable():
+    with pytest.raises(
+        EngineUnavailable,
+    ):
+        RetryState(0.0).next_delay([], 0.0)

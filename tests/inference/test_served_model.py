@@ -28,7 +28,7 @@ async def served(*servers: OpenAIStandIn, **options: Any) -> AsyncIterator[Serve
 
 
 async def say(model: ServedModel) -> str:
-    return (await model.ask(lambda client: client.chat(HELLO))).text
+    return (await model.call(lambda client: client.chat(HELLO))).text
 
 
 async def test_what_one_address_does_not_answer_in_time_is_asked_of_another_and_it_rests_for_that_time(
@@ -36,7 +36,7 @@ async def test_what_one_address_does_not_answer_in_time_is_asked_of_another_and_
 ):
     now = 0.0
     monkeypatch.setattr(served_model, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(served_model, "REST", 0.05)
+    monkeypatch.setattr(served_model, "COOLDOWN_S", 0.05)
     late, good = OpenAIStandIn(lambda _: "late"), OpenAIStandIn(lambda _: "yes")
     async with late, good, served(late, good, timeout=1.0) as model:
         late.hold = asyncio.Event()
@@ -69,10 +69,8 @@ async def test_an_address_that_refuses_to_chat_is_told_in_its_own_words():
         two.respond = lambda asked: error(400, "the tokenizer has no chat template")
         with pytest.raises(BadInput) as refused:
             await model.check_chat({"temperature": 0.5}, 100)
-        assert str(refused.value) == (
-            f"large at {two.url} does not answer a chat with temperature = 0.5: the tokenizer has no chat template "
-            f"(HTTP 400 from {two.url}/chat/completions)"
-        )
+        for part in (f"large at {two.url}", "temperature = 0.5", "no chat template", "HTTP 400"):
+            assert part in str(refused.value)
 
 
 async def test_an_address_that_is_busy_when_it_is_checked_is_asked_again():
@@ -82,13 +80,11 @@ async def test_an_address_that_is_busy_when_it_is_checked_is_asked_again():
         assert len(server.asked) == 2
 
 
-@pytest.mark.parametrize(("seq_len", "is_told"), [(100, False), (101, True)])
-async def test_less_room_than_a_sequence_may_have_is_told(
-    caplog: pytest.LogCaptureFixture, seq_len: int, is_told: bool
-):
+@pytest.mark.parametrize(("seq_len", "warns"), [(100, False), (101, True)])
+async def test_a_max_model_len_below_seq_len_is_logged(caplog: pytest.LogCaptureFixture, seq_len: int, warns: bool):
     caplog.set_level(logging.WARNING)
     async with OpenAIStandIn() as server, served(server) as model:
         server.entries = [{"id": "large", "max_model_len": 100}]
         await model.check_chat({}, seq_len)
-        said = f"large at {server.url} takes at most 100 tokens, but seq_len is 101: longer conversations are lost"
-        assert caplog.messages == ([said] if is_told else [])
+        assert len(caplog.messages) == int(warns)
+        assert not warns or ("max_model_len = 100" in caplog.text and "seq_len = 101" in caplog.text)

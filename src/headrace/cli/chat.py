@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.errors import BadInput
 
 if TYPE_CHECKING:
-    from headrace.inference.client.chat_stream import ChatServer
+    from headrace.inference.client.chat_stream import ChatClient
     from headrace.inference.client.openai_client import ModelEntry
     from headrace.tools.chat.session import Session
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def reach(target: str, overrides: list[str], key_var: str) -> Iterator[ChatServer]:
+def reach(target: str, overrides: list[str], key_var: str) -> Iterator[ChatClient]:
     """The server that is meant; one that must be started first ends with this."""
     from headrace.cli.serve import read_target
     from headrace.launch.server_target import find, started
@@ -85,7 +85,7 @@ def read_overrides(dotted: list[str]) -> list[str]:
     return [f"--{word.removeprefix(PREFIX)}" if word.startswith(PREFIX) else word for word in dotted]
 
 
-def choose(server: ChatServer, name: str | None) -> ModelEntry:
+def choose(server: ChatClient, name: str | None) -> ModelEntry:
     """The model that is meant, or the first that the server has."""
     models = server.models()
     for model in models:
@@ -97,11 +97,11 @@ def choose(server: ChatServer, name: str | None) -> ModelEntry:
 
 def print_answer(session: Session, question: str) -> None:
     """The answer alone, for scripts, as it comes; its thoughts are left out."""
-    from headrace.inference.client.chat_stream import Reply
+    from headrace.inference.client.chat_stream import StreamedReply
     from headrace.tools.chat.terminal import harmless
 
     to_terminal = sys.stdout.isatty()
-    for piece in session.pieces(question, Reply()):
+    for piece in session.pieces(question, StreamedReply()):
         if piece.kind != "thought":
             print(harmless(piece.text) if to_terminal else piece.text, end="", flush=True)
     print(flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply
-from headrace.inference.client.openai_client import ChatAnswer, OpenAIError
+from headrace.inference.client.openai_client import ChatResponse, OpenAIError
 from headrace.rollout.types import Message
 from headrace.text.openai_messages import openai_messages, parse_reply
 
@@ -16,7 +16,7 @@ OVERFLOW_WORDS = ("context", "max_model_len")
 
 
 async def chat(
-    request: Callable[[list[Message]], Awaitable[ChatAnswer]],
+    request: Callable[[list[Message]], Awaitable[ChatResponse]],
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
     reason: str,

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from headrace.errors import BadInput
-from headrace.inference.client.chat_stream import ChatServer
+from headrace.inference.client.chat_stream import ChatClient
 from headrace.inference.client.openai_client import OpenAIError
 from headrace.launch.private_server import PrivateServer
 from headrace.launch.run_directory import in_use, is_run
@@ -24,10 +24,10 @@ Progress = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Shows what is being waited for, as it is told, for as long as it is open."""
 
 
-def find(target: str, key_var: str) -> ChatServer | None:
+def find(target: str, key_var: str) -> ChatClient | None:
     """The server at an address, or one of the run in a directory; None where one has to be started."""
     if "://" in target:
-        return ChatServer(base_url(target), key_in(key_var))
+        return ChatClient(base_url(target), key_in(key_var))
     return live(RunDir(Path(target))) if is_run(Path(target)) else None
 
 
@@ -48,10 +48,10 @@ def key_in(variable: str) -> str | None:
     return key or None
 
 
-def live(run: RunDir) -> ChatServer | None:
+def live(run: RunDir) -> ChatClient | None:
     """A server of the run that answers; None if the run is over, or was stopped."""
     for endpoint in read_endpoints(run.endpoints).values():
-        server = ChatServer(f"{endpoint.url}/v1", endpoint.api_key)
+        server = ChatClient(f"{endpoint.url}/v1", endpoint.api_key)
         try:
             server.models()
         except OpenAIError:
@@ -69,7 +69,7 @@ def live(run: RunDir) -> ChatServer | None:
 
 
 @contextmanager
-def started(target: str, overrides: Sequence[str], progress: Progress) -> Iterator[ChatServer]:
+def started(target: str, overrides: Sequence[str], progress: Progress) -> Iterator[ChatClient]:
     """A server for this chat alone. Ctrl-C ends the wait for it."""
     with (
         tempfile.TemporaryDirectory(prefix="headrace-chat-") as directory,
@@ -77,7 +77,7 @@ def started(target: str, overrides: Sequence[str], progress: Progress) -> Iterat
     ):
         with progress() as tell:
             url = _wait(own, lambda seconds: tell(f"loading {target} ({seconds:.0f} s)"))
-        with closing(ChatServer(url, own.key)) as server:
+        with closing(ChatClient(url, own.key)) as server:
             yield server
 
 

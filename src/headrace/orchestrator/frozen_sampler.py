@@ -12,7 +12,7 @@ from renderers.base import Renderer
 
 from headrace.environments.base import EpisodeError, Reply
 from headrace.environments.openai_chat import chat, is_context_overflow
-from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, OpenAIError
+from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.orchestrator.conversation import INLINE_CHARS, Conversation, Prompter, TurnRequest
 from headrace.rollout.types import Message
@@ -71,26 +71,26 @@ class FrozenSampler:
         except UntrainableReply as error:
             raise EpisodeError(TEACHER, str(error)) from error
 
-    async def _ask(self, request: TurnRequest, sent: list[Message]) -> ChatAnswer:
+    async def _ask(self, request: TurnRequest, sent: list[Message]) -> ChatResponse:
         extra = self._extra(request)
 
-        async def once(limit: int | None, client: OpenAIClient) -> ChatAnswer:
+        async def once(limit: int | None, client: OpenAIClient) -> ChatResponse:
             return await client.chat(sent, tools=request.tools, max_tokens=limit, extra=extra)
 
         try:
-            return _taught(await self._teacher.ask(partial(once, request.limit_tokens(self._max_tokens))))
+            return _taught(await self._teacher.call(partial(once, request.limit_tokens(self._max_tokens))))
         except OpenAIError as error:
             if not is_context_overflow(error):
                 raise
         # Many refuse to be allowed more than they have room for: then what they have is the limit.
-        return _taught(await self._teacher.ask(partial(once, None)))
+        return _taught(await self._teacher.call(partial(once, None)))
 
     def _extra(self, request: TurnRequest) -> dict[str, Any]:
         seed = request.seed(self._seed)
         return self._sampling | ({} if seed is None else {"seed": seed})
 
 
-def _taught(answer: ChatAnswer) -> ChatAnswer:
+def _taught(answer: ChatResponse) -> ChatResponse:
     """The answer, if it is one that somebody could learn from."""
     refusal = refusal_text(answer.message)
     if refusal:

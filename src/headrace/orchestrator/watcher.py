@@ -110,7 +110,7 @@ class WeightWatcher:
         """
         async with self._one_at_a_time:
             try:
-                engines = await self._client.answering()
+                engines = await self._client.health_by_url()
             except EngineCallError:
                 return {}  # none has said where it listens
             behind = {url: health.version for url, health in engines.items() if health.version != str(self.version)}

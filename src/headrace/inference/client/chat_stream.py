@@ -1,7 +1,7 @@
-"""Replies read as they are sampled, from any server that speaks OpenAI's interface, one at a time.
+"""A synchronous client that streams chat replies from a server with OpenAI's API, for `headrace chat`.
 
-For a person who waits, in plain calls that Ctrl-C interrupts: leaving the loop hangs up, and the server gives the
-request up. Whoever makes many calls at once goes through `openai_client`, whose errors these are.
+Ctrl-C interrupts a call; leaving the loop closes the connection, and the server cancels the request. For concurrent
+calls use `openai_client`, whose errors these are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from headrace.inference.client.event_stream import Events
+from headrace.inference.client.http import EventParser
 from headrace.inference.client.openai_client import (
-    LONGEST_QUOTE,
+    MAX_QUOTE_CHARS,
     ModelEntry,
     OpenAIBusy,
     OpenAIError,
@@ -24,20 +24,18 @@ from headrace.inference.client.openai_client import (
     OpenAIRejected,
     OpenAIUnreachable,
     Usage,
-    own_words,
-    without_password,
+    hide_password,
+    server_message,
 )
 
 T = TypeVar("T")
 
-CONNECTING = 10.0
-"""Seconds until somebody must answer the call; a reply may take as long as it likes."""
+CONNECT_TIMEOUT_S = 10.0
+"""For connecting and for short requests; a reply has no time limit."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ReplyChunk(NamedTuple):
-    """Some more of a reply."""
-
     kind: Literal["text", "thought", "call"]
     text: str
 
@@ -57,7 +55,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """What newer servers call the same."""
+    """Newer servers' name for `reasoning_content`."""
     tool_calls: list[_Call] | None = None
 
 
@@ -84,8 +82,8 @@ class _Health(msgspec.Struct):
     version: str | None = None
 
 
-class Reply:
-    """What has come of a reply."""
+class StreamedReply:
+    """The part of a reply that has been received."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -95,20 +93,19 @@ class Reply:
         self.usage: Usage | None = None
 
     def take(self, event: bytes) -> list[ReplyChunk]:
-        """Add an event's data; returns what it brought. Raises `OpenAIFailed`."""
+        """Add an event and return its new text. Raises `OpenAIFailed`."""
         try:
             chunk = msgspec.json.decode(event, type=_Chunk)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            quote = event.decode(errors="replace")[:LONGEST_QUOTE]
-            raise OpenAIFailed(f"the reply has what it should not ({error}): {quote}") from error
+            quote = event.decode(errors="replace")[:MAX_QUOTE_CHARS]
+            raise OpenAIFailed(f"the reply contains an invalid event ({error}): {quote}") from error
         if chunk.error is not None:
-            raise OpenAIFailed(f"the reply broke off: {own_words(event)[:LONGEST_QUOTE]}")
+            raise OpenAIFailed(f"the reply broke off: {server_message(event)[:MAX_QUOTE_CHARS]}")
         self.usage = chunk.usage or self.usage
-        pieces = [piece for choice in chunk.choices[:1] for piece in self._add(choice)]
-        return [piece for piece in pieces if piece.text]
+        return [new for choice in chunk.choices[:1] for new in self._add(choice) if new.text]
 
     def message(self) -> dict[str, Any]:
-        """The assistant's message, as a conversation holds it."""
+        """Return the assistant's message for the conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.thought:
             message["reasoning_content"] = self.thought
@@ -128,7 +125,7 @@ class Reply:
             yield ReplyChunk("call", self._add_call(call))
 
     def _add_call(self, call: _Call) -> str:
-        """Calls may come in parts: first the name, then the arguments bit by bit."""
+        """Add a part of a tool call (the name first, then parts of its arguments) and return its text."""
         name, arguments = call.function.name or "", call.function.arguments or ""
         if call.index not in self.calls:
             break_before = "\n" if self.calls or (self.text and not self.text.endswith("\n")) else ""
@@ -141,8 +138,8 @@ class Reply:
         return shown
 
 
-class ChatServer:
-    """`base_url` is what comes before `/chat/completions`: http://127.0.0.1:8000/v1."""
+class ChatClient:
+    """A client of the server at `base_url`, for example http://127.0.0.1:8000/v1."""
 
     def __init__(self, base_url: str, key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
@@ -150,25 +147,25 @@ class ChatServer:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._http = httpx.Client(
             headers=headers,
-            timeout=httpx.Timeout(None, connect=CONNECTING),
-            trust_env=urlsplit(base_url).hostname not in LOOPBACK,  # a proxy does not lead to this machine
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            trust_env=urlsplit(base_url).hostname not in LOOPBACK,  # no proxy for this machine
         )
 
     @property
     def address(self) -> str:
-        """For people."""
-        return without_password(self.base_url)
+        """The base URL without a password."""
+        return hide_password(self.base_url)
 
     def close(self) -> None:
         self._http.close()
 
     def models(self) -> list[ModelEntry]:
-        """What it serves. Raises `OpenAIError`."""
-        content = self._exchange("GET", f"{self.base_url}/models", timeout=CONNECTING)
+        """Return the served models. Raises `OpenAIError`."""
+        content = self._exchange("GET", f"{self.base_url}/models", timeout=CONNECT_TIMEOUT_S)
         return self._read(content, _Models).data
 
     def count_tokens(self, model: str, messages: Sequence[Mapping[str, Any]]) -> int | None:
-        """How long the conversation is, where the server can tell: ours and vLLM can."""
+        """Return the conversation's length, or None if the server has no `/tokenize` as ours and vLLM do."""
         try:
             content = self._exchange("POST", f"{self._root}/tokenize", {"model": model, "messages": list(messages)})
             return self._read(content, _Count).count
@@ -176,31 +173,31 @@ class ChatServer:
             return None
 
     def weights_version(self) -> str | None:
-        """Which weights it samples from, where it says so: ours does."""
+        """Return the version of the weights, or None if the server does not report it as ours does."""
         try:
-            content = self._exchange("GET", f"{self._root}/health", timeout=CONNECTING)
+            content = self._exchange("GET", f"{self._root}/health", timeout=CONNECT_TIMEOUT_S)
             return self._read(content, _Health).version if content else None
         except OpenAIError:
             return None
 
-    def stream(self, body: Mapping[str, Any], reply: Reply) -> Iterator[ReplyChunk]:
-        """The reply to a request, piece by piece, also added to `reply`. Raises `OpenAIError`."""
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    def stream(self, body: Mapping[str, Any], reply: StreamedReply) -> Iterator[ReplyChunk]:
+        """Yield the reply to a request as it arrives and add it to `reply`. Raises `OpenAIError`."""
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         url = f"{self.base_url}/chat/completions"
         try:
-            with self._http.stream("POST", url, content=json.dumps(asked)) as answer:
-                if answer.status_code != 200:
-                    raise self._failure(url, answer.status_code, answer.read())
-                events = Events()
-                for piece in answer.iter_bytes():
-                    for event in events.take(piece):
+            with self._http.stream("POST", url, content=json.dumps(request)) as response:
+                if response.status_code != 200:
+                    raise self._failure(url, response.status_code, response.read())
+                events = EventParser()
+                for part in response.iter_bytes():
+                    for event in events.feed(part):
                         yield from reply.take(event)
                     if events.done:
                         break
         except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         if reply.finish_reason is None:
-            raise OpenAIFailed(f"{self.address} broke off in the middle of the reply")
+            raise OpenAIFailed(f"{self.address} ended the stream in the middle of the reply")
 
     @property
     def _root(self) -> str:
@@ -211,28 +208,28 @@ class ChatServer:
     ) -> bytes:
         content = None if body is None else json.dumps(body)
         try:
-            answer = self._http.request(method, url, content=content, timeout=timeout)
+            response = self._http.request(method, url, content=content, timeout=timeout)
         except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
-        if answer.status_code != 200:
-            raise self._failure(url, answer.status_code, answer.content)
-        return answer.content
+        if response.status_code != 200:
+            raise self._failure(url, response.status_code, response.content)
+        return response.content
 
     def _unreachable(self, error: Exception) -> OpenAIUnreachable:
         return OpenAIUnreachable(f"{self.address} cannot be reached: {str(error) or type(error).__name__}")
 
     def _failure(self, url: str, status: int, content: bytes) -> OpenAIError:
-        words = own_words(content)[:LONGEST_QUOTE]
+        text = server_message(content)[:MAX_QUOTE_CHARS]
         if self._key:
-            words = words.replace(self._key, "***")
-        words += f" (HTTP {status} from {without_password(url)})"
+            text = text.replace(self._key, "***")
+        text += f" (HTTP {status} from {hide_password(url)})"
         if status in (408, 429):
-            return OpenAIBusy(words, status)
-        return OpenAIFailed(words, status) if status >= 500 else OpenAIRejected(words, status)
+            return OpenAIBusy(text, status)
+        return OpenAIFailed(text, status) if status >= 500 else OpenAIRejected(text, status)
 
     def _read(self, content: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            quote = content.decode(errors="replace")[:LONGEST_QUOTE]
-            raise OpenAIFailed(f"{self.address} answered what it should not ({error}): {quote}") from error
+            quote = content.decode(errors="replace")[:MAX_QUOTE_CHARS]
+            raise OpenAIFailed(f"invalid response of {self.address} ({error}): {quote}") from error

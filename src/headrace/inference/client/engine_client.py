@@ -1,10 +1,9 @@
-"""The orchestrator's line to the engines: typed calls, typed errors, and what is tried again.
+"""The orchestrator's client of the engines: typed calls, typed errors, retries.
 
-Sampling and scoring change nothing on an engine, so a request that got no answer may be made again, of another engine
-first: where none could be reached, also behind a gateway (502, 504), was about to end (503) or had no room (429), for
-`retry_for` seconds after the first failure; where none answered in time, once of every other engine, since the same one
-would take as long again. What an engine answered is final: a request that it refuses or fails at would fare no better
-elsewhere. Weights are the same whoever asks for them twice. Which engine is asked is the pool's decision.
+Sampling and scoring do not change an engine, so a request without a result is retried on another engine: for
+`retry_for` seconds after the first failure where no engine was reachable (502, 503 and 504 included) or all queues were
+full (429), and once on every other engine after a timeout. A response is final: a request that one engine rejects or
+fails would fare the same elsewhere. Updates of weights are idempotent. `pool.py` chooses the engine.
 """
 
 from __future__ import annotations
@@ -28,11 +27,17 @@ from headrace.inference.client.errors import (
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
-    failure_of,
+    error_from_response,
 )
-from headrace.inference.client.http import HttpClient, Unreachable
-from headrace.inference.client.pool import Pool, PooledEngine
-from headrace.inference.client.tries import FIRST_RETRY, LONGEST_RETRY, NOBODY, Tries
+from headrace.inference.client.http import HttpClient, ServerUnreachable
+from headrace.inference.client.pool import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    NO_ENDPOINTS,
+    EnginePool,
+    PooledEngine,
+    RetryState,
+)
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     SESSION_HEADER,
@@ -48,23 +53,23 @@ from headrace.transport.endpoint import Endpoint, read_endpoints
 
 T = TypeVar("T")
 K = TypeVar("K")
-Read = Callable[[bytes], T]
-"""Makes a result of an answer's body. Raises `msgspec.DecodeError` or ValueError where it is none."""
+Decode = Callable[[bytes], T]
+"""Decodes a response body. Raises `msgspec.DecodeError` or ValueError for an invalid one."""
 
-_read_health = msgspec.json.Decoder(Health).decode
-_read_acknowledgement = msgspec.json.Decoder(UpdateWeightsResponse).decode
+_decode_health = msgspec.json.Decoder(Health).decode
+_decode_acknowledgement = msgspec.json.Decoder(UpdateWeightsResponse).decode
 
-HEALTH_TIMEOUT = 5.0
-LOOK = 3.0
-"""Seconds between two looks at how the engines are, as long as they are asked for anything."""
-READ_AGAIN = 0.05
-"""Seconds for which what was read about their addresses holds, whoever may have failed meanwhile."""
+HEALTH_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 3.0
+"""Seconds between two health checks of all engines, while requests are made."""
+ENDPOINTS_MAX_AGE_S = 0.05
+"""Seconds for which addresses are not read again, even after a failure."""
 
 
 class EngineClient:
-    """One or more engines behind one interface. Make and use it inside one event loop.
+    """One or more engines behind one interface. Create and use it in one event loop.
 
-    `engines` is a list of base URLs, the directory of a run's endpoints, or a function that gives the URLs that hold.
+    `engines` is a list of base URLs, the directory of a run's endpoints, or a function that returns the current URLs.
     The keys are for URLs; an endpoint has its own.
     """
 
@@ -77,17 +82,17 @@ class EngineClient:
         api_key: str | None = None,
         admin_key: str | None = None,
     ) -> None:
-        self._endpoints = _endpoints(engines, api_key, admin_key)
-        self._read_at = -math.inf
-        self._look_at = -math.inf
-        self._looking: asyncio.Task[object] | None = None
+        self._endpoints = _endpoint_source(engines, api_key, admin_key)
+        self._endpoints_read_at = -math.inf
+        self._next_poll_at = -math.inf
+        self._polling: asyncio.Task[object] | None = None
         self._timeout = timeout
         self._retry_for = retry_for
-        self._pool = Pool()
+        self._pool = EnginePool()
         self._http = HttpClient()
 
     def join(self, session: str) -> None:
-        """One more conversation of a session begins: all of a session prefer the engine that caches their prompt."""
+        """Add a conversation to a session, whose requests prefer the engine that has their prompt cached."""
         self._pool.join(session)
 
     def leave(self, session: str) -> None:
@@ -106,23 +111,23 @@ class EngineClient:
         return await self._call_one("/inference/v1/generate", body, read_completion, session)
 
     async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:
-        """The logprob of every token after those before it, computed anew. An engine needs room for one token more."""
-        # A seed of its own: the engine's other requests sample as if this one had not been.
+        """Return the logprob of every token given those before it. `max_model_len` must allow one token more."""
+        # An explicit seed, so that the engine's other requests sample the same as without this one.
         sampling = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0, seed=0)
         body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, urgent=urgent)
         return await self._call_one("/inference/v1/generate", body, partial(read_scores, token_ids=token_ids))
 
     async def health(self) -> list[Health]:
-        """How each engine is, asked once: an engine that does not answer raises."""
-        engines = self._current()
-        return list(await asyncio.gather(*[self._ask_health(engine) for engine in engines]))
+        """Request the health of every engine once; raises if one does not respond."""
+        engines = self._current_engines()
+        return list(await asyncio.gather(*[self._request_health(engine) for engine in engines]))
 
-    async def answering(self) -> dict[str, Health]:
-        """How those engines are that answer, by address; asked once."""
-        return await self._hear(self._current())
+    async def health_by_url(self) -> dict[str, Health]:
+        """Request the health of every engine once and return that of those which respond, by URL."""
+        return await self._poll(self._current_engines())
 
     async def wait_ready(self, deadline: float, at_least: int = 1) -> list[Health]:
-        """Wait at most `deadline` seconds until every engine answers, and there are as many as expected."""
+        """Wait at most `deadline` seconds until every engine responds and there are at least this many."""
 
         async def attempt() -> list[Health]:
             engines = await self.health()
@@ -130,161 +135,145 @@ class EngineClient:
                 raise EngineUnavailable(f"{len(engines)} of {at_least} inference servers are up")
             return engines
 
-        return await self._persist(attempt, deadline, (EngineUnavailable, EngineTimeout))
+        return await _retry(attempt, deadline, (EngineUnavailable, EngineTimeout))
 
     async def pause(self) -> None:
-        """Hold all requests where they are, on every engine."""
-        await self._call_all("/pause", None, _read_health)
+        """Suspend all requests on every engine."""
+        await self._call_all("/pause", None, _decode_health)
 
     async def resume(self) -> None:
-        await self._call_all("/resume", None, _read_health)
+        await self._call_all("/resume", None, _decode_health)
 
     async def update_weights(self, path: Path, version: Version, engines: Collection[str] | None = None) -> str:
-        """Move every engine to a published version; returns the checksum that they all acknowledge.
+        """Load a published version on every engine and return the checksum that all acknowledge.
 
-        One that cannot be reached is left out, after a few tries, if there are others. With `engines` only those, which
-        are asked once.
+        An engine that stays unreachable is left out if there are others. With `engines`, only those URLs are called,
+        once.
         """
-        body = UpdateWeightsRequest(_absolute(path), version.incarnation, version.step)
-        answers = await self._call_all("/update_weights", body, _read_acknowledgement, engines)
-        checksums = {answer.checksum for answer in answers}
-        if len(checksums) != 1 or any(Version(a.incarnation, a.step) != version for a in answers):
-            raise EngineFailed(f"engines acknowledge different weights for version {version}: {answers}")
+        absolute = str(path.absolute())  # noqa: ASYNC240 (the engine may run in another directory)
+        body = UpdateWeightsRequest(absolute, version.incarnation, version.step)
+        replies = await self._call_all("/update_weights", body, _decode_acknowledgement, engines)
+        checksums = {reply.checksum for reply in replies}
+        if len(checksums) != 1 or any(Version(reply.incarnation, reply.step) != version for reply in replies):
+            raise EngineFailed(f"engines acknowledge different weights for version {version}: {replies}")
         return checksums.pop()
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
         await self._http.close()
 
-    async def _call_one(self, route: str, body: msgspec.Struct, read: Read[T], session: str | None = None) -> T:
-        """Ask the session's engine, or the one with the least to do, and others where that gives no answer."""
-        tries = Tries(self._retry_for)
-        self._look_around()
+    async def _call_one(self, route: str, body: msgspec.Struct, decode: Decode[T], session: str | None = None) -> T:
+        """Call the session's engine or the least loaded one, and other engines if that gives no result."""
+        retries = RetryState(self._retry_for)
+        self._poll_if_due()
         while True:
-            engine = self._pool.choose(session, time.monotonic(), tries.avoided)
+            engine = self._pool.choose(session, time.monotonic(), retries.avoided)
             if engine is None:
-                await asyncio.sleep(tries.pause(self._pool.engines.values(), time.monotonic()))
+                await asyncio.sleep(retries.next_delay(self._pool.engines.values(), time.monotonic()))
                 self._read_endpoints()
-                self._look_around()
+                self._poll_if_due()
                 continue
             try:
-                return await self._attempt(engine, route, body, read, session)
+                return await self._attempt(engine, route, body, decode, session)
             except (EngineUnavailable, EngineBusy, EngineTimeout) as error:
-                tries.fail(engine, error, time.monotonic())
-                self._read_endpoints()  # it may have come back elsewhere
+                retries.fail(engine, error, time.monotonic())
+                self._read_endpoints()  # it may have restarted elsewhere
             except EngineRejected:
                 self._read_endpoints()
                 if self._pool.engines.get(engine.url) is engine:
                     raise
-                # Else another process is there now, which wants another key.
+                # Otherwise another process is there now, with another key.
 
     async def _attempt(
-        self, engine: PooledEngine, route: str, body: msgspec.Struct, read: Read[T], session: str | None
+        self, engine: PooledEngine, route: str, body: msgspec.Struct, decode: Decode[T], session: str | None
     ) -> T:
-        """One request, and what it says of the engine. A long time says nothing: whether it lives, /health tells."""
+        """Make one request and record its outcome. A timeout is not recorded: /health shows whether the engine runs."""
         engine.in_flight += 1
         try:
-            answer = await self._request(engine.url, route, body, read, self._timeout, session=session)
+            result = await self._request(engine.url, route, body, decode, self._timeout, session=session)
         except EngineUnavailable as error:
-            self._pool.unreachable(engine, str(error), time.monotonic())
+            self._pool.record_unreachable(engine, str(error), time.monotonic())
             raise
         except EngineBusy as error:
-            self._pool.busy(engine, str(error), time.monotonic() + error.pause)
+            self._pool.record_busy(engine, str(error), time.monotonic() + error.pause)
             raise
         except EngineFailed as error:
-            self._pool.failed(engine, str(error), time.monotonic())
+            self._pool.record_failure(engine, str(error), time.monotonic())
             raise
         finally:
             engine.in_flight -= 1
-        self._pool.answered(engine)
-        return answer
+        self._pool.record_success(engine)
+        return result
 
     async def _call_all(
-        self, route: str, body: msgspec.Struct | None, read: Read[T], engines: Collection[str] | None = None
+        self, route: str, body: msgspec.Struct | None, decode: Decode[T], engines: Collection[str] | None = None
     ) -> list[T]:
-        """Ask every engine until it has answered, or some engines once. Each such call may be repeated without harm.
+        """Make an idempotent admin call on every engine until it responds, or once on `engines`.
 
-        Those that nobody asks for anything, because they keep failing, are not waited for while there are others.
+        Engines with an open breaker are left out while there are others.
         """
-        answers: dict[str, T] = {}
+        results: dict[str, T] = {}
 
-        def wanted() -> list[str]:
-            known = self._current()
-            able = [engine.url for engine in known if engine.breaker.is_closed or engine.url in answers]
-            return able or [engine.url for engine in known]
+        async def call(url: str) -> T:
+            try:
+                return await self._request(url, route, body, decode, self._timeout, admin=True)
+            except EngineUnavailable as error:
+                if (engine := self._pool.engines.get(url)) is not None:
+                    self._pool.record_unreachable(engine, str(error), time.monotonic())
+                raise
 
         async def attempt() -> list[T]:
-            urls = wanted() if engines is None else engines
-            left = [url for url in urls if url not in answers]
-            new, failures = await _ask(left, lambda url: self._command(url, route, body, read))
-            answers.update(new)
-            if failures:  # first of all one that another try would not mend
+            if engines is None:
+                current = self._current_engines()
+                usable = [engine.url for engine in current if engine.breaker.is_closed or engine.url in results]
+                urls: Collection[str] = usable or [engine.url for engine in current]
+            else:
+                urls = engines
+            new, failures = await _gather([url for url in urls if url not in results], call)
+            results.update(new)
+            if failures:  # preferably one that a retry cannot fix
                 raise min(failures.values(), key=lambda failure: isinstance(failure, EngineUnavailable))
-            return [answers[url] for url in urls]
+            return [results[url] for url in urls]
 
-        return await self._persist(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
+        return await _retry(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
 
-    async def _command(self, url: str, route: str, body: msgspec.Struct | None, read: Read[T]) -> T:
-        """One request that changes an engine; if it cannot be reached, that is remembered."""
-        try:
-            return await self._request(url, route, body, read, self._timeout, admin=True)
-        except EngineUnavailable as error:
-            if (engine := self._pool.engines.get(url)) is not None:
-                self._pool.unreachable(engine, str(error), time.monotonic())
-            raise
-
-    async def _persist(
-        self, attempt: Callable[[], Awaitable[T]], seconds: float, worth: tuple[type[EngineCallError], ...]
-    ) -> T:
-        """Try until it works or the time is over, as long as the error is worth another try."""
-        deadline = time.monotonic() + seconds
-        delay = FIRST_RETRY
-        while True:
-            try:
-                return await attempt()
-            except worth as error:
-                if time.monotonic() + delay > deadline:
-                    raise type(error)(f"{error} (tried for {seconds:g} s)") from error
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, LONGEST_RETRY)
-
-    def _look_around(self) -> None:
-        """Once in a while: who there is, and how they are, beside the call that thinks of it."""
+    def _poll_if_due(self) -> None:
+        """Start a background health check of all engines if the last one is old."""
         now = time.monotonic()
-        if now >= self._look_at and (self._looking is None or self._looking.done()):
+        if now >= self._next_poll_at and (self._polling is None or self._polling.done()):
             self._read_endpoints()
-            self._looking = asyncio.create_task(self._hear(self._pool.to_be_heard(now)))
+            self._polling = asyncio.create_task(self._poll(self._pool.engines_to_poll(now)))
 
-    async def _hear(self, engines: Sequence[PooledEngine]) -> dict[str, Health]:
-        """Ask these for their report, and remember it."""
+    async def _poll(self, engines: Sequence[PooledEngine]) -> dict[str, Health]:
+        """Request and record the health of these engines."""
         now = time.monotonic()
-        self._look_at = now + LOOK
+        self._next_poll_at = now + POLL_INTERVAL_S
         for engine in engines:
             engine.breaker.begin_trial(now)
-        answers, failures = await _ask(engines, self._ask_health)
-        for engine, health in answers.items():
-            self._pool.report(engine, health)
+        replies, failures = await _gather(engines, self._request_health)
+        for engine, health in replies.items():
+            self._pool.record_health(engine, health)
         for engine, error in failures.items():
             if isinstance(error, EngineUnavailable | EngineTimeout):
-                self._pool.unreachable(engine, str(error), time.monotonic())
-        return {engine.url: health for engine, health in answers.items()}
+                self._pool.record_unreachable(engine, str(error), time.monotonic())
+        return {engine.url: health for engine, health in replies.items()}
 
-    async def _ask_health(self, engine: PooledEngine) -> Health:
-        return await self._request(engine.url, "/health", None, _read_health, HEALTH_TIMEOUT)
+    async def _request_health(self, engine: PooledEngine) -> Health:
+        return await self._request(engine.url, "/health", None, _decode_health, HEALTH_TIMEOUT_S)
 
-    def _current(self) -> Sequence[PooledEngine]:
-        """All that there are, as of now."""
-        self._read_at = -math.inf
+    def _current_engines(self) -> Sequence[PooledEngine]:
+        """Return all engines by the addresses that are published now."""
+        self._endpoints_read_at = -math.inf
         self._read_endpoints()
         if not self._pool.engines:
-            raise EngineUnavailable(NOBODY)
+            raise EngineUnavailable(NO_ENDPOINTS)
         return list(self._pool.engines.values())
 
     def _read_endpoints(self) -> None:
         now = time.monotonic()
-        if now - self._read_at > READ_AGAIN:
-            self._read_at = now
+        if now - self._endpoints_read_at > ENDPOINTS_MAX_AGE_S:
+            self._endpoints_read_at = now
             self._pool.update(self._endpoints())
 
     async def _request(
@@ -292,63 +281,74 @@ class EngineClient:
         url: str,
         route: str,
         body: msgspec.Struct | None,
-        read: Read[T],
+        decode: Decode[T],
         timeout: float,
         *,
         admin: bool = False,
         session: str | None = None,
     ) -> T:
-        """One HTTP exchange, its failures told apart. `admin`: one that changes the engine, and needs that key."""
+        """Make one HTTP request and raise its failure as an `EngineCallError`. `admin`: with the admin key."""
         engine = self._pool.engines.get(url)
         headers = {} if engine is None else engine.admin_headers if admin else engine.headers
-        if session is not None:  # by a name that a header can hold
+        if session is not None:  # hashed, since a session may have any name
             headers = {**headers, SESSION_HEADER: f"{zlib.crc32(session.encode()):08x}"}
         method = "POST" if admin or body is not None else "GET"
         data = None if body is None else msgspec.json.encode(body)
         try:
-            status, told, content = await self._http.request(method, url, route, data, timeout, headers)
+            response = await self._http.request(method, url, route, data, timeout, headers)
         except TimeoutError as error:
             raise EngineTimeout(f"{url}{route} gave no answer within {timeout:g} s") from error
-        except Unreachable as error:
+        except ServerUnreachable as error:
             raise EngineUnavailable(f"the engine at {url} cannot be reached: {error}") from error
         try:
-            _check_schema(told.get(SCHEMA_HEADER.lower()))
-            if status == 200:
-                return read(content)
+            schema = response.headers.get(SCHEMA_HEADER.lower())
+            if schema is not None and not (schema.isdecimal() and int(schema) <= SCHEMA):
+                raise ValueError(f"its schema is {schema}, and this version supports up to {SCHEMA}")
+            if response.status == 200:
+                return decode(response.content)
         except (msgspec.DecodeError, ValueError) as error:
-            raise EngineFailed(f"the answer of {url}{route} cannot be used: {error}") from error
-        raise failure_of(url, status, told, content)
+            raise EngineFailed(f"the response of {url}{route} is invalid: {error}") from error
+        raise error_from_response(url, response.status, response.headers, response.content)
 
 
-async def _ask(whom: Collection[K], ask: Callable[[K], Awaitable[T]]) -> tuple[dict[K, T], dict[K, EngineCallError]]:
-    """Ask engines all at once, and wait for every one: what they answered, and why others did not."""
-    answers: dict[K, T] = {}
+async def _retry(
+    attempt: Callable[[], Awaitable[T]], seconds: float, retryable: tuple[type[EngineCallError], ...]
+) -> T:
+    """Repeat the attempt, with exponential backoff, while it fails with a retryable error and time is left."""
+    deadline = time.monotonic() + seconds
+    delay = MIN_RETRY_S
+    while True:
+        try:
+            return await attempt()
+        except retryable as error:
+            if time.monotonic() + delay > deadline:
+                raise type(error)(f"{error} (tried for {seconds:g} s)") from error
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, MAX_RETRY_S)
+
+
+async def _gather(
+    engines: Collection[K], call: Callable[[K], Awaitable[T]]
+) -> tuple[dict[K, T], dict[K, EngineCallError]]:
+    """Call all engines concurrently and return results and failures."""
+    results: dict[K, T] = {}
     failures: dict[K, EngineCallError] = {}
-    outcomes = await asyncio.gather(*map(ask, whom), return_exceptions=True)
-    for engine, outcome in zip(whom, outcomes, strict=True):
+    outcomes = await asyncio.gather(*map(call, engines), return_exceptions=True)
+    for engine, outcome in zip(engines, outcomes, strict=True):
         if isinstance(outcome, EngineCallError):
             failures[engine] = outcome
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
-            answers[engine] = outcome
-    return answers, failures
+            results[engine] = outcome
+    return results, failures
 
 
-def _check_schema(schema: str | None) -> None:
-    if schema is not None and not (schema.isdecimal() and int(schema) <= SCHEMA):
-        raise ValueError(f"it is of schema {schema}, and this version understands up to {SCHEMA}")
-
-
-def _absolute(path: Path) -> str:
-    return str(path.absolute())  # the engine may run in another directory
-
-
-def _endpoints(
+def _endpoint_source(
     engines: Sequence[str] | Path | Callable[[], Sequence[str]], api_key: str | None, admin_key: str | None
 ) -> Callable[[], Iterable[Endpoint]]:
     if isinstance(engines, str):
-        raise TypeError(f"engines must be a list of URLs, not the one string {engines!r}")
+        raise TypeError(f"engines must be a list of URLs, not the string {engines!r}")
     if isinstance(engines, Path):
         return lambda: read_endpoints(engines).values()
     urls = engines if callable(engines) else lambda: engines

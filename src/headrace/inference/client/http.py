@@ -1,49 +1,49 @@
-"""Small HTTP/1.1 exchanges over connections that are kept: one request at a time on each.
+"""HTTP requests and server-sent events over aiohttp's pooled connections.
 
-By hand because a request through aiohttp costs .3 ms of CPU on a small core, a fifth of all that a rollout costs the
-orchestrator; this costs a third of that. A server is `http://HOST:PORT`, `https://HOST:PORT`, or
-`unix:/PATH/OF/A/SOCKET`. A stream of events has a connection of its own, which ends with it. Left out: redirects,
-compression, proxies.
+A server is `http://HOST:PORT`, `https://HOST:PORT`, or `unix:/PATH/OF/A/SOCKET`. Left out: redirects, compression,
+cookies, proxies, and the names, ids and reconnection of events.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import NamedTuple
 
-from headrace.inference.client.event_stream import Reader, read_body, read_events, read_head
-
-P = TypeVar("P", bound=asyncio.Protocol)
+import aiohttp
 
 UNIX = "unix:"
+DONE = b"[DONE]"
+"""The data of the last event, in OpenAI's format."""
+KEEPALIVE_TIMEOUT_S = 60.0
+"""How long idle connections are kept: shorter than our server does."""
+UNIX_KEEPALIVE_TIMEOUT_S = 2.0
+"""The same for vLLM's server, which closes idle connections after 5 s."""
 
 
-class Unreachable(OSError):
-    """No answer came back: nobody listens, or the connection broke."""
+class ServerUnreachable(OSError):
+    """No response: the connection was refused or lost, or the response is not HTTP."""
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     status: int
     headers: dict[str, str]
-    """By name in lower case."""
+    """Names are in lower case."""
     content: bytes
 
 
-class Refused(Exception):
-    """Events were asked for, and the server answered something else: `answer`."""
+class NotAStream(Exception):
+    """Events were requested and the server sent another `response`."""
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(f"HTTP {answer.status}, and no events: {answer.content[:200].decode(errors='replace')}")
-        self.answer = answer
+    def __init__(self, response: HttpResponse) -> None:
+        super().__init__(f"HTTP {response.status} without events: {response.content[:200].decode(errors='replace')}")
+        self.response = response
 
 
 class HttpClient:
-    """Keeps as many connections to each server as were ever needed at once."""
+    """Sessions with any number of connections, one session for TCP and one for each Unix socket."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[_Connection]] = {}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def request(
         self,
@@ -53,20 +53,25 @@ class HttpClient:
         body: bytes | None,
         timeout: float,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """One exchange. Raises TimeoutError, or Unreachable."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        message = _message(method, base_url, route, body, headers)
-        while idle := self._idle.get(base_url):
-            connection = idle.pop()
-            if connection.is_open:
-                try:
-                    return await self._exchange(connection, base_url, message, deadline)
-                except _ClosedWhileIdle:
-                    continue  # the server had given up on it before our request arrived
-        connection = await _connect(base_url, timeout, _Connection)
-        return await self._exchange(connection, base_url, message, deadline)
+    ) -> HttpResponse:
+        """Make one request within `timeout` seconds. Raises TimeoutError or `ServerUnreachable`."""
+        session, url = self._session(base_url), _url(base_url, route)
+        limit = aiohttp.ClientTimeout(total=timeout)
+        for attempt in range(2):
+            try:
+                async with session.request(
+                    method, url, data=body, headers=headers, timeout=limit, allow_redirects=False
+                ) as response:
+                    return await _read(response)
+            except TimeoutError:
+                raise
+            except aiohttp.ServerDisconnectedError as error:
+                # The server may have closed a pooled connection while the request was sent: try once more.
+                if attempt:
+                    raise ServerUnreachable("the server closed the connection") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise ServerUnreachable(str(error) or type(error).__name__) from error
+        raise AssertionError
 
     async def stream(
         self,
@@ -77,194 +82,83 @@ class HttpClient:
         timeout: float,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """The data of server-sent events as they come, without the closing `[DONE]`; `timeout` is for each silence.
+        """Yield the data of server-sent events without the closing `[DONE]`; `timeout` limits each silence.
 
-        Raises TimeoutError, Unreachable, also where the stream breaks off, and `Refused`. Whoever leaves before its
-        end must close it (`contextlib.aclosing`): that closes the connection, as a cancellation does.
+        Raises TimeoutError, `ServerUnreachable` (also for a stream that breaks off) and `NotAStream`. A caller that
+        leaves early must close the generator (`contextlib.aclosing`), which closes the connection.
         """
-        message = _message(method, base_url, route, body, headers)
-        connection = await _connect(base_url, timeout, _Streaming)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
+        session, url = self._session(base_url), _url(base_url, route)
         try:
-            connection.transport.write(message)
-            reader = Reader(connection.received, timeout)
-            status, said = await read_head(reader)
-            pieces = read_body(reader, said)
-            if status != 200 or not said.get("content-type", "").startswith("text/event-stream"):
-                raise Refused(Answer(status, said, b"".join([piece async for piece in pieces])))
-            async for event in read_events(pieces):
-                yield event
-        except TimeoutError:  # an OSError like those that are not about time
+            async with session.request(
+                method, url, data=body, headers=headers, timeout=limit, allow_redirects=False
+            ) as response:
+                if response.status != 200 or response.content_type != "text/event-stream":
+                    raise NotAStream(await _read(response))
+                events = EventParser()
+                async for data in response.content.iter_any():
+                    for event in events.feed(data):
+                        yield event
+                    if events.done:
+                        break
+                response.close()  # the rest is not read
+        except TimeoutError:
             raise
-        except OSError as error:
-            raise Unreachable(str(error)) from error
-        except (ValueError, IndexError) as error:
-            raise Unreachable(f"the answer is not HTTP: {error}") from error
-        finally:
-            connection.transport.abort()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnreachable(str(error) or type(error).__name__) from error
 
     async def close(self) -> None:
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.close()
-        self._idle.clear()
+        for session in self._sessions.values():
+            await session.close()
+        self._sessions.clear()
 
-    async def _exchange(self, connection: _Connection, base_url: str, message: bytes, deadline: float) -> Answer:
-        expires = asyncio.get_running_loop().call_at(deadline, connection.expire)
-        try:
-            answer = await connection.send(message)
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            expires.cancel()
-        if connection.is_open:
-            self._idle.setdefault(base_url, []).append(connection)
-        return answer
-
-
-async def _connect(base_url: str, timeout: float, protocol: Callable[[], P]) -> P:
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(timeout):
-            if base_url.startswith(UNIX):
-                return (await loop.create_unix_connection(protocol, base_url.removeprefix(UNIX)))[1]
-            parts = urlsplit(base_url)
-            secure = parts.scheme == "https"
-            host, port = parts.hostname or "localhost", parts.port or (443 if secure else 80)
-            return (await loop.create_connection(protocol, host, port, ssl=secure or None))[1]
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise Unreachable(str(error)) from error
+    def _session(self, base_url: str) -> aiohttp.ClientSession:
+        key = base_url if base_url.startswith(UNIX) else ""
+        if key not in self._sessions:
+            connector: aiohttp.BaseConnector
+            if key:
+                path, keepalive = key.removeprefix(UNIX), UNIX_KEEPALIVE_TIMEOUT_S
+                connector = aiohttp.UnixConnector(path, limit=0, keepalive_timeout=keepalive)
+            else:
+                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+            self._sessions[key] = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept": "application/json", "Content-Type": "application/json"},
+                skip_auto_headers=("Accept-Encoding", "User-Agent"),
+            )
+        return self._sessions[key]
 
 
-def _message(method: str, base_url: str, route: str, body: bytes | None, headers: Mapping[str, str] | None) -> bytes:
-    host, path = ("localhost", "") if base_url.startswith(UNIX) else urlsplit(base_url)[1:3]
-    content = body or b""
-    more = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]) if headers else ""
-    head = (
-        f"{method} {path}{route} HTTP/1.1\r\nHost: {host}\r\nAccept: application/json\r\n"
-        f"Content-Type: application/json\r\n{more}Content-Length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
-
-
-class _ClosedWhileIdle(Unreachable):
-    """A kept connection broke before a single byte came back: the request had no effect, and may be sent again."""
-
-
-class _Streaming(asyncio.StreamReaderProtocol):
-    """A connection for one stream; one that nobody reads for a while is not filled any further."""
-
-    transport: asyncio.Transport
+class EventParser:
+    """Splits a body that arrives in parts into events. `done`: the last event has been read."""
 
     def __init__(self) -> None:
-        self.received = asyncio.StreamReader()
-        super().__init__(self.received)
+        self.done = False
+        self._line = b""
+        """The incomplete last line."""
+        self._data: list[bytes] = []
+        """Lines of the current event."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        super().connection_made(transport)
-
-
-class _Connection(asyncio.Protocol):
-    def __init__(self) -> None:
-        self.is_open = True
-        self._transport: asyncio.Transport
-        self._answer: asyncio.Future[Answer] | None = None
-        self._received = bytearray()
-        self._head: tuple[int, dict[str, str], int] | None = None
-        """Status, headers and where the body starts."""
-        self._used = False
-
-    def send(self, message: bytes) -> asyncio.Future[Answer]:
-        self._answer = asyncio.get_running_loop().create_future()
-        self._received.clear()
-        self._head = None
-        self._transport.write(message)
-        return self._answer
-
-    def expire(self) -> None:
-        self._fail(TimeoutError("no answer in time"))
-        self.close()
-
-    def close(self) -> None:
-        self.is_open = False
-        self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self._answer is None:  # nobody asked: it must not be taken for the answer to the next request
-            self.close()
-            return
-        self._received += data
-        try:
-            self._read_head()
-            content = None if self._head is None else self._body(ended=False)
-        except ValueError as error:
-            self._fail(Unreachable(f"the answer is not HTTP: {error}"))
-            self.close()
-            return
-        if content is not None:
-            self._finish(content)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.is_open = False
-        if self._head is not None and (content := self._body(ended=True)) is not None:
-            self._finish(content)
-        nothing = not self._received
-        kind = _ClosedWhileIdle if self._used and nothing else Unreachable
-        self._fail(kind(str(error or "the server closed the connection")))
-
-    def _read_head(self) -> None:
-        if self._head is not None or (end := self._received.find(b"\r\n\r\n")) < 0:
-            return
-        first, *lines = self._received[:end].decode("latin-1").split("\r\n")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self._head = int(first.split(" ", 2)[1]), headers, end + 4
-
-    def _body(self, *, ended: bool) -> bytes | None:
-        """The whole of it, or None as long as some is missing. `ended`: the server has closed the connection."""
-        assert self._head is not None
-        status, headers, start = self._head
-        if status in (204, 304):
-            return b""
-        if "content-length" in headers:
-            end = start + int(headers["content-length"])
-            return bytes(self._received[start:end]) if len(self._received) >= end else None
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            return _join_chunks(self._received, start)
-        return bytes(self._received[start:]) if ended else None
-
-    def _finish(self, content: bytes) -> None:
-        assert self._head is not None
-        status, headers, _ = self._head
-        if headers.get("connection", "").lower() == "close":
-            self.close()
-        self._used = True
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.done():
-            answer.set_result(Answer(status, headers, content))
-
-    def _fail(self, error: Exception) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.done():
-            answer.set_exception(error)
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that ends in this part."""
+        *lines, self._line = (self._line + part).split(b"\n")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                event, self._data = b"\n".join(self._data), []
+                self.done = event == DONE
+                if self.done:
+                    return
+                yield event
 
 
-def _join_chunks(received: bytearray, start: int) -> bytes | None:
-    parts: list[bytes] = []
-    while (end := received.find(b"\r\n", start)) >= 0:
-        size = int(received[start:end].split(b";")[0], 16)
-        start = end + 2
-        if len(received) < start + size + 2:
-            return None
-        if size == 0:
-            return b"".join(parts)
-        parts.append(bytes(received[start : start + size]))
-        start += size + 2
-    return None
+async def _read(response: aiohttp.ClientResponse) -> HttpResponse:
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return HttpResponse(response.status, headers, await response.read())
+
+
+def _url(base_url: str, route: str) -> str:
+    return f"http://localhost{route}" if base_url.startswith(UNIX) else base_url + route

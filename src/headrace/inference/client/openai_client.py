@@ -1,7 +1,7 @@
-"""A line to any server that speaks OpenAI's interface: a judge, a teacher, a model to be probed.
+"""A client for servers with OpenAI's API: judges, teachers, models under evaluation.
 
-One call is one request: whoever makes it decides what is worth another try (`transient` tells, `again` tries). Left
-out: streaming. The engines of a run are reached through `engine_client`, which speaks in tokens.
+One call is one request; the caller decides what to retry (`OpenAIError.transient`, `retry`). Left out: streaming, which
+`chat_stream` does. The engines of a run are called with token ids, through `engine_client`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LONGEST_QUOTE = 500
-"""Characters of a server's own words in a message."""
-FIRST_PAUSE = 0.1
-GROWN_PAUSE = 5.0
-"""Seconds before a request is made again, the first time and after many."""
-LONGEST_WISH = 30.0
-"""Seconds that a server may ask for instead."""
+MAX_QUOTE_CHARS = 500
+"""Characters of a server's response in an error message."""
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 5.0
+"""Delay before a retry, the first and the longest."""
+MAX_RETRY_AFTER_S = 30.0
+"""Longest delay that a server may request instead."""
 NOT_FINITE = re.compile(rb"[:,\[]\s*-?(NaN|Infinity)\b")
-"""What some servers write although it is no JSON."""
+"""Numbers that some servers write although JSON does not allow them."""
 
 
 class OpenAIError(Failure):
-    """A call that gave no result. `status` is the server's, if it answered, `retry_after` the seconds it asked for."""
+    """A call without a result. `status` is the HTTP status, if any; `retry_after` the requested delay in seconds."""
 
     transient = False
     """Whether the same call may succeed later."""
@@ -49,29 +48,29 @@ class OpenAIError(Failure):
 
 
 class OpenAIUnreachable(OpenAIError):
-    """No answer came back: nobody listens, or the connection broke."""
+    """No response: the connection was refused or lost."""
 
     transient = True
 
 
 class OpenAITimeout(OpenAIError):
-    """No answer came back in time."""
+    """No response in time."""
 
     transient = True
 
 
 class OpenAIRejected(OpenAIError):
-    """The server will not serve this request; the message has its own words."""
+    """The server refuses this request; the message quotes it."""
 
 
 class OpenAIBusy(OpenAIError):
-    """Too many requests for the server, at the moment."""
+    """The server has too many requests at the moment."""
 
     transient = True
 
 
 class OpenAIFailed(OpenAIError):
-    """The server failed at the request, or answered what it must not."""
+    """The server failed, or sent an invalid response."""
 
     transient = True
 
@@ -81,8 +80,8 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
-class ChatAnswer(msgspec.Struct, frozen=True):
-    """What the model answered: the assistant's message as it came, tool calls included."""
+class ChatResponse(msgspec.Struct, frozen=True):
+    """The assistant's message as received, tool calls included."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -105,12 +104,12 @@ class _Completion(msgspec.Struct):
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """What a server says of a model that it has."""
+    """An entry of `/models`."""
 
     id: str
     owned_by: str | None = None
     max_model_len: int | None = None
-    """The longest sequence that it takes, where it says so."""
+    """None if the server does not report it."""
 
 
 class _Models(msgspec.Struct):
@@ -118,11 +117,11 @@ class _Models(msgspec.Struct):
 
 
 class OpenAIClient:
-    """`base_url` is what comes before `/chat/completions`: https://api.openai.com/v1. For one event loop at a time.
+    """A client of one model at `base_url`, for example https://api.openai.com/v1. For one event loop at a time.
 
-    The key is read from the environment variable `api_key_var` at each call; a server that wants none gets none. No
-    message shows it, even where the server repeats it, nor a user and password in `base_url`. `timeout` is in seconds,
-    for a request that is under way: waiting for one of the `max_concurrent` does not count.
+    The key is read from the environment variable `api_key_var` at each call. Error messages contain neither the key,
+    even if the server repeats it, nor a user and password of `base_url`. `timeout` is in seconds and does not include
+    the wait for one of the `max_concurrent` permits.
     """
 
     def __init__(
@@ -136,12 +135,15 @@ class OpenAIClient:
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise BadInput(
-                f"the address {without_password(base_url)!r} is none: write http://HOST:PORT/v1 or https://..."
+                "not an HTTP address",
+                key="base_url",
+                value=hide_password(base_url),
+                fix="Write http://HOST:PORT/v1 or https://...",
             )
         if max_concurrent < 1:
-            raise BadInput(f"max_concurrent must be at least 1, not {max_concurrent}")
+            raise BadInput("must be at least 1", key="max_concurrent", value=max_concurrent)
         if (complaint := find_invalid_header(headers or {})) is not None:
-            raise BadInput(f"requests to {without_password(base_url)} cannot be made: {complaint}")
+            raise BadInput(f"requests to {hide_password(base_url)} cannot be made: {complaint}")
         self.base_url = base_url.rstrip("/")
         self.model = model
         self._api_key_var = api_key_var
@@ -160,30 +162,36 @@ class OpenAIClient:
         temperature: float | None = None,
         max_tokens: int | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> ChatAnswer:
-        """One reply to the conversation. What is None is left to the server; `extra` goes into the request as it is."""
-        asked = {"tools": tools or None, "temperature": temperature, "max_tokens": max_tokens}
-        given = {name: value for name, value in asked.items() if value is not None}
-        body = {"model": self.model, "messages": list(messages), **given, **(extra or {})}
-        completion = await self.ask("/chat/completions", _Completion, body)
+    ) -> ChatResponse:
+        """Return the reply to a conversation. Fields that are None are not sent; `extra` is added to the request."""
+        options = {"tools": tools or None, "temperature": temperature, "max_tokens": max_tokens}
+        options = {name: value for name, value in options.items() if value is not None}
+        body = {"model": self.model, "messages": list(messages), **options, **(extra or {})}
+        completion = await self.request("/chat/completions", _Completion, body)
         if not completion.choices:
-            raise OpenAIFailed(f"{self.address} answered without a choice")
+            raise OpenAIFailed(f"the response of {self.address} has no choices")
         choice = completion.choices[0]
-        return ChatAnswer(choice.message, choice.finish_reason or "", completion.usage or Usage())
+        return ChatResponse(choice.message, choice.finish_reason or "", completion.usage or Usage())
 
     async def models(self) -> list[str]:
-        """The names of the models that the server has."""
+        """Return the names of the models that the server has."""
         return [model.id for model in await self.model_entries()]
 
     async def model_entries(self) -> list[ModelEntry]:
-        return (await self.ask("/models", _Models)).data
+        return (await self.request("/models", _Models)).data
 
-    async def ask(
+    async def request(
         self, route: str, kind: type[T], body: Mapping[str, Any] | None = None, *, at_root: bool = False
     ) -> T:
-        """One exchange, GET or with a body POST, and its answer as a `kind`. `at_root`: not below /v1."""
+        """Make one request, POST if it has a body, and decode the response as `kind`. `at_root`: not below /v1."""
         base = self.base_url.removesuffix("/v1") if at_root else self.base_url
-        return self._read(await self._exchange("GET" if body is None else "POST", base + route, body), kind)
+        content = await self._exchange("GET" if body is None else "POST", base + route, body)
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            quote = self._hide_key(content.decode(errors="replace"))[:MAX_QUOTE_CHARS]
+            reason = "a number is not finite" if NOT_FINITE.search(content) else error
+            raise OpenAIFailed(f"invalid response of {self.address} ({reason}): {quote}") from error
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -193,32 +201,36 @@ class OpenAIClient:
 
     @property
     def address(self) -> str:
-        """For people."""
-        return without_password(self.base_url)
+        """The base URL without a password."""
+        return hide_password(self.base_url)
 
     async def _exchange(self, method: str, url: str, body: Mapping[str, Any] | None) -> bytes:
         import httpx
 
         self._enter_loop()
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        shown = without_password(url)
+        shown = hide_password(url)
+        key = self._key()
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         async with self._permits:
             try:
                 async with asyncio.timeout(self._timeout):
-                    answer = await self._http.request(method, url, content=content, headers=self._all_headers())
+                    response = await self._http.request(method, url, content=content, headers=headers | self._headers)
             except TimeoutError as error:
                 raise OpenAITimeout(f"{shown} did not answer within {self._timeout:g} s") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                words = self._without_key(str(error) or type(error).__name__)
-                raise OpenAIUnreachable(f"{shown} cannot be reached: {words}") from error
+                reason = self._hide_key(str(error) or type(error).__name__)
+                raise OpenAIUnreachable(f"{shown} cannot be reached: {reason}") from error
             except httpx.InvalidURL as error:
-                raise BadInput(f"the address {shown!r} is none: {error}") from error
-        if answer.status_code != 200:
-            raise self._failure(shown, answer)
-        return answer.content
+                raise BadInput(f"not an address: {error}", key="base_url", value=shown) from error
+        if response.status_code != 200:
+            raise self._failure(shown, response)
+        return response.content
 
     def _enter_loop(self) -> None:
-        """Connections belong to an event loop."""
+        """Open a new HTTP client if the event loop changed."""
         import httpx
 
         loop = asyncio.get_running_loop()
@@ -228,91 +240,77 @@ class OpenAIClient:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrent)
             self._http = httpx.AsyncClient(limits=limits, timeout=None)
 
-    def _all_headers(self) -> dict[str, str]:
-        key = self._key()
-        authorization = {"Authorization": f"Bearer {key}"} if key else {}
-        return {"Content-Type": "application/json", **authorization, **self._headers}
-
     def _key(self) -> str:
         key = os.environ.get(self._api_key_var, "").strip() if self._api_key_var else ""
         if not (key.isascii() and key.isprintable()):
             raise BadInput(
-                f"the environment variable {self._api_key_var} holds what is in no key, "
-                "a line break or a character beyond ASCII: set it to the key alone"
+                "the environment variable contains a line break or a character that is not ASCII",
+                key=self._api_key_var,
+                fix="Set it to the key alone.",
             )
         return key
 
-    def _without_key(self, words: str) -> str:
+    def _hide_key(self, text: str) -> str:
         key = self._key()
-        return words.replace(key, "***") if key else words
+        return text.replace(key, "***") if key else text
 
-    def _read(self, content: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            quote = self._without_key(content.decode(errors="replace"))[:LONGEST_QUOTE]
-            why = "a number in it is not finite" if NOT_FINITE.search(content) else error
-            raise OpenAIFailed(f"{self.address} answered what it should not ({why}): {quote}") from error
-
-    def _failure(self, shown: str, answer: httpx.Response) -> OpenAIError:
-        status = answer.status_code
-        words = self._without_key(own_words(answer.content))[:LONGEST_QUOTE] + f" (HTTP {status} from {shown})"
+    def _failure(self, shown: str, response: httpx.Response) -> OpenAIError:
+        status = response.status_code
+        text = self._hide_key(server_message(response.content))[:MAX_QUOTE_CHARS] + f" (HTTP {status} from {shown})"
         if status in (401, 403) and self._api_key_var and not self._key():
-            words += f"; the environment variable {self._api_key_var}, for the key, is not set"
+            text += f"; the environment variable {self._api_key_var}, for the key, is not set"
         if status in (408, 429):
-            return OpenAIBusy(words, status, _seconds(answer.headers.get("retry-after")))
-        if status >= 500 and status != 501:  # what it does not implement now it will not later
-            return OpenAIFailed(words, status, _seconds(answer.headers.get("retry-after")))
-        return OpenAIRejected(words, status)
+            return OpenAIBusy(text, status, _seconds(response.headers.get("retry-after")))
+        if status >= 500 and status != 501:  # 501 is permanent
+            return OpenAIFailed(text, status, _seconds(response.headers.get("retry-after")))
+        return OpenAIRejected(text, status)
 
 
-async def again(
-    attempt: Callable[[], Awaitable[T]], pauses: Iterator[float], worth: Callable[[OpenAIError], bool] | None = None
+async def retry(
+    attempt: Callable[[], Awaitable[T]],
+    delays: Iterator[float],
+    retryable: Callable[[OpenAIError], bool] = lambda error: error.transient,
 ) -> T:
-    """What the attempt gives, made anew after each pause as long as it fails for a reason that is `worth` it.
-
-    Unset, whatever may pass is. A server that wants a longer pause gets it.
-    """
+    """Repeat the attempt after each delay, or after the longer one that the server requests, while it may succeed."""
     while True:
         try:
             return await attempt()
         except OpenAIError as error:
-            pause = next(pauses, None) if (error.transient if worth is None else worth(error)) else None
-            if pause is None:
+            delay = next(delays, None) if retryable(error) else None
+            if delay is None:
                 raise
-            wanted = error.retry_after or 0.0
-        await asyncio.sleep(max(pause, min(wanted, LONGEST_WISH)))
+            requested = error.retry_after or 0.0
+        await asyncio.sleep(max(delay, min(requested, MAX_RETRY_AFTER_S)))
 
 
-def growing_pauses(seconds: float) -> Iterator[float]:
-    """Pauses, ever longer ones, for so long after the first is asked for."""
+def backoff_delays(seconds: float) -> Iterator[float]:
+    """Yield exponentially growing delays until `seconds` after the first."""
     deadline = time.monotonic() + seconds
-    pause = FIRST_PAUSE
-    while time.monotonic() + pause <= deadline:
-        yield pause
-        pause = min(2 * pause, GROWN_PAUSE)
+    delay = MIN_RETRY_S
+    while time.monotonic() + delay <= deadline:
+        yield delay
+        delay = min(2 * delay, MAX_RETRY_S)
 
 
-def own_words(content: bytes) -> str:
-    """What the server said: OpenAI's form of an error, one of those that others use, or whatever it is."""
+def server_message(content: bytes) -> str:
+    """Return the message of an error response, in OpenAI's format or a similar one, or the whole response."""
     text = content.decode(errors="replace").strip()
     try:
-        said = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        said = None
-    while isinstance(said, dict):
-        said = next((said[name] for name in ("error", "message", "detail") if name in said), None)
-    words = said if isinstance(said, str) else text
-    return words or "no explanation"
+        value = None
+    while isinstance(value, dict):
+        value = next((value[name] for name in ("error", "message", "detail") if name in value), None)
+    return (value if isinstance(value, str) else text) or "no explanation"
 
 
-def without_password(url: str) -> str:
-    """An address without the user and password that it may have."""
+def hide_password(url: str) -> str:
+    """Remove user and password from a URL."""
     return re.sub(r"(^|//)[^/]*@", r"\1", url, count=1)
 
 
 def _seconds(header: str | None) -> float | None:
-    """A date, which the header may have instead, is left to the caller's own patience."""
+    """Parse a Retry-After header; None for a date, which is also allowed there."""
     try:
         seconds = float(header or "")
     except ValueError:

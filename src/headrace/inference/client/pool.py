@@ -1,10 +1,8 @@
-"""Which engine is asked: who there is, how busy each of them is, and who is in no state to be asked.
+"""Engine selection: load balancing, session affinity, circuit breakers and retries. No sockets and no clock.
 
-A session (a group's conversations, and all turns of each) stays with the engine that has its prompt in its cache,
-unless that is gone, does not answer, or has far more to do than another. Everybody else goes to the least busy, by what
-is in flight here and what it says that others have there, relative to what it can run at once; in turn among equals.
-
-No socket and no clock: the caller asks, passes the time in, and tells what came of it.
+A session (the conversations of a group, with all their turns) stays on the engine that has its prompt cached, unless
+that engine is gone, failing, or much busier than another. Other requests go to the least loaded engine: requests in
+flight here plus those of other processes, divided by the engine's capacity; ties in rotation.
 """
 
 from __future__ import annotations
@@ -13,12 +11,70 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from headrace.inference.client.breaker import Breaker
+from headrace.inference.client.errors import EngineCallError, EngineTimeout, EngineUnavailable
 from headrace.inference.schema import Health
 from headrace.transport.endpoint import Endpoint
 
-OVERLOAD = 2.0
-"""How many times as busy as the least busy one an engine with a line must be, for a session to leave it."""
+OVERLOAD_FACTOR = 2.0
+"""A session leaves an engine with a queue whose load is more than this many times another's."""
+BREAKER_FAILURES = 3
+"""Consecutive failures that open a breaker."""
+MIN_OPEN_S, MAX_OPEN_S = 1.0, 10.0
+"""How long a breaker stays open, the first time and at most."""
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 2.0
+"""Delay before a retry, the first and the longest."""
+NO_ENDPOINTS = "no inference server has published its address yet"
+
+
+class CircuitBreaker:
+    """Stops requests to an engine that keeps failing.
+
+    Closed, it allows all requests. It opens after consecutive failures, for a time that doubles with each opening. Then
+    it is half open: one trial is made, and a success closes it on probation, where the next failure opens it again.
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._openings = 0
+        """Since the last success."""
+        self._open_until: float | None = None
+        self._on_trial = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._open_until is None
+
+    def fail(self, now: float) -> None:
+        """Count a failure; one that arrives while the breaker is open changes nothing else."""
+        self._failures += 1
+        if self.is_closed and self._failures >= BREAKER_FAILURES:
+            self._open(now)
+
+    def succeed(self) -> None:
+        self._failures = self._openings = 0
+        self._open_until = None
+        self._on_trial = False
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for a trial."""
+        return self._open_until is not None and now >= self._open_until
+
+    def begin_trial(self, now: float) -> None:
+        """Begin a trial if one is due. The breaker stays open, for longer than before, until the trial passes."""
+        if self.is_due(now):
+            self._open(now)
+            self._on_trial = True
+
+    def pass_trial(self) -> None:
+        """Close the breaker on probation, if a trial is in progress."""
+        if self._on_trial:
+            self._open_until = None
+            self._failures = BREAKER_FAILURES - 1
+            self._on_trial = False
+
+    def _open(self, now: float) -> None:
+        self._open_until = now + min(MIN_OPEN_S * 2**self._openings, MAX_OPEN_S)
+        self._openings += 1
 
 
 class PooledEngine:
@@ -29,25 +85,25 @@ class PooledEngine:
         self.url = endpoint.url
         self.headers = _bearer(endpoint.api_key)
         self.admin_headers = _bearer(endpoint.admin_key)
-        self.breaker = Breaker()
-        self.trouble = ""
-        """Why it is not asked, if it is not."""
+        self.breaker = CircuitBreaker()
+        self.problem = ""
+        """Why it is not available, if it is not."""
         self.in_flight = 0
         """Requests of this process."""
         self.conversations = 0
-        """Of the sessions that are here: those that wait between two requests will be back."""
+        """Conversations of the sessions on this engine, those between two requests included."""
         self.busy_until = 0.0
-        """It has asked to be left alone until then."""
+        """The time until which it asked for no requests."""
         self.capacity: int | None = None
-        """Requests that it runs at once, once it has said so."""
-        self.of_others = 0
+        """Requests that it runs at once; None until its first report."""
+        self.foreign_requests = 0
         """Requests of other processes, by its last report."""
         self.last_choice = 0
 
     def load(self, unknown_capacity: int = 1) -> float:
-        """Above 1, requests wait in its line."""
+        """Return requests per unit of capacity; above 1, requests are queued."""
         own = max(self.in_flight, self.conversations)
-        return (own + self.of_others) / (self.capacity or unknown_capacity)
+        return (own + self.foreign_requests) / (self.capacity or unknown_capacity)
 
 
 class _Session(msgspec.Struct):
@@ -55,8 +111,8 @@ class _Session(msgspec.Struct):
     engine: PooledEngine | None = None
 
 
-class Pool:
-    """`engines` are those that may be asked, by address. One that vanishes from there ends what it has begun."""
+class EnginePool:
+    """The engines of a run, by URL. An engine that is removed still finishes the requests that it has."""
 
     def __init__(self) -> None:
         self.engines: dict[str, PooledEngine] = {}
@@ -64,96 +120,130 @@ class Pool:
         self._choices = 0
 
     def update(self, endpoints: Iterable[Endpoint]) -> None:
-        """Who there is now. A process that took the place of another at its address begins anew."""
-        known = self.engines
+        """Replace the set of engines. A new process at an old URL starts with a fresh state."""
+        registered = self.engines
         self.engines = {}
         for endpoint in endpoints:
-            engine = known.get(endpoint.url)
+            engine = registered.get(endpoint.url)
             self.engines[endpoint.url] = (
                 engine if engine is not None and engine.endpoint == endpoint else PooledEngine(endpoint)
             )
 
-    def join(self, session: str) -> None:
-        """One more conversation of a session begins."""
-        known = self._sessions.setdefault(session, _Session())
-        known.members += 1
-        if known.engine is not None:
-            known.engine.conversations += 1
+    def join(self, key: str) -> None:
+        """Add a conversation to a session."""
+        session = self._sessions.setdefault(key, _Session())
+        session.members += 1
+        if session.engine is not None:
+            session.engine.conversations += 1
 
-    def leave(self, session: str) -> None:
-        known = self._sessions[session]
-        known.members -= 1
-        if known.engine is not None:
-            known.engine.conversations -= 1
-        if not known.members:
-            del self._sessions[session]
+    def leave(self, key: str) -> None:
+        session = self._sessions[key]
+        session.members -= 1
+        if session.engine is not None:
+            session.engine.conversations -= 1
+        if not session.members:
+            del self._sessions[key]
 
-    def choose(self, session: str | None, now: float, avoid: Collection[str] = ()) -> PooledEngine | None:
-        """Whom to ask; None if there is nobody at the moment."""
-        known = self._sessions.get(session) if session is not None else None
-        able = [
+    def choose(self, key: str | None, now: float, avoid: Collection[str] = ()) -> PooledEngine | None:
+        """Return the engine for a request of session `key`; None if no engine is available."""
+        session = self._sessions.get(key) if key is not None else None
+        available = [
             engine
             for engine in self.engines.values()
             if engine.breaker.is_closed and engine.busy_until <= now and engine.url not in avoid
         ]
-        if not able:
+        if not available:
             return None
-        if known is not None and known.engine in able and not _is_overloaded(known.engine, able):
-            return known.engine
-        engine = self._least_busy(able)
-        if known is not None:
-            _move(known, engine)
-        return engine
-
-    def _least_busy(self, able: list[PooledEngine]) -> PooledEngine:
-        # One that has said nothing yet is taken to be as large as the largest.
-        unknown = max((engine.capacity or 1 for engine in able), default=1)
-        engine = min(able, key=lambda engine: (engine.load(unknown), engine.last_choice))
+        if session is not None and session.engine in available and not _is_overloaded(session.engine, available):
+            return session.engine
+        # An engine without a report counts as large as the largest.
+        unknown = max(engine.capacity or 1 for engine in available)
+        engine = min(available, key=lambda engine: (engine.load(unknown), engine.last_choice))
         self._choices += 1
         engine.last_choice = self._choices
+        if session is not None:
+            if session.engine is not None:
+                session.engine.conversations -= session.members
+            engine.conversations += session.members
+            session.engine = engine
         return engine
 
-    def answered(self, engine: PooledEngine) -> None:
+    def record_success(self, engine: PooledEngine) -> None:
         engine.breaker.succeed()
-        engine.trouble = ""
+        engine.problem = ""
 
-    def unreachable(self, engine: PooledEngine, why: str, now: float) -> None:
-        """No answer came, or one that says that it serves nobody."""
-        engine.trouble = why
+    def record_unreachable(self, engine: PooledEngine, problem: str, now: float) -> None:
+        """Count a request without a response, or with one that says that the engine is not available."""
+        engine.problem = problem
         engine.breaker.fail(now)
 
-    def failed(self, engine: PooledEngine, why: str, now: float) -> None:
-        """It answered that it failed. Perhaps all do, having the same weights: it counts if another can be asked."""
+    def record_failure(self, engine: PooledEngine, problem: str, now: float) -> None:
+        """Count an error response, if another engine is available: the weights, which all share, may be the cause."""
         if any(other.breaker.is_closed for other in self.engines.values() if other is not engine):
-            self.unreachable(engine, why, now)
+            self.record_unreachable(engine, problem, now)
 
-    def busy(self, engine: PooledEngine, why: str, until: float) -> None:
-        """It has asked for a pause: that is no failure."""
-        engine.trouble = why
+    def record_busy(self, engine: PooledEngine, problem: str, until: float) -> None:
+        """Send no requests until then. A full queue is not a failure."""
+        engine.problem = problem
         engine.busy_until = max(engine.busy_until, until)
         engine.breaker.succeed()
 
-    def to_be_heard(self, now: float) -> list[PooledEngine]:
-        """Whom to ask for a report: those whom anybody asks, and those whose time for a trial has come."""
+    def engines_to_poll(self, now: float) -> list[PooledEngine]:
+        """Return the engines whose health is requested: those in use, and those due for a trial."""
         return [engine for engine in self.engines.values() if engine.breaker.is_closed or engine.breaker.is_due(now)]
 
-    def report(self, engine: PooledEngine, health: Health) -> None:
+    def record_health(self, engine: PooledEngine, health: Health) -> None:
         engine.capacity = health.capacity
-        engine.of_others = max(0, health.running + health.waiting - engine.in_flight)
+        engine.foreign_requests = max(0, health.running + health.waiting - engine.in_flight)
         engine.breaker.pass_trial()
 
 
-def _is_overloaded(engine: PooledEngine, able: list[PooledEngine]) -> bool:
+class RetryState:
+    """The attempts of one request; it is retried until `seconds` after the first failure."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._deadline: float | None = None
+        self._delay = MIN_RETRY_S
+        self._failures: dict[str, EngineCallError] = {}
+        """The last failure of each engine, in order of time."""
+        self.avoided: set[str] = set()
+        """URLs that failed since the last delay, or timed out."""
+
+    def fail(self, engine: PooledEngine, error: EngineCallError, now: float) -> None:
+        self._begin(now)
+        self._failures.pop(engine.url, None)
+        self._failures[engine.url] = error
+        self.avoided.add(engine.url)
+
+    def next_delay(self, engines: Collection[PooledEngine], now: float) -> float:
+        """Return the seconds to wait before all engines but those that timed out may be tried again.
+
+        Raises the last error, with the problem of every engine in its message, when it is time to give up.
+        """
+        deadline = self._begin(now)
+        slow = {url for url, error in self._failures.items() if isinstance(error, EngineTimeout)}
+        all_slow = bool(slow) and slow >= {engine.url for engine in engines}
+        if all_slow or now + self._delay > deadline:
+            problems = {engine.url: engine.problem for engine in engines if engine.problem}
+            problems |= {url: str(error) for url, error in self._failures.items()}
+            last = next(reversed(self._failures.values()), EngineUnavailable())
+            tried_for = "" if all_slow else f" (tried for {self._seconds:g} s)"
+            raise type(last)(("; ".join(problems.values()) or NO_ENDPOINTS) + tried_for)
+        self.avoided = slow
+        delay, self._delay = self._delay, min(2 * self._delay, MAX_RETRY_S)
+        return delay
+
+    def _begin(self, now: float) -> float:
+        if self._deadline is None:
+            self._deadline = now + self._seconds
+        return self._deadline
+
+
+def _is_overloaded(engine: PooledEngine, available: list[PooledEngine]) -> bool:
     if engine.capacity is None or (load := engine.load()) <= 1:
         return False
-    return any(other.capacity is not None and load > OVERLOAD * other.load() for other in able)
-
-
-def _move(session: _Session, engine: PooledEngine) -> None:
-    if session.engine is not None:
-        session.engine.conversations -= session.members
-    engine.conversations += session.members
-    session.engine = engine
+    return any(other.capacity is not None and load > OVERLOAD_FACTOR * other.load() for other in available)
 
 
 def _bearer(key: str | None) -> dict[str, str]:

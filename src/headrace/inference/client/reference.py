@@ -1,6 +1,6 @@
-"""What algorithms may ask of a model: how likely does another one, or the policy itself, find a sequence?
+"""The interface of a model that scores sequences: a teacher, or the policy itself.
 
-The contract alone, so that algorithms know nothing of servers.
+Algorithms import this interface only, so they do not depend on servers.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class ReferenceFailed(Failure):
-    """A model gave no scores for a sequence. The message names the model and why."""
+    """A model could not score a sequence. The message names the model and the reason."""
 
 
 class Reference(Protocol):
-    """A model that scores sequences of the policy's own token ids."""
+    """A model that scores sequences of the policy's token ids."""
 
     name: str
-    """For people: who it is, and where."""
+    """The model and its address, for messages."""
 
     async def check(self, tokenizer: Tokenizer, seq_len: int, temperature: float = 1.0) -> int | None:
-        """Whether it can score up to `seq_len` of this tokenizer's ids at that temperature; raises `BadInput` if not.
+        """Raise `BadInput` unless it can score up to `seq_len` of this tokenizer's ids at that temperature.
 
-        Gives its `max_model_len`, which scoring takes one token of, or None where that is not known.
+        Returns its `max_model_len`, of which scoring uses one token, or None if unknown.
         """
         ...
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
-        """The logprob of every token after those before it; 0.0 for the first. Raises `ReferenceFailed`."""
+        """Return the logprob of every token given those before it; 0.0 for the first. Raises `ReferenceFailed`."""
         ...
 
     async def close(self) -> None:
-        """Close its connections; whoever serves it goes on."""
+        """Close the connections; the model's server keeps running."""
         ...

@@ -1,8 +1,7 @@
-"""A model that somebody serves, at one or more addresses that speak OpenAI's interface.
+"""A model behind one or more servers with OpenAI's API that Headrace neither starts nor stops.
 
-The least busy address is asked first. What failed for a passing reason is asked again for a bounded time, of another
-address where there is one; what took too long is asked of another address alone. The server is never ours to start or
-to stop.
+Requests go to the least busy address. A request that failed for a temporary reason is retried for a bounded time, on
+another address if there is one; a timeout is retried on another address only.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from headrace.inference.client.openai_client import (
     OpenAIError,
     OpenAITimeout,
     OpenAIUnreachable,
-    again,
-    growing_pauses,
+    backoff_delays,
+    retry,
 )
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-REST = 2.0
-"""Seconds for which an address that failed comes last; one that did not answer in time does for as long again."""
-MOST_AT_ONCE = 4096
-"""Requests to one address: whoever asks has a limit of its own."""
+COOLDOWN_S = 2.0
+"""Seconds for which an address that failed is tried last; after a timeout, at least as long as that timeout."""
+MAX_CONCURRENT = 4096
+"""Requests to one address; callers have their own limits."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class ServedModel:
-    """`name` is what its servers call it, `base_url` where they are: http://host:port/v1, and so on.
+    """The model `name` at the addresses `base_url`, each like http://host:port/v1.
 
-    `timeout` is in seconds for one request, `retry_for` for all the tries after one that failed.
+    `timeout` is in seconds for one request, `retry_for` for all retries after a failure.
     """
 
     def __init__(
@@ -53,64 +52,64 @@ class ServedModel:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if not base_url:
-            raise BadInput(f"model {name} has no base_url: write where it is served, as http://HOST:PORT/v1")
-        self.clients = [OpenAIClient(url, name, api_key_var, timeout, headers, MOST_AT_ONCE) for url in base_url]
+            raise BadInput(
+                f"model {name} has no address", key="base_url", fix="Write where it is served: http://HOST:PORT/v1."
+            )
+        self.clients = [OpenAIClient(url, name, api_key_var, timeout, headers, MAX_CONCURRENT) for url in base_url]
         self.model = name
         self.name = f"{name} at {', '.join(client.address for client in self.clients)}"
-        """For people."""
+        """The model and its addresses, for messages."""
         self._timeout = timeout
         self._retry_for = retry_for
-        self._under_way: Counter[OpenAIClient] = Counter()
-        self._resting: dict[OpenAIClient, float] = {}
+        self._in_flight: Counter[OpenAIClient] = Counter()
+        self._cooling_until: dict[OpenAIClient, float] = {}
 
-    async def ask(self, call: Callable[[OpenAIClient], Awaitable[T]]) -> T:
-        """What one of the servers answers. Raises `OpenAIError`."""
+    async def call(self, request: Callable[[OpenAIClient], Awaitable[T]]) -> T:
+        """Make a request of one of the servers. Raises `OpenAIError`."""
 
         async def attempt() -> T:
-            client = min(self.clients, key=lambda client: (self._is_resting(client), self._under_way[client]))
-            self._under_way[client] += 1
+            client = min(self.clients, key=lambda client: (self._is_cooling(client), self._in_flight[client]))
+            self._in_flight[client] += 1
             try:
-                return await call(client)
+                return await request(client)
             except OpenAIError as error:
                 if error.transient:
-                    rest = max(REST, self._timeout if isinstance(error, OpenAITimeout) else 0.0)
-                    self._resting[client] = time.monotonic() + rest
+                    cooldown = max(COOLDOWN_S, self._timeout if isinstance(error, OpenAITimeout) else 0.0)
+                    self._cooling_until[client] = time.monotonic() + cooldown
                 raise
             finally:
-                self._under_way[client] -= 1
+                self._in_flight[client] -= 1
 
-        def worth(error: OpenAIError) -> bool:
-            return _may_pass(error) or (
-                isinstance(error, OpenAITimeout) and not all(map(self._is_resting, self.clients))
+        def retryable(error: OpenAIError) -> bool:
+            return _is_temporary(error) or (
+                isinstance(error, OpenAITimeout) and not all(map(self._is_cooling, self.clients))
             )
 
-        return await again(attempt, growing_pauses(self._retry_for), worth)
+        return await retry(attempt, backoff_delays(self._retry_for), retryable)
 
-    async def insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Try for as long as this model is worth it."""
-        return await again(attempt, growing_pauses(self._retry_for), _may_pass)
+    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an attempt for up to `retry_for` seconds while it fails for a temporary reason."""
+        return await retry(attempt, backoff_delays(self._retry_for), _is_temporary)
 
     async def check(self) -> list[ModelEntry | None]:
-        """What each server says of the model, None where it has no list of models; `BadInput` if it is not there."""
+        """Return each server's entry of the model, None if it has no `/models`. Raises `BadInput` if it is missing."""
         return [await self._check(client) for client in self.clients]
 
     async def check_chat(self, sampling: Mapping[str, Any], seq_len: int) -> None:
-        """Whether every server has the model and answers a word in a chat that is sampled so; `BadInput` if not."""
+        """Raise `BadInput` unless every server has the model and replies to a chat with these sampling parameters."""
         for client, entry in zip(self.clients, await self.check(), strict=True):
             try:
-                await self.insist(partial(client.chat, HELLO, max_tokens=1, extra=sampling))
+                await self.retry(partial(client.chat, HELLO, max_tokens=1, extra=sampling))
             except OpenAIError as error:
-                raise BadInput(
-                    f"{self.model} at {client.address} does not answer a chat with {_listed(sampling)}: {error}"
-                ) from error
+                keys = ", ".join(f"{key} = {value}" for key, value in sampling.items())
+                raise BadInput(f"{self.model} at {client.address} failed a chat with {keys}: {error}") from error
             if entry is not None and entry.max_model_len is not None and entry.max_model_len < seq_len:
                 log.warning(
-                    "%s at %s takes at most %d tokens, but seq_len is %d: longer conversations are lost",
+                    "%s at %s has max_model_len = %d, less than seq_len = %d: longer conversations are lost",
                     *(self.model, client.address, entry.max_model_len, seq_len),
                 )
 
     async def close(self) -> None:
-        """Close the connections."""
         for client in self.clients:
             await client.close()
 
@@ -120,49 +119,48 @@ class ServedModel:
         except OpenAIError as error:
             if error.status in (404, 405):
                 return None
-            advice = ". Start its server, or mend base_url" if isinstance(error, OpenAIUnreachable) else ""
-            raise BadInput(f"model {self.model} cannot be used: {error}{advice}") from error
-        served = [entry for entry in entries if self._is_named(entry)]
-        if not served:
-            others = ", ".join(entry.id for entry in entries) or "none"
             raise BadInput(
-                f"{client.address} does not serve {self.model!r}; its models are {others}: name one of these, or mend "
-                "base_url"
-            )
-        return served[0]
+                f"model {self.model} cannot be used: {error}",
+                key="base_url",
+                value=client.address,
+                fix="Start its server, or correct base_url." if isinstance(error, OpenAIUnreachable) else None,
+            ) from error
+        for entry in entries:
+            # Our server also accepts the last part of a directory's name.
+            short_name = entry.id.rstrip("/").rsplit("/", 1)[-1] if entry.owned_by == "headrace" else None
+            if self.model in (entry.id, short_name):
+                return entry
+        names = ", ".join(entry.id for entry in entries) or "none"
+        raise BadInput(
+            f"the server does not serve {self.model!r}; its models: {names}",
+            key="base_url",
+            value=client.address,
+            fix="Name one of its models, or correct base_url.",
+        )
 
     async def _list(self, client: OpenAIClient) -> list[ModelEntry]:
         try:
             return await client.model_entries()
         except OpenAIError as error:
-            if not _may_pass(error):
+            if not _is_temporary(error):
                 raise
-            log.warning("model %s is not there yet: %s; trying for %g s", self.model, error, self._retry_for)
-        return await self.insist(client.model_entries)
+            log.warning("model %s is not available yet: %s; retrying for %g s", self.model, error, self._retry_for)
+        return await self.retry(client.model_entries)
 
-    def _is_named(self, entry: ModelEntry) -> bool:
-        """Our own server also takes the last part of a directory's name."""
-        ours = entry.owned_by == "headrace" and entry.id.rstrip("/").rsplit("/", 1)[-1] == self.model
-        return ours or entry.id == self.model
-
-    def _is_resting(self, client: OpenAIClient) -> bool:
-        return self._resting.get(client, 0.0) > time.monotonic()
+    def _is_cooling(self, client: OpenAIClient) -> bool:
+        return self._cooling_until.get(client, 0.0) > time.monotonic()
 
 
 def sampling_keys(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> dict[str, Any]:
-    """How to sample, as a request says it: what would change nothing is left to the server, which may not know it."""
+    """Return sampling parameters as fields of a request, without neutral ones, which a server may not support."""
     keys: dict[str, Any] = {"temperature": temperature}
     keys |= {"top_p": top_p} if top_p < 1 else {}
     keys |= {"top_k": top_k} if top_k != -1 else {}
     return keys | ({"min_p": min_p} if min_p > 0 else {})
 
 
-def _may_pass(error: OpenAIError) -> bool:
-    """A server that took all the time there was would take it again, and what it answers amiss it means."""
+def _is_temporary(error: OpenAIError) -> bool:
+    """Whether the same server may succeed soon: not after a timeout, nor after an invalid response."""
     return isinstance(error, OpenAIUnreachable) or (
         error.transient and error.status is not None and not isinstance(error, OpenAITimeout)
     )
-
-
-def _listed(sampling: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in sampling.items())

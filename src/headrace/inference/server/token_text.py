@@ -10,7 +10,7 @@ from headrace.inference.backend import TokenChunk, TopLogprobs
 from headrace.inference.server.text import BROKEN
 from headrace.text.tokenizer import Tokenizer
 
-CERTAINLY_NOT = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not know; vLLM writes the same."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
@@ -18,7 +18,7 @@ _SPACE = "\u2581"
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, CERTAINLY_NOT)
+    return max(logprob, MIN_LOGPROB)
 
 
 class Offsets:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.inference.backend import EngineError, EngineStopped
-from headrace.inference.client.http import Answer, HttpClient, Unreachable
+from headrace.inference.client.http import HttpClient, HttpResponse, ServerUnreachable
 from headrace.inference.vllm.metrics import Metrics, read_metrics
 from headrace.inference.vllm.wire import problem_of
 
@@ -72,15 +72,15 @@ class Control:
         except (ValueError, OverflowError) as error:  # no text, or no numbers
             raise Refusal(f"vLLM's metrics cannot be read: {error}") from error
 
-    async def _post(self, route: str, body: Any = None) -> Answer:
+    async def _post(self, route: str, body: Any = None) -> HttpResponse:
         return await self._ask("POST", route, None if body is None else msgspec.json.encode(body), PATIENCE)
 
-    async def _ask(self, method: str, route: str, body: bytes | None, timeout: float) -> Answer:
+    async def _ask(self, method: str, route: str, body: bytes | None, timeout: float) -> HttpResponse:
         try:
             answer = await self.http.request(method, self.url, route, body, timeout)
         except TimeoutError as error:
             raise Refusal(f"vLLM did not answer {route} within {timeout:g} s") from error
-        except Unreachable as error:
+        except ServerUnreachable as error:
             raise EngineStopped(f"vLLM cannot be reached: {error}") from error
         if answer.status == 404 and b'"detail"' in answer.content:  # a route, not an adapter, that does not exist
             raise _NoSuchRoute(f"this vLLM has no {route}")

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from headrace.inference.backend import EngineError, EngineStopped, GenerationResult, RequestCancelled, TokenChunk
-from headrace.inference.client.http import HttpClient, Refused, Unreachable
+from headrace.inference.client.http import HttpClient, NotAStream, ServerUnreachable
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.rollout.version import Version
@@ -98,7 +98,7 @@ class VllmGeneration:
             result = await (self._streamed() if self._streams else self._whole())
         except EngineError as error:
             self._end(error)
-        except (TimeoutError, Unreachable) as error:
+        except (TimeoutError, ServerUnreachable) as error:
             self._end(await self._why(f"vLLM cannot be reached: {error}", dying=True))
         except Exception as error:  # whatever an answer may hold: nobody shall wait for ever
             self._end(EngineError(f"vLLM answered what it should not: {type(error).__name__}: {error}"))
@@ -130,9 +130,9 @@ class VllmGeneration:
                         if choice.token_ids:
                             self._pieces.append(wire.piece(choice, self._params))
                             self._news.set()
-            except Refused as refused:
-                problem = wire.problem_of(refused.answer.content)
-                dying = refused.answer.status >= 500
+            except NotAStream as refused:
+                problem = wire.problem_of(refused.response.content)
+                dying = refused.response.status >= 500
                 raise await self._why(f"vLLM refused the request: {problem}", dying=dying) from refused
         return self._result(last, end)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import headrace
 from headrace.errors import Failure
-from headrace.inference.client.http import UNIX, HttpClient, Unreachable
+from headrace.inference.client.http import UNIX, HttpClient, ServerUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class VllmProcess:
     async def _answers(self, http: HttpClient) -> bool:
         try:
             return (await http.request("GET", self.url, "/health", None, 5.0)).status == 200
-        except (TimeoutError, Unreachable):
+        except (TimeoutError, ServerUnreachable):
             return False
 
     async def ended(self) -> str:

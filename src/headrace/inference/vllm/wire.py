@@ -20,7 +20,7 @@ from headrace.inference.backend import (
     check_request,
     check_token_ids,
 )
-from headrace.inference.client.prompt_scores import CERTAINLY_NOT
+from headrace.inference.client.prompt_scores import MIN_LOGPROB
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
@@ -244,7 +244,7 @@ def problem_of(content: bytes) -> str:
 def _refuse_broken(logprobs: Sequence[float], tokens: Sequence[int], kind: str) -> None:
     """What cannot have been sampled must not be trained on: the weights are broken, or the sampler is."""
     for logprob, token in zip(logprobs, tokens, strict=True):
-        if logprob <= CERTAINLY_NOT:
+        if logprob <= MIN_LOGPROB:
             raise EngineError(f"vLLM gave the {kind} token {token} the logprob {logprob:g}, which is not a number")
 
 

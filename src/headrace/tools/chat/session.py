@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from headrace.errors import BadInput
-from headrace.inference.client.chat_stream import ChatServer, Reply, ReplyChunk
+from headrace.inference.client.chat_stream import ChatClient, ReplyChunk, StreamedReply
 from headrace.inference.client.openai_client import ModelEntry, OpenAIError, OpenAIRejected
 from headrace.tools.chat.commands import Leave, obey, question_in, read_line
 from headrace.tools.chat.conversation import Conversation
@@ -24,10 +24,10 @@ class ContextFull(OpenAIRejected):
 class Session:
     """A model of a server, and what has been said to it."""
 
-    def __init__(self, server: ChatServer, model: ModelEntry, conversation: Conversation) -> None:
+    def __init__(self, server: ChatClient, model: ModelEntry, conversation: Conversation) -> None:
         self.server, self.model, self.conversation = server, model, conversation
 
-    def pieces(self, question: str, reply: Reply) -> Generator[ReplyChunk, None, None]:
+    def pieces(self, question: str, reply: StreamedReply) -> Generator[ReplyChunk, None, None]:
         """Ask, and go through the reply. A question without any answer is taken back, an answer cut off is kept."""
         conversation = self.conversation
         conversation.ask(question)
@@ -45,7 +45,7 @@ class Session:
             else:
                 conversation.withdraw()
 
-    def describe(self, reply: Reply, seconds: float) -> str:
+    def describe(self, reply: StreamedReply, seconds: float) -> str:
         """What there is to know about a reply that took so long."""
         facts = []
         if reply.usage is not None:
@@ -61,7 +61,7 @@ class Session:
                 facts.append("which is full: /reset forgets what was said")
         return ", ".join(facts)
 
-    def _used(self, reply: Reply) -> int:
+    def _used(self, reply: StreamedReply) -> int:
         return 0 if reply.usage is None else reply.usage.prompt_tokens + reply.usage.completion_tokens
 
     def _context_full(self, error: OpenAIRejected) -> ContextFull | None:
@@ -112,7 +112,7 @@ def talk(session: Session, terminal: Terminal, read: Callable[[str], str]) -> No
 
 def answer(session: Session, terminal: Terminal, question: str) -> bool:
     """Show the reply as it comes; False if it was interrupted."""
-    reply, began = Reply(), time.monotonic()
+    reply, began = StreamedReply(), time.monotonic()
     pieces = session.pieces(question, reply)
     try:
         for piece in pieces:

@@ -239,7 +239,7 @@ def _agreed(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 async def _served(endpoint: Candidate, key_var: str) -> list[str] | None:
     """The weights that servers of ours say they have; of others, and if none answers, nothing is known."""
     client = EngineClient(engine_urls(endpoint), api_key=key_in(key_var))
-    answers = await client.answering()
+    answers = await client.health_by_url()
     await client.close()
     return sorted({f"{health.model} {health.version}" for health in answers.values()}) or None
 

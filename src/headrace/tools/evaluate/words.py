@@ -12,7 +12,7 @@ from typing import Any
 from headrace.environments.base import Reply
 from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.errors import BadInput
-from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, OpenAIError
+from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.orchestrator.conversation import derive_seed
 from headrace.rollout.types import Message
@@ -27,7 +27,7 @@ async def find_model(urls: Sequence[str], api_key_var: str, wanted: str | None, 
         return wanted
     probe = ServedModel("", urls, api_key_var=api_key_var, retry_for=patience)
     try:
-        names = await probe.insist(probe.clients[0].models)
+        names = await probe.retry(probe.clients[0].models)
     except OpenAIError as error:
         address = probe.clients[0].address
         raise BadInput(
@@ -84,17 +84,17 @@ class _Context:
 
     async def _ask(
         self, tools: list[dict[str, Any]], extra: dict[str, Any], limit: int | None, sent: list[Message]
-    ) -> ChatAnswer:
-        async def once(most: int | None, client: OpenAIClient) -> ChatAnswer:
+    ) -> ChatResponse:
+        async def once(most: int | None, client: OpenAIClient) -> ChatResponse:
             return await client.chat(sent, tools=tools, max_tokens=most, extra=extra)
 
         try:
-            answer = await self._line.model.ask(partial(once, limit))
+            answer = await self._line.model.call(partial(once, limit))
         except OpenAIError as error:
             if limit is None or not is_context_overflow(error):
                 raise
             # Many refuse to be allowed more than they have room for: then what they have is the limit.
-            answer = await self._line.model.ask(partial(once, None))
+            answer = await self._line.model.call(partial(once, None))
         self._count(answer.usage.completion_tokens)
         return answer
 

@@ -16,7 +16,7 @@ from headrace.environments.base import Environment, EpisodeError, Reply
 from headrace.environments.openai_chat import chat
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.inference.client.openai_client import ChatAnswer, OpenAIClient, again, without_password
+from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, hide_password, retry
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.tools.probe.probing import Progress
 from headrace.tools.probe.report import Problem, Report, Sampled, rewards_of
@@ -56,7 +56,7 @@ class Endpoint(NamedTuple):
         finally:
             await client.close()
         if not names:
-            url = without_password(self.url)
+            url = hide_password(self.url)
             raise BadInput("the server lists no model", key="--endpoint", value=url, fix="Set --endpoint-model.")
         return self._replace(model=names[0])
 
@@ -74,10 +74,10 @@ class Line:
     ) -> Reply:
         limits = [limit for limit in (self._max_tokens, max_tokens) if limit is not None]
 
-        async def ask(sent: list[Message]) -> ChatAnswer:
+        async def ask(sent: list[Message]) -> ChatResponse:
             how: dict[str, Any] = {"temperature": self._temperature, "max_tokens": min(limits, default=None)}
             pauses = (FIRST_PAUSE * 2**tried for tried in range(TRIES - 1))
-            return await again(lambda: self._client.chat(sent, tools=tools, **how), pauses)
+            return await retry(lambda: self._client.chat(sent, tools=tools, **how), pauses)
 
         return await chat(ask, messages, tools, "endpoint")
 
