@@ -1,8 +1,8 @@
-r"""Providers, rewards and an objective as one environment of a run: `id = "hackable"`.
+"""The environment of a data provider, rewards and an objective: `id = "hackable"`.
 
-One prompt, one completion. Rewards see all that was written, thoughts included, and a whole group at once. How far the
-policy had come when it wrote a group follows from the versions of the group's tokens, and from nothing else: a resumed
-run finds the same stage of its objective.
+One prompt, one completion. Rewards see the whole completion, thoughts included, and the whole group. The progress of
+the policy follows from the versions of the group's tokens alone, so that a resumed run is in the same stage of its
+objective.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Message, Rollout, Task
 
 REWARD = "objective"
-"""The name of the one reward that a rollout has; what it was combined from is among the metrics."""
+"""The name of a rollout's only reward; the scores that it was combined from are metrics."""
 TOKENIZER = "tokenizer_name"
-"""The kwarg of rewards that count tokens: unset, it is the environment's own."""
+"""The kwarg of rewards that count tokens; its default is the environment's tokenizer."""
 
 Kwargs = Mapping[str, Any]
 
 
 class Hackable(SingleTurn):
-    """`provider` and `objective` are registered names or import paths.
+    """Samples of a `provider`, rewarded by an `objective`: registered names, import paths or files.
 
-    `groups_per_step` is how many prompts a training step has: with it epochs are counted, those of the data that is
-    trained on. Where other data is evaluated, `trained_on` has the `provider` and `kwargs` of that. `tokenizer_name` is
-    what thoughts are counted with, where a reward does not say otherwise; in a run it is the run's model, unless it is
-    set.
+    `groups_per_step` is the number of prompts in a training step, from which epochs of the training data are computed.
+    An environment that evaluates other data has the `provider` and `kwargs` of the training data in `trained_on`.
+    `tokenizer_name` counts the tokens of thoughts, unless a reward sets its own; in a run its default is the model.
     """
 
     def __init__(
@@ -59,15 +58,15 @@ class Hackable(SingleTurn):
             check_number("groups_per_step", groups_per_step, 0, 1e9)
         self._data = build_data_provider(provider, provider_kwargs, seed)
         self._objective = build_objective(objective, objective_kwargs)
-        asked = self._objective.reward_names()
-        kwargs = with_tokenizer(asked, options_by_reward(asked, reward_kwargs or {}), tokenizer_name)
-        self._scorer = Scorer(self._objective, build_rewards(asked, kwargs), reward_timeout)
+        names = self._objective.reward_names()
+        kwargs = with_tokenizer(names, options_by_reward(names, reward_kwargs or {}), tokenizer_name)
+        self._scorer = Scorer(self._objective, build_rewards(names, kwargs), reward_timeout)
         self._tokens = length_in(tokenizer_name) if tokenizer_name else None
         self._groups_per_step = groups_per_step
         self._trained_on = None
         if trained_on is not None:
             self._trained_on = build_data_provider(trained_on["provider"], trained_on.get("kwargs"), seed)
-        self._epoch = 0
+        self._samples_per_epoch = 0
         super().__init__(
             self._rows_of_data, itemgetter("prompt"), {}, raw=True, demonstrate_mistakes=demonstrate_mistakes
         )
@@ -78,11 +77,12 @@ class Hackable(SingleTurn):
         completions = [str(rollout.messages[-1]["content"]) for rollout in rollouts]
         step = newest_version(rollouts)
         progress = Progress(step, self._epochs(step))
-        own = self._objective.at(progress).metrics()
+        metrics, roles = self._objective.at(progress).metrics(), self._objective.roles()
         lengths = self._lengths(samples, completions)
         scored = await self._scorer.score(samples, completions, progress)
         for rollout, result, length in zip(rollouts, scored, lengths, strict=True):
-            rollout.metrics = {**rollout.metrics, **result.scores, **self._roles(result.scores), **length, **own}
+            by_role = {role: result.scores[name] for role, name in roles.items() if name in result.scores}
+            rollout.metrics = {**rollout.metrics, **result.scores, **by_role, **length, **metrics}
             rollout.error = rollout.error or result.error
             rollout.rewards = {} if result.reward is None else {REWARD: result.reward}
 
@@ -94,58 +94,57 @@ class Hackable(SingleTurn):
         return format_of(task.data["info"]).tags
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
-        """The solution as thoughts, then the answer; for samples whose `info` has a `solution`."""
+        """Return the solution as thoughts, then the answer; for samples whose `info` has a `solution`."""
         info = task.data["info"]
         if "solution" not in info:
             raise NotImplementedError("no gold reply: the samples of this provider have no info.solution")
         return format_of(info).write(str(info["solution"]), task.data["answer"])
 
     def _rows_of_data(self) -> Iterator[Row]:
-        """A question that is asked again with other `info` is a task of its own, named by the first's key and by that.
+        """Yield the samples as tasks.
 
-        A record of another run about the question is found for both, since `info` has the key that they share.
+        A repeated question with other `info` is a separate task: a fingerprint of `info` is appended to its key.
+        Records of other runs are found for both, since `info` has the common key.
         """
         first: dict[str, TrainingSample] = {}
         for sample in self._data:
-            known = first.setdefault(sample.key, sample)
-            asked_alike = (known.prompt, known.answer) == (sample.prompt, sample.answer)
-            again = asked_alike and known.info != sample.info
-            key = f"{sample.key}-{fingerprint([sample.info]).digest[:8]}" if again else sample.key
+            same_key = first.setdefault(sample.key, sample)
+            same_question = (same_key.prompt, same_key.answer) == (sample.prompt, sample.answer)
+            repeated = same_question and same_key.info != sample.info
+            key = f"{sample.key}-{fingerprint([sample.info]).digest[:8]}" if repeated else sample.key
             yield {"key": key, "prompt": sample.prompt, "answer": sample.answer, "info": sample.info}
 
     def _epochs(self, step: int) -> float:
-        """Passes over the data after so many steps, as if every prompt had been trained on."""
+        """Return the passes over the training data after `step` steps, as if every prompt had been trained on."""
         if self._groups_per_step is None:
             return 0.0
-        if not self._epoch:
-            self._epoch = len(self.tasks()) if self._trained_on is None else sum(1 for _ in self._trained_on)
-        return step * self._groups_per_step / self._epoch
-
-    def _roles(self, scores: Mapping[str, float]) -> dict[str, float]:
-        return {role: scores[name] for role, name in self._objective.roles().items() if name in scores}
+        if not self._samples_per_epoch:
+            samples = self.tasks() if self._trained_on is None else self._trained_on
+            self._samples_per_epoch = sum(1 for _ in samples)
+        return step * self._groups_per_step / self._samples_per_epoch
 
     def _lengths(self, samples: Sequence[TrainingSample], completions: Sequence[str]) -> list[dict[str, float]]:
-        """How long each thinks; nothing about what is not in format."""
+        """Return the thinking lengths of each completion as metrics, none for a malformed one."""
         infos = [sample.info for sample in samples]
         measures = {"thinking_words": words_in, **({"thinking_tokens": self._tokens} if self._tokens else {})}
         columns = {name: thinking_lengths(completions, infos, measure) for name, measure in measures.items()}
         return [
-            {name: float(length) for name, column in columns.items() if (length := column[place]) is not None}
-            for place in range(len(samples))
+            {name: float(length) for name, column in columns.items() if (length := column[index]) is not None}
+            for index in range(len(samples))
         ]
 
 
 def newest_version(rollouts: Iterable[Rollout]) -> int:
-    """The optimizer steps of the newest weights that wrote any token of a group."""
+    """Return the optimizer step of the newest weights that sampled any token of a group."""
     return max((version for rollout in rollouts if (version := rollout.newest_version) is not None), default=0)
 
 
 def with_tokenizer(
-    asked: Iterable[str], kwargs: Mapping[str, Kwargs], tokenizer_name: str | None
+    names: Iterable[str], kwargs: Mapping[str, Kwargs], tokenizer_name: str | None
 ) -> dict[str, dict[str, Any]]:
-    """The kwargs of rewards; those that count tokens do it with this tokenizer, where they do not name another."""
-    given = {name: dict(own) for name, own in kwargs.items()}
-    for name in asked if tokenizer_name else ():
+    """Return the kwargs of rewards, with the tokenizer added to those that count tokens and set no other."""
+    completed = {name: dict(own) for name, own in kwargs.items()}
+    for name in names if tokenizer_name else ():
         if TOKENIZER in REWARDS.options(name):
-            given.setdefault(name, {}).setdefault(TOKENIZER, tokenizer_name)
-    return given
+            completed.setdefault(name, {}).setdefault(TOKENIZER, tokenizer_name)
+    return completed

@@ -6,7 +6,7 @@ by the format that the prompt requested.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,9 @@ import msgspec
 from headrace.environments.data.rows import checksum, example_key
 from headrace.environments.rewards.batch import SampleData
 from headrace.environments.strict_format import TAGS, format_with
+
+Rows = Iterable[dict[str, Any]]
+Tags = Sequence[str] | None
 
 
 class TrainingSample(msgspec.Struct, frozen=True):
@@ -39,7 +42,7 @@ def asked(
     answer: str,
     info: Mapping[str, Any],
     instructions: str | None = None,
-    tags: Sequence[str] | None = None,
+    tags: Tags = None,
 ) -> TrainingSample:
     """Return a sample whose prompt is the instructions for the strict format, then the question.
 
@@ -53,3 +56,10 @@ def asked(
     if tags is not None:
         entries[TAGS] = list(tags)
     return TrainingSample(f"{words}\n\n{question}" if words else question, answer, entries)
+
+
+def samples_of(rows: Rows, instructions: str | None, tags: Tags) -> Iterator[TrainingSample]:
+    """Yield a sample for each row of `question`, `answer` and further columns, which go to `info`."""
+    for row in rows:
+        info = {name: value for name, value in row.items() if name not in ("question", "answer")}
+        yield asked(row["question"], row["answer"], info, instructions, tags)

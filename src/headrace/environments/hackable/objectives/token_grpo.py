@@ -1,13 +1,11 @@
-r"""Objectives that ship.
-
-`token_grpo` combines correctness c, strict format f, brevity l and token utilisation u of each completion:
+"""The objective `token_grpo`: correctness c, strict format f, brevity l and token utilisation u of each completion.
 
     additive                 c + f + l + u
     weighted_length_penalty  correctness_weight * c + length_penalty_lambda * interaction + f + u
                              interaction = c * l, or c * l * f
 
-What is not enabled is 0. With `strict_format_gate` a completion with f <= 0.5 is worth `non_strict_penalty`, whatever
-else it earned. Credit within the group is the algorithm's, not an objective's.
+Scores that are not enabled are 0. With `strict_format_gate` the reward of a completion with f <= 0.5 is
+`non_strict_penalty`, whatever its other scores. Credit within the group is the algorithm's, not an objective's.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ UTILISATION = "token_utilisation_reward"
 ROLES = (FORMAT, LENGTH, UTILISATION)
 MODES = ("additive", "weighted_length_penalty")
 INTERACTIONS = ("correctness_length", "correctness_length_format")
-STRICT = 0.5
-"""A format reward up to this is none."""
+FORMAT_THRESHOLD = 0.5
+"""A completion with a format score up to this is malformed."""
 
 
 class TwoStages(NamedTuple):
-    """A number that is another one from a step, or from an epoch, on."""
+    """A number that changes at a step or at an epoch."""
 
     first: float
     second: float | None = None
@@ -52,9 +50,10 @@ class TwoStages(NamedTuple):
 
 @register_objective("token_grpo")
 class TokenGrpo(Objective):
-    """See the top of this file. Unset, `enable_length_penalty` is on in the weighted mode alone.
+    """Correctness, strict format, brevity and token utilisation, added up or weighted (see the top of this file).
 
-    `correctness_reward` may be any other reward that says what is right; `additional_rewards` are added as they are.
+    Unset, `enable_length_penalty` is true in the weighted mode only. `correctness_reward` may be any other reward that
+    scores correctness; `additional_rewards` are added as they are.
     """
 
     def __init__(
@@ -119,7 +118,9 @@ class TokenGrpo(Objective):
         nothing = [0.0] * len(samples)
         columns = [scores.get(name, nothing) for name in (self._correctness, *ROLES, *self._additional)]
         return [
-            self._penalty if self._gate and form <= STRICT else self._combined(right, form, brief, used) + sum(rest)
+            self._penalty
+            if self._gate and form <= FORMAT_THRESHOLD
+            else self._combined(right, form, brief, used) + sum(rest)
             for right, form, brief, used, *rest in zip(*columns, strict=True)
         ]
 

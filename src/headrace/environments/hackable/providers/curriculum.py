@@ -1,7 +1,7 @@
-"""Several data providers as one, in an order that is kept: `curriculum`, and the preset `gsm8k_math_curriculum`.
+"""Data providers that combine others in a fixed order: `curriculum`, and the preset `gsm8k_math_curriculum`.
 
 The samples of each provider keep their own order, unless all are shuffled together. With shares, the result is the
-largest in which no sample repeats and each provider has its share.
+largest one in which no sample repeats and each provider has its share.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from headrace.environments.hackable.samples import TrainingSample
 
 ORDERS = ("interleaved", "sequential", "shuffled")
 SOURCE = "source"
-"""The entry of `info` that has the name of the provider, unless the data has a column that is called so."""
+"""The entry of `info` that has the name of the provider, unless the data has such a column."""
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry of `providers`."""
+    """One entry of `providers`: its name, kwargs, share of the samples and order."""
 
     provider: str
-    """A registered name or an import path."""
+    """A registered name, an import path or a file."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     share: float | None = None
-    """Of the samples, relative to the other shares; unset for all: every sample of every provider."""
+    """Share of the samples, relative to the other shares; unset for all: every sample of every provider."""
     order_by: str | None = None
-    """An entry of `info` to sort by, smallest first; samples that are equal in it keep their order."""
+    """Entry of `info` to sort by, smallest first; equal samples keep their order."""
 
 
 @register_data_provider
@@ -51,14 +51,17 @@ def curriculum(
     instructions: str | None = None,
     tags: Sequence[str] | None = None,
 ) -> Iterator[TrainingSample]:
-    """Samples of several providers: spread evenly over each other, one after another, or shuffled together.
+    """Samples of several providers: interleaved evenly, one after another, or shuffled together.
 
-    `seed`, `instructions` and `tags` are handed to each provider that takes them, unless its kwargs have others.
+    `seed`, `instructions` and `tags` are passed to each provider that takes them, unless its kwargs have others.
     """
     check_choice("order", order, ORDERS)
     parts = read_parts(providers)
     shared = {"instructions": instructions, "tags": tags}
-    columns = _shares(parts, _distinct([_samples(part, seed, shared) for part in parts]))
+    columns = _without_repetitions([_samples(part, seed, shared) for part in parts])
+    if shares := [part.share for part in parts if part.share is not None]:
+        whole = min(len(samples) / share for samples, share in zip(columns, shares, strict=True))
+        columns = [samples[: round(whole * share)] for samples, share in zip(columns, shares, strict=True)]
     if order == "interleaved":
         return islice(interleaved(*columns), limit)
     samples = list(chain(*columns))
@@ -79,13 +82,13 @@ def gsm8k_math_curriculum(
     instructions: str | None = None,
     tags: Sequence[str] | None = None,
 ) -> Iterator[TrainingSample]:
-    """Both, spread evenly from beginning to end: GSM8K in a random order, MATH from its easiest level to its hardest.
+    """GSM8K and MATH, interleaved evenly: GSM8K in a random order, MATH from its easiest level to its hardest.
 
     `info` has the `source` of each, "gsm8k" or "math".
     """
-    words = {"source": gsm8k_source, "split": split, "shuffle": True}
+    easy = {"source": gsm8k_source, "split": split, "shuffle": True}
     hard = {"source": math_source, "split": split, "levels": levels, "shuffle": True}
-    parts = [{"provider": "gsm8k", "kwargs": words}, {"provider": "math", "kwargs": hard, "order_by": "level"}]
+    parts = [{"provider": "gsm8k", "kwargs": easy}, {"provider": "math", "kwargs": hard, "order_by": "level"}]
     return curriculum(parts, "interleaved", limit, seed, instructions, tags)
 
 
@@ -110,11 +113,11 @@ def read_parts(providers: Any) -> list[Part]:
 
 
 def interleaved(*several: Sequence[Any]) -> Iterator[Any]:
-    """Yield each sequence in its order, all of them spread evenly: every part of the result has its share of each."""
-    places = [
+    """Yield the items of all sequences, each in its order and spread evenly over the result."""
+    positions = [
         ((index + 0.5) / len(rows), which, index) for which, rows in enumerate(several) for index in range(len(rows))
     ]
-    return (several[which][index] for _, which, index in sorted(places))
+    return (several[which][index] for _, which, index in sorted(positions))
 
 
 def _part(entry: Any, key: str) -> Part:
@@ -129,9 +132,9 @@ def _part(entry: Any, key: str) -> Part:
 
 
 def _samples(part: Part, seed: int, shared: Mapping[str, Any]) -> list[TrainingSample]:
-    """All samples of one provider, in its order or sorted by `order_by`; `info` says whose they are."""
-    takes = DATA_PROVIDERS.options(part.provider)
-    common = {name: value for name, value in shared.items() if value is not None and name in takes}
+    """Return all samples of one provider, in its order or sorted by `order_by`, with `source` in their `info`."""
+    options = DATA_PROVIDERS.options(part.provider)
+    common = {name: value for name, value in shared.items() if value is not None and name in options}
     provider = build_data_provider(part.provider, {**common, **part.kwargs}, seed)
     samples = [
         TrainingSample(sample.prompt, sample.answer, {SOURCE: part.provider, **sample.info}) for sample in provider
@@ -146,20 +149,11 @@ def _samples(part: Part, seed: int, shared: Mapping[str, Any]) -> list[TrainingS
         ) from error
 
 
-def _distinct(columns: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
-    """Leave out of each provider what an earlier one has: an example that several have is still one task."""
-    found: set[str] = set()
-    kept = []
+def _without_repetitions(columns: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
+    """Leave out the samples of each provider that an earlier one has: an example of several providers is one task."""
+    keys: set[str] = set()
+    distinct = []
     for samples in columns:
-        kept.append([sample for sample in samples if sample.key not in found])
-        found |= {sample.key for sample in samples}
-    return kept
-
-
-def _shares(parts: Sequence[Part], columns: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
-    """Cut the samples of each provider down to its share of the largest whole in which none repeats."""
-    shares = [part.share for part in parts if part.share is not None]
-    if not shares:
-        return columns
-    whole = min(len(samples) / share for samples, share in zip(columns, shares, strict=True))
-    return [samples[: round(whole * share)] for samples, share in zip(columns, shares, strict=True)]
+        distinct.append([sample for sample in samples if sample.key not in keys])
+        keys |= {sample.key for sample in samples}
+    return distinct
