@@ -1,7 +1,7 @@
-"""Answers that were paid for once: the latest in memory, and all of them in a file, if there is one.
+"""A cache of a judge's replies: the most recently used in memory, and all of them in a file, if there is one.
 
-The file is an SQLite database, to which several processes may add at a time; nothing in it is ever changed, and a
-process that is killed loses what it was about to add.
+The file is an SQLite database to which several processes may append at a time; entries never change, and a process
+that is killed loses the entry that it was writing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from headrace.errors import BadInput
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-PATIENCE = 10.0
-"""Seconds to wait for another process that writes."""
+LOCK_TIMEOUT_S = 10.0
+"""Time to wait for another process that writes."""
 
 
 class AnswerCache:
-    """Without `path`, what is older than the latest `in_memory` is forgotten. It opens again after `close`.
+    """An LRU cache of `in_memory` entries, backed by the file `path` if there is one. It reopens after `close`.
 
-    A file that cannot be written or read any more (a full disk) is logged once: what was paid for stays in memory.
+    A file that fails later (a full disk) is logged once, and the cache goes on in memory.
     """
 
     def __init__(self, path: Path | None = None, in_memory: int = 10_000) -> None:
@@ -31,20 +31,20 @@ class AnswerCache:
         self._in_memory = in_memory
         self._latest: OrderedDict[str, str] = OrderedDict()
         self._opened: sqlite3.Connection | None = None
-        self._complained = False
-        self._file()  # one that cannot be used is refused now
+        self._reported = False
+        self._file()  # refuse an unusable file now
 
     def get(self, key: str) -> str | None:
         if key not in self._latest:
             rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
             if rows:
-                self._remember(key, rows[0][0])
+                self._keep(key, rows[0][0])
         if key in self._latest:
             self._latest.move_to_end(key)
         return self._latest.get(key)
 
     def put(self, key: str, answer: str) -> None:
-        self._remember(key, answer)
+        self._keep(key, answer)
         self._execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, answer)
 
     def close(self) -> None:
@@ -59,12 +59,12 @@ class AnswerCache:
         try:
             return file.execute(statement, values).fetchall()
         except sqlite3.Error as error:
-            if not self._complained:
-                self._complained = True
-                log.warning("the cache of answers %s fails (%s): new answers may be in memory alone", self._path, error)
+            if not self._reported:
+                self._reported = True
+                log.warning("the cache %s failed (%s): new replies may be kept in memory only", self._path, error)
             return []
 
-    def _remember(self, key: str, answer: str) -> None:
+    def _keep(self, key: str, answer: str) -> None:
         self._latest[key] = answer
         if len(self._latest) > self._in_memory:
             self._latest.popitem(last=False)
@@ -78,7 +78,7 @@ class AnswerCache:
 def _open(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+        file = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         file.execute("PRAGMA journal_mode = WAL")
         file.execute("PRAGMA synchronous = NORMAL")
         [[schema]] = file.execute("PRAGMA user_version").fetchall()
@@ -88,5 +88,5 @@ def _open(path: Path) -> sqlite3.Connection:
         file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID")
         file.execute(f"PRAGMA user_version = {SCHEMA}")
     except (sqlite3.Error, OSError) as error:
-        raise BadInput(f"cannot be used as a cache of answers: {error}", file=path) from error
+        raise BadInput(f"cannot be used as a cache: {error}", file=path) from error
     return file

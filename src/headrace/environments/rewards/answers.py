@@ -13,12 +13,12 @@ from headrace.environments.rewards.mathematics.latex import LONGEST, Unreadable
 from headrace.environments.rewards.mathematics.shapes import has_words, shape_of
 from headrace.errors import BadInput
 
-MOST_BOXES = 16
-"""So many boxes are looked at, from the last one backwards."""
-NEAR_THE_END = 4 * LONGEST
-"""Characters, among which words like "the answer is" are looked for."""
-BETWEEN_BOXES = 60
-"""Characters that may connect two boxes to a list."""
+MAX_BOXES = 16
+"""Boxes that are read, from the last one backwards."""
+END_CHARACTERS = 4 * LONGEST
+"""Length of the end of a text in which phrases like "the answer is" are searched."""
+MAX_CONNECTION_CHARACTERS = 60
+"""Length of the text between two boxes that form a list."""
 
 Extract = Callable[[str], str | None]
 
@@ -34,17 +34,17 @@ _NUMBER = re.compile(r"[-\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?%?")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What is in the last `\boxed{...}` or `\fbox{...}` that is not empty; `\boxed 7` will do.
+    r"""Return the content of the last `\boxed{...}`, `\fbox{...}` or `\boxed 7` that is not empty, or None.
 
-    One that is not closed, or too long for an answer, is none, and nor is any box before it.
-    Boxes that only commas, "and" or "or" connect are one answer, a list: who boxes two guesses has answered with both.
+    A box that is not closed, or too long for an answer, ends the search. Boxes that are connected by commas, "and" or
+    "or" only are one answer, a list: a model that boxes two guesses has answered with both.
     """
     contents: list[str] = []
     start = len(text)
     for begin, end, content in _boxes_from_the_end(text):
         if not contents or end > start:  # the last one, or one around it
             contents = [content]
-        elif end + BETWEEN_BOXES < start or not _CONNECTED.fullmatch(text, end, start):
+        elif end + MAX_CONNECTION_CHARACTERS < start or not _CONNECTED.fullmatch(text, end, start):
             break
         elif content not in contents:
             contents.insert(0, content)
@@ -53,15 +53,18 @@ def boxed_answer(text: str) -> str | None:
 
 
 def final_answer(text: str, *, last_number: bool = False) -> str | None:
-    """The boxed answer, else the line after the last `####`, else what follows the last "answer is" or `<answer>` up to
-    the end of the clause. If wanted, the last number, where there is none of these or the last is prose."""
+    """Return the boxed answer, else the line after the last `####`, else the clause after the last "answer is" or
+    `<answer>`. With `last_number`, return the last number where there is none of these, or the clause is prose."""
     answer = boxed_answer(text)
     if answer is not None:
         return answer
     if (mark := text.rfind("####")) >= 0:
-        return _first_line(text[mark + 4 : mark + 4 + LONGEST])
-    end = text[-NEAR_THE_END:]
-    announced = _announced(end)
+        return text[mark + 4 : mark + 4 + LONGEST].lstrip().partition("\n")[0].strip()
+    end = text[-END_CHARACTERS:]
+    *_, announcement = [None, *_ANSWER_IS.finditer(end)]
+    announced = None
+    if announcement is not None:
+        announced = _END_OF_ANSWER.split(end[announcement.end() :].lstrip(), maxsplit=1)[0].rstrip(". ")
     numbers = _NUMBER.findall(end) if last_number and (announced is None or _is_prose(announced)) else []
     return numbers[-1] if numbers else announced
 
@@ -83,7 +86,7 @@ def last_block(text: str, languages: Collection[str]) -> str | None:
 
 
 def whole_text(text: str) -> str | None:
-    return text.strip() if len(text) <= NEAR_THE_END else None
+    return text.strip() if len(text) <= END_CHARACTERS else None
 
 
 EXTRACTS: dict[str, Extract] = {
@@ -95,7 +98,7 @@ EXTRACTS: dict[str, Extract] = {
 
 
 def extract_named(extract: str | Extract) -> Extract:
-    """One of `EXTRACTS` by its name, or a function of one's own."""
+    """Return the extraction function of this name, or the given function."""
     if callable(extract):
         return extract
     if extract not in EXTRACTS:
@@ -105,13 +108,13 @@ def extract_named(extract: str | Extract) -> Extract:
 
 
 def _boxes_from_the_end(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where each complete box begins and ends, and what is in it."""
-    places = {command: text.rfind(command) for command in _BOXES}
-    for _ in range(MOST_BOXES):
-        begin, command = max((place, command) for command, place in places.items())
+    """Yield the begin, the end and the content of each complete box, the last one first."""
+    positions = {command: text.rfind(command) for command in _BOXES}
+    for _ in range(MAX_BOXES):
+        begin, command = max((position, command) for command, position in positions.items())
         if begin < 0:
             return
-        places[command] = text.rfind(command, 0, begin)
+        positions[command] = text.rfind(command, 0, begin)
         end = _end_of_box(text, begin + len(command))
         if end is None:
             return
@@ -134,20 +137,8 @@ def _end_of_box(text: str, start: int) -> int | None:
     return None
 
 
-def _announced(text: str) -> str | None:
-    found = list(_ANSWER_IS.finditer(text))
-    if not found:
-        return None
-    following = text[found[-1].end() :].lstrip()
-    return _END_OF_ANSWER.split(following, maxsplit=1)[0].rstrip(". ")
-
-
 def _is_prose(answer: str) -> bool:
     try:
         return has_words(shape_of(answer, variables=False))
     except Unreadable:
         return True
-
-
-def _first_line(text: str) -> str:
-    return text.lstrip().partition("\n")[0].strip()

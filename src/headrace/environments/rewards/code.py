@@ -1,18 +1,17 @@
-"""The answer is a program, or part of one, that passes the task's tests.
+"""Reward for code that passes the task's tests.
 
-Every test runs in a process of its own: the solution first, then the test. It has limits on time, memory, files and
-processes, an empty directory, no environment variables to speak of, and it is killed with all that it has started. A
-solution that exits, prints what a test would, forks, fills its directory, attacks the program that runs it or never
-ends earns nothing by it, and costs no rollout. A test that compares an output cannot be cheated by looking: the
-expected output stays here.
+Every test runs in its own process: the solution first, then the test. The process has limits on time, memory, files and
+processes, an empty directory and almost no environment variables, and is killed with all its descendants. A solution
+that exits, prints what a test would, forks, fills its directory, attacks the runner or never ends fails its tests and
+does not fail the rollout. A solution cannot read the expected output of a test: it stays in this process.
 
-An assertion and the solution share an interpreter, and that can be cheated: by a solution whose functions return an
-object that equals everything, by one that replaces what the assertion calls, or by one that takes the token which
-tells that the assertion has passed out of the pipe in which it waits. Where that matters, use `entry` with pairs.
+An assertion shares an interpreter with the solution, which can cheat: its functions may return an object that equals
+everything, replace what the assertion calls, or take the token that reports success out of its pipe. Use `entry` with
+pairs of input and output where that matters.
 
-This is no security boundary. A solution can read and write the files, and use the network, of the user who runs this;
-where the system refuses it a namespace of processes (see `code_runner`), it can also kill every process of that user.
-With models that you do not trust, run the whole of it in a container.
+This is not a security boundary. A solution can read and write the files, and use the network, of the user that runs it;
+where the system refuses a PID namespace (see `code_runner`), it can also kill every process of that user. Run untrusted
+models in a container.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from headrace.environments.sandbox import CPU_BOUND_PATIENCE, ONE_THREAD, CallFa
 
 RUNNER = Path(__file__).with_name("code_runner.py")
 LANGUAGES = ("python", "py", "python3", "")
-GRACE = 30.0
-"""Seconds that starting and clearing up may take besides the tests' own time."""
+GRACE_S = 30.0
+"""Time for starting and cleaning up, besides the tests' own time."""
 
 
 @register_with_part("code_execution_reward")
 class CodeExecution(SandboxReward):
     """The share of tests that the last fenced code block passes; with `all_or_nothing`, 1.0 or 0.0.
 
-    The task has its tests under `tests_field`, a list: statements such as `assert add(1, 2) == 3`, or pairs of `input`
-    and `output`. A pair is what a program reads and what it has to print, up to spaces at the ends of lines; or, with
-    `entry`, the list of arguments of that function and what it has to return, as JSON. `entry` is the field of the task
-    that names the function, or the name itself: `solve`, `Solution().solve`.
+    The task's `tests_field` is a list of tests: statements such as `assert add(1, 2) == 3`, or pairs of `input` and
+    `output`. A pair is the standard input and output of a program, ignoring spaces at the ends of lines; or, with
+    `entry`, the list of arguments and the return value of that function, as JSON. `entry` is the field of the task that
+    names the function, or the name itself: `solve`, `Solution().solve`.
 
-    `timeout` is in seconds of CPU time for all tests together, which may take `CPU_BOUND_PATIENCE` times that by the
-    clock; tests that have not passed by then have failed. `timeouts` counts the solutions that blocked even the program
-    that runs the tests, `failures` those that crashed its process; both score nothing.
+    `timeout` is in seconds of processor time for all tests together; by the clock they may take `CPU_BOUND_PATIENCE` times that.
+    Tests that have not passed by then have failed. A solution that blocks or kills the runner scores 0 and is counted
+    in `counts`, as `timeouts` or `failures`.
     """
 
     name = "code"
@@ -98,20 +97,20 @@ class CodeExecution(SandboxReward):
     async def close(self) -> None:
         await super().close()
         folder, self._folder = self._folder, None
-        if folder is not None:  # what a solution left there that had to be killed with the program that runs it
+        if folder is not None:  # a solution that was killed with the runner may have left files
             await asyncio.to_thread(remove_tree, folder)
 
     async def _check_installation(self) -> None:
-        """Else a broken installation would look like wrong answers."""
+        """Run a trivial test once: with a broken installation all solutions would seem to fail."""
         if not self._works:
             easy = {"kind": "assert", "code": "assert True"}
-            job = {**self._limits, "entry": None, "timeout": GRACE}
+            job = {**self._limits, "entry": None, "timeout": GRACE_S}
             if await self._run("```\npass\n```", [easy], job) != [True]:
-                raise RuntimeError("the program that runs tests does not work: its log, above, says why")
+                raise RuntimeError("the test runner does not work; see its log above")
             self._works = True
 
     async def _passed(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
-        """Nothing, if the solution prevents an answer: that must not be worth more than a wrong solution."""
+        """Return which tests pass; an empty list if the solution stops the runner."""
         try:
             return await self._run(text, tests, job)
         except CallTimeout:
@@ -124,33 +123,38 @@ class CodeExecution(SandboxReward):
 
     async def _run(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
         self._folder = self._folder or tempfile.mkdtemp(prefix="headrace-code-")
-        limit = CPU_BOUND_PATIENCE * job["timeout"] + GRACE
+        limit = CPU_BOUND_PATIENCE * job["timeout"] + GRACE_S
         call = f"{__name__}:run_tests", text, tests, job, self._folder
         passed: list[bool] = await self._sandbox.call(*call, timeout=limit)
         return passed
 
 
 def _test(test: Any, has_entry: bool) -> dict[str, Any]:
-    """What the runner has to know, and under `expected` what it must not."""
+    """Return a test for the runner, and under `expected` what the runner must not see."""
     match test:
         case str():
             return {"kind": "assert", "code": test}
         case {"input": list() as arguments, "output": expected} if has_entry:
             return {"kind": "call", "arguments": arguments, "expected": expected}
-        case {"input": str() as given, "output": str() as expected} if not has_entry:
-            return {"kind": "program", "input": given, "expected": expected}
+        case {"input": str() as stdin, "output": str() as expected} if not has_entry:
+            return {"kind": "program", "input": stdin, "expected": expected}
     pair = "a list of arguments and a value" if has_entry else "two texts"
     raise ValueError(f"a test is a statement, or has `input` and `output` with {pair}; not {str(test)[:80]}")
 
 
 def run_tests(text: str, tests: list[dict[str, Any]], job: dict[str, Any], folder: str) -> list[bool]:
-    """What runs in the sandbox: which tests pass. It works in `folder`."""
+    """Return which tests pass; runs in the sandbox, with temporary files in `folder`."""
     code = last_block(text, LANGUAGES)
     if code is None:
         return [False] * len(tests)
     expected = [test.pop("expected", None) for test in tests]
     status, answer = _run({"code": code, "tests": tests, **job}, folder)
-    results = _read(answer, len(tests)) if status == 0 else [None] * len(tests)
+    try:
+        results = msgspec.json.decode(answer, type=list[str | None]) if status == 0 else []
+    except ValueError:  # the solution has written there
+        results = []
+    if len(results) != len(tests):
+        return [False] * len(tests)
     return [
         result is not None and _agrees(test["kind"], result, wanted)
         for test, result, wanted in zip(tests, results, expected, strict=True)
@@ -158,7 +162,7 @@ def run_tests(text: str, tests: list[dict[str, Any]], job: dict[str, Any], folde
 
 
 def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
-    """The exit status and the answer of the program that runs tests. Nothing of it, or of the solution, is left."""
+    """Return the exit status and the output of the runner, after ending all its processes and removing its files."""
     adopt_orphans()
     os.makedirs(folder, exist_ok=True)  # a solution may have removed it
     directory = tempfile.mkdtemp(dir=folder)
@@ -181,21 +185,12 @@ def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
         remove_tree(directory)
 
 
-def _read(answer: bytes, count: int) -> list[str | None]:
-    """What every test wrote; nothing, if the solution has got at the answer."""
-    try:
-        results = msgspec.json.decode(answer, type=list[str | None])
-    except ValueError:
-        results = []
-    return results if len(results) == count else [None] * count
-
-
 def _agrees(kind: str, result: str, wanted: Any) -> bool:
     match kind:
         case "call":
             try:
                 return _same(json.loads(result), wanted)
-            except (ValueError, RecursionError):  # no JSON, or more of it than can be read
+            except (ValueError, RecursionError):  # not JSON, or too deep to parse
                 return False
         case "program":
             return _lines(result) == _lines(wanted)
@@ -203,7 +198,7 @@ def _agrees(kind: str, result: str, wanted: Any) -> bool:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """As Python compares, except that True is not 1."""
+    """Compare as Python does, except that True is not 1."""
     match value, wanted:
         case (bool(), _) | (_, bool()):
             return value is wanted

@@ -1,8 +1,7 @@
-"""A language model judges the answer, behind any endpoint that speaks OpenAI's chat completions.
+"""Reward by a language model behind any endpoint with OpenAI's chat completions.
 
-Every question is asked once: its answer is kept, in memory and, with `cache`, in a file that survives the run, and
-those who ask the same at the same time share it. What the judge answered is kept, not the score, so that another way to
-read it costs nothing.
+Each distinct request is sent once: the judge's reply is cached in memory and, with `cache`, in a file, and concurrent
+callers share one request. The cache has the reply, not the score, so that another `parse` needs no new requests.
 """
 
 from __future__ import annotations
@@ -29,25 +28,24 @@ from headrace.inference.client.openai_client import OpenAIClient, OpenAIError
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
-"""Seconds before a question is asked again, doubled each time; a server may ask for more."""
-LONGEST_WISH = 300.0
-"""Seconds that a server may ask for."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+"""Delay before a retry, doubled each time; the server's `Retry-After` may be longer."""
+MAX_RETRY_AFTER_S = 300.0
 EMPHASIS = r"""[\s*_`"']{0,9}+"""
 ANNOUNCED = re.compile(
     rf"(?i)(?<![^\W_])score{EMPHASIS}(?:(?:\([^()\n]{{0,40}}+\){EMPHASIS})?+[:=]|(?<!score)(?=[-+.\d])){EMPHASIS}"
 )
-"""`Score: `, whatever emphasis it has, or `score ` before what may be a number."""
+"""`Score: ` with any emphasis, or `score ` before a number."""
 NUMBER = r"\d++(?:\.\d++)?+|\.\d++"
 WRITTEN_SCORE = re.compile(
     rf"(?i)({NUMBER})(?:[ \t*_`(]{{0,9}}+(?:(%)|(?:/|(?:out )?of )[ \t*_`]{{0,9}}+({NUMBER})))?+"
     r"(?![^\W_]|[.,]\d|[ \t*_`(]{0,9}+(?:[/%]|(?:out )?of\b)|[ \t]{0,9}+[-\u2013][ \t]{0,9}+\d)"
 )
-"""A number by itself, a percentage, or so many of so many; neither a range nor any other part of something longer."""
+"""A number, a percentage or a fraction such as 8 out of 10; not a range, nor part of a longer expression."""
 
 
 class JudgeFailed(Failure):
-    """The judge gave no score. The message says why."""
+    """The judge gave no score; the message has the reason."""
 
 
 def _last_number(pattern: str) -> Callable[[str], float | None]:
@@ -59,16 +57,16 @@ def _last_number(pattern: str) -> Callable[[str], float | None]:
         raise BadInput("it has no group to read the score from", key="parse", value=pattern)
 
     def read(answer: str) -> float | None:
-        found = [match[1] for match in expression.finditer(answer)]
-        return float(found[-1]) if found else None
+        scores = [match[1] for match in expression.finditer(answer)]
+        return float(scores[-1]) if scores else None
 
     return read
 
 
 def zero_to_one(answer: str) -> float | None:
-    """What the last `Score:` says: a number from 0 to 1, or a share such as 8/10, 8 out of 10 or 80%.
+    """Return the score after the last `Score:`: a number from 0 to 1, or a share such as 8/10, 8 out of 10 or 80%.
 
-    None if just there is nothing of the kind: an earlier score is not what the judge ended with.
+    None if no score follows there: an earlier score is not the judge's final one.
     """
     starts = [announced.end() for announced in ANNOUNCED.finditer(answer)]
     written = WRITTEN_SCORE.match(answer, starts[-1]) if starts else None
@@ -78,8 +76,8 @@ def zero_to_one(answer: str) -> float | None:
     return score / most if score <= most and most > 0 else None
 
 
-class _Question:
-    """What is being asked, and how many wait for the answer."""
+class _PendingRequest:
+    """A request in flight, and the number of callers that wait for it."""
 
     def __init__(self, task: asyncio.Task[str]) -> None:
         self.task = task
@@ -91,13 +89,12 @@ class Judge:
     """The score that a language model gives to the answer, from 0 to 1 unless `parse` reads it otherwise.
 
     `prompt` is a template: `{text}` is the answer, and each other name in braces a field of the task. The default
-    `parse` expects the judge to end with `Score: X`. Another one is a regular expression, whose group 1 in its last
-    match is the score, or a function of the judge's text that gives a number, or None if it finds no score.
+    `parse` expects the judge to end with `Score: X`. Another one is a regular expression, whose last match has the
+    score in group 1, or a function of the judge's reply that returns a number, or None for no score.
 
-    `timeout` is in seconds, for one request; `retries` is how often one that failed is sent again. Then `on_failure`
-    is "error", which costs the rollout, or the score to give instead. `calls`, `cached` and `failures` count, for the
-    log. An environment in worker processes has a judge in each: `max_concurrent` and `requests_per_minute` hold for
-    one.
+    `timeout` is in seconds per request; a failed request is sent again up to `retries` times. Then `on_failure` is
+    "error", which fails the rollout, or the score to use instead. With worker processes each has its own judge:
+    `max_concurrent` and `requests_per_minute` apply per process.
     """
 
     name = "judge"
@@ -137,9 +134,9 @@ class Judge:
         self._retries = retries
         self._cache = AnswerCache(Path(cache) if cache is not None else None)
         self._on_failure = on_failure
-        self._asking: dict[str, _Question] = {}
+        self._pending: dict[str, _PendingRequest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._line: asyncio.Lock
+        self._rate_limit: asyncio.Lock
 
     async def __call__(self, text: str, data: Data) -> float:
         try:
@@ -151,49 +148,52 @@ class Judge:
             return float(self._on_failure)
 
     async def close(self) -> None:
-        asking = [question.task for question in self._asking.values()]
-        for task in asking:
+        tasks = [request.task for request in self._pending.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
         self._cache.close()
         if any(self.counts.values()):
             log.info("reward %r: %d requests, %d answers from the cache, %d failures", self.name, *self.counts.values())
 
     def _messages(self, text: str, data: Data) -> list[dict[str, str]]:
-        """Values are put in as they are: what is in braces in them stays."""
-        values = (
-            "" if field is None else text if field == "text" else _written(gold_of(data, field))
-            for _, field in self._parts
-        )
-        content = "".join(literal + value for (literal, _), value in zip(self._parts, values, strict=True))
+        """Return the judge's prompt. Braces in the inserted values are kept."""
+        content = ""
+        for literal, field in self._parts:
+            value = "" if field is None else text if field == "text" else gold_of(data, field)
+            content += literal + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        content = content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # no lone surrogates
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return [*system, {"role": "user", "content": _valid_unicode(content)}]
+        return [*system, {"role": "user", "content": content}]
 
     async def _answer(self, messages: list[dict[str, str]]) -> str:
-        """What is known, or else asked; a cancelled caller takes the question from nobody else."""
-        asked = [self._client.base_url, self._client.model, messages, self._sampling]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-        if (known := self._cache.get(key)) is not None:
+        """Return the judge's reply from the cache, from a request in flight, or from a new one.
+
+        A request is cancelled when all callers that wait for it are.
+        """
+        request = [self._client.base_url, self._client.model, messages, self._sampling]
+        key = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+        if (cached := self._cache.get(key)) is not None:
             self.counts["cached"] += 1
-            return known
-        question = self._asking.get(key)
-        if question is None:
-            question = self._asking[key] = _Question(asyncio.create_task(self._ask(key, messages)))
+            return cached
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._pending[key] = _PendingRequest(asyncio.create_task(self._send(key, messages)))
         else:
             self.counts["cached"] += 1
-        question.waiting += 1
+        pending.waiting += 1
         try:
-            return await asyncio.shield(question.task)
+            return await asyncio.shield(pending.task)
         finally:
-            question.waiting -= 1
-            if not question.waiting:  # if it is not answered yet, nobody wants to know any more
-                question.task.cancel()
-                del self._asking[key]
+            pending.waiting -= 1
+            if not pending.waiting:
+                pending.task.cancel()
+                del self._pending[key]
 
-    async def _ask(self, key: str, messages: list[dict[str, str]]) -> str:
+    async def _send(self, key: str, messages: list[dict[str, str]]) -> str:
         for attempt in itertools.count():
-            await self._wait_for_turn()
+            await self._wait_for_rate_limit()
             self.counts["calls"] += 1
             try:
                 answer = await self._client.chat(messages, **self._sampling)
@@ -201,39 +201,39 @@ class Judge:
             except OpenAIError as error:
                 if not error.transient or attempt >= self._retries:
                     raise
-                await asyncio.sleep(_delay(attempt, error.retry_after))
+                await asyncio.sleep(backoff_s(attempt, error.retry_after))
         if answer.finish_reason == "length":
             raise JudgeFailed(f"its answer was cut at {answer.usage.completion_tokens} tokens: raise max_tokens")
-        self._score(answer.text)  # what cannot be read is not kept
+        self._score(answer.text)  # an unreadable reply is not cached
         self._cache.put(key, answer.text)
         return answer.text
 
-    async def _wait_for_turn(self) -> None:
-        """The first in line waits for the clock, the others for the first: whoever leaves the line costs no turn."""
+    async def _wait_for_rate_limit(self) -> None:
+        """Wait until the next request may be sent. A caller that is cancelled here uses up no request."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop, self._line = loop, asyncio.Lock()
-        async with self._line:
-            turn = max(loop.time(), self._next_at)
-            if turn > loop.time():
-                await asyncio.sleep(turn - loop.time())
-            self._next_at = turn + self._interval
+            self._loop, self._rate_limit = loop, asyncio.Lock()
+        async with self._rate_limit:
+            send_at = max(loop.time(), self._next_at)
+            if send_at > loop.time():
+                await asyncio.sleep(send_at - loop.time())
+            self._next_at = send_at + self._interval
 
     def _score(self, answer: str) -> float:
         score = self._parse(answer)
         if score is None or not math.isfinite(score):
-            raise JudgeFailed(f"no score can be read in its answer, which ends {answer[-200:]!r}")
+            raise JudgeFailed(f"no score in its reply, which ends with {answer[-200:]!r}")
         return float(score)
 
 
-def _delay(attempt: int, wanted: float | None) -> float:
-    """Half of it is by chance, so that those who failed together do not come back together."""
-    own = min(FIRST_DELAY * 2.0**attempt, LONGEST_DELAY) * random.uniform(0.5, 1.0)
-    return max(own, min(wanted or 0.0, LONGEST_WISH))
+def backoff_s(attempt: int, retry_after_s: float | None) -> float:
+    """Return the delay before a retry: exponential with jitter, and at least what the server requests."""
+    own = min(FIRST_BACKOFF_S * 2.0**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
+    return max(own, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
 
 
 def _parsed_template(prompt: str) -> list[tuple[str, str | None]]:
-    """Texts, each with the field that follows it."""
+    """Return the literal texts of the template, each with the field that follows it."""
     fix = "Write {text} for the answer, {name} for a field of the task, and {{ or }} for a brace."
     refuse = partial(BadInput, key="prompt", value=prompt, fix=fix)
     try:
@@ -244,14 +244,5 @@ def _parsed_template(prompt: str) -> list[tuple[str, str | None]]:
         if field == "" or form or conversion:
             raise refuse(f"{{{field}...}} is not the name of a field")
     if "text" not in (field for _, field, _, _ in parts):
-        raise refuse("it does not show the answer")
+        raise refuse("it has no {text}, the answer")
     return [(literal, field) for literal, field, _, _ in parts]
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _valid_unicode(text: str) -> str:
-    """With a sign in place of each lone surrogate, which no server would take."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
