@@ -162,7 +162,7 @@ async def test_a_solution_that_holds_up_or_brings_down_the_process_scores_nothin
     os.kill(process._process.pid, signal.SIGKILL)
     assert (await scoring, reward.counts["failures"], reward.counts["timeouts"]) == (0.0, 1, 0)
     await reward(answer(""), {"tests": ["pass"]})
-    monkeypatch.setattr(code, "PATIENCE", 0.0)
+    monkeypatch.setattr(code, "CPU_BOUND_PATIENCE", 0.0)
     monkeypatch.setattr(code, "GRACE_S", 0.5)
     assert (await reward(hang, {"tests": ["pass"]}), reward.counts["failures"], reward.counts["timeouts"]) == (
         0.0,

@@ -49,7 +49,7 @@ class CodeExecution(SandboxReward):
     `entry`, the list of arguments and the return value of that function, as JSON. `entry` is the field of the task that
     names the function, or the name itself: `solve`, `Solution().solve`.
 
-    `timeout` is in seconds of processor time for all tests together; by the clock they may take `CPU_BOUND_PATIENCE` times that.
+    `timeout` is in seconds of processor time for all tests together; by the clock they may take ten times that.
     Tests that have not passed by then have failed. A solution that blocks or kills the runner scores 0 and is counted
     in `counts`, as `timeouts` or `failures`.
     """
