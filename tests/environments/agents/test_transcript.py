@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.environments.agents.chat_completions import ChatRequest, response_body
 from headrace.environments.agents.episode import Episode
-from headrace.environments.agents.replies import whole
-from headrace.environments.agents.requests import ChatRequest
 from headrace.environments.agents.transcript import Transcript
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
@@ -28,7 +27,7 @@ SCHEMAS = [tool.schema for tool in TOOLS.values()]
 
 
 def restored_by(transcript: Transcript, messages: list[Any]) -> list[Message]:
-    return transcript.restored(canonical_messages(messages))
+    return transcript.restore(canonical_messages(messages))
 
 
 def calling(arguments: str) -> dict[str, Any]:
@@ -51,9 +50,9 @@ class Client:
     async def turn(self) -> None:
         """Ask, and put the reply and what follows from it into the conversation."""
         request = msgspec.convert({"messages": self.messages, "tools": self.tools}, ChatRequest)
-        (answer,) = answers = await self.episode.answer(request)
-        self.turns.append(answer.reply.turn)
-        told = json.loads(msgspec.json.encode(whole(request, answers, "policy")))["choices"][0]["message"]
+        (choice,) = choices = await self.episode.reply(request)
+        self.turns.append(choice.reply.turn)
+        told = json.loads(msgspec.json.encode(response_body(request, choices, "policy")))["choices"][0]["message"]
         calls = told.get("tool_calls", [])
         if calls and self.rng.random() < 0.3:  # a framework with ids of its own
             for call in calls:

@@ -1,7 +1,7 @@
-"""Agents as they are: one written against OpenAI's client is pointed at a local address, and its calls are trained.
+"""Training of existing agents: an agent that uses OpenAI's client gets a local URL, and its calls are trained.
 
-`proxy.py` answers at that address with the policy, `transcript.py` recognises what comes back, `program.py` is the
-environment around it all.
+`proxy.py` serves the policy at that URL, `transcript.py` recognizes replies that are sent back, `program.py` is the
+environment for run files.
 """
 
 from headrace.environments.agents.environment import AgentEnvironment, Endpoint

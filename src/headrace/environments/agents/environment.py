@@ -1,17 +1,16 @@
-"""An environment whose episodes are an agent's own loop, which asks the policy as it would ask OpenAI.
+"""An environment whose episodes are run by an existing agent, which calls the policy through OpenAI's API.
 
-Subclass `AgentEnvironment` and say what the tasks are (`tasks`), how the agent is run (`act`) and what came of it
-(`score`); `program.py` does that for agents that a run file names. All calls of an episode are one rollout: what goes
-on from an earlier reply goes on from its tokens, and a sub-agent with a prompt of its own is a sample of its own.
+Subclass `AgentEnvironment` and implement `tasks`, `act` (run the agent) and `score`; `program.py` does so for agents
+named in a run file. All calls of an episode form one rollout: a call that continues an earlier reply continues its
+tokens, and a sub-agent with its own prompt becomes its own sample.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 from headrace.environments.agents.episode import Episode
 from headrace.environments.agents.proxy import HOST, Proxy
@@ -24,7 +23,7 @@ Score = float | Mapping[str, float]
 
 
 class Endpoint(NamedTuple):
-    """Where an agent finds the policy, in the words of OpenAI's client."""
+    """The arguments for OpenAI's client."""
 
     base_url: str
     api_key: str
@@ -32,34 +31,37 @@ class Endpoint(NamedTuple):
 
 
 class AgentCrashed(EpisodeError):
-    """An agent that raised, or a program that failed. The message says what, and is not a fault of the environment."""
+    """An agent that raised, or a program that failed; not a fault of the environment."""
 
     def __init__(self, message: str, *, place: str = "", remote_traceback: str = "") -> None:
         super().__init__("agent_crashed", message, place=place, remote_traceback=remote_traceback)
 
 
 class AgentEnvironment(Environment):
-    """`model` is what the agent is told to ask for. An agent that crashes fails its episode, which is not trained on,
-    unless `crash_reward` says what that is worth: for agents that crash over what a model writes. With `describe_tools`
-    false the policy is not told of the agent's tools, for one that was trained to call them anyway."""
+    """Base of agent environments. `model` is the model name for the agent.
+
+    An episode whose agent crashes fails and is not trained on, unless `crash_reward` is set: for agents that crash
+    because of what a model writes. With `describe_tools` false the agent's tools are not in the prompt, for a policy
+    that was trained to call them anyway.
+    """
 
     def __init__(self, model: str = "policy", crash_reward: float | None = None, describe_tools: bool = True) -> None:
         self._proxy = Proxy(model, describe_tools)
         self._crash_reward = crash_reward
 
     async def act(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
-        """Run the agent on a task's data; what it returns is scored. It is cancelled when the episode ends before."""
+        """Run the agent on a task's data and return its result for `score`. Cancelled if the episode ends first."""
         raise NotImplementedError
 
     async def score(self, result: Any, data: dict[str, Any], messages: list[Message]) -> Score:
-        """What the agent's result is worth: a number, or numbers by name, which are summed.
+        """Return the reward of the agent's result: a number, or numbers by name, which are summed.
 
-        `messages` is the conversation that was answered last.
+        `messages` is the conversation with the latest reply.
         """
         raise NotImplementedError
 
     async def start(self) -> None:
-        spare_loopback(os.environ)
+        bypass_proxy_for_loopback(os.environ)
         await self._proxy.start()
 
     async def close(self) -> None:
@@ -70,39 +72,44 @@ class AgentEnvironment(Environment):
             try:
                 result = await self._play(task.data, episode)
             except AgentCrashed as error:
-                rewards = self._rewards_of_crash(error, episode)
+                rewards = self._crash_rewards(error, episode)
                 return [_rollout(episode, rewards, crashed=True)]
         if not episode.turns:
-            raise EpisodeError("no_calls", "the agent ended without asking the model: it must use the base_url given")
+            raise EpisodeError("no_calls", "the agent made no call to the model: it must use the given base_url")
         score = await self.score(result, task.data, episode.transcript.conversations[-1])
         return [_rollout(episode, dict(score) if isinstance(score, Mapping) else {"reward": score})]
 
     async def _play(self, data: dict[str, Any], episode: Episode) -> Any:
-        """The agent's result; `AgentCrashed` for what it raised, the original of what the model's line raised."""
+        """Return the agent's result. Raises `AgentCrashed` for its exceptions, and the original of the context's."""
         endpoint = Endpoint(self._proxy.url(episode), episode.token, self._proxy.model)
-        playing = asyncio.ensure_future(self._act(data, endpoint))
+        acting = asyncio.ensure_future(self._act(data, endpoint))
         failing = asyncio.ensure_future(episode.failed.wait())
         try:
-            await asyncio.wait({playing, failing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({acting, failing}, return_when=asyncio.FIRST_COMPLETED)
             if episode.failure is not None:
                 raise episode.failure
-            return playing.result()()
+            result, error = acting.result()
         finally:
             failing.cancel()
-            playing.cancel()
-            await asyncio.wait({playing})
+            acting.cancel()
+            await asyncio.wait({acting})
+        if error is None:
+            return result
+        if isinstance(error, EpisodeError):
+            raise error
+        fault = fault_of(error)
+        raise AgentCrashed(fault.text, place=fault.place, remote_traceback=fault.traceback) from error
 
-    async def _act(self, data: dict[str, Any], endpoint: Endpoint) -> Callable[[], Any]:
-        """What gives the agent's result, or raises: sys.exit() in a task of its own would end the process."""
+    async def _act(self, data: dict[str, Any], endpoint: Endpoint) -> tuple[Any, BaseException | None]:
+        """Return the agent's result or exception: sys.exit() raised from a task would end the process."""
         try:
-            result = await self.act(data, endpoint)
+            return await self.act(data, endpoint), None
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            return partial(_raise, error)
-        return lambda: result
+            return None, error
 
-    def _rewards_of_crash(self, error: AgentCrashed, episode: Episode) -> dict[str, float]:
+    def _crash_rewards(self, error: AgentCrashed, episode: Episode) -> dict[str, float]:
         if self._crash_reward is not None and episode.turns:
             return {"crashed": self._crash_reward}
         if episode.overflow is not None:
@@ -111,8 +118,8 @@ class AgentEnvironment(Environment):
 
 
 def _rollout(episode: Episode, rewards: dict[str, float], crashed: bool = False) -> Rollout:
-    cut = bool(episode.turns) and episode.turns[-1].finish_reason == "length"
-    stop_reason = "context_full" if episode.overflow is not None else "truncated" if cut else ""
+    is_cut = bool(episode.turns) and episode.turns[-1].finish_reason == "length"
+    stop_reason = "context_full" if episode.overflow is not None else "truncated" if is_cut else ""
     conversations = episode.transcript.conversations
     return Rollout(
         rewards=rewards,
@@ -129,16 +136,9 @@ def _rollout(episode: Episode, rewards: dict[str, float], crashed: bool = False)
     )
 
 
-def _raise(error: BaseException) -> NoReturn:
-    if isinstance(error, EpisodeError):
-        raise error
-    fault = fault_of(error)
-    raise AgentCrashed(fault.text, place=fault.place, remote_traceback=fault.traceback) from error
-
-
-def spare_loopback(variables: MutableMapping[str, str]) -> None:
-    """Have HTTP clients that use a proxy by these variables ask this machine directly."""
+def bypass_proxy_for_loopback(variables: MutableMapping[str, str]) -> None:
+    """Add this machine to the hosts that HTTP clients reach without a proxy."""
     for name in NO_PROXY:
-        spared = [host for host in variables.get(name, "").split(",") if host]
-        if HOST not in spared and "*" not in spared:
-            variables[name] = ",".join([*spared, HOST])
+        hosts = [host for host in variables.get(name, "").split(",") if host]
+        if HOST not in hosts and "*" not in hosts:
+            variables[name] = ",".join([*hosts, HOST])

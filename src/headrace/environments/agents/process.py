@@ -1,8 +1,8 @@
-"""Agents that are programs: each episode runs one, and none is left behind, however the episode or this process ends.
+"""Agents that are programs: one process per episode, which never outlives the episode or this process.
 
-A program and whatever it has started is one process group, which is killed when the program has ended or its episode
-is cancelled. If this process is killed, a reaper beside it does the same (`reaper.py`). Output goes to files: a program
-can never be held up by pipes that nobody reads.
+A program and all that it has started form a process group, which is killed when the program ends or its episode is
+cancelled. If this process is killed, a separate reaper process does the same (`reaper.py`). Output goes to files, so
+that a full pipe never blocks a program.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from headrace.environments.agents import reaper
 from headrace.environments.agents.environment import AgentCrashed
 from headrace.environments.child_process import describe_exit, kill_group
 
-TAIL = 2000
-"""Characters at the end of what a failed program had to say for itself."""
-MOST_OUTPUT = 16 << 20
+MAX_ERROR_CHARS = 2000
+"""Characters at the end of a failed program's standard error that are reported."""
+MAX_OUTPUT_BYTES = 16 << 20
 
 
 class Processes:
-    """The programs that run, and their reaper."""
+    """The running programs, and their reaper."""
 
     def __init__(self) -> None:
         self._running: set[int] = set()
         self._reaper: subprocess.Popen[bytes] | None = None
 
-    async def run(self, command: Sequence[str], given: bytes, variables: Mapping[str, str]) -> str:
-        """What the program writes when it is given this on its standard input. Raises `AgentCrashed`."""
+    async def run(self, command: Sequence[str], stdin: bytes, variables: Mapping[str, str]) -> str:
+        """Run a program with this standard input and return its standard output. Raises `AgentCrashed`."""
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -46,16 +46,18 @@ class Processes:
             )
             try:
                 self._watch(process.pid)
-                status = await _fed(process, given)  # which begins when it can no longer be left behind
+                status = await _feed(process, stdin)  # the program starts once it has its input, when it is watched
             finally:
                 await self._end(process)
             if status != 0:
-                said = _read(errors)[-TAIL:].strip() or "nothing on its standard error"
-                raise AgentCrashed(f"the program {describe_exit(status)}; it said: {said}", place=f"status {status}")
+                text = _read(errors)[-MAX_ERROR_CHARS:].strip() or "empty"
+                raise AgentCrashed(
+                    f"the program {describe_exit(status)}; its standard error: {text}", place=f"status {status}"
+                )
             return _read(output)
 
     async def close(self) -> None:
-        """End what still runs."""
+        """End the reaper, which kills what still runs."""
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             self._reaper.stdin.close()
@@ -64,35 +66,35 @@ class Processes:
 
     def _watch(self, group: int) -> None:
         self._running.add(group)
-        if self._reaper is None or self._reaper.poll() is not None:  # somebody has killed it
+        if self._reaper is None or self._reaper.poll() is not None:  # it was killed
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(reaper.__file__))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            for known in self._running - {group}:
-                self._tell(f"+{known}\n")
-        self._tell(f"+{group}\n")
+            for other in self._running - {group}:
+                self._notify(f"+{other}\n")
+        self._notify(f"+{group}\n")
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Of the program itself, and of all that it has left in its group."""
+        """Kill the program and its process group."""
         kill_group(process.pid)
         await process.wait()
         self._running.discard(process.pid)
         with suppress(BrokenPipeError):  # the next program starts another reaper
-            self._tell(f"-{process.pid}\n")
+            self._notify(f"-{process.pid}\n")
 
-    def _tell(self, line: str) -> None:
+    def _notify(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.write(line.encode())
             self._reaper.stdin.flush()
 
 
-async def _fed(process: asyncio.subprocess.Process, given: bytes) -> int:
-    """The exit status, once it has ended; a program need not read what it is given."""
+async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> int:
+    """Write its standard input, which it may leave unread, and return its exit status."""
     assert process.stdin is not None
-    process.stdin.write(given)
+    process.stdin.write(stdin)
     with suppress(BrokenPipeError, ConnectionResetError):
         await process.stdin.drain()
     process.stdin.close()
@@ -101,5 +103,5 @@ async def _fed(process: asyncio.subprocess.Process, given: bytes) -> int:
 
 def _read(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - MOST_OUTPUT))
+    file.seek(max(0, size - MAX_OUTPUT_BYTES))
     return file.read().decode(errors="replace")

@@ -1,8 +1,7 @@
-"""A program that outlives the process that started it, to end what that one has left running.
+"""A program that outlives the process that started it and then kills the process groups that are left.
 
-It reads process groups from its standard input: `+1234` for one that has begun, `-1234` for one that has ended. When
-the input ends, however its writer did, it kills those that are left. It imports nothing of Headrace, so that it starts
-at once.
+It reads process groups from its standard input: `+1234` for a started one, `-1234` for one that has ended. When the
+input closes it kills the rest. It imports nothing of Headrace, so that it starts quickly.
 """
 
 import os
@@ -13,7 +12,7 @@ from contextlib import suppress
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its writer decides, by ending
+        signal.signal(number, signal.SIG_IGN)  # it ends with its input
     running: set[int] = set()
     for line in sys.stdin:
         (running.add if line[0] == "+" else running.discard)(int(line[1:]))

@@ -1,10 +1,10 @@
-"""What an agent has been answered in an episode, and how its conversations are recognised when they come back.
+"""The replies of an episode, recognized when an agent sends them back.
 
-A policy is trained on exact tokens only where a conversation goes on from a reply as it was given. An agent sends each
-reply back in OpenAI's form: arguments as texts, thoughts dropped, perhaps with ids of its own. So every reply is kept,
-and is put back as it was where it comes in the conversation that it was given in and says the same; so is one that was
-moved, if its calls have the ids that were given out. Whatever else an agent sends (examples, summaries, replies that it
-has rewritten) is taken as its own words.
+A policy is trained on exact tokens only where a conversation continues a reply unchanged. An agent sends each reply
+back in OpenAI's form: arguments as texts, reasoning dropped, perhaps with ids of its own. Every reply is therefore
+kept, and restored where it comes back in its own conversation with the same text and calls; a reply that was moved
+elsewhere is restored if its calls have the ids that were assigned. All other messages of an agent (examples,
+summaries, rewritten replies) are taken as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,103 +21,93 @@ from headrace.environments.tools import is_plain
 from headrace.rollout.types import Message
 from headrace.text.openai_messages import check_encodable
 
+ConversationHash = bytes
+"""A digest of the first messages of a conversation."""
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
-Name = bytes
-"""A digest of a conversation, as far as it has come."""
 
-
-class Given(NamedTuple):
-    """A reply as the episode's context gave it."""
-
+class _RecordedReply(NamedTuple):
     message: Message
     visible: bytes
     calls: list[tuple[str, str]]
-    """The id and the tool of each call, as the chat format knows them."""
-    ids: list[str]
-    """Of its calls, as the agent knows them: they are unique in the episode."""
+    """The id and the tool of each call, as the chat format has them."""
+    call_ids: list[str]
+    """The ids that the agent got for its calls, unique in the episode."""
 
 
 class Transcript:
-    """The replies of one episode, by the conversations that they were given in."""
+    """The replies of one episode, by their conversations."""
 
     def __init__(self) -> None:
-        self._given: dict[Name, list[Given]] = {}
-        self._by_id: dict[str, Given] = {}
+        self._replies: dict[ConversationHash, list[_RecordedReply]] = {}
+        self._by_call_id: dict[str, _RecordedReply] = {}
         self._numbers = itertools.count()
-        self._led: dict[Name, list[Message]] = {}
+        self._conversations: dict[ConversationHash, list[Message]] = {}
 
     @property
     def conversations(self) -> list[list[Message]]:
-        """Each as far as it was led; the last is the one that was answered last."""
-        return list(self._led.values())
+        """Each conversation at its full length; the one with the latest reply is last."""
+        return list(self._conversations.values())
 
-    def restored(self, sent: Sequence[Message]) -> list[Message]:
-        """What an agent sent, in its plain form, with every reply that is recognised as it was given."""
+    def restore(self, messages: Sequence[Message]) -> list[Message]:
+        """Return an agent's messages, in canonical form, with every recognized reply as it was recorded."""
         restored: list[Message] = []
-        calls: dict[str, tuple[str, str]] = {}  # by the agent's id of a call: ours, and the tool's name
-        name = b""
-        for index, message in enumerate(sent):
+        calls: dict[str, tuple[str, str]] = {}  # by the agent's id of a call: our id, and the tool's name
+        prefix = b""
+        for index, message in enumerate(messages):
             known = message
             if message["role"] == "assistant":
-                given = self._find(name, message)
-                known = message if given is None else given.message
-                calls |= zip(_call_ids(message), _calls(message) if given is None else given.calls, strict=True)
+                reply = self._find(prefix, message)
+                known = message if reply is None else reply.message
+                calls |= zip(_call_ids(message), _calls(message) if reply is None else reply.calls, strict=True)
             elif message["role"] == "tool":
-                known = _answering(message, calls)
+                call_id = message["tool_call_id"]
+                call_id, name = calls.get(call_id, (call_id, message.get("name", "")))
+                known = {"role": "tool", "tool_call_id": call_id, "content": message["content"]}
+                if is_plain(name):  # some chat formats need the tool's name
+                    known["name"] = name
             if known is message:
                 check_encodable(index, message)
             restored.append(known)
-            name = _next(name, known)
+            prefix = _extend_hash(prefix, known)
         return restored
 
-    def record(self, asked: Sequence[Message], reply: Message, seen: Message | None = None) -> list[str]:
-        """Remember the reply to a conversation, and what the agent sees of it, if that is not all.
+    def record(self, messages: Sequence[Message], reply: Message, visible: Message | None = None) -> list[str]:
+        """Record the reply to a conversation, and the message that the agent sees, if it differs.
 
-        Returns the ids by which the agent shall know its calls.
+        Returns the ids for the agent's view of the calls.
         """
-        seen = reply if seen is None else seen
-        *_, name, whole = names = list(_names([*asked, reply]))
-        calls = _calls(seen)
-        given = Given(reply, _visible_content(seen), calls, [f"call-{next(self._numbers)}" for _ in calls])
-        self._given.setdefault(name, []).append(given)
-        self._by_id |= dict.fromkeys(given.ids, given)
-        for shorter in names:
-            self._led.pop(shorter, None)
-        self._led[whole] = [*asked, reply]
-        return given.ids
+        visible = reply if visible is None else visible
+        *_, prefix, whole = hashes = list(itertools.accumulate([*messages, reply], _extend_hash, initial=b""))
+        calls = _calls(visible)
+        call_ids = [f"call-{next(self._numbers)}" for _ in calls]
+        recorded = _RecordedReply(reply, _visible_content(visible), calls, call_ids)
+        self._replies.setdefault(prefix, []).append(recorded)
+        self._by_call_id |= dict.fromkeys(call_ids, recorded)
+        for shorter in hashes:
+            self._conversations.pop(shorter, None)
+        self._conversations[whole] = [*messages, reply]
+        return call_ids
 
-    def _find(self, name: Name, message: Message) -> Given | None:
-        said, ids = _visible_content(message), _call_ids(message)
-        here = [given for given in self._given.get(name, ()) if given.visible == said]
-        if here:  # the same words may have been given twice
-            return next((given for given in here if given.ids == ids), here[-1])
-        moved = self._by_id.get(ids[0]) if ids else None
-        return moved if moved is not None and moved.ids == ids and moved.visible == said else None
+    def _find(self, prefix: ConversationHash, message: Message) -> _RecordedReply | None:
+        content, call_ids = _visible_content(message), _call_ids(message)
+        matches = [reply for reply in self._replies.get(prefix, ()) if reply.visible == content]
+        if matches:  # the same text may have been sampled twice
+            return next((reply for reply in matches if reply.call_ids == call_ids), matches[-1])
+        moved = self._by_call_id.get(call_ids[0]) if call_ids else None
+        return moved if moved is not None and moved.call_ids == call_ids and moved.visible == content else None
 
 
 def _calls(message: Message) -> list[tuple[str, str]]:
     return [(call["id"], call["function"]["name"]) for call in message.get("tool_calls", ())]
 
 
-def _answering(message: Message, calls: dict[str, tuple[str, str]]) -> Message:
-    """A tool's result under the id that we know its call by, with the name of the tool, which some formats want."""
-    identity, name = calls.get(message["tool_call_id"], (message["tool_call_id"], message.get("name", "")))
-    told = {"role": "tool", "tool_call_id": identity, "content": message["content"]}
-    return told | ({"name": name} if is_plain(name) else {})
+def _call_ids(message: Message) -> list[str]:
+    return [str(call.get("id") or "") for call in message.get("tool_calls", ())]
 
 
-def _names(messages: Sequence[Message]) -> Iterator[Name]:
-    """Of the conversation before its first message, after it, and so on to the last."""
-    name = b""
-    yield name
-    for message in messages:
-        name = _next(name, message)
-        yield name
-
-
-def _next(name: Name, message: Message) -> Name:
-    return hashlib.blake2b(_canonical_json(message), key=name, digest_size=16).digest()
+def _extend_hash(prefix: ConversationHash, message: Message) -> ConversationHash:
+    return hashlib.blake2b(_canonical_json(message), key=prefix, digest_size=16).digest()
 
 
 def _visible_content(message: Message) -> bytes:
@@ -125,10 +115,6 @@ def _visible_content(message: Message) -> bytes:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     content = str(message.get("content") or "").strip()
     return _canonical_json([content, [[call["name"], call["arguments"]] for call in calls]])
-
-
-def _call_ids(message: Message) -> list[str]:
-    return [str(call.get("id") or "") for call in message.get("tool_calls", ())]
 
 
 def _canonical_json(value: Any) -> bytes:

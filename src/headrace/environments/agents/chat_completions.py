@@ -1,0 +1,173 @@
+"""Bodies of `/v1/chat/completions`: requests of agents, and the policy's replies, whole or as a stream.
+
+The run decides how its policy is sampled, since training depends on it: such settings of a request are ignored, with
+one warning each. So are a required response format and forced tool calls. Settings whose absence would change what the
+agent gets are refused. A stream is sent once the reply is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from headrace.environments.base import Reply
+from headrace.inference.backend import InvalidRequest
+from headrace.inference.server.openai_request import (
+    MOST_CHOICES,
+    OpenAIRequest,
+    Unsupported,
+    envelope,
+    unsupported_in,
+)
+from headrace.inference.server.streaming import DONE, event
+from headrace.rollout.types import Message
+
+log = logging.getLogger(__name__)
+
+IGNORED: dict[str, tuple[Any, ...]] = {
+    "temperature": (None, 1),
+    "top_p": (None, 1),
+    "top_k": (None, -1),
+    "min_p": (None, 0),
+    "seed": (None,),
+    "tool_choice": (None, "auto", "none"),
+}
+"""Settings that are ignored, besides those that no server of ours supports, and their neutral values."""
+REFUSED = {
+    "logprobs": "the policy's logprobs are used by the run only",
+    "top_logprobs": "the policy's logprobs are used by the run only",
+    "functions": "it is deprecated, send tools",
+    "function_call": "it is deprecated, send tool_choice",
+    "audio": "the policy writes text only",
+}
+
+
+class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Unsupported = True
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for settings that are refused."""
+        for field, why in REFUSED.items():
+            if getattr(self, field):
+                raise InvalidRequest(f"{field} is not supported: {why}")
+        if not 1 <= self.choices <= MOST_CHOICES:
+            raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}, not {self.choices}")
+        if self.token_limit is not None and self.token_limit < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, not {self.token_limit}")
+        for index, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise InvalidRequest(f"tools[{index}] is not a function with a name: only functions are supported")
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class IgnoredSettings:
+    """Warns once about each setting of agents that is ignored."""
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def report(self, request: ChatRequest) -> None:
+        fields = [field for field, neutral in IGNORED.items() if getattr(request, field) not in neutral]
+        new = [field for field in (*fields, *unsupported_in(request)) if field not in self._reported]
+        if new:
+            self._reported.update(new)
+            log.warning("an agent sets %s: ignored, since the run decides how the policy is sampled", ", ".join(new))
+
+
+class Choice(NamedTuple):
+    """One reply, the message that the agent sees, and the ids that the agent gets for its tool calls."""
+
+    reply: Reply
+    visible: Message
+    call_ids: list[str]
+
+
+def response_body(request: ChatRequest, choices: Sequence[Choice], model: str) -> dict[str, Any]:
+    """Return the body of a response that is not streamed."""
+    bodies = [
+        {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        for index, (message, reason) in enumerate(_openai_message(request, choice) for choice in choices)
+    ]
+    head = envelope("chatcmpl", "chat.completion", request.model or model)
+    return {**head, "choices": bodies, "usage": _usage(choices)}
+
+
+def response_events(request: ChatRequest, choices: Sequence[Choice], model: str) -> bytes:
+    """Return the same response as server-sent events."""
+    head = envelope("chatcmpl", "chat.completion.chunk", request.model or model)
+    events = [event({**head, "choices": [chunk]}) for chunk in _chunks(request, choices)]
+    if request.counts_usage:
+        events.append(event({**head, "choices": [], "usage": _usage(choices)}))
+    return b"".join([*events, DONE])
+
+
+def _chunks(request: ChatRequest, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+    for index, choice in enumerate(choices):
+        message, reason = _openai_message(request, choice)
+        calls = message.pop("tool_calls", [])
+        yield {"index": index, "delta": message, "finish_reason": None}
+        if calls:
+            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+            yield {"index": index, "delta": {"tool_calls": numbered}, "finish_reason": None}
+        yield {"index": index, "delta": {}, "finish_reason": reason}
+
+
+def _openai_message(request: ChatRequest, choice: Choice) -> tuple[dict[str, Any], str]:
+    """Return the message in OpenAI's form and its finish reason.
+
+    The text is cut at the request's stop strings, although the reply was sampled to its end.
+    """
+    source = choice.visible
+    text = source["content"].strip("\n")
+    ends = [position for stop in request.stops if stop and (position := text.find(stop)) >= 0]
+    if ends:
+        text = text[: min(ends)]
+    calls = [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call_id, call in zip(choice.call_ids, source.get("tool_calls", ()), strict=True)
+        if not ends
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
+    if source.get("reasoning_content"):
+        message["reasoning_content"] = source["reasoning_content"]
+    if calls:
+        message["tool_calls"] = calls
+    if choice.reply.truncated and not ends:
+        return message, "length"
+    return message, "tool_calls" if calls else "stop"
+
+
+def _usage(choices: Sequence[Choice]) -> dict[str, int]:
+    prompt = len(choices[0].reply.turn.prompt_ids)
+    completion = sum(len(choice.reply.turn.completion_ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
