@@ -31,7 +31,7 @@ from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
 from headrace.inference.client.engine_client import EngineClient
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
-from headrace.orchestrator.orchestrator import COLLECT_RARELY
+from headrace.orchestrator.orchestrator import GC_THRESHOLDS
 from headrace.orchestrator.processing import TrainProcessing
 from headrace.orchestrator.sampler import Sampler
 from headrace.orchestrator.signals import Arrival, Episode, Kind
@@ -227,7 +227,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(Path(directory))
         gc.freeze()  # what came with torch, which the orchestrator has not
-        gc.set_threshold(*COLLECT_RARELY)
+        gc.set_threshold(*GC_THRESHOLDS)
         print(f"{'case':<20}" + "".join(f"{name:>11}" for name in COLUMNS), flush=True)
         for case in CASES:
             if case.name.startswith(arguments.only):

@@ -24,7 +24,7 @@ from headrace.algorithms.grpo import Grpo
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
-from headrace.orchestrator.orchestrator import COLLECT_RARELY
+from headrace.orchestrator.orchestrator import GC_THRESHOLDS
 from headrace.orchestrator.processing import TrainProcessing
 from headrace.orchestrator.sampler import Sampler
 from headrace.orchestrator.signals import Kind
@@ -82,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(Path(directory))
         gc.freeze()  # what came with torch, which the orchestrator has not
-        gc.set_threshold(*COLLECT_RARELY)
+        gc.set_threshold(*GC_THRESHOLDS)
         print(f"{'':<24}" + "".join(f"{name:>11}" for name in COLUMNS), flush=True)
         for name, (ours, theirs) in TWINS.items():
             if arguments.only not in ("", name):

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 
 from headrace.algorithms.rae import Rae
 from headrace.launch.saved_config import read_run
-from headrace.orchestrator.audit import violations
-from headrace.orchestrator.replay import replayed_state
+from headrace.orchestrator.audit import find_violations, replay_state
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Task
@@ -76,7 +75,7 @@ def survive(
     assert len(chaos.done) >= kills, f"only {chaos.done} of {chaos.plan}"
     assert set(MOMENTS) <= set(chaos.done)
     journal = Journal(run.journal, read_only=True)
-    assert violations(run, journal) == []
+    assert find_violations(run, journal) == []
     assert set(journal.states()) <= {"trained", *(state for state in journal.states() if state.startswith("dropped:"))}
     batches = evidence.batches()
     each_draw_was_trained_once(journal, batches, max_steps)
@@ -100,7 +99,7 @@ def the_prompts_are_those_of_an_uninterrupted_run(journal: Journal) -> None:
 
 
 def the_algorithm_is_where_a_replay_puts_it(journal: Journal) -> None:
-    replayed = asyncio.run(replayed_state(journal, "stateful", Rae(decay=0.9)))
+    replayed = asyncio.run(replay_state(journal, "stateful", Rae(decay=0.9)))
     assert msgspec.json.decode(journal.algorithm_states()["stateful"].json) == replayed
     assert replayed.keys() == {"player_0", "player_1"}
 

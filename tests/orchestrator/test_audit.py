@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.orchestrator.audit import violations
+from headrace.orchestrator.audit import find_violations
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.run_dir import RunDir
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def found(run: RunDir) -> str:
-    return "\n".join(violations(run, Journal(run.journal, read_only=True)))
+    return "\n".join(find_violations(run, Journal(run.journal, read_only=True)))
 
 
 def change(run: RunDir, statement: str) -> None:
@@ -54,7 +54,7 @@ def test_a_run_that_adds_up_has_nothing_to_report(run: RunDir, capsys: pytest.Ca
         ("DELETE FROM draws WHERE id = 1", "draw 1 is missing: the next one in the journal is 2"),
         ("UPDATE draws SET position = 9 WHERE id = 3", "draw 3 is at position 9 of env, not 3"),
         ("UPDATE draws SET reason = NULL WHERE id = 1", "draw 1 was dropped without a reason"),
-        ("UPDATE draws SET step = 1 WHERE id = 2", "step 2 carries no draw"),
+        ("UPDATE draws SET step = 1 WHERE id = 2", "step 2 has no draw"),
         ("DELETE FROM steps WHERE step = 1", "the committed steps are [2]"),
         ("UPDATE draws SET rollouts = 5 WHERE id = 0", "the totals of step 1 are Totals(rollouts=8"),
         ("DELETE FROM drops WHERE draw = 1", "but its draws sum to"),

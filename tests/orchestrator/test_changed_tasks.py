@@ -9,8 +9,8 @@ import pytest
 from headrace.config.orchestrator import EnvConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.observe.status import Status
-from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.signals import Kind
+from headrace.orchestrator.startup import notify_changed_tasks
 from headrace.orchestrator.wiring import Environments
 from headrace.transport.journal import Journal, fork
 
@@ -35,7 +35,7 @@ def start(tmp_path: Path, train: Sums, evaluated: Sums, journal: str = "journal.
     """What an orchestrator that starts now has to say."""
     status = Status(tmp_path / "status", "orchestrator")
     with closing(Journal(tmp_path / journal)) as opened:
-        tell_changed_tasks(environments(train, evaluated), opened, status)
+        notify_changed_tasks(environments(train, evaluated), opened, status)
     status.close("finished")
     return status.current.notices
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from headrace.inference.schema import Health
-from headrace.orchestrator.concurrency import MAX_CAPACITIES, TOLD, Concurrency
+from headrace.orchestrator.concurrency import LOGGED_CHANGE, MAX_CAPACITIES, Concurrency
 
 CAPACITY = 64
 LOOK = 2.0
@@ -214,12 +214,11 @@ def test_several_engines_count_together_and_the_fullest_cache_decides():
     assert concurrency.update({"a": small, "b": tight}, 100) == 90
 
 
-def test_only_a_change_by_a_fifth_is_told(caplog: pytest.LogCaptureFixture):
+def test_only_a_change_by_a_fifth_is_logged(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     concurrency = Concurrency(64, least=8)
-    while concurrency.limit <= 96 * (1 + TOLD):
+    while concurrency.limit <= 96 * (1 + LOGGED_CHANGE):
         assert not caplog.messages
         concurrency.update({"a": make_health(32, 0)}, concurrency.limit)
-    assert caplog.messages == [
-        "episodes in flight: at most 116 instead of 96 (the engines run 50% of 64, and 0% are in line)"
-    ]
+    (record,) = caplog.records
+    assert record.args == (116, 96, 50.0, 64, 0.0)

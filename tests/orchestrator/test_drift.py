@@ -152,12 +152,12 @@ async def test_a_version_about_which_nothing_was_asked_has_no_report(rig: Rig):
     assert rig.drift.end() is None
 
 
-async def test_failures_are_counted_and_told_once(rig: Rig, caplog: pytest.LogCaptureFixture):
+async def test_failures_are_counted_and_logged_once(rig: Rig, caplog: pytest.LogCaptureFixture):
     rig.engine.broken = True
     rig.run.probes.write(V5, [probe([1, 2, 3], [-0.5], [4], [-0.5])] * 3)
     rig.drift.follow(V5)
     assert await rig.found() == {"drift/discarded": 0, "drift/failed": 3}
-    assert caplog.text.count("a probe of drift failed") == 1
+    assert len(caplog.records) == 1
     assert "out of order" in caplog.text
 
 
@@ -170,7 +170,7 @@ async def test_a_damaged_probe_is_counted_and_named(rig: Rig, caplog: pytest.Log
 
 
 async def test_an_engine_that_hangs_holds_nothing_up(rig: Rig):
-    rig.drift = Drift(rig.client, rig.run.probes, completions=2, max_model_len=64, patience=0.05)
+    rig.drift = Drift(rig.client, rig.run.probes, completions=2, max_model_len=64, timeout=0.05)
     rig.engine.delay = 3600.0
     rig.drift.follow(V5)
     rig.drift.observe([1], completion([-0.5], ("0-5", 0, 1)), 1.0)

@@ -17,7 +17,7 @@ from headrace.environments.tools import Tool
 from headrace.errors import BadInput
 from headrace.inference.client.served_model import ServedModel
 from headrace.orchestrator.conversation import derive_seed
-from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner, Line
+from headrace.orchestrator.dispatcher import ContextFactory, Dispatcher, EpisodeRunner
 from headrace.orchestrator.frozen_sampler import FrozenSampler
 from headrace.orchestrator.signals import Arrival, Episode, Kind
 from headrace.rollout.merge import merge_turns
@@ -172,8 +172,8 @@ async def test_what_may_succeed_later_is_asked_again():
         (lambda _: message("", "length"), r"sampling\.max_tokens"),
         (lambda _: message("", refusal="I cannot help"), "refused to answer: I cannot help"),
         (lambda _: message([{"type": "refusal", "refusal": "I cannot help"}]), "refused to answer: I cannot help"),
-        (lambda _: message("yes and", "content_filter"), "finish_reason 'content_filter', which is none of stop"),
-        (lambda _: message("yes", None), "finish_reason '', which is none of stop"),
+        (lambda _: message("yes and", "content_filter"), "finish_reason 'content_filter'"),
+        (lambda _: message("yes", None), "finish_reason ''"),
         (lambda _: message(" \n", reasoning_content="hm"), "ended its reply without a text or a tool call"),
         (lambda _: message(None), "ended its reply without a text or a tool call"),
         (lambda _: message("say <|im_end|> and more"), r"<\|im_end\|>"),
@@ -236,9 +236,9 @@ async def test_episodes_arrive_whether_the_teacher_answers_or_not():
     arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
     async with OpenAIStandIn(lambda _: next(answers)) as server:
         teacher = served(server)
-        line: Line = sampler_of(teacher, load("qwen3"))
+        contexts: ContextFactory = sampler_of(teacher, load("qwen3"))
         dispatcher = Dispatcher(
-            {(Kind.TRAIN, "adding"): EpisodeRunner(Adding(), line, 10.0)}, arrivals.put_nowait, grace=0.1
+            {(Kind.TRAIN, "adding"): EpisodeRunner(Adding(), contexts, 10.0)}, arrivals.put_nowait, grace=0.1
         )
         group = Group("g", Task("adding", {}), 2, 0, draw_id=0)
         rollouts = []

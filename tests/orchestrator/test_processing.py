@@ -15,11 +15,11 @@ from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
 from headrace.algorithms.length_penalties.linear import Linear
 from headrace.environments.base import Environment, EpisodeError
+from headrace.orchestrator.batch_metrics import step_metrics
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
-from headrace.orchestrator.step_metrics import step_metrics
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
 from headrace.transport.journal import AlgorithmState
 from headrace.transport.rollout_files import write_rollouts

@@ -52,7 +52,7 @@ class LinkedEngine(StandInEngine):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.orchestrator.watcher.LOOK_AT_ENGINES", 0.02)
+    monkeypatch.setattr("headrace.orchestrator.watcher.HEALTH_INTERVAL_S", 0.02)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ async def test_an_engine_that_cannot_be_brought_up_to_date_is_tried_again(
         while engine.version != V1:
             assert not following.done()
             await asyncio.sleep(0.01)
-        assert caplog.text.count("cannot be brought up to date yet") == 1
+        assert caplog.text.count("cannot be updated yet") == 1
         following.cancel()
 
 

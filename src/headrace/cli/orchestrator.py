@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     run = run_directory(config)
     orchestrator = config.orchestrator if isinstance(config, RunConfig) else config.evaluator()
     with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
-        in_turns = arguments.sharing == "alternate"
-        over = main.run(orchestrator, run=run, status=status, servers=arguments.servers, in_turns=in_turns)
+        shares_device = arguments.sharing == "alternate"
+        over = main.run(orchestrator, run=run, status=status, servers=arguments.servers, shares_device=shares_device)
     # It stops in order when asked to; whoever supervises must be able to tell that from the end of the run.
     code = 0 if over else STOPPED
     for thread in threading.enumerate():

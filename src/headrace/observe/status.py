@@ -22,8 +22,8 @@ from headrace.errors import Failure
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST_NOTICE = 60.0
-"""Seconds of waiting after which it is said."""
+FIRST_NOTICE_S = 60.0
+"""Time of waiting after which it is logged."""
 
 
 class WaitTimeout(Failure):
@@ -163,7 +163,7 @@ class _Patience:
     def __init__(self, what: str, whom: str, deadline: float | None) -> None:
         self.what, self.whom, self.deadline = what, whom, deadline
         self.started = time.monotonic()
-        self.next_notice = FIRST_NOTICE
+        self.next_notice = FIRST_NOTICE_S
 
     def check(self) -> None:
         waited = time.monotonic() - self.started

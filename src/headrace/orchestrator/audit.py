@@ -1,19 +1,27 @@
-"""Whether a run's journal adds up: every draw accounted for once, and everything else a fold over the draws.
+"""Consistency checks of a run's journal: every draw counts once, and everything else is a fold over the draws.
 
-Works on any run directory, running or ended, and needs nothing but its files.
+Works on any run directory, running or ended, from its files alone. The states of algorithms that learn only from
+agents, rewards and their order (`Algorithm.replayable`) are replayed from the journal's credits: an audit compares them
+with the saved states, and rescoring gives each group the state that it was credited with.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import msgspec
+import numpy as np
+
+from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.rollout.types import Rollout, Sample, Task
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 
 
-def violations(run: RunDir, journal: Journal) -> list[str]:
-    """A sentence for everything that should not be; none if the run adds up."""
+def find_violations(run: RunDir, journal: Journal) -> list[str]:
+    """Return a sentence for every inconsistency; empty if the run is consistent."""
     return [*_draws(journal), *_steps(journal), *_batches(run, journal), *_checkpoints(run, journal)]
 
 
@@ -29,30 +37,30 @@ def _draws(journal: Journal) -> Iterator[str]:
         if state == "dropped" and not reason:
             yield f"draw {draw.id} was dropped without a reason"
         if state != "drawn" and step is None:
-            yield f"draw {draw.id} is {state}, but in no step"
+            yield f"draw {draw.id} is {state}, but has no step"
 
 
 def _steps(journal: Journal) -> Iterator[str]:
     committed = journal.totals_at()
     if list(committed) != list(range(1, len(committed) + 1)):
         yield f"the committed steps are {list(committed)}: one is missing"
-    carried = {step or 0 for _, state, step, _ in journal.draws() if state in ("shipped", "trained")}
-    for step in sorted(carried ^ committed.keys()):
-        yield f"step {step} " + ("carries no draw" if step in committed else "carries draws, but was not committed")
+    with_draws = {step or 0 for _, state, step, _ in journal.draws() if state in ("shipped", "trained")}
+    for step in sorted(with_draws ^ committed.keys()):
+        yield f"step {step} " + ("has no draw" if step in committed else "has draws, but was not committed")
     for step, totals in committed.items():
         if totals != (replayed := journal.totals(through=step)):
             yield f"the totals of step {step} are {totals}, but its draws sum to {replayed}"
 
 
 def _batches(run: RunDir, journal: Journal) -> Iterator[str]:
-    """The batches that are still on disk carry exactly the draws that the journal has for them."""
+    """Compare the draws of the batches on disk with the journal."""
     recorded: dict[int, set[int]] = {}
     for draw, state, step, _ in journal.draws():
         if step is not None and state in ("shipped", "trained"):
             recorded.setdefault(step, set()).add(draw.id)
     for step in run.batches.steps():
         if set(run.batches.read(step).draw_ids) != recorded.get(step, set()):
-            yield f"{run.batches.path(step)} does not carry the draws that the journal has for step {step}"
+            yield f"{run.batches.path(step)} does not have the draws that the journal has for step {step}"
 
 
 def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
@@ -64,8 +72,53 @@ def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
             yield f"draw {draw.id} counts as trained in step {step}, which no checkpoint covers"
 
 
-def report(states: dict[str, int], problems: Sequence[str]) -> str:
-    """For people."""
+def format_report(states: dict[str, int], problems: Sequence[str]) -> str:
+    """Return the counts of draws by state, and the problems, as text for the terminal."""
     lines = [f"{count:8d} {state.replace(':', ': ')}" for state, count in sorted(states.items())]
     verdict = "everything adds up" if not problems else f"{len(problems)} problems:"
     return "\n".join([*lines, verdict, *(f"  {problem}" for problem in problems)])
+
+
+async def replay_state(journal: Journal, env: str, algorithm: Algorithm) -> Any:
+    """Return the state of a new algorithm after every credit of its environment in the journal."""
+    for credited, rewards in journal.credits():
+        if credited == env:
+            await _credit(algorithm, env, rewards)
+    return algorithm.state()
+
+
+async def states_before(journal: Journal, env: str, algorithm: Algorithm) -> dict[int, Any]:
+    """Return the state of a new algorithm before the credit of each draw."""
+    states = {}
+    for draw, (credited, rewards) in zip(journal.credited_draws(), journal.credits(), strict=True):
+        if credited == env:
+            states[draw] = _json_copy(algorithm.state())
+            await _credit(algorithm, env, rewards)
+    return states
+
+
+async def find_state_violations(journal: Journal, algorithms: Mapping[str, Algorithm]) -> list[str]:
+    """Return a sentence for every environment whose saved state differs from the replay; `algorithms` are new ones."""
+    problems = []
+    for env, saved in journal.algorithm_states().items():
+        if env in algorithms:
+            expected = _json_copy(await replay_state(journal, env, algorithms[env]))
+            if msgspec.json.decode(saved.json) != expected:
+                problems.append(
+                    f"the algorithm of {env} has the state {saved.json.decode()}, but its credits give {expected}: "
+                    "unless its settings changed during the run, something is lost"
+                )
+    return problems
+
+
+async def _credit(algorithm: Algorithm, env: str, rewards: Sequence[tuple[str, float]]) -> None:
+    one, task = np.ones(1), Task(env, {})
+    rollouts = [
+        Rollout(agent=agent, reward=reward, samples=[Sample(one, one, one, one, 0)]) for agent, reward in rewards
+    ]
+    await algorithm.score_group([RolloutView(rollout, task) for rollout in rollouts])
+
+
+def _json_copy(state: Any) -> Any:
+    """Return the state as it would be read from the journal."""
+    return msgspec.json.decode(msgspec.json.encode(state))

@@ -1,4 +1,4 @@
-"""The algorithms of a run: one per training environment, with what the orchestrator lends to it."""
+"""Setup of a run's algorithms, one per training environment, and of the models that they refer to."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 
 class PolicyReference:
-    """The live policy: whatever weights its engines have at the moment."""
+    """The live policy as a reference model: scores with the weights that its engines have at the moment."""
 
     name = "the policy"
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._temperatures: set[float] = set()
-        """At which it will be asked for scores."""
+        """Temperatures of the scores that algorithms will request."""
 
     async def check(self, tokenizer: Tokenizer, seq_len: int, temperature: float = 1.0) -> None:
-        """It is the model whose tokens they are; the rest is known once its engines are up, to `check_engines`."""
+        """Record the temperature for `check_engines`. The policy has its own vocabulary, so nothing else can differ."""
         self._temperatures.add(temperature)
 
     def check_engines(self, engines: Sequence[Health]) -> None:
-        """Whether they can give the scores that will be asked for; raises `BadInput` if not."""
+        """Raise `BadInput` if the engines cannot score at the temperatures that algorithms need."""
         other = sorted(self._temperatures - {1.0})
         if other and not all(health.scores_at_any_temperature for health in engines):
             raise BadInput(
@@ -57,14 +57,14 @@ class PolicyReference:
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
         try:
-            # A batch waits for it, and nothing waits for the requests that it overtakes.
+            # Before queued requests: a whole batch waits for the score.
             scores = await self._client.score(list(token_ids), temperature, urgent=True)
         except EngineCallError as error:
             raise ReferenceFailed(f"the policy did not score a sequence of {len(token_ids)} tokens: {error}") from error
         return np.array(scores.logprobs)
 
     async def close(self) -> None:
-        """The client is the orchestrator's."""
+        """Do nothing: the orchestrator closes the client."""
 
 
 async def set_up_algorithms(
@@ -76,7 +76,7 @@ async def set_up_algorithms(
     stack: AsyncExitStack,
     notify: Callable[[str], None] = log.warning,
 ) -> dict[str, Algorithm]:
-    """One per training environment, where it was when the journal was last written; closed with the stack."""
+    """Return an algorithm per training environment, with its state from the journal; the stack closes them."""
     assert config.seq_len is not None
     states = journal.algorithm_states()
     algorithms = {}
@@ -95,7 +95,7 @@ async def set_up_algorithms(
 
 
 async def open_sources(config: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, ServedModel]:
-    """The frozen models that play episodes, by training environment; all of them answer, closed with the stack."""
+    """Return the frozen models that episodes are sampled from, by training environment; each was checked to answer."""
     assert config.seq_len is not None
     sources = {}
     for env in config.train.env:
@@ -110,7 +110,7 @@ async def open_sources(config: OrchestratorConfig, stack: AsyncExitStack) -> dic
 
 
 def check_algorithm(env: str, config: AlgorithmConfig, algorithm: Algorithm, renderer: Renderer) -> None:
-    """What the configuration alone cannot tell: a renderer that was chosen by the model, an algorithm of the user's."""
+    """Check what depends on the model's renderer or on a custom algorithm; raise `BadInput`."""
     if config.NEEDS_ROLES and isinstance(renderer, DefaultRenderer):
         raise BadInput(
             f"{config.type} in environment {env!r} needs the role that wrote each token, which the model's own "
@@ -120,7 +120,7 @@ def check_algorithm(env: str, config: AlgorithmConfig, algorithm: Algorithm, ren
         )
     if algorithm.keeps_state() and type(algorithm).load_state is Algorithm.load_state:
         raise BadInput(
-            f"the algorithm of environment {env!r} has state() and no load_state(): a resumed run could not restore it",
+            f"the algorithm of environment {env!r} has state() but no load_state(): a resumed run cannot restore it",
             key="algo.type",
             value=name_of(type(algorithm)),
             fix="Add load_state().",
@@ -134,15 +134,15 @@ def check_algorithm(env: str, config: AlgorithmConfig, algorithm: Algorithm, ren
         )
 
 
-def _load_state(env: str, algorithm: Algorithm, found: AlgorithmState) -> None:
-    """Unless it is another algorithm's: what that has learned means nothing to this one."""
+def _load_state(env: str, algorithm: Algorithm, saved: AlgorithmState) -> None:
+    """Restore the state of an algorithm, unless it was saved by another algorithm."""
     name = name_of(type(algorithm))
-    if not algorithm.keeps_state() or found.algorithm not in (name, None):
+    if not algorithm.keeps_state() or saved.algorithm not in (name, None):
         log.warning(
-            "environment %r: the journal has a state of %s, and the algorithm is %s now: it begins anew",
-            env, found.algorithm or "another algorithm", name,
+            "environment %r: the journal has the state of %s, but the algorithm is %s now: it starts without state",
+            env, saved.algorithm or "another algorithm", name,
         )  # fmt: skip
-    elif (state := msgspec.json.decode(found.json)) is not None:
+    elif (state := msgspec.json.decode(saved.json)) is not None:
         algorithm.load_state(state)
 
 

@@ -1,12 +1,11 @@
-"""An environment's line to a frozen model: it plays the episodes, and the policy learns to say the same.
+"""Sampling of episodes from a frozen model (a teacher), whose replies the policy learns.
 
-The model's server returns text; `text/teacher_reply.py` rewrites it as the policy's tokens.
+The teacher's server returns text; `text/teacher_reply.py` rewrites it as the policy's tokens.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from renderers.base import Renderer
 
@@ -21,17 +20,17 @@ from headrace.text.teacher_reply import TeacherReplyRewriter, UntrainableReply
 from headrace.text.tokenizer import Tokenizer
 
 TEACHER = "teacher"
-"""The reason of episodes that fail because of their teacher."""
-WHOLE = ("stop", "tool_calls")
-"""How servers say that a reply came to its own end."""
-CUT = "length"
+"""Error reason of episodes that fail because of their teacher."""
+COMPLETE = ("stop", "tool_calls")
+"""Values of `finish_reason` of complete replies."""
+TRUNCATED = "length"
 
 
 class FrozenSampler:
-    """One per environment: the teacher, how to sample from it, and the policy's renderer.
+    """Samples the episodes of one environment from a teacher, rendered for the policy.
 
-    With a `seed` every request has one of its own, made of this one, its episode's name and what is asked. Long texts
-    are rendered in threads, `pool_size` of them at once.
+    With a `seed`, each request has a seed derived from it, the name of the episode and the conversation. Long texts
+    are rendered in up to `pool_size` threads.
     """
 
     def __init__(
@@ -56,53 +55,50 @@ class FrozenSampler:
         self._seed = seed
 
     def open(self, session: str, episode: str) -> Conversation:
-        """Sessions prefer nobody: the least busy server is asked."""
+        """Return the context of an episode. Requests go to the least busy server, whatever the session."""
         return Conversation(self, session, episode)
 
     def close(self, session: str) -> None:
-        """Nothing was opened for it."""
+        """Do nothing: `open` has no state."""
 
     async def reply(self, request: TurnRequest) -> Reply:
         """Return the teacher's reply as the policy would write it."""
-        reply = await chat(partial(self._ask, request), request.messages, request.tools, TEACHER)
+        reply = await chat(partial(self._request, request), request.messages, request.tools, TEACHER)
         rewrite = partial(self._rewriter.rewrite, reply, request.prompt, request.tools, request.first_call)
         try:
             return rewrite() if len(reply.raw) <= INLINE_CHARS else await self.prompter.run_in_pool(rewrite)
         except UntrainableReply as error:
             raise EpisodeError(TEACHER, str(error)) from error
 
-    async def _ask(self, request: TurnRequest, sent: list[Message]) -> ChatResponse:
-        extra = self._extra(request)
+    async def _request(self, request: TurnRequest, messages: list[Message]) -> ChatResponse:
+        seed = request.seed(self._seed)
+        extra = self._sampling | ({} if seed is None else {"seed": seed})
 
-        async def once(limit: int | None, client: OpenAIClient) -> ChatResponse:
-            return await client.chat(sent, tools=request.tools, max_tokens=limit, extra=extra)
+        async def send(limit: int | None, client: OpenAIClient) -> ChatResponse:
+            return await client.chat(messages, tools=request.tools, max_tokens=limit, extra=extra)
 
         try:
-            return _taught(await self._teacher.call(partial(once, request.limit_tokens(self._max_tokens))))
+            return _checked(await self._teacher.call(partial(send, request.limit_tokens(self._max_tokens))))
         except OpenAIError as error:
             if not is_context_overflow(error):
                 raise
-        # Many refuse to be allowed more than they have room for: then what they have is the limit.
-        return _taught(await self._teacher.call(partial(once, None)))
-
-    def _extra(self, request: TurnRequest) -> dict[str, Any]:
-        seed = request.seed(self._seed)
-        return self._sampling | ({} if seed is None else {"seed": seed})
+        # Many servers refuse a max_tokens beyond their context length: without one, that length is the limit.
+        return _checked(await self._teacher.call(partial(send, None)))
 
 
-def _taught(answer: ChatResponse) -> ChatResponse:
-    """The answer, if it is one that somebody could learn from."""
+def _checked(answer: ChatResponse) -> ChatResponse:
+    """Return the answer if it can be trained on; raise `EpisodeError` otherwise."""
     refusal = refusal_text(answer.message)
     if refusal:
         raise EpisodeError(TEACHER, f"the teacher refused to answer: {refusal:.200}")
-    if answer.finish_reason not in (*WHOLE, CUT):
+    if answer.finish_reason not in (*COMPLETE, TRUNCATED):
         raise EpisodeError(
             TEACHER,
-            f"the teacher's server ended its reply with finish_reason {answer.finish_reason!r}, which is none of "
-            f"{', '.join((*WHOLE, CUT))}: nobody should learn what it kept of it",
+            f"the teacher's server ended its reply with finish_reason {answer.finish_reason!r}, which is not one of "
+            f"{', '.join((*COMPLETE, TRUNCATED))}: the reply may be incomplete",
         )
     if (
-        answer.finish_reason != CUT
+        answer.finish_reason != TRUNCATED
         and not content_text(answer.message.get("content")).strip()
         and not answer.message.get("tool_calls")
     ):

@@ -1,4 +1,4 @@
-"""The orchestrator as a process: configuration in, a wired `Orchestrator` running until the end or a signal."""
+"""The orchestrator process: load everything, construct the `Orchestrator`, run it to the end or to a signal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.machine import frozen_gc
 from headrace.observe.status import Status, wait_for
-from headrace.orchestrator.changed_tasks import tell_changed_tasks
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
-from headrace.orchestrator.loop_watch import watching_the_loop
-from headrace.orchestrator.model import Model
+from headrace.orchestrator.event_loop import watch_loop
 from headrace.orchestrator.pipeline import RunFailed
 from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
 from headrace.orchestrator.signals import Kind
-from headrace.orchestrator.startup_lines import startup_lines
+from headrace.orchestrator.startup import Environments, notify_changed_tasks, startup_lines
 from headrace.orchestrator.watcher import WeightWatcher
-from headrace.orchestrator.wiring import Environments, wire
+from headrace.orchestrator.wiring import Policy, wire
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
@@ -39,18 +37,19 @@ from headrace.transport.run_dir import RunDir
 log = logging.getLogger(__name__)
 
 
-def run(config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int = 1, in_turns: bool = False) -> bool:
-    """Run until `max_steps`, or until SIGTERM or SIGINT; returns whether the run is over, rather than stopped.
+def run(
+    config: OrchestratorConfig, *, run: RunDir, status: Status, servers: int = 1, shares_device: bool = False
+) -> bool:
+    """Run until `max_steps`, SIGTERM or SIGINT; return whether the run is complete, rather than stopped.
 
-    It begins once that many servers are up, which stand still while the trainer computes if they are `in_turns` with
-    it. Without an environment to train on it only evaluates what the trainer publishes. An environment that ignores its
-    cancellation does not keep the process: nobody waits for what it runs in.
+    Waits for this number of `servers`. With `shares_device` they pause while the trainer computes. Without a training
+    environment, published versions are only evaluated. Environments that ignore their cancellation are abandoned.
     """
-    return run_loop(_run(config, run, status, servers, in_turns))
+    return run_loop(_run(config, run, status, servers, shares_device))
 
 
 async def _run(
-    config: OrchestratorConfig, run: RunDir, status: Status, servers: int = 1, in_turns: bool = False
+    config: OrchestratorConfig, run: RunDir, status: Status, servers: int = 1, shares_device: bool = False
 ) -> bool:
     starting = asyncio.current_task()
     assert starting is not None and config.model.name is not None
@@ -67,12 +66,12 @@ async def _run(
             journal = stack.enter_context(closing(Journal(run.journal)))
             for line in startup_lines(config, {slot: len(tasks) for slot, (_, _, tasks) in environments.items()}):
                 status.notify(line, logging.INFO)
-            tell_changed_tasks(environments, journal, status)
+            notify_changed_tasks(environments, journal, status)
             if config.train.env:
                 _reconcile(run, journal)
                 if config.max_async_level == 0:
-                    journal.reopen()  # a step that is made anew from its beginning is the one that it would have been
-            timeout, retry_for = config.client.patience(in_turns=in_turns)
+                    journal.reopen()  # an interrupted step is repeated from its beginning, so the result is the same
+            timeout, retry_for = config.client.patience(in_turns=shares_device)
             client = EngineClient(
                 config.client.base_url or run.endpoints,
                 timeout=timeout,
@@ -81,32 +80,32 @@ async def _run(
                 admin_key=_key(config.client.admin_key_var),
             )
             stack.push_async_callback(client.close)
-            # Before all that takes long: a teacher that is not there must not be told last.
-            policy = PolicyReference(client)
-            setting_up = set_up_algorithms(config, policy, renderer, tokenizer, journal, stack, status.notify)
-            algorithms = await wait_for(setting_up, "an answer", "the models that the algorithms refer to", status)
+            # First, because it is quick: a missing teacher is reported before the long wait for the servers.
+            reference = PolicyReference(client)
+            setup = set_up_algorithms(config, reference, renderer, tokenizer, journal, stack, status.notify)
+            algorithms = await wait_for(setup, "an answer", "the models that the algorithms refer to", status)
             opening = open_sources(config, stack)
-            sources = await wait_for(opening, "an answer", "the models that play episodes", status)
+            sources = await wait_for(opening, "an answer", "the models that episodes are sampled from", status)
             ready = client.wait_ready(config.client.start_timeout, servers)
-            whom = "the inference server" if servers == 1 else f"{servers} inference servers"
-            engines = await wait_for(ready, "an answer", whom, status)
-            policy.check_engines(engines)
+            name = "the inference server" if servers == 1 else f"{servers} inference servers"
+            engines = await wait_for(ready, "an answer", name, status)
+            reference.check_engines(engines)
             watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
             await watcher.synchronize()
-            model = Model(client, engines, watcher, tokenizer, renderer, in_turns)
-            orchestrator = wire(config, run, status, journal, environments, model, algorithms, sources)
+            policy = Policy(client, engines, watcher, tokenizer, renderer, shares_device)
+            orchestrator = wire(config, run, status, journal, environments, policy, algorithms, sources)
         except asyncio.CancelledError:
             log.info("stopped before the run began")
             return False
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, orchestrator.stop)
-        async with watching_the_loop(status):
+        async with watch_loop(status):
             with frozen_gc():
                 return await orchestrator.run()
 
 
 def _key(variable: str) -> str | None:
-    """What an environment variable holds for engines that want a key."""
+    """Return the API key in an environment variable, if it is set."""
     key = os.environ.get(variable) or None
     if key is not None and find_invalid_header({"Authorization": key}) is not None:
         raise BadInput("not a key: it has a space at an end, a line break or a character beyond ASCII", key=variable)
@@ -114,7 +113,7 @@ def _key(variable: str) -> str | None:
 
 
 async def _load_environments(config: OrchestratorConfig, status: Status, stack: AsyncExitStack) -> Environments:
-    """Started, and closed with the stack. Those with `workers` run in processes of their own."""
+    """Load and start the environments, those with `workers` in worker processes; the stack closes them."""
     loaded: Environments = {}
     shutdown = EnvironmentShutdown(status)
     stack.push_async_callback(shutdown.close)
@@ -132,19 +131,19 @@ async def _load_environments(config: OrchestratorConfig, status: Status, stack: 
 
 
 def _reconcile(run: RunDir, journal: Journal) -> None:
-    """Journal, batches and checkpoints must tell one story before anything is added to it."""
+    """Make journal, batches and checkpoints consistent: rewind the journal to the first missing batch."""
     last, covered = journal.last_step(), run.latest_checkpoint_step()
     if last < covered:
         raise RunFailed(
-            f"{run.journal} ends at step {last}, but there is a checkpoint of step {covered}: they belong to two runs"
+            f"{run.journal} ends at step {last}, but there is a checkpoint of step {covered}: they are of two runs"
         )
     run.batches.recover(last)
     missing = [step for step in range(covered + 1, last + 1) if not run.batches.exists(step)]
-    missing = [step for step in missing if step > run.latest_checkpoint_step()]  # saved while we looked
+    missing = [step for step in missing if step > run.latest_checkpoint_step()]  # a checkpoint was saved meanwhile
     if missing:
         log.warning(
-            "%s is gone, and the newest checkpoint is of step %d: the journal goes back to step %d, and the prompts of "
-            "the %d steps after it are sampled again",
+            "%s is missing, and the newest checkpoint is of step %d: the journal goes back to step %d, and the prompts "
+            "of the %d steps after it are sampled again",
             run.batches.path(missing[0]), covered, missing[0] - 1, last - missing[0] + 1,
         )  # fmt: skip
         run.batches.delete_after(missing[0] - 1)

@@ -1,7 +1,7 @@
-"""The shell around the pipeline: one queue of events in, the pipeline's actions carried out.
+"""The event loop around the pipeline: passes events to it and performs its actions.
 
-Everything slow (episodes, credit, files, weight updates) runs beside the loop and comes back as an event, so that
-intake never stalls. No decision is made here.
+Everything slow (episodes, credit, files, weight updates) runs in the background and returns as an event, so new
+rollouts are never delayed. All decisions are in the pipeline.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from headrace.inference.schema import Health
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.status import FIRST_NOTICE, Status
+from headrace.observe.status import FIRST_NOTICE_S, Status
+from headrace.orchestrator.batch_metrics import failure_notice, step_metrics
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
-from headrace.orchestrator.drift import Drift, Report, truncation
-from headrace.orchestrator.eval_metrics import failure_notice
-from headrace.orchestrator.periodic import PeriodicLogger
+from headrace.orchestrator.drift import Drift, DriftReport, truncation
+from headrace.orchestrator.event_loop import PeriodicLogger
 from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, TrainProcessing
 from headrace.orchestrator.signals import (
@@ -49,10 +48,8 @@ from headrace.orchestrator.signals import (
     Tick,
     TrainBatch,
 )
-from headrace.orchestrator.step_metrics import step_metrics
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.batch import Batch, BatchSample
-from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version
 from headrace.transport.journal import Entries, Journal
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
@@ -60,17 +57,17 @@ from headrace.transport.run_dir import RolloutKind, RunDir
 
 log = logging.getLogger(__name__)
 
-MAX_CONCURRENT = 32
+MAX_CONCURRENT_GROUPS = 32
 """Groups of one environment in processing at once."""
-GRACE = 5.0
-"""Seconds that work beside the loop gets to end before it is left behind."""
-COLLECT_RARELY = (50_000, 10, 10)
-"""Thresholds of the garbage collector. Episodes leave next to no cycles behind, and at the usual thresholds it walks
-through all that is in flight again and again: an eighth of the CPU, and pauses of a third of a second."""
+CANCEL_GRACE_S = 5.0
+"""Time that background work gets to end before it is abandoned."""
+GC_THRESHOLDS = (50_000, 10, 10)
+"""Thresholds of the garbage collector. Episodes leave almost no reference cycles, and with the default thresholds the
+collector scans everything in flight again and again: an eighth of the CPU, and pauses of a third of a second."""
 
 
 class Orchestrator:
-    """Owns what a run needs beside its decisions."""
+    """Runs the pipeline of a run: performs its actions and returns their results as events."""
 
     def __init__(
         self,
@@ -101,42 +98,44 @@ class Orchestrator:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(runners, self.events.put_nowait)
         self._slots: defaultdict[tuple[Kind, str], asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(MAX_CONCURRENT)
+            lambda: asyncio.Semaphore(MAX_CONCURRENT_GROUPS)
         )
         self._background: set[asyncio.Task[None]] = set()
-        # One thread: the journal's connection is used by one caller at a time, in order.
+        # One thread: the journal's connection has one user at a time, and writes keep their order.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         self._disk_failed = False
-        """Entries have left the ledger and are not in the journal: nothing later may be committed."""
+        """Whether entries taken from the journal buffer were not written: then nothing later may be committed."""
         self._saving_eval = asyncio.Lock()
-        """Environments that are evaluated at one version share a file."""
-        self._told_failures: set[str] = set()
-        """Evaluation environments of which too many episodes failed."""
-        self._waiting = Waiting(status)
+        """Evaluations at one version share a file."""
+        self._notified_failures: set[str] = set()
+        """Evaluation environments whose failures were shown on the terminal."""
+        self._stalls = StallMonitor(status)
 
     async def run(self) -> bool:
-        """Until the last step is shipped, its weights are loaded and every evaluation has closed; or until stopped.
+        """Run until the last step is shipped, its weights are loaded and its evaluations reported, or until stopped.
 
-        Returns whether the run is over, rather than stopped.
+        Return whether the run is complete, rather than stopped.
         """
         self._loop = asyncio.get_running_loop()
-        self._spawn(self.watcher.follow(self._on_published, self._on_reports))
+        put = self.events.put_nowait
+        follow = self.watcher.follow(lambda version: put(Published(version)), lambda engines: put(Reported(engines)))
+        self._spawn(follow)
         self._spawn(self.periodic.run())
         self._log_drift(self.drift.follow(self.pipeline.version))
-        usual = gc.get_threshold()
-        gc.set_threshold(*COLLECT_RARELY)
+        thresholds = gc.get_threshold()
+        gc.set_threshold(*GC_THRESHOLDS)
         try:
             self._perform(self.pipeline.start(time.monotonic()))
             while not self.pipeline.finished:
                 event = await self._next_event()
                 self._perform(self.pipeline.handle(event, time.monotonic()))
             if not self.pipeline.stopped:
-                await self.drift.settle(GRACE)
+                await self.drift.settle(CANCEL_GRACE_S)
             else:
                 log.info("stopping: %d steps shipped; a resumed run continues from here", self.pipeline.step - 1)
             return not self.pipeline.stopped
         finally:
-            gc.set_threshold(*usual)
+            gc.set_threshold(*thresholds)
             await self._close()
 
     def stop(self) -> None:
@@ -181,9 +180,9 @@ class Orchestrator:
         self.status.set_problem(self.pipeline.problem)
 
     async def _process_group(self, action: ProcessGroup) -> None:
-        levels = self.processing if action.kind is Kind.TRAIN else self.eval_processing
+        processing = self.processing if action.kind is Kind.TRAIN else self.eval_processing
         async with self._slots[action.kind, action.group.task.env]:
-            scored = await levels.process_group(action.group, action.rollouts)
+            scored = await processing.process_group(action.group, action.rollouts)
             self.events.put_nowait(GroupDone(scored))
 
     async def _process_batch(self, batch: TrainBatch | EvalBatch) -> None:
@@ -191,7 +190,7 @@ class Orchestrator:
             await self.processing.process_batch(batch)
         else:
             await self.eval_processing.process_batch(batch)
-            async with self._saving_eval:  # not on the disk's thread: a batch must not wait for it
+            async with self._saving_eval:  # not on the disk thread: training batches must not wait for it
                 await asyncio.to_thread(self._save_eval, batch)
         self.events.put_nowait(BatchDone(batch))
 
@@ -202,16 +201,23 @@ class Orchestrator:
         self._write(self._mark_trained)
 
     def _ship(self, ship: Ship) -> None:
-        """Files, journal, announcement: in this order, so that they agree whatever is killed when.
+        """Write files, then the journal, then announce the batch: in this order, so a kill at any time is harmless.
 
-        A step that is killed before its commit is made anew, and its files and records with it.
+        A step that is killed before its commit is repeated, and replaces its files and records.
         """
         step, batch = ship.step, ship.batch
         started = time.monotonic()
-        self.run_dir.batches.prepare(_record(ship))
+        samples = [
+            BatchSample(sample, rollout.env, index)
+            for index, rollout in enumerate(batch.kept)
+            for sample in rollout.samples
+        ]
+        draws = list(dict.fromkeys(rollout.draw_id for rollout in batch.kept))
+        counts = {"rollouts": len(batch.kept), "samples": len(samples)}
+        self.run_dir.batches.prepare(Batch(step, ship.incarnation, samples, draws, counts))
         write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
-        samples = (sample for rollout in batch.kept for sample in rollout.samples)
-        values = {**step_metrics(step, batch), **truncation(samples), **ship.metrics}
+        truncations = truncation(entry.sample for entry in samples)
+        values = {**step_metrics(step, batch), **truncations, **ship.metrics}
         values["time/write_batch"] = time.monotonic() - started
         self.metrics.log(step, values)
         self.journal.commit(ship.entries, shipped=step)
@@ -222,7 +228,7 @@ class Orchestrator:
         )  # fmt: skip
 
     def _save_eval(self, batch: EvalBatch) -> None:
-        """Before its metrics are recorded: an evaluation that is killed in between is made again, and replaces it."""
+        """Write an evaluation's rollouts, before its metrics: if killed in between, a repetition replaces them."""
         directory, step = self.run_dir.rollouts, batch.version.step
         write_eval_rollouts(RolloutKind.EVAL.path(directory, step), step, batch.rollouts)
         RolloutKind.EVAL.delete_old(directory, self.keep_rollouts)
@@ -231,39 +237,27 @@ class Orchestrator:
         version = batch.version
         self.metrics.log(version.step, {**batch.metrics, "eval/incarnation": version.incarnation})
         scores = {name.split("/")[-1]: value for name, value in batch.metrics.items() if "@" in name}
-        words = ", ".join(f"{name} {value:.4g}" for name, value in sorted(scores.items()))
-        took = time.monotonic() - batch.opened_at
-        log.info("evaluated %s at version %d in %.1f s: %s", batch.env, version.step, took, words or "no score")
+        text = ", ".join(f"{name} {value:.4g}" for name, value in sorted(scores.items()))
+        seconds = time.monotonic() - batch.opened_at
+        log.info("evaluated %s at version %d in %.1f s: %s", batch.env, version.step, seconds, text or "no score")
         if notice := failure_notice(batch):
-            self._tell_failures(batch.env, notice)
+            if batch.env in self._notified_failures:  # on the terminal once per environment
+                log.warning("%s", notice)
+            else:
+                self._notified_failures.add(batch.env)
+                self.status.notify(notice)
 
-    def _tell_failures(self, env: str, notice: str) -> None:
-        """On the terminal once per environment: the log has every evaluation."""
-        if env in self._told_failures:
-            log.warning("%s", notice)
-        else:
-            self._told_failures.add(env)
-            self.status.notify(notice)
-
-    # -- beside the loop ------------------------------------------------------------------------------------------
-
-    def _on_published(self, version: Version) -> None:
-        self.events.put_nowait(Published(version))
-
-    def _on_reports(self, engines: dict[str, Health]) -> None:
-        self.events.put_nowait(Reported(engines))
+    # -- background work ------------------------------------------------------------------------------------------
 
     def _log_gauges(self, values: dict[str, float]) -> None:
         self._write(partial(self.metrics.log, self.pipeline.position, values))
         self.status.set(None, **values)
-        what, whom = self.pipeline.awaited()
-        oldest = self.dispatcher.oldest()
-        story = ""
+        oldest, detail = self.dispatcher.oldest(), ""
         if oldest is not None:
-            story = f" (the oldest episode in flight, of {oldest[0]}, has been running for {oldest[1]:.0f} s)"
-        self._waiting.look(f"{what} from {whom}", self.pipeline.progress, story)
+            detail = f" (the oldest episode in flight, of {oldest[0]}, has been running for {oldest[1]:.0f} s)"
+        self._stalls.check(" from ".join(self.pipeline.awaited()), self.pipeline.progress, detail)
 
-    def _log_drift(self, report: Report | None) -> None:
+    def _log_drift(self, report: DriftReport | None) -> None:
         if report is not None:
             self._write(partial(self.metrics.log, *report))
 
@@ -273,21 +267,22 @@ class Orchestrator:
             self.journal.mark_trained(covered)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run beside the loop; a failure comes back as an event and ends the run."""
+        """Run a coroutine in the background; an error of it is an event that ends the run."""
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.events.put_nowait(Failed(error))
+
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._reap)
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.events.put_nowait(Failed(error))
+        task.add_done_callback(on_done)
 
     def _write(self, work: Callable[[], None], then: Event | None = None) -> None:
-        """Hand work to the disk, in order, at once: what has left the ledger is never dropped on the way."""
+        """Queue work for the disk thread, in order, so entries taken from the journal buffer are never lost."""
 
         def write() -> None:
-            if self._disk_failed:  # a later commit would leave a hole; all of it is drawn again instead
+            if self._disk_failed:  # a later commit would leave a gap; those draws are sampled again instead
                 return
             try:
                 work()
@@ -301,9 +296,9 @@ class Orchestrator:
         self._disk.submit(write)
 
     async def _close(self) -> None:
-        """Commit what is known, then cancel what runs; what is open is drawn again. Ends within a bounded time."""
+        """Commit the final outcomes, then cancel the work in flight, within a bounded time. Open draws are repeated."""
         now = time.monotonic()
-        if self.pipeline.has_lost_entries:  # an error came between a decision and its being carried out
+        if self.pipeline.has_lost_entries:
             self._disk_failed = True
         entries, progress = self.pipeline.buffer.take_entries(now), self.pipeline.buffer.progress(now)
         self._write(partial(self._commit_at_end, entries, progress))
@@ -311,12 +306,12 @@ class Orchestrator:
         for task in self._background:
             task.cancel()
         if self._background:
-            await asyncio.wait(self._background, timeout=GRACE)
+            await asyncio.wait(self._background, timeout=CANCEL_GRACE_S)
         await self.dispatcher.close()
         await asyncio.to_thread(self._disk.shutdown)
 
     def _commit_at_end(self, entries: Entries, progress: dict[str, float]) -> None:
-        """What was dropped since the last step, and the totals with it."""
+        """Commit what was dropped since the last step, and record the totals."""
         self.journal.commit(entries)
         if self.pipeline.trains:
             self.metrics.log(self.journal.last_step(), progress)
@@ -325,35 +320,26 @@ class Orchestrator:
         self._mark_trained()
 
 
-class Waiting:
-    """Says what is awaited from whom once nothing has moved for a minute, then at growing intervals."""
+class StallMonitor:
+    """Shows what the run waits for, and logs it after a minute without progress, then at growing intervals."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
         self._subject: object = None
         self._since = time.monotonic()
-        self._next_notice = FIRST_NOTICE
+        self._next_notice = FIRST_NOTICE_S
         self._shown: int | None = None
 
-    def look(self, what: str, progress: object, story: str) -> None:
-        """`progress` is anything that changes when the run gets further; `story` is told along."""
+    def check(self, what: str, progress: object, detail: str) -> None:
+        """Compare with the last call. `progress` changes when the run advances; `detail` is added to the log line."""
         subject = (what, progress)
         if subject != self._subject:
             if self._shown is not None:
                 self._status.end_wait(self._shown)
             self._shown = self._status.begin_wait(what)
-            self._subject, self._since, self._next_notice = subject, time.monotonic(), FIRST_NOTICE
+            self._subject, self._since, self._next_notice = subject, time.monotonic(), FIRST_NOTICE_S
             return
         waited = time.monotonic() - self._since
         if waited > self._next_notice:
-            log.warning("has been waiting for %s for %.0f s%s", what, waited, story)
+            log.warning("has been waiting for %s for %.0f s%s", what, waited, detail)
             self._next_notice = 2 * waited
-
-
-def _record(ship: Ship) -> Batch:
-    rollouts: list[Rollout] = ship.batch.kept
-    samples = [
-        BatchSample(sample, rollout.env, index) for index, rollout in enumerate(rollouts) for sample in rollout.samples
-    ]
-    draws = list(dict.fromkeys(rollout.draw_id for rollout in rollouts))
-    return Batch(ship.step, ship.incarnation, samples, draws, {"rollouts": len(rollouts), "samples": len(samples)})

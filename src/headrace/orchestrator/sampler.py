@@ -1,4 +1,4 @@
-"""An environment's line to the policy: one request to the engine, and its tokens as a reply."""
+"""Sampling of episodes from the policy: one engine request per turn, parsed into a reply."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ INLINE_TOKENS = 4096
 
 
 class Sampler:
-    """One per environment: the engines, the renderer, and how to sample.
+    """Samples the episodes of one environment from the engines.
 
-    `cache_salt` separates what the engines' prefix caches may share: a live policy's changes with its weights. It is
-    asked for at every request, so that a turn after an update shares nothing with those before it, although its
-    conversation is the same and stays with its engine. While an update is on its way the salt may be the older one:
-    engines therefore tell the weights of what they cache apart themselves, whatever the salt.
+    `cache_salt` separates prefix caches; the policy's salt changes with its weights. It is read at every request, so a
+    turn after an update shares nothing with earlier turns of its conversation. During an update the salt may be the
+    older one, so engines also separate cached blocks by weights themselves.
 
-    `observe` sees each prompt and what came of it, with the temperature; it must not wait. With a `seed` every request
-    has one of its own, made of this one, its episode's name and what is asked. Long prompts are rendered in threads,
-    `pool_size` of them at once.
+    `observe` is called with each prompt, completion and temperature and must not block. With a `seed`, each request
+    has a seed derived from it, the name of the episode and the conversation. Long prompts are rendered in up to
+    `pool_size` threads.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Follows published weights, and brings the engines to them when the pipeline says so.
+"""Watches for published weights, and loads them into the engines when the pipeline decides so.
 
-Polls the directory: a rename is atomic on every file system we run on, notification of it is not portable.
+Polls the directory: a rename is atomic on every file system we run on; file system notifications are not portable.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from headrace.transport.weights_link import is_linked
 
 log = logging.getLogger(__name__)
 
-LOOK_AT_ENGINES = 2.0
-"""Seconds between two looks at which version the engines serve."""
+HEALTH_INTERVAL_S = 2.0
+"""Interval of the checks of which version the engines serve."""
 
 
 class WeightWatcher:
-    """`version` is what the engine samples from. A rewound trainer publishes a higher incarnation and is followed."""
+    """`version` is what the engines sample from. A rewound trainer publishes a higher incarnation."""
 
     def __init__(
         self,
@@ -42,96 +42,93 @@ class WeightWatcher:
         self._status = status
         self._poll = poll
         self._deadline = deadline
-        self._one_at_a_time = asyncio.Lock()
-        self._complaint = ""
-        """What was last said about engines that were behind."""
+        self._lock = asyncio.Lock()
+        self._logged = ""
+        """The last message about engines with another version."""
 
     async def synchronize(self) -> None:
-        """At the start: bring the engines to the newest published version, if they are not there already."""
-        served = await self._served()
+        """Load the newest published version into the engines at the start, if they do not serve it."""
+        served = {Version.parse(health.version) for health in await self._client.health()}
         self.version = min(served)
         latest = self._weights.latest()
         if latest is not None and served != {latest}:
             try:
                 await self._update(latest)
             except (EngineFailed, EngineRejected) as error:
-                # Damaged by a power loss, say: the trainer publishes its own anew.
-                log.warning("weights %s cannot be loaded, going on with %s: %s", latest, self.version, error)
+                # Damaged by a power loss, for example: the trainer publishes its weights again.
+                log.warning("weights %s cannot be loaded, continuing with %s: %s", latest, self.version, error)
         else:
-            await asyncio.to_thread(self._weights.acknowledge, self.version)  # so that the trainer knows us here
+            await asyncio.to_thread(self._weights.acknowledge, self.version)  # so that the trainer sees a follower
 
     async def follow(
         self, notify: Callable[[Version], None], report: Callable[[dict[str, Health]], None] = lambda _: None
     ) -> None:
-        """For ever: say which version is the newest, each once, and keep restarted engines up to date.
+        """Run until cancelled: call `notify` once with each new version, and keep restarted engines up to date.
 
-        At each look at the engines, `report` gets what those say of themselves that answer, by address.
+        `report` is called regularly with the health of the reachable engines, by address.
         """
-        newest, looked = self.version, time.monotonic()
+        newest, checked = self.version, time.monotonic()
         while True:
             latest = await asyncio.to_thread(self._weights.latest)
             if latest is not None and latest > newest:
                 newest = latest
                 notify(latest)
-            elif time.monotonic() - looked > LOOK_AT_ENGINES:
-                report(await self._catch_up())
-                looked = time.monotonic()
+            elif time.monotonic() - checked > HEALTH_INTERVAL_S:
+                report(await self._update_restarted())
+                checked = time.monotonic()
             await asyncio.sleep(self._poll)
 
     async def load(self, version: Version) -> Version:
-        """Bring every engine to a published version. Requests in flight go on and finish on the new weights.
+        """Load a published version into every engine; return the version that was loaded.
 
-        One that cannot be reached while others can gets it once it is back, at a look at the engines.
-        What only a trainer's memory has dies with that trainer, and an engine may be too slow for one request. Then
-        this tries on, with what is published next, until the deadline; the version that was loaded is returned.
+        Requests in flight continue on the new weights. An unreachable engine is updated when it is back, if others
+        are reachable. Weights that exist only in a trainer's memory are lost with it, and an engine may be too slow
+        for one request: then this retries, with newer versions if there are any, until the deadline.
         """
         began, failed = time.monotonic(), None
-        async with self._one_at_a_time:
+        async with self._lock:
             while True:
                 try:
                     await self._update(version)
                     return version
                 except (EngineFailed, EngineTimeout) as error:
-                    may_pass = isinstance(error, EngineTimeout) or is_linked(self._weights.path(version))
-                    if not may_pass or time.monotonic() - began > self._deadline:
+                    may_retry = isinstance(error, EngineTimeout) or is_linked(self._weights.path(version))
+                    if not may_retry or time.monotonic() - began > self._deadline:
                         raise
                     if version != failed:
-                        log.warning("trying on, also with newer weights: %s", error)
+                        log.warning("retrying, also with newer weights: %s", error)
                     failed = version
-                await asyncio.sleep(LOOK_AT_ENGINES)
+                await asyncio.sleep(HEALTH_INTERVAL_S)
                 latest = await asyncio.to_thread(self._weights.latest)
                 version = latest or version
 
-    async def _catch_up(self) -> dict[str, Health]:
-        """An engine that was restarted alone may serve another version: give it the current one again.
+    async def _update_restarted(self) -> dict[str, Health]:
+        """Load the current version into engines that serve another one because they were restarted.
 
-        Whatever keeps it from that is said, and tried again at the next look; an engine that cannot be reached is
-        reported by whoever has requests in flight. Returns how those are that answer.
+        Failures are logged and retried at the next check. Return the health of the reachable engines; unreachable
+        ones are reported by the clients with requests in flight.
         """
-        async with self._one_at_a_time:
+        async with self._lock:
             try:
                 engines = await self._client.health_by_url()
             except EngineCallError:
-                return {}  # none has said where it listens
+                return {}  # no engine has published its address
             behind = {url: health.version for url, health in engines.items() if health.version != str(self.version)}
             if not behind or self.version not in await asyncio.to_thread(self._weights.published):
                 return engines
-            found = ", ".join(f"{url} serves {version}" for url, version in behind.items())
+            served = ", ".join(f"{url} serves {version}" for url, version in behind.items())
             try:
                 await self._update(self.version, behind)
-                complaint = f"{found} instead of {self.version}: brought up to date"
+                message = f"{served} instead of {self.version}: updated"
             except (EngineCallError, WaitTimeout) as error:
-                complaint = f"{found} instead of {self.version}, and cannot be brought up to date yet: {error}"
-            if complaint != self._complaint:
-                log.warning("%s", complaint)
-            self._complaint = complaint
+                message = f"{served} instead of {self.version}, and cannot be updated yet: {error}"
+            if message != self._logged:
+                log.warning("%s", message)
+            self._logged = message
             return engines
 
-    async def _served(self) -> set[Version]:
-        return {Version.parse(health.version) for health in await self._client.health()}
-
     async def _update(self, version: Version, engines: Collection[str] | None = None) -> None:
-        """Bring every engine, or some, to a version."""
+        """Load a version into every engine, or into some by address, and acknowledge it to the trainer."""
         path = self._weights.path(version)
         expected = read_marker(path).checksum
         acknowledged = await wait_for(
@@ -143,10 +140,10 @@ class WeightWatcher:
         )
         if acknowledged != expected:
             raise EngineFailed(
-                f"the inference server did not load what {path} holds (checksum {acknowledged}, not {expected}): "
+                f"the inference server loaded other weights than {path} has (checksum {acknowledged}, not {expected}): "
                 "was the directory changed meanwhile?"
             )
         if version.incarnation > self.version.incarnation:
-            log.info("the trainer restarted: following lineage %d at version %d", version.incarnation, version.step)
+            log.info("the trainer restarted: following incarnation %d at version %d", version.incarnation, version.step)
         self.version = version
         await asyncio.to_thread(self._weights.acknowledge, version)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.orchestrator.eval_metrics import CORRECT
+from headrace.orchestrator.batch_metrics import CORRECT
 from headrace.rollout.types import Message, Rollout
 
 FORMAT = "format"

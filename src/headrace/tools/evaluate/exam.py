@@ -16,7 +16,7 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineFailed, EngineRejected
 from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.inference.schema import Health
-from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner, Line
+from headrace.orchestrator.dispatcher import ContextFactory, Dispatcher, EpisodeRunner
 from headrace.orchestrator.processing import EvalProcessing
 from headrace.orchestrator.sampler import Sampler
 from headrace.orchestrator.signals import Arrival, Episode, Kind
@@ -84,7 +84,7 @@ def missing(tasks: Sequence[Task], samples: int, done: CompletionsFile, *, toget
 class Way(NamedTuple):
     """How episodes reach a model, and how what it wrote is read and measured."""
 
-    line: Line
+    line: ContextFactory
     thinking: Thinking
     tokens: Callable[[Episode, Sequence[Rollout]], int | None]
     """What an episode's replies took; None where nobody knows."""
@@ -242,7 +242,7 @@ class Exam:
         self,
         environment: Environment,
         env: str,
-        line: Line,
+        line: ContextFactory,
         timeout: float | None,
         concurrency: int,
         keep: Callable[[Episode, Sequence[Rollout]], None],

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.orchestrator.eval_metrics import NOTICE_ABOVE
+from headrace.orchestrator.batch_metrics import MAX_FAILED_SHARE
 from headrace.rollout.pass_at_k import pass_rates
 from headrace.tools.evaluate.completions import Correctness, Scored
 from headrace.tools.evaluate.estimates import Estimate, Spread, estimate, spread_of
@@ -110,9 +110,9 @@ def unmatched_tags(scored: Sequence[Scored], pairs: Sequence[tuple[str, str]]) -
 
 
 def failures(result: Result) -> str | None:
-    """Return the notice that more than `NOTICE_ABOVE` of the episodes failed; None where fewer did."""
+    """Return the notice that more than `MAX_FAILED_SHARE` of the episodes failed; None where fewer did."""
     share = result.estimates["failed"].value
-    if share <= NOTICE_ABOVE:
+    if share <= MAX_FAILED_SHARE:
         return None
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
     return f"{share:.0%} of the episodes failed and are left out of every mean ({reasons})."

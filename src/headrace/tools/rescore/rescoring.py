@@ -32,9 +32,9 @@ from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput
+from headrace.orchestrator.audit import states_before
 from headrace.orchestrator.credited_groups import CreditedGroups
 from headrace.orchestrator.crediting import frozen_model
-from headrace.orchestrator.replay import states_before
 from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import Task
 from headrace.text.hub import model_directory

@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.orchestrator.signals import Kind
-from headrace.orchestrator.startup_lines import startup_lines
+from headrace.orchestrator.startup import startup_lines
 
 TEACHER = {"name": "big", "base_url": "http://host:8000/v1"}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.orchestrator.eval_metrics import epoch_metrics, failure_notice, is_empty
+from headrace.orchestrator.batch_metrics import epoch_metrics, failure_notice, is_empty
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version

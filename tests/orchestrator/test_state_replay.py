@@ -9,7 +9,7 @@ import pytest
 
 from headrace.algorithms.rae import Rae
 from headrace.cli.main import main
-from headrace.orchestrator.replay import replayed_state, state_problems, states_before
+from headrace.orchestrator.audit import find_state_violations, replay_state, states_before
 from headrace.rollout.types import Group, Rollout, Task
 from headrace.transport.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.rollout_files import write_rollouts
@@ -39,17 +39,17 @@ def journal_at(path: Path) -> Journal:
 
 async def test_a_replay_takes_every_credit_of_its_environment_in_the_order_of_credit():
     journal = journal_at(Path(":memory:"))
-    assert await replayed_state(journal, "copy", Rae(decay=0.5)) == FINAL
-    assert await replayed_state(journal, "reverse-text", Rae(decay=0.5)) == {"a": 50}
+    assert await replay_state(journal, "copy", Rae(decay=0.5)) == FINAL
+    assert await replay_state(journal, "reverse-text", Rae(decay=0.5)) == {"a": 50}
     assert await states_before(journal, "copy", Rae(decay=0.5)) == {2: {}, 0: {"b": 3, "a": 0}, 1: {"b": 2.5, "a": 2}}
 
 
-async def test_a_state_that_its_credits_do_not_come_to_is_told():
+async def test_a_state_that_differs_from_the_replay_of_its_credits_is_reported():
     journal = journal_at(Path(":memory:"))
-    assert await state_problems(journal, {"copy": Rae(decay=0.5)}) == []
-    assert await state_problems(journal, {"reverse-text": Rae(decay=0.5)}) == []  # it has none in the journal
-    (problem,) = await state_problems(journal, {"copy": Rae(decay=0.9)})
-    assert problem.startswith('the algorithm of copy has the state {"a": 2.5, "b": 2.5}, but its credits come to {')
+    assert await find_state_violations(journal, {"copy": Rae(decay=0.5)}) == []
+    assert await find_state_violations(journal, {"reverse-text": Rae(decay=0.5)}) == []  # it has none in the journal
+    (problem,) = await find_state_violations(journal, {"copy": Rae(decay=0.9)})
+    assert '{"a": 2.5, "b": 2.5}' in problem and "copy" in problem
 
 
 async def test_baselines_after_kills_are_those_of_all_credits_that_count(monkeypatch: pytest.MonkeyPatch):
@@ -64,7 +64,7 @@ async def test_baselines_after_kills_are_those_of_all_credits_that_count(monkeyp
                 baselines[agent] = 0.95 * baselines.get(agent, 0.0) + (1 - 0.95) * reward
         stored = run.journal.algorithm_states().get("stateful")
         assert (json.loads(stored.json) if stored else {}) == baselines
-        assert await state_problems(run.journal, {"stateful": Rae()}) == []
+        assert await find_state_violations(run.journal, {"stateful": Rae()}) == []
         moved += len(baselines)
     assert moved > 30
 
