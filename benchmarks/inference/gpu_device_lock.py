@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headrace.inference.embedded.device_memory import DeviceMemory
+from headrace.inference.embedded.cuda.kv_storage import DeviceMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams

@@ -21,7 +21,7 @@ import torch
 from benchmarks.models import qwen3_config
 from torch import Tensor
 
-from headrace.inference.embedded.blocks import BLOCK, blocks_for
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, blocks_for
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 
@@ -35,7 +35,7 @@ LAUNCHES = [
 ]  # fmt: skip
 """Keys of a tile, warps, stages."""
 MEASURED = 40
-"""Decoding steps of a row of the table."""
+"""Decode steps of a row of the table."""
 
 
 def say(*words: object) -> None:
@@ -90,18 +90,18 @@ def kernels() -> None:
 
 
 def attention(requests: int, length: int, ceiling: float) -> None:
-    from headrace.inference.embedded.cuda import items as items_module
     from headrace.inference.embedded.cuda.attention_kernels import (
         DEFAULT,
         Launch,
+        PartialResults,
         decode_attention,
-        make_partial,
         store,
     )
+    from headrace.inference.embedded.cuda.rows import split_into_items
 
     torch.manual_seed(0)
     blocks = requests * blocks_for(length) + 1
-    storage = torch.randn(2, blocks * BLOCK, KEY_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+    storage = torch.randn(2, blocks * BLOCK_SIZE, KEY_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
     tables = (torch.randperm(blocks - 1, device=DEVICE).int() + 1).view(requests, -1)
     queries = torch.randn(requests, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
     lengths = np.full(requests, length)
@@ -110,11 +110,11 @@ def attention(requests: int, length: int, ceiling: float) -> None:
 
     def measured(launch: Launch, programs: int) -> str:
         nonlocal first
-        room = requests + max(1, programs // KEY_HEADS)
-        cut, spans = items_module.cut(lengths, room)
-        padded = np.full((room, 4), -1)
+        limit = requests + max(1, programs // KEY_HEADS)
+        cut, spans = split_into_items(lengths, limit)
+        padded = np.full((limit, 4), -1)
         padded[: len(cut)] = cut
-        partial = make_partial(room, HEADS, DIM, DEVICE)
+        partial = PartialResults.allocate(limit, HEADS, DIM, DEVICE)
         output = torch.full_like(queries, torch.nan)
         arrays = [torch.from_numpy(array).int().to(DEVICE) for array in (lengths, padded, spans)]
 
@@ -140,14 +140,14 @@ def attention(requests: int, length: int, ceiling: float) -> None:
 
 def _off(found: Tensor | None, queries: Tensor, storage: Tensor, tables: Tensor, length: int) -> float:
     assert found is not None
-    slots = (tables[0].long()[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
+    slots = (tables[0].long()[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()[:length]
     key, value = storage[:, slots].double().repeat_interleave(HEADS // KEY_HEADS, 2)
     weights = (torch.einsum("hd,thd->ht", queries[0].double(), key) * DIM**-0.5).softmax(-1)
     return (torch.einsum("ht,thd->hd", weights, value) - found[0]).abs().max().item()
 
 
 def sampling(rows: int) -> None:
-    from headrace.inference.embedded.cuda.choosing import choose, make_tiles
+    from headrace.inference.embedded.cuda.sampling_kernels import TileStats, sample_tokens
     from headrace.inference.embedded.sampling import sample
 
     logits = 3 * torch.randn(rows, VOCAB, device=DEVICE, dtype=torch.bfloat16)
@@ -157,8 +157,10 @@ def sampling(rows: int) -> None:
     expected = sample(logits, [SamplingParams()] * rows, uniforms.tolist())
 
     def measured(tile: int, warps: int) -> str:
-        tiles = make_tiles(rows, VOCAB, DEVICE, tile)
-        taken = milliseconds(lambda: choose(logits, temperatures, uniforms, chosen, tiles, tile=tile, warps=warps))
+        tiles = TileStats.allocate(rows, VOCAB, DEVICE, tile)
+        taken = milliseconds(
+            lambda: sample_tokens(logits, temperatures, uniforms, chosen, tiles, tile=tile, warps=warps)
+        )
         same = (chosen[0].long() == expected.tokens).float().mean().item()
         off = (chosen[1].float() - expected.logprobs)[chosen[0].long() == expected.tokens].abs().max().item()
         return f"{taken:7.3f} ms {logits.numel() * 2 / taken / 1e9:6.2f} TB/s  {same:.1%} as torch, off {off:.1e}"

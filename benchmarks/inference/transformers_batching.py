@@ -9,7 +9,7 @@ from benchmarks.inference.worker import Seconds, Stopwatch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
-from headrace.inference.embedded.loading import lay_out_for_small_batches
+from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 
 PAGE = 32
 STEP_TOKENS = 2048

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headrace.inference.embedded.device_memory import DeviceMemory, OutOfDeviceMemory
+from headrace.inference.embedded.cuda.kv_storage import DeviceMemory, OutOfDeviceMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
@@ -46,14 +46,14 @@ def test_memory_is_given_back_and_returns_at_the_same_address_as_zeros(memory: D
     address, taken = keys.data_ptr(), free()
     memory.release()
     memory.release()
-    assert not memory.is_there
+    assert not memory.is_mapped
     assert free() - taken >= GIB
-    with pytest.raises(RuntimeError, match="restore it"):
+    with pytest.raises(RuntimeError, match="restore"):
         memory.tensor(torch.uint8, (1,))
     other = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")  # somebody else's meanwhile
     memory.restore()
     memory.restore()
-    assert memory.is_there and keys.data_ptr() == address == memory.tensor(torch.bfloat16, (1,)).data_ptr()
+    assert memory.is_mapped and keys.data_ptr() == address == memory.tensor(torch.bfloat16, (1,)).data_ptr()
     assert keys.abs().max().item() == values.abs().max().item() == 0
     keys.fill_(3)
     assert keys.float().sum().item() == 3 * 4 * 1000 * 128
@@ -83,7 +83,7 @@ def test_a_graph_over_it_replays_after_the_memory_was_away(memory: DeviceMemory)
 
 def test_memory_nobody_has_is_refused_with_the_numbers_and_may_be_asked_for_again(memory: DeviceMemory) -> None:
     before = free()
-    with pytest.raises(OutOfDeviceMemory, match=r"GiB were asked for, and .* GiB of the GPU's .* are free"):
+    with pytest.raises(OutOfDeviceMemory, match="GiB"):
         DeviceMemory(before + 100 * GIB, torch.device("cuda"))
     gc.collect()
     assert abs(free() - before) < GIB // 4
@@ -91,7 +91,7 @@ def test_memory_nobody_has_is_refused_with_the_numbers_and_may_be_asked_for_agai
     hog = DeviceMemory(free() - GIB // 2, torch.device("cuda"))
     with pytest.raises(OutOfDeviceMemory):
         memory.restore()
-    assert not memory.is_there
+    assert not memory.is_mapped
     hog.release()
     memory.restore()
     assert memory.tensor(torch.uint8, (GIB,)).max().item() == 0

@@ -113,7 +113,7 @@ def submit_mixed(engine: Engine, rng: random.Random, count: int) -> list[Any]:
 def test_mixed_lengths_chunks_prefixes_twins_evictions_and_cancels(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "CHUNK", 64)
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 64)
     model = make_model(kind, dtype=dtype)
     engine = Engine(model, max_model_len=400, max_running=9, max_step_tokens=128, kv_blocks=40, compile=False)
     requests = submit_mixed(engine, random.Random(8), 24)
@@ -123,7 +123,7 @@ def test_mixed_lengths_chunks_prefixes_twins_evictions_and_cancels(
     assert isinstance(cancelled.future.exception(), RequestCancelled)
     assert_exact(requests, model)
     assert min(engine.scheduler.preemptions, engine.scheduler.tokens_cached) > 0
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
 
 
 @pytest.mark.parametrize("graphs", [True, False])

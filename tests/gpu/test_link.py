@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.base import Base
+from headrace.inference.weights.base_weights import BaseWeights
+from headrace.inference.weights.buffers import as_bytes, digest
+from headrace.inference.weights.errors import WeightsUnreachable
 from headrace.inference.weights.ipc import ExportedMemory
-from headrace.inference.weights.link import Received, WeightsReceiver, WeightsUnreachable
-from headrace.inference.weights.tensor_bytes import bytes_of, digest
+from headrace.inference.weights.link import Received, WeightsReceiver
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices
 from headrace.transport.weights import WeightStore
@@ -77,7 +78,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def receiver() -> Iterator[WeightsReceiver]:
-    receiver = WeightsReceiver(torch.device("cuda"), patience=20.0)
+    receiver = WeightsReceiver(torch.device("cuda"), timeout_s=20.0)
     yield receiver
     receiver.close()
 
@@ -144,7 +145,7 @@ def test_a_version_that_is_read_stays_as_it_is_while_others_are_published(
     known_to(trainers[0], receiver, store, files[1])
     version = publish(trainers[0], files[0])
     reading = fetch(receiver, store, version)
-    later = WeightsReceiver(torch.device("cuda"), patience=20.0)
+    later = WeightsReceiver(torch.device("cuda"), timeout_s=20.0)
     version = publish(trainers[0], files[1])
     assert_same(fetch(later, store, version, shared=False), files[1])
     assert_same(reading, files[0])
@@ -160,7 +161,7 @@ def test_other_bytes_than_those_published_are_refused(
     damaged = shutil.copytree(store.path(version), tmp_path / "damaged")
     digests = read_manifest(damaged).digests
     edit_manifest(damaged, digests=[*digests[:-1], digests[-1] + 1])
-    with pytest.raises(WeightsUnreachable, match=f"damaged on the way: bucket {len(digests)}"):
+    with pytest.raises(WeightsUnreachable, match=f"bucket {len(digests)}"):
         receiver.receive(damaged, version)
     assert receiver._lent is None
     received = fetch(receiver, store, version)
@@ -235,10 +236,10 @@ def test_an_adapter_is_merged_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
     matrices = Matrices(torch.randn(4, 32, generator=generator), torch.randn(64, 4, generator=generator))
     adapter = Adapter(AdapterConfig(4, 8.0, ["up_proj"]), {layer: matrices})
     parameters = model.state_dict()
-    ours, plain = (Base(tmp_path, torch.device(device)) for device in ("cuda", "cpu"))
-    expected = plain.adapted(adapter, parameters, tmp_path)
+    ours, plain = (BaseWeights(tmp_path, torch.device(device)) for device in ("cuda", "cpu"))
+    expected = plain.merge(adapter, parameters, tmp_path)
     for _ in range(2):  # the second time out of pinned memory
-        found = ours.adapted(adapter, parameters, tmp_path)
+        found = ours.merge(adapter, parameters, tmp_path)
         assert found.keys() == expected.keys() and all(tensor.is_cuda for tensor in found.values())
         merged = found.pop(f"{layer}.weight").cpu()
         assert not torch.equal(merged, parameters[f"{layer}.weight"])
@@ -256,4 +257,4 @@ def test_exported_memory_is_ordinary_memory() -> None:
 
 def test_a_digest_is_the_same_on_a_gpu_as_on_a_cpu() -> None:
     row = torch.randn(9_000_000, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-    assert int(digest(bytes_of(row))) == int(digest(bytes_of(row.cuda())))
+    assert int(digest(as_bytes(row))) == int(digest(as_bytes(row.cuda())))

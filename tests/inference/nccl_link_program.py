@@ -17,7 +17,8 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
+from headrace.inference.weights.errors import WeightsUnreachable
+from headrace.inference.weights.link import WeightsReceiver
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore
 from tests.inference.weights_sender import SenderProcess
@@ -71,7 +72,7 @@ def main(directory: Path) -> None:
     trainer, mortal = (SenderProcess(store.directory, "nccl", "cuda:0") for _ in range(2))
     small = [write(directory / f"{seed}.safetensors", seed, 200) for seed in range(3)]
     large = write(directory / "large.safetensors", 9, 4000)
-    receiver = WeightsReceiver(GPU, patience=30.0)
+    receiver = WeightsReceiver(GPU, timeout_s=30.0)
     for step, path in enumerate(small, 1):
         version = Version(0, step)
         trainer.publish(version, path)
@@ -101,7 +102,7 @@ def main(directory: Path) -> None:
 
     mortal.publish(Version(1, 1), small[1])
     mortal.publish(Version(1, 2), large)
-    hasty = WeightsReceiver(GPU, patience=5.0)  # which making a group takes a part of
+    hasty = WeightsReceiver(GPU, timeout_s=5.0)  # which making a group takes a part of
     assert_same(hasty.receive(store.path(Version(1, 1)), Version(1, 1)).tensors, small[1])
     assert_given_up(hasty, store.path(Version(1, 2)), Version(1, 2), signal.SIGSTOP, mortal.pid)
     os.kill(mortal.pid, signal.SIGCONT)

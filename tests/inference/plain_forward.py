@@ -59,8 +59,8 @@ def run_all(engine: Engine) -> None:
 def assert_nothing_left(engine: Engine) -> None:
     """No block is held, and nobody runs or waits."""
     scheduler = engine.scheduler
-    assert (len(scheduler.running), scheduler.waiting, len(scheduler.quarantine)) == (0, 0, 0)
-    assert scheduler.pool.free == scheduler.pool.count
+    assert (len(scheduler.running), scheduler.num_waiting, len(scheduler.quarantine)) == (0, 0, 0)
+    assert scheduler.blocks.num_free == scheduler.blocks.num_usable
 
 
 def weights_of(model: Any, version: Version) -> PublishedWeights:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from headrace.inference.embedded import batch as batch_module
-from headrace.inference.embedded.batch import Attention, Batch, alike_in_shape, make_batch, padded_width
-from headrace.inference.embedded.blocks import BLOCK, PADDING, blocks_for
+from headrace.inference.embedded.batch import AttentionGroup, Batch, group_by_shape, make_batch, padded_width
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, PADDING_BLOCK, blocks_for
+from headrace.inference.embedded.kv_window import KVWindow
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.scheduler import Chunk
-from headrace.inference.embedded.window import Window
 from headrace.inference.schema import SamplingParams
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def chunk(start: int, end: int, blocks: Sequence[int] | None = None, first: int 
     request = Request(
         list(range(first, first + end)),
         SamplingParams(),
-        max_new=1,
+        max_new_tokens=1,
         eos_token_ids=(),
         shared_random=random.Random(0),
         cache_salt=None,
@@ -37,7 +37,7 @@ def batch_of(*chunks: Chunk, **options: Any) -> Batch:
     return make_batch(chunks, CPU, torch.float32, **options)
 
 
-def seen(group: Attention, window: int | None = None) -> list[list[list[int]]]:
+def seen(group: AttentionGroup, window: int | None = None) -> list[list[list[int]]]:
     """The keys that each query of each chunk sees."""
     mask = group.mask(window)
     assert mask is not None
@@ -57,8 +57,8 @@ def test_chunks_are_padded_by_a_quarter_at_most_or_to_whole_blocks(length: int, 
 def test_padding_is_bounded_for_every_length() -> None:
     for length in range(2, 3000):
         width = padded_width(length)
-        assert length <= width < max(length + BLOCK, 1.25 * length + 1)
-        assert width % BLOCK == 0
+        assert length <= width < max(length + BLOCK_SIZE, 1.25 * length + 1)
+        assert width % BLOCK_SIZE == 0
 
 
 def test_tokens_positions_and_slots_are_in_the_order_of_the_groups() -> None:
@@ -83,7 +83,7 @@ def test_newest_tokens_attend_to_all_before_them_through_their_blocks() -> None:
     assert (group.count, group.width, group.keys, group.is_causal) == (2, 1, 32, False)
     assert (group.padded, group.kept) == (None, None)
     assert group.blocks is not None
-    assert group.blocks.tolist() == [[5, PADDING], [4, 8]]  # the shortest first
+    assert group.blocks.tolist() == [[5, PADDING_BLOCK], [4, 8]]  # the shortest first
     assert group.positions.tolist() == [[2], [20]]
     assert seen(group) == [[[0, 1, 2]], [list(range(21))]]
 
@@ -148,7 +148,7 @@ def test_a_token_that_is_computed_twice_is_there_twice_and_attends_once() -> Non
 
 
 def test_a_last_chunk_of_one_token_attends_with_the_newest_ones() -> None:
-    groups = [*alike_in_shape([chunk(512, 513), chunk(0, 30), chunk(7, 8), chunk(0, 1)])]
+    groups = [*group_by_shape([chunk(512, 513), chunk(0, 30), chunk(7, 8), chunk(0, 1)])]
     assert [(width, [(each.start, each.end) for each in alike]) for width, alike in groups] == [
         (1, [(0, 1), (7, 8), (512, 513)]),
         (32, [(0, 30)]),
@@ -157,7 +157,7 @@ def test_a_last_chunk_of_one_token_attends_with_the_newest_ones() -> None:
 
 def test_later_chunks_attend_apart_from_first_ones_and_from_those_of_another_reach() -> None:
     spans = [(0, 32), (32, 64), (32, 63), (480, 512), (0, 31)]
-    groups = [*alike_in_shape([chunk(*span) for span in spans])]
+    groups = [*group_by_shape([chunk(*span) for span in spans])]
     assert [[(each.start, each.end) for each in alike] for _, alike in groups] == [
         [(0, 32), (0, 31)],
         [(32, 64)],  # 64 needs a bit more than 63
@@ -167,15 +167,15 @@ def test_later_chunks_attend_apart_from_first_ones_and_from_those_of_another_rea
 
 
 def test_newest_tokens_of_very_different_lengths_attend_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "FREE_KEYS", 100)
+    monkeypatch.setattr(batch_module, "FREE_PADDING_KEYS", 100)
     lengths = [1000, 10, 12, 14, 900]
-    groups = [*alike_in_shape([chunk(length - 1, length) for length in lengths])]
+    groups = [*group_by_shape([chunk(length - 1, length) for length in lengths])]
     # 14 * 3 <= 1.25 * 36 + 100, but 900 * 4 > 1.25 * 936 + 100; and 1000 * 2 <= 1.25 * 1900 + 100
     assert [[each.end for each in alike] for _, alike in groups] == [[10, 12, 14], [900, 1000]]
 
 
 def test_few_keys_are_not_worth_another_group() -> None:
-    groups = [*alike_in_shape([chunk(length - 1, length) for length in (1, 1500)])]
+    groups = [*group_by_shape([chunk(length - 1, length) for length in (1, 1500)])]
     assert len(groups) == 1  # 1500 * 2 <= 1.25 * 1501 + 2048
 
 
@@ -197,7 +197,7 @@ def test_every_token_of_random_chunks_is_there_once_and_sees_what_it_should(seed
     assert len(set(batch.slots.tolist())) == len(expected)
     assert [group.begin for group in batch.groups] == [0, *(group.end for group in batch.groups[:-1])]
     holder = {
-        request.blocks[place // BLOCK] * BLOCK + place % BLOCK: (request, place)
+        request.blocks[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE: (request, place)
         for request, _, end, _ in chunks
         for place in range(end)
     }
@@ -211,27 +211,27 @@ def test_every_token_of_random_chunks_is_there_once_and_sees_what_it_should(seed
             for column in range(end - start):
                 assert positions[column] == start + column
                 for key in range(start + column + 1):
-                    assert holder[table[key // BLOCK] * BLOCK + key % BLOCK] == (request, key)
+                    assert holder[table[key // BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE] == (request, key)
         row += group.count
     assert row == len(chunks)
 
 
 def newest(request: Request) -> Chunk:
-    return Chunk(request, len(request.tokens) - 1, len(request.tokens), is_newest=True)
+    return Chunk(request, len(request.tokens) - 1, len(request.tokens), is_decode=True)
 
 
 def test_newest_tokens_attend_in_their_rooms_before_all_others() -> None:
-    window = Window(1 << 20)
+    window = KVWindow(1 << 20)
     long, short = chunk(199, 200).request, chunk(4, 5).request
     prompt, alone = chunk(0, 2), chunk(8, 9)
     batch = make_batch([newest(long), prompt, alone, newest(short)], CPU, torch.float32, window)
     assert [each.request for each in batch.chunks] == [long, short, alone.request, prompt.request]
     first, second, third, _ = batch.groups
-    assert first.room is not None and second.room is not None and third.room is None
-    assert (first.room.length, second.room.length) == (256, 128)
+    assert first.bucket is not None and second.bucket is not None and third.bucket is None
+    assert (first.bucket.length, second.bucket.length) == (256, 128)
     assert (first.keys, second.keys, first.count, second.count) == (208, 16, 1, 1)
-    assert first.places is not None and first.places.tolist() == [199]
+    assert first.bucket_slots is not None and first.bucket_slots.tolist() == [199]
     batch = make_batch([newest(short), newest(chunk(10, 11).request)], CPU, torch.float32, window)
     [group] = batch.groups
-    assert group.places is not None and group.places.tolist() == [4, 128 + 10]
+    assert group.bucket_slots is not None and group.bucket_slots.tolist() == [4, 128 + 10]
     assert seen(group) == [[[0, 1, 2, 3, 4]], [list(range(11))]]

@@ -10,7 +10,7 @@ import pytest
 from headrace.cli.trainer import colocated_engines
 from headrace.config.sft import SftConfig
 from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer
-from headrace.inference.embedded.room import cache_budget
+from headrace.inference.embedded.loading import cache_budget
 from headrace.runfile.run import RunConfig
 
 GIB = 1 << 30

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.inference.embedded.blocks import BLOCK
-from headrace.inference.embedded.cuda.items import cut
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
+from headrace.inference.embedded.cuda.rows import split_into_items
 from headrace.inference.embedded.sampling import sample
 from headrace.inference.schema import SamplingParams
 
@@ -18,8 +18,13 @@ pytest.importorskip("triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("Triton has neither a GPU nor its interpreter", allow_module_level=True)
 
-from headrace.inference.embedded.cuda.attention_kernels import Launch, decode_attention, make_partial, store  # noqa: E402
-from headrace.inference.embedded.cuda.choosing import choose, make_tiles  # noqa: E402
+from headrace.inference.embedded.cuda.attention_kernels import (  # noqa: E402
+    Launch,
+    PartialResults,
+    decode_attention,
+    store,
+)
+from headrace.inference.embedded.cuda.sampling_kernels import TileStats, sample_tokens  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -38,23 +43,25 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's result, and that of plain attention in float64. Slots that nobody has hold what is not a number."""
     torch.manual_seed(sum(lengths))
-    most = -(-max(lengths) // BLOCK)
-    blocks = sum(-(-length // BLOCK) for length in lengths) + 1
+    most = -(-max(lengths) // BLOCK_SIZE)
+    blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 1
     order = random.Random(0).sample(range(1, blocks), blocks - 1)
-    keys, values = torch.full((2, blocks * BLOCK, key_heads, dim), math.nan, dtype=dtype, device=DEVICE)
+    keys, values = torch.full((2, blocks * BLOCK_SIZE, key_heads, dim), math.nan, dtype=dtype, device=DEVICE)
     tables = torch.zeros(len(lengths), most, dtype=torch.int32)
     own: list[torch.Tensor] = []
     for row, length in enumerate(lengths):
-        count = -(-length // BLOCK)
+        count = -(-length // BLOCK_SIZE)
         taken, order = order[:count], order[count:]
         tables[row, :count] = torch.tensor(taken)
-        own.append(torch.tensor([block * BLOCK + place for block in taken for place in range(BLOCK)][:length]))
+        own.append(
+            torch.tensor([block * BLOCK_SIZE + place for block in taken for place in range(BLOCK_SIZE)][:length])
+        )
         for states in (keys, values):
             states[own[-1].to(DEVICE)] = torch.randn(length, key_heads, dim, device=DEVICE).to(dtype)
     queries = torch.randn(heads, len(lengths), dim, device=DEVICE).to(dtype).transpose(0, 1)
-    room = len(lengths) + spare
-    found, spans = cut(np.array(lengths), room)
-    items = np.full((room, 4), -1)
+    limit = len(lengths) + spare
+    found, spans = split_into_items(np.array(lengths), limit)
+    items = np.full((limit, 4), -1)
     items[: len(found)] = found
     output = torch.full((len(lengths), heads, dim), math.nan, dtype=dtype, device=DEVICE)
     on_device = [torch.from_numpy(array).int().to(DEVICE) for array in (np.array(lengths), items, spans)]
@@ -64,7 +71,7 @@ def attend(
         values,
         tables.to(DEVICE),
         *on_device,
-        make_partial(room, heads, dim, DEVICE),
+        PartialResults.allocate(limit, heads, dim, DEVICE),
         output,
         scaling=0.3,
         window=window,
@@ -113,11 +120,11 @@ def test_half_precision_is_as_close_as_it_can_be(dtype: torch.dtype, atol: float
 
 def test_rows_without_items_are_zeros() -> None:
     queries = torch.ones(2, 4, 16, device=DEVICE)
-    cache = torch.ones(2, BLOCK, 2, 16, device=DEVICE)
+    cache = torch.ones(2, BLOCK_SIZE, 2, 16, device=DEVICE)
     numbers = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in ((2, 1), (2,), (3, 4), (2, 2))]
     numbers[2].fill_(-1)
     output = torch.full((2, 4, 16), math.nan, device=DEVICE)
-    decode_attention(queries, *cache, *numbers, make_partial(3, 4, 16, DEVICE), output, scaling=1.0)
+    decode_attention(queries, *cache, *numbers, PartialResults.allocate(3, 4, 16, DEVICE), output, scaling=1.0)
     assert (output == 0).all()
 
 
@@ -138,12 +145,12 @@ def test_new_keys_and_values_go_to_their_slots_and_those_of_nobody_nowhere() -> 
 def chosen(logits: torch.Tensor, temperatures: list[float], uniforms: list[float], tile: int) -> torch.Tensor:
     rows = len(logits)
     found = torch.full((2, rows), math.nan, dtype=torch.float64, device=DEVICE)
-    choose(
+    sample_tokens(
         logits.to(DEVICE),
         torch.tensor(temperatures, device=DEVICE),
         torch.tensor(uniforms, dtype=torch.float64, device=DEVICE),
         found,
-        make_tiles(rows, logits.shape[1], DEVICE, tile),
+        TileStats.allocate(rows, logits.shape[1], DEVICE, tile),
         tile=tile,
         warps=4,
     )

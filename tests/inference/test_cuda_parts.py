@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.inference.embedded.blocks import BLOCK
-from headrace.inference.embedded.cuda.compiling import MOST_PROGRAMS, CompiledLayers
-from headrace.inference.embedded.cuda.graphs import batch_sizes, uncollected
-from headrace.inference.embedded.cuda.items import SHORTEST, cut
-from headrace.inference.embedded.cuda.rows import NOBODY, Rows
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
+from headrace.inference.embedded.cuda.compilation import MAX_PROGRAMS, CompiledLayers, batch_sizes, gc_disabled
+from headrace.inference.embedded.cuda.rows import MIN_ITEM_KEYS, UNUSED, DecodeRows, split_into_items
 from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
 
@@ -22,7 +20,7 @@ def request(tokens: list[int], blocks: list[int], temperature: float = 1.0) -> R
     made = Request(
         tokens,
         SamplingParams(temperature=temperature),
-        max_new=64,
+        max_new_tokens=64,
         eos_token_ids=(),
         shared_random=random.Random(0),
         cache_salt=None,
@@ -31,7 +29,7 @@ def request(tokens: list[int], blocks: list[int], temperature: float = 1.0) -> R
     return made
 
 
-def sent(rows: Rows, name: str) -> list[Any]:
+def sent(rows: DecodeRows, name: str) -> list[Any]:
     found: list[Any] = getattr(rows.inputs, name).tolist()
     return found
 
@@ -39,9 +37,9 @@ def sent(rows: Rows, name: str) -> list[Any]:
 @pytest.mark.parametrize("lengths", [[1], [5, 5000], [700] * 40, [128, 129, 64, 1, 9000, 33], list(range(1, 400, 7))])
 @pytest.mark.parametrize("spare", [1, 7, 256])
 def test_items_cover_every_key_once_and_fit(lengths: list[int], spare: int) -> None:
-    room = len(lengths) + spare
-    items, spans = cut(np.array(lengths), room)
-    assert len(items) <= room
+    limit = len(lengths) + spare
+    items, spans = split_into_items(np.array(lengths), limit)
+    assert len(items) <= limit
     for row, length in enumerate(lengths):
         first, count = spans[row]
         own = items[first : first + count]
@@ -49,8 +47,8 @@ def test_items_cover_every_key_once_and_fit(lengths: list[int], spare: int) -> N
         assert [own[0, 1], *own[:-1, 2]] == own[:, 1].tolist()
         assert own[-1, 2] == length and (own[:, 1] < own[:, 2]).all()
     assert spans[:, 1].sum() == len(items)
-    if sum(lengths) <= SHORTEST * spare:
-        assert (items[:, 2] - items[:, 1]).max() <= SHORTEST
+    if sum(lengths) <= MIN_ITEM_KEYS * spare:
+        assert (items[:, 2] - items[:, 1]).max() <= MIN_ITEM_KEYS
 
 
 def test_sizes_of_batches_double_and_from_32_on_have_one_between() -> None:
@@ -61,22 +59,22 @@ def test_sizes_of_batches_double_and_from_32_on_have_one_between() -> None:
 
 
 def test_rows_say_where_each_newest_token_is_and_that_the_others_are_nobodys() -> None:
-    rows = Rows(4, 3, key_heads=2, device=torch.device("cpu"))
+    rows = DecodeRows(4, 3, key_heads=2, device=torch.device("cpu"))
     rows.arrange([request([7] * 16 + [8], [5, 2], temperature=0.5), request([9, 10, 11], [4])], 4)
     rows.send()
     assert sent(rows, "ids") == [8, 11, 0, 0]
     assert sent(rows, "positions") == [16, 2, 0, 0]
-    assert sent(rows, "slots") == [2 * BLOCK, 4 * BLOCK + 2, NOBODY, NOBODY]
+    assert sent(rows, "slots") == [2 * BLOCK_SIZE, 4 * BLOCK_SIZE + 2, UNUSED, UNUSED]
     assert sent(rows, "lengths") == [17, 3, 0, 0]
     assert sent(rows, "temperatures") == [0.5, 1.0, 1.0, 1.0]
     assert rows.tables[:2].tolist() == [[5, 2, 0], [4, 0, 0]]
     items = sent(rows, "items")
     assert items[:2] == [[0, 0, 17, 1], [1, 0, 3, 1]]
-    assert {item[0] for item in items[2:]} == {NOBODY}
+    assert {item[0] for item in items[2:]} == {UNUSED}
 
 
 def test_where_a_request_leaves_the_last_takes_its_row_with_its_blocks() -> None:
-    rows = Rows(4, 3, key_heads=2, device=torch.device("cpu"))
+    rows = DecodeRows(4, 3, key_heads=2, device=torch.device("cpu"))
     first, second, third = (request([number, number], [number]) for number in (1, 2, 3))
     rows.arrange([first, second, third], 4)
     rows.send()
@@ -86,20 +84,20 @@ def test_where_a_request_leaves_the_last_takes_its_row_with_its_blocks() -> None
     rows.send()
     assert rows.requests == [third, second]
     assert sent(rows, "ids")[:2] == [6, 2]
-    assert sent(rows, "slots")[:2] == [9 * BLOCK, 2 * BLOCK + 1]
+    assert sent(rows, "slots")[:2] == [9 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1]
     assert rows.tables[:2, :2].tolist() == [[3, 9], [2, 0]]
 
 
 def test_a_request_that_lost_its_blocks_is_found_in_its_new_ones() -> None:
-    rows = Rows(2, 3, key_heads=2, device=torch.device("cpu"))
+    rows = DecodeRows(2, 3, key_heads=2, device=torch.device("cpu"))
     one = request([1, 2], [5])
     rows.arrange([one], 2)
-    one.lose_blocks()
+    one.reset_computed()
     one.blocks = [7]
     rows.arrange([one], 2)
     rows.send()
     assert rows.tables[0, 0] == 7
-    assert sent(rows, "slots")[0] == 7 * BLOCK + 1
+    assert sent(rows, "slots")[0] == 7 * BLOCK_SIZE + 1
 
 
 @pytest.mark.parametrize("was_on", [True, False])
@@ -107,7 +105,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(was_on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if was_on else gc.disable)()
     try:
-        with uncollected():
+        with gc_disabled():
             assert not gc.isenabled()
         assert gc.isenabled() == was_on
     finally:
@@ -125,4 +123,4 @@ def test_layers_may_have_many_programs_on_whichever_thread_computes(model: Any) 
     thread = threading.Thread(target=compute)
     thread.start()
     thread.join()
-    assert limits[0] >= MOST_PROGRAMS
+    assert limits[0] >= MAX_PROGRAMS

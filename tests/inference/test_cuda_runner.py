@@ -11,7 +11,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.inference.embedded import scheduler as scheduler_module
-from headrace.inference.embedded.cuda import varlen
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import UnsupportedModel, check_engine
 from headrace.inference.schema import SamplingParams
@@ -24,7 +23,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton does not interpret; tests/gpu has the same on a GPU", allow_module_level=True)
 
-from headrace.inference.embedded.cuda import items, make_cuda_runner, steps
+from headrace.inference.embedded.cuda import make_cuda_runner, rows, steps
 from headrace.inference.embedded.cuda.runner import CudaRunner
 
 SIZES = {
@@ -47,7 +46,7 @@ def make_engine(model: Any, **settings: Any) -> Engine:
     engine = Engine(model, **settings)
     engine.runner = CudaRunner(
         model,
-        engine.scheduler.pool.count + 1,
+        engine.scheduler.blocks.num_usable + 1,
         engine.adapters,
         max_running=engine.max_running,
         max_model_len=engine.max_model_len,
@@ -59,9 +58,9 @@ def make_engine(model: Any, **settings: Any) -> Engine:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "CHUNK", 16)
-    monkeypatch.setattr(items, "PROGRAMS", 8)
-    monkeypatch.setattr(items, "SHORTEST", 64)
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(rows, "EXTRA_PROGRAMS", 8)
+    monkeypatch.setattr(rows, "MIN_ITEM_KEYS", 64)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +200,8 @@ def test_prompts_that_begin_in_the_cache_read_no_more_keys_at_once_than_they_may
         read.append(len(key))
         return plain_varlen(query, key, *rest, **options)
 
-    monkeypatch.setattr(varlen, "varlen_attn", attend)
-    monkeypatch.setattr(steps, "GATHERED", most)
+    monkeypatch.setattr(steps, "varlen_attn", attend)
+    monkeypatch.setattr(steps, "MAX_GATHERED_KEYS", most)
     engine = make_engine(make_model(0), max_model_len=160, max_running=8)
     engine.runner._flash = True  # type: ignore[attr-defined]
     beginning = [7 + n % 50 for n in range(32)]

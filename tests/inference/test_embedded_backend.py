@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from headrace.inference.backend import Backend, EngineStopped, InvalidRequest, ModelNotFound, RequestCancelled
-from headrace.inference.embedded.backend import Courier, EmbeddedBackend
+from headrace.inference.embedded.backend import EmbeddedBackend, LoopCalls
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
@@ -158,12 +158,12 @@ async def test_closing_answers_what_is_in_flight(backend: EmbeddedBackend) -> No
 
 
 async def test_a_courier_delivers_every_call_of_every_thread_once_and_in_order() -> None:
-    courier = Courier(asyncio.get_running_loop())
+    loop_calls = LoopCalls(asyncio.get_running_loop())
     arrived: dict[int, list[int]] = {number: [] for number in range(4)}
 
     def call(number: int) -> None:
         for place in range(500):
-            courier.call(lambda place=place: arrived[number].append(place))  # type: ignore[misc]
+            loop_calls.call(lambda place=place: arrived[number].append(place))  # type: ignore[misc]
 
     callers = [threading.Thread(target=call, args=(number,)) for number in arrived]
     for caller in callers:
@@ -177,6 +177,6 @@ async def test_a_courier_delivers_every_call_of_every_thread_once_and_in_order()
 
 def test_a_courier_of_a_loop_that_has_ended_carries_nothing() -> None:
     loop = asyncio.new_event_loop()
-    courier = Courier(loop)
+    loop_calls = LoopCalls(loop)
     loop.close()
-    courier.call(lambda: pytest.fail("nobody is there"))
+    loop_calls.call(lambda: pytest.fail("nobody is there"))

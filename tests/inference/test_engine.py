@@ -10,7 +10,7 @@ import torch
 
 from headrace.inference.backend import EngineError, EngineOverloaded, InvalidRequest, RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
-from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
+from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 from tests.inference.plain_forward import assert_like_plain, assert_nothing_left, random_prompt, run_all
@@ -74,7 +74,7 @@ def test_requests_wait_in_line_beyond_max_running(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=2)
     requests = [engine.submit([5, 6], SamplingParams(max_tokens=2, ignore_eos=True)) for _ in range(3)]
     engine.step()
-    assert (len(engine.scheduler.running), engine.scheduler.waiting) == (2, 1)
+    assert (len(engine.scheduler.running), engine.scheduler.num_waiting) == (2, 1)
     engine.step()
     assert [request.future.done() for request in requests] == [True, True, False]
     run_all(engine)
@@ -269,10 +269,10 @@ def test_truncated_logprobs_are_relative_to_the_most_likely_tokens(model: Any) -
 LENGTHS = (4, 16, 33, 100)
 
 
-def sampled_in_company(model: Any, length: int, others: int, *, step_tokens: int) -> tuple[list[int], list[float]]:
+def sampled_in_company(model: Any, length: int, others: int, *, max_step_tokens: int) -> tuple[list[int], list[float]]:
     """What a seeded request samples after a prompt of that length, with others around it."""
     rng = random.Random(others)
-    engine = Engine(model, max_model_len=160, max_running=32, max_step_tokens=step_tokens)
+    engine = Engine(model, max_model_len=160, max_running=32, max_step_tokens=max_step_tokens)
     prompt = random_prompt(random.Random(length), length)
     for number in range(others):
         own = random_prompt(rng, rng.choice([1, 2, 9, 40, 120]))
@@ -291,21 +291,21 @@ def sampled_in_company(model: Any, length: int, others: int, *, step_tokens: int
 def test_a_seeded_request_samples_the_same_to_the_last_bit_in_any_company(
     model: Any, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "CHUNK", 32)
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 32)
     model = copy.deepcopy(model)
     lay_out_for_small_batches(model)  # as stored, some CPUs multiply two rows in another order than many
-    alone = sampled_in_company(model, length, 0, step_tokens=64)
+    alone = sampled_in_company(model, length, 0, max_step_tokens=64)
     for others in (1, 5, 14):
-        assert sampled_in_company(model, length, others, step_tokens=64) == alone
-    assert sampled_in_company(model, length, 5, step_tokens=32) == alone
+        assert sampled_in_company(model, length, others, max_step_tokens=64) == alone
+    assert sampled_in_company(model, length, 5, max_step_tokens=32) == alone
 
 
 def test_as_many_may_wait_as_are_allowed_to_beside_those_that_can_run(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=1, max_waiting=2)
     for _ in range(2):
-        for _ in range(3 - len(engine.scheduler.running) - engine.scheduler.waiting):
+        for _ in range(3 - len(engine.scheduler.running) - engine.scheduler.num_waiting):
             engine.submit([5], SamplingParams(max_tokens=2, ignore_eos=True))
-        with pytest.raises(EngineOverloaded, match="requests wait already: come again later"):
+        with pytest.raises(EngineOverloaded):
             engine.submit([5], SamplingParams())
         engine.step()
     run_all(engine)
@@ -333,7 +333,7 @@ def test_the_state_counts_what_happened(model: Any) -> None:
 
 def test_a_cache_smaller_than_the_longest_request_is_made_to_fit_it(model: Any) -> None:
     engine = Engine(model, max_model_len=64, kv_blocks=1)
-    assert engine.scheduler.pool.count == 4
+    assert engine.scheduler.blocks.num_usable == 4
     request = engine.submit([5] * 50, SamplingParams(ignore_eos=True))
     run_all(engine)
     assert len(request.tokens) == 64
@@ -385,10 +385,10 @@ def test_steps_that_fail_though_each_of_their_requests_alone_does_not_end_the_en
     engine = Engine(model, max_model_len=64)
     arrange = engine.runner.cache.prepare
 
-    def prepare(batch: Any, unproven: Any) -> None:
+    def prepare(batch: Any, unverified_blocks: Any) -> None:
         if len(batch.chunks) > 1:
             raise RuntimeError("two are too many")
-        arrange(batch, unproven)
+        arrange(batch, unverified_blocks)
 
     monkeypatch.setattr(engine.runner.cache, "prepare", prepare)
     for _ in range(2):

@@ -13,8 +13,8 @@ import pytest
 
 from headrace.inference.backend import EngineError, RequestCancelled
 from headrace.inference.embedded import device_lock as device_lock_module
+from headrace.inference.embedded.cuda.kv_storage import OutOfDeviceMemory
 from headrace.inference.embedded.device_lock import EngineDeviceLock
-from headrace.inference.embedded.device_memory import OutOfDeviceMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
@@ -140,7 +140,7 @@ def test_a_failed_engine_holds_the_lock_as_long_as_its_memory(
 ) -> None:
     lock = engine_lock(tmp_path)
     dying = EngineThread(Engine(model, max_model_len=64), lock)
-    monkeypatch.setattr(dying.engine.scheduler, "plan", lambda _: 1 / 0)
+    monkeypatch.setattr(dying.engine.scheduler, "schedule", lambda _: 1 / 0)
     dying.submit([5], LONG)
     dying.failure.result(timeout=30)
     dying.stop()
@@ -164,7 +164,7 @@ class LendingEngine(Engine):
     def release_cache(self) -> int:
         given, self.lent = 0 if self.lent else GIB, True
         for request in self.scheduler.running:
-            self.scheduler.compute_again(request, self._weights)
+            self.scheduler.recompute(request, self._weights)
         return given
 
     def restore_cache(self) -> None:

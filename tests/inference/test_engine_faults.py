@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from headrace.inference.backend import EngineError
+from headrace.inference.embedded import kv_window as window_module
 from headrace.inference.embedded import runner as runner_module
 from headrace.inference.embedded import scheduler as scheduler_module
-from headrace.inference.embedded import window as window_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 from tests.inference.plain_forward import assert_like_plain, assert_nothing_left, random_prompt, run_all
@@ -35,8 +35,8 @@ def break_forward(model: Any, patch: pytest.MonkeyPatch, error: Exception | None
 
 @pytest.fixture
 def breaking_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(scheduler_module, "CHUNK", 16)
-    monkeypatch.setattr(window_module, "SHORTEST", 16)
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(window_module, "MIN_ROW_TOKENS", 16)
     with monkeypatch.context() as patch:
         break_forward(model, patch)
         yield model

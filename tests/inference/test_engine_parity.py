@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from headrace.inference.backend import RequestCancelled
 from headrace.inference.embedded import engine as engine_module
+from headrace.inference.embedded import kv_window as window_module
 from headrace.inference.embedded import scheduler as scheduler_module
-from headrace.inference.embedded import window as window_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
@@ -63,8 +63,8 @@ MakeModel = Callable[[int], Any]
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And rooms so short that requests outgrow them while they are sampled from."""
-    monkeypatch.setattr(scheduler_module, "CHUNK", 16)
-    monkeypatch.setattr(window_module, "SHORTEST", 16)
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(window_module, "MIN_ROW_TOKENS", 16)
 
 
 def submit_mixed(engine: Engine, rng: random.Random, count: int) -> list[Any]:
@@ -118,7 +118,7 @@ def test_attention_matters_to_these_models() -> None:
 def test_long_prompts_are_scored_within_the_budget_for_logits(
     model: Any, monkeypatch: pytest.MonkeyPatch, small_chunks: None, budget: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "SCORED_LOGITS", 20 * 264)
+    monkeypatch.setattr(engine_module, "MAX_SCORED_LOGITS", 20 * 264)
     engine = Engine(model, max_model_len=128, max_running=4, max_step_tokens=budget)
     rows: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))

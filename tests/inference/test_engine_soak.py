@@ -21,8 +21,8 @@ import msgspec
 import pytest
 
 from headrace.inference.client.http import HttpClient, HttpResponse, NotAStream
+from headrace.inference.embedded import kv_window as window_module
 from headrace.inference.embedded import scheduler as scheduler_module
-from headrace.inference.embedded import window as window_module
 from headrace.inference.embedded.backend import EmbeddedBackend, EmbeddedGeneration
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
@@ -327,8 +327,8 @@ async def soak(
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "CHUNK", 32)
-    monkeypatch.setattr(window_module, "SHORTEST", 32)
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(window_module, "MIN_ROW_TOKENS", 32)
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", pytest.param("keep", marks=pytest.mark.full)])

@@ -10,9 +10,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.inference.embedded import batch as batch_module
-from headrace.inference.embedded.cpu import compiling
+from headrace.inference.embedded.cpu import kernels
 from headrace.inference.embedded.cpu.layers import FusedLayer, fuse_layers
-from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
+from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 from tests.inference.conftest import make_qwen3
@@ -21,7 +21,7 @@ from tests.inference.test_engine_parity import ARCHITECTURES, SIZES
 
 USUAL = ["qwen3", "qwen2", "qwen2, sliding", "llama", "mistral, sliding", "granite"]
 
-pytestmark = pytest.mark.skipif(compiling.kernels() is None, reason="there is no C compiler, or no GNU OpenMP in torch")
+pytestmark = pytest.mark.skipif(kernels.load_kernels() is None, reason="needs a C compiler, and GNU OpenMP in torch")
 
 
 def make(config: Any) -> Any:
@@ -61,7 +61,7 @@ def test_layers_that_somebody_has_changed_are_left_alone() -> None:
 
 @pytest.mark.parametrize("narrow", [1, 24, 128])
 def test_long_chunks_attend_in_groups_beside_tokens_one_by_one(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "NARROW", narrow)
+    monkeypatch.setattr(batch_module, "MAX_SINGLE_CHUNK", narrow)
     model = make(ARCHITECTURES["mistral, sliding"]())
     engine = Engine(model, max_model_len=128, max_running=4)
     rng = random.Random(1)
@@ -112,30 +112,30 @@ def test_a_model_is_fused_once_and_computes_by_itself_what_it_did() -> None:
 def test_activations_are_right_at_the_ends_of_the_exponential_and_keep_what_is_not_a_number() -> None:
     gate = torch.tensor([[[float("nan"), -1e4, -200.0, -87.5, -1.0, 0.0, 1.0, 87.5, 200.0, 1e4]]])
     gated, ones = torch.empty_like(gate), torch.ones_like(gate)
-    compiling.kernels().gate_with_silu(
-        compiling.rows(gate), compiling.rows(ones), gated.data_ptr(), 1, gate.shape[-1], 1
+    kernels.load_kernels().gate_with_silu(
+        kernels.rows(gate), kernels.rows(ones), gated.data_ptr(), 1, gate.shape[-1], 1
     )
     torch.testing.assert_close(gated, torch.nn.functional.silu(gate), atol=1e-33, rtol=1e-6, equal_nan=True)
 
 
 def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "COMPILERS", ("false", *compiling.COMPILERS))
-    compiling.kernels.cache_clear()
+    monkeypatch.setattr(kernels, "COMPILERS", ("false", *kernels.COMPILERS))
+    kernels.load_kernels.cache_clear()
     assert fuse_layers(make_qwen3(0))
 
 
 def test_without_a_compiler_layers_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiling, "COMPILERS", ("no-such-compiler",))
-    compiling.kernels.cache_clear()
+    monkeypatch.setattr(kernels, "COMPILERS", ("no-such-compiler",))
+    kernels.load_kernels.cache_clear()
     try:
-        with caplog.at_level("INFO", compiling.__name__):
+        with caplog.at_level("INFO", kernels.__name__):
             assert not fuse_layers(make_qwen3(0))
         assert caplog.messages == ["layers are not fused: there is no C compiler"]
-        monkeypatch.setattr(compiling, "COMPILERS", ("false",))
-        compiling.kernels.cache_clear()
+        monkeypatch.setattr(kernels, "COMPILERS", ("false",))
+        kernels.load_kernels.cache_clear()
         assert not fuse_layers(make_qwen3(0))
         assert "false failed" in caplog.messages[-1]
     finally:
-        compiling.kernels.cache_clear()
+        kernels.load_kernels.cache_clear()

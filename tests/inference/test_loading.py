@@ -10,8 +10,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.inference.embedded import loading
-from headrace.inference.embedded.batch import Attention
-from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
+from headrace.inference.embedded.batch import AttentionGroup
+from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import (
     UnsupportedModel,
@@ -89,7 +89,7 @@ def test_chunked_attention_is_refused_by_name() -> None:
 def test_attention_that_the_engine_lacks_is_found_by_the_check() -> None:
     config = transformers.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
     engine = Engine(AutoModelForCausalLM.from_config(config), max_model_len=64)
-    with pytest.raises(UnsupportedModel, match=r"cannot run GptOssForCausalLM.*attention sinks"):
+    with pytest.raises(UnsupportedModel, match=r"GptOssForCausalLM.*attention sinks"):
         check_engine(engine)
 
 
@@ -97,8 +97,8 @@ def test_a_model_that_computes_something_else_is_found_by_the_check(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(model, max_model_len=64, compile=False)
-    monkeypatch.setattr(Attention, "mask", lambda group, _: torch.zeros(group.count, 1, group.width, group.keys))
-    with pytest.raises(UnsupportedModel, match="does not reproduce Qwen3ForCausalLM"):
+    monkeypatch.setattr(AttentionGroup, "mask", lambda group, _: torch.zeros(group.count, 1, group.width, group.keys))
+    with pytest.raises(UnsupportedModel, match="Qwen3ForCausalLM"):
         check_engine(engine)
 
 
@@ -150,10 +150,10 @@ def test_bfloat16_is_refused_on_a_cpu_that_cannot_multiply_it(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: False)
     with refused(UnsupportedModel, key="model.dtype", value="bfloat16"):
         load_model(model_directory, "bfloat16")
-    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: True)
     assert load_model(model_directory, "bfloat16").dtype == torch.bfloat16
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.inference.embedded.sampling import draw, likeliest, sample, scaled_logprobs, truncate
+from headrace.inference.embedded.sampling import draw, sample, scaled_logprobs, top_tokens, truncate
 from headrace.inference.schema import SamplingParams
 
 
@@ -145,7 +145,7 @@ def test_no_uniform_number_draws_an_impossible_token_from_a_large_vocabulary() -
 
 def test_the_likeliest_tokens_come_in_order_and_as_many_as_each_row_asks_for() -> None:
     logprobs = torch.log(torch.tensor([[0.1, 0.6, 0.3], [0.7, 0.1, 0.2], [0.2, 0.3, 0.5]]))
-    found = likeliest(logprobs, [2, 0, 9])
+    found = top_tokens(logprobs, [2, 0, 9])
     assert [[token for token, _ in row] for row in found] == [[1, 2], [], [2, 1, 0]]
     assert [value for _, value in found[0]] == pytest.approx([math.log(0.6), math.log(0.3)])
 

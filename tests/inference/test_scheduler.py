@@ -1,4 +1,4 @@
-"""Which tokens a step computes, without a tensor: small cases by hand, and random traffic that must leave nothing."""
+"""The scheduler: small cases by hand, and random traffic that must leak nothing."""
 
 import random
 from collections import Counter
@@ -9,25 +9,31 @@ import pytest
 
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.adapters import LoadedAdapter
-from headrace.inference.embedded.blocks import BLOCK, BlockPool, blocks_for
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from headrace.inference.embedded.request import Request, Weights
-from headrace.inference.embedded.scheduler import Plan, Scheduler
+from headrace.inference.embedded.scheduler import Scheduler, StepPlan
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
 W0, W1 = Weights(Version(0, 0), 0), Weights(Version(0, 1), 1)
-CHUNK = 32
+CHUNK_TOKENS = 32
 Spans = list[tuple[str, int, int]]
 
 
 class Desk:
-    """A scheduler, and requests that get a token wherever all of theirs are computed."""
+    """A scheduler, and requests that get a token whenever all of theirs are computed."""
 
     def __init__(self, blocks: int = 63, **settings: Any) -> None:
-        """`blocks` are those that can be had."""
-        self.pool = BlockPool(blocks + 1)
-        settings = {"max_running": 8, "step_tokens": 64, "scored_tokens": 1000, "prefix_cache": True, **settings}
-        self.scheduler = Scheduler(self.pool, **settings)
+        """`blocks` can be allocated."""
+        self.blocks = BlockManager(blocks + 1)
+        settings = {
+            "max_running": 8,
+            "max_prefill_tokens": 64,
+            "max_scored_tokens": 1000,
+            "prefix_cache": True,
+            **settings,
+        }
+        self.scheduler = Scheduler(self.blocks, **settings)
         self.names: dict[Request, str] = {}
         self.requests: dict[str, Request] = {}
 
@@ -36,19 +42,19 @@ class Desk:
         name: str,
         prompt: list[int] | int,
         *,
-        max_new: int = 1000,
+        max_new_tokens: int = 1000,
         urgent: bool = False,
         salt: str | None = None,
         adapter: LoadedAdapter | None = None,
         **params: Any,
     ) -> Request:
-        """Put a request in line: these tokens, or so many that no other request has."""
+        """Append a request to the queue, with these tokens or so many unique ones."""
         if isinstance(prompt, int):
             prompt = [1000 * (len(self.names) + 1) + place for place in range(prompt)]
         request = Request(
             prompt,
             SamplingParams(**params),
-            max_new=max_new,
+            max_new_tokens=max_new_tokens,
             eos_token_ids=(),
             shared_random=random.Random(0),
             cache_salt=salt,
@@ -56,16 +62,16 @@ class Desk:
         )
         self.names[request] = name
         self.requests[name] = request
-        (self.scheduler.urgent if urgent else self.scheduler.line).append(request)
+        (self.scheduler.urgent if urgent else self.scheduler.waiting).append(request)
         return request
 
-    def plan(self, weights: Weights = W0) -> Plan:
-        plan = self.scheduler.plan(weights)
+    def plan(self, weights: Weights = W0) -> StepPlan:
+        plan = self.scheduler.schedule(weights)
         self.check(plan)
         return plan
 
     def step(self, weights: Weights = W0) -> Spans:
-        """A whole step; what it computed. Those that were asked for `max_new` tokens leave with the last one."""
+        """Compute a step and return its chunks; finished requests are removed."""
         plan = self.plan(weights)
         for chunk in plan.chunks:
             request = chunk.request
@@ -74,27 +80,27 @@ class Desk:
                 assert len(request.prompt_logprobs) == chunk.start + 1
                 request.prompt_logprobs += [-float(place) for place in scores]
         complete = [chunk.request for chunk in plan.chunks if chunk.end == len(chunk.request.tokens)]
-        complete += [second for _, second in plan.twins]
+        complete += [second for _, second in plan.duplicates]
         assert len(set(complete)) == len(complete)
-        self.scheduler.proven(complete)
+        self.scheduler.release_from_quarantine(complete)
         for request in complete:
-            if request.add(len(request.logprobs), -1.0):
-                self.scheduler.drop(request)
+            if request.append(len(request.logprobs), -1.0):
+                self.scheduler.remove(request)
                 request.finish()
         return self.spans(plan)
 
-    def spans(self, plan: Plan) -> Spans:
+    def spans(self, plan: StepPlan) -> Spans:
         return [(self.names[chunk.request], chunk.start, chunk.end) for chunk in plan.chunks]
 
     def running(self) -> str:
         return "".join(self.names[request] for request in self.scheduler.running)
 
-    def check(self, plan: Plan) -> None:
-        """What must hold whatever happened before."""
+    def check(self, plan: StepPlan) -> None:
+        """Check the invariants after any step."""
         running = self.scheduler.running
         owners = Counter(block for request in self.names for block in request.blocks)
-        assert {block for block in range(self.pool.count + 1) if self.pool.is_owned(block)} == set(owners)
-        assert self.pool.free == self.pool.count - len(owners)
+        assert {block for block in range(self.blocks.num_usable + 1) if self.blocks.references[block]} == set(owners)
+        assert self.blocks.num_free == self.blocks.num_usable - len(owners)
         assert 0 not in owners
         assert len(running) == len(set(running)) <= self.scheduler._max_running
         assert all(not request.blocks and not request.computed for request in self.names if request not in running)
@@ -103,36 +109,36 @@ class Desk:
             assert 0 <= start < end <= len(request.tokens)
             assert request in running
             assert len(request.blocks) == blocks_for(request.computed)
-            assert end == len(request.tokens) or end % scheduler_module.CHUNK == 0
-            written.update((request.blocks[place // BLOCK], place % BLOCK) for place in range(start, end))
-        assert all(count == 1 for count in written.values())  # nobody writes where another does
-        for first, second in plan.twins:
+            assert end == len(request.tokens) or end % scheduler_module.CHUNK_TOKENS == 0
+            written.update((request.blocks[place // BLOCK_SIZE], place % BLOCK_SIZE) for place in range(start, end))
+        assert all(count == 1 for count in written.values())  # no slot is written twice
+        for first, second in plan.duplicates:
             assert first.tokens == second.tokens
             assert first.computed == second.computed == len(first.tokens)
-            full = len(first.tokens) // BLOCK
+            full = len(first.tokens) // BLOCK_SIZE
             assert first.blocks[:full] == second.blocks[:full]
             assert not set(first.blocks[full:]) & set(second.blocks[full:])
 
     def assert_empty(self) -> None:
-        assert (self.pool.free, self.running(), self.scheduler.waiting) == (self.pool.count, "", 0)
+        assert (self.blocks.num_free, self.running(), self.scheduler.num_waiting) == (self.blocks.num_usable, "", 0)
         assert not self.scheduler.quarantine
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "CHUNK", CHUNK)
+    monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", CHUNK_TOKENS)
 
 
 def test_a_prompt_is_computed_and_then_one_token_per_step() -> None:
     desk = Desk()
-    desk.ask("a", 10, max_new=3)
+    desk.ask("a", 10, max_new_tokens=3)
     assert [desk.step() for _ in range(4)] == [[("a", 0, 10)], [("a", 10, 11)], [("a", 11, 12)], []]
     assert desk.requests["a"].future.result(timeout=0).token_ids == [0, 1, 2]
     desk.assert_empty()
 
 
 def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
-    desk = Desk(step_tokens=64)
+    desk = Desk(max_prefill_tokens=64)
     desk.ask("a", 150)
     assert [desk.step() for _ in range(4)] == [
         [("a", 0, 32), ("a", 32, 64)],
@@ -142,18 +148,18 @@ def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
     ]
 
 
-@pytest.mark.parametrize("company", [0, 1, 5, 31, 33, 50])
-def test_chunks_end_at_the_same_places_in_any_company(company: int) -> None:
-    desk = Desk(step_tokens=64)
-    if company:
-        desk.ask("b", company)
+@pytest.mark.parametrize("others", [0, 1, 5, 31, 33, 50])
+def test_chunk_boundaries_do_not_depend_on_other_requests(others: int) -> None:
+    desk = Desk(max_prefill_tokens=64)
+    if others:
+        desk.ask("b", others)
     desk.ask("a", 100)
     ends = [end for _ in range(6) for name, _, end in desk.step() if name == "a"]
     assert ends[:4] == [32, 64, 96, 100]
 
 
-def test_the_newest_tokens_never_wait_for_prompts() -> None:
-    desk = Desk(step_tokens=32)
+def test_decode_never_waits_for_prefill() -> None:
+    desk = Desk(max_prefill_tokens=32)
     for name in "ab":
         desk.ask(name, 5)
     desk.step()
@@ -162,8 +168,8 @@ def test_the_newest_tokens_never_wait_for_prompts() -> None:
     assert desk.step() == [("a", 6, 7), ("b", 6, 7), ("c", 32, 64)]
 
 
-def test_nobody_is_let_in_once_the_budget_is_spent() -> None:
-    desk = Desk(step_tokens=32)
+def test_no_request_is_admitted_once_the_budget_is_spent() -> None:
+    desk = Desk(max_prefill_tokens=32)
     for name in "abc":
         desk.ask(name, 20)
     assert desk.step() == [("a", 0, 20), ("b", 0, 20)]  # the second begins within the budget
@@ -171,7 +177,7 @@ def test_nobody_is_let_in_once_the_budget_is_spent() -> None:
 
 
 def test_prompts_that_are_scored_have_a_budget_of_their_own() -> None:
-    desk = Desk(step_tokens=128, scored_tokens=32)
+    desk = Desk(max_prefill_tokens=128, max_scored_tokens=32)
     desk.ask("a", 70, prompt_logprobs=0)
     desk.ask("b", 10)
     assert desk.step() == [("a", 0, 32), ("b", 0, 10)]
@@ -182,22 +188,22 @@ def test_prompts_that_are_scored_have_a_budget_of_their_own() -> None:
 def test_no_more_than_max_running_run_and_urgent_ones_come_first() -> None:
     desk = Desk(max_running=2)
     for name in "abcd":
-        desk.ask(name, 3, max_new=2)
+        desk.ask(name, 3, max_new_tokens=2)
     for name in "xy":
-        desk.ask(name, 3, max_new=2, urgent=True)
+        desk.ask(name, 3, max_new_tokens=2, urgent=True)
     order = [desk.running() for _ in range(6) if desk.step() is not None]
     assert order == ["xy", "", "ab", "", "cd", ""]
 
 
-def test_the_youngest_gives_its_blocks_back_and_returns_before_those_that_wait() -> None:
+def test_the_last_admitted_request_is_preempted_and_returns_before_waiting_ones() -> None:
     desk = Desk(blocks=4)
-    desk.ask("a", 30, max_new=5)  # two blocks, three from its 33rd token on
-    desk.ask("b", 30, max_new=5)
-    desk.ask("c", 3, max_new=1)
+    desk.ask("a", 30, max_new_tokens=5)  # two blocks, three from its 33rd token on
+    desk.ask("b", 30, max_new_tokens=5)
+    desk.ask("c", 3, max_new_tokens=1)
     desk.step()
     assert [desk.step(), desk.step()] == [[("a", 30, 31), ("b", 30, 31)], [("a", 31, 32), ("b", 31, 32)]]
     assert desk.step() == [("a", 32, 33)]  # of its two blocks one is free, which is too little for the other to return
-    assert (desk.running(), desk.scheduler.preemptions, desk.scheduler.waiting) == ("a", 1, 2)
+    assert (desk.running(), desk.scheduler.preemptions, desk.scheduler.num_waiting) == ("a", 1, 2)
     assert not desk.requests["b"].blocks
     assert desk.step() == [("a", 33, 34)]
     # Of its two blocks, which could be found, the other took the second: the first is found again.
@@ -209,12 +215,12 @@ def test_the_youngest_gives_its_blocks_back_and_returns_before_those_that_wait()
 
 def test_a_request_may_be_alone_with_all_blocks() -> None:
     desk = Desk(blocks=4)
-    desk.ask("a", 63, max_new=1)
+    desk.ask("a", 63, max_new_tokens=1)
     assert desk.step() == [("a", 0, 32), ("a", 32, 63)]
     desk.assert_empty()
 
 
-def test_letting_in_leaves_spare_blocks_for_those_that_run() -> None:
+def test_admission_leaves_spare_blocks_for_running_requests() -> None:
     desk = Desk(blocks=128)  # one in 64: two
     desk.ask("a", 16 * 100)
     while not desk.requests["a"].has_sampled:
@@ -223,15 +229,15 @@ def test_letting_in_leaves_spare_blocks_for_those_that_run() -> None:
     desk.ask("b", 16 * 26)
     desk.step()
     assert desk.running() == "a"  # 27 are free, 2 of them spare
-    desk.scheduler.drop(desk.requests["b"])
+    desk.scheduler.remove(desk.requests["b"])
     desk.ask("c", 16 * 25)
     desk.step()
     assert desk.running() == "ac"
 
 
-def test_the_first_request_needs_no_spare_blocks() -> None:
-    desk = Desk(blocks=128, step_tokens=4096)
-    desk.ask("a", 16 * 128, max_new=1)
+def test_the_first_request_may_use_the_spare_blocks() -> None:
+    desk = Desk(blocks=128, max_prefill_tokens=4096)
+    desk.ask("a", 16 * 128, max_new_tokens=1)
     desk.step()
     desk.assert_empty()
 
@@ -259,16 +265,16 @@ def test_a_prefix_is_shared_by_those_with_the_same_weights_salt_and_adapter(
     second: dict[str, Any], weights: Weights, cached: int
 ) -> None:
     desk = Desk()
-    desk.ask("a", TEXT, max_new=1)
+    desk.ask("a", TEXT, max_new_tokens=1)
     desk.step()
-    request = desk.ask("b", **{"prompt": TEXT, "max_new": 1, **second})
+    request = desk.ask("b", **{"prompt": TEXT, "max_new_tokens": 1, **second})
     [(_, start, _), *_] = desk.step(weights)
     assert start == cached == request.future.result(timeout=0).cached_tokens == desk.scheduler.tokens_cached
     desk.assert_empty()
 
 
 def test_without_a_prefix_cache_nothing_is_shared() -> None:
-    desk = Desk(prefix_cache=False, step_tokens=128)
+    desk = Desk(prefix_cache=False, max_prefill_tokens=128)
     for name in "ab":
         desk.ask(name, TEXT)
     assert desk.step() == [("a", 0, 32), ("a", 32, 40), ("b", 0, 32), ("b", 32, 40)]
@@ -276,7 +282,7 @@ def test_without_a_prefix_cache_nothing_is_shared() -> None:
 
 def test_what_was_sampled_is_a_prefix_too() -> None:
     desk = Desk()
-    first = desk.ask("a", TEXT, max_new=9)  # 49 tokens, of which the last is not computed
+    first = desk.ask("a", TEXT, max_new_tokens=9)  # 49 tokens, of which the last is not computed
     while not first.future.done():
         desk.step()
     desk.ask("b", [*first.tokens, 7])
@@ -289,33 +295,33 @@ def test_a_prefix_is_shared_while_it_is_computed_in_the_same_step() -> None:
     desk.ask("b", TEXT[:36])
     assert desk.step() == [("a", 0, 32), ("a", 32, 40), ("b", 32, 36)]
     assert desk.requests["a"].blocks[:2] == desk.requests["b"].blocks[:2]
-    assert desk.pool.free == desk.pool.count - 4
+    assert desk.blocks.num_free == desk.blocks.num_usable - 4
 
 
-def test_twins_are_computed_once_and_have_blocks_of_their_own_for_what_follows() -> None:
+def test_duplicate_prompts_are_computed_once_and_have_their_own_last_blocks() -> None:
     desk = Desk()
     for name in "abc":
         desk.ask(name, TEXT)
     plan = desk.plan()
     assert desk.spans(plan) == [("a", 0, 32), ("a", 32, 40)]
-    assert [(desk.names[first], desk.names[second]) for first, second in plan.twins] == [("a", "b"), ("a", "c")]
-    assert desk.pool.free == desk.pool.count - 2 - 3
+    assert [(desk.names[first], desk.names[second]) for first, second in plan.duplicates] == [("a", "b"), ("a", "c")]
+    assert desk.blocks.num_free == desk.blocks.num_usable - 2 - 3
     assert (desk.scheduler.tokens_computed, desk.scheduler.tokens_cached) == (40, 80)
     assert [desk.requests[name].cached_tokens for name in "abc"] == [0, 40, 40]
 
 
-def test_twins_of_whole_blocks_share_them_all() -> None:
+def test_duplicate_prompts_of_whole_blocks_share_them_all() -> None:
     desk = Desk()
     for name in "ab":
         desk.ask(name, TEXT[:32])
     desk.step()
-    assert desk.pool.free == desk.pool.count - 2
+    assert desk.blocks.num_free == desk.blocks.num_usable - 2
     assert desk.step() == [("a", 32, 33), ("b", 32, 33)]
-    assert desk.pool.free == desk.pool.count - 4
+    assert desk.blocks.num_free == desk.blocks.num_usable - 4
 
 
 @pytest.mark.parametrize(
-    ("second", "are_twins"),
+    ("second", "are_duplicates"),
     [
         ({"seed": 2}, True),
         ({}, False),
@@ -325,45 +331,45 @@ def test_twins_of_whole_blocks_share_them_all() -> None:
         ({"seed": 2, "prompt": [*TEXT[:-1], 99]}, False),
     ],
 )
-def test_a_seeded_request_has_seeded_twins_alone(second: dict[str, Any], are_twins: bool) -> None:
+def test_a_seeded_request_duplicates_only_seeded_ones(second: dict[str, Any], are_duplicates: bool) -> None:
     desk = Desk()
     desk.ask("a", TEXT, seed=1)
     desk.ask("b", **{"prompt": TEXT, **second})
-    assert bool(desk.plan().twins) is are_twins
+    assert bool(desk.plan().duplicates) is are_duplicates
 
 
-def test_a_prompt_that_takes_several_steps_has_no_twin() -> None:
-    desk = Desk(step_tokens=32)
+def test_a_prompt_of_several_steps_has_no_duplicates() -> None:
+    desk = Desk(max_prefill_tokens=32)
     for name in "ab":
         desk.ask(name, TEXT)
     assert desk.step() == [("a", 0, 32)]
     plan = desk.plan()
     assert desk.spans(plan) == [("a", 32, 40), ("b", 32, 40)]
-    assert plan.twins == []
+    assert plan.duplicates == []
 
 
-def test_twins_that_lose_their_blocks_and_return_together_were_found_no_more_than_their_prompt() -> None:
-    desk = Desk(blocks=7, step_tokens=200)
+def test_preempted_duplicates_count_only_their_prompt_as_cached() -> None:
+    desk = Desk(blocks=7, max_prefill_tokens=200)
     for name in "ab":
-        desk.ask(name, 31, max_new=3)  # two blocks each, three for the last step
+        desk.ask(name, 31, max_new_tokens=3)  # two blocks each, three for the last step
     for name in "cd":
-        desk.ask(name, TEXT[:20], max_new=9)  # three between them
+        desk.ask(name, TEXT[:20], max_new_tokens=9)  # three between them
     for _ in range(3):
         desk.step()
     assert (desk.running(), desk.scheduler.preemptions) == ("", 2)
-    [(first, second)] = desk.plan().twins
+    [(first, second)] = desk.plan().duplicates
     assert (desk.names[first], desk.names[second], len(second.tokens)) == ("c", "d", 22)
     assert [desk.requests[name].cached_tokens for name in "cd"] == [0, 20]
     assert desk.scheduler.tokens_cached == 20
 
 
 def test_after_a_failed_step_each_of_its_requests_is_tried_alone_until_it_has_sampled() -> None:
-    desk = Desk(step_tokens=32)
+    desk = Desk(max_prefill_tokens=32)
     desk.ask("a", 40)
     desk.ask("b", 3)
     assert desk.step() == [("a", 0, 32)]
     assert desk.spans(desk.plan()) == [("a", 32, 40), ("b", 0, 3)]
-    desk.scheduler.suspect([desk.requests["a"], desk.requests["b"]], W0)
+    desk.scheduler.isolate([desk.requests["a"], desk.requests["b"]], W0)
     desk.ask("c", 3)
     assert [desk.step() for _ in range(4)] == [
         [("a", 0, 32)],
@@ -373,25 +379,25 @@ def test_after_a_failed_step_each_of_its_requests_is_tried_alone_until_it_has_sa
     ]
 
 
-def test_a_request_that_fails_in_quarantine_leaves_the_others_their_turn() -> None:
+def test_after_a_request_fails_in_quarantine_the_next_is_computed() -> None:
     desk = Desk()
     for name in "abc":
         desk.ask(name, 3)
     desk.plan()
-    desk.scheduler.suspect([desk.requests[name] for name in "abc"], W0)
+    desk.scheduler.isolate([desk.requests[name] for name in "abc"], W0)
     assert desk.step() == [("a", 0, 3)]
     assert desk.spans(desk.plan()) == [("b", 0, 3)]
-    desk.scheduler.drop(desk.requests["b"])
+    desk.scheduler.remove(desk.requests["b"])
     assert [desk.step(), desk.step()] == [[("c", 0, 3)], [("a", 0, 4), ("c", 3, 4)]]
 
 
 def test_nothing_that_was_cached_before_a_failed_step_is_found_after_it() -> None:
     desk = Desk()
-    desk.ask("a", TEXT, max_new=1)
+    desk.ask("a", TEXT, max_new_tokens=1)
     desk.step()
     desk.ask("b", 3)
     desk.plan()
-    desk.scheduler.suspect([desk.requests["b"]], W0)
+    desk.scheduler.isolate([desk.requests["b"]], W0)
     desk.step()
     desk.ask("c", TEXT)
     assert ("c", 0, 32) in desk.step()
@@ -404,85 +410,85 @@ def test_a_request_in_quarantine_may_have_all_blocks() -> None:
     desk.step()
     desk.step()
     assert desk.spans(desk.plan()) == [("a", 31, 32), ("b", 31, 32)]
-    desk.scheduler.suspect([desk.requests["a"], desk.requests["b"]], W0)
+    desk.scheduler.isolate([desk.requests["a"], desk.requests["b"]], W0)
     assert [desk.step(), desk.step()] == [[("a", 0, 32)], [("b", 0, 32)]]
     assert desk.step() == [("a", 32, 33)]  # its two were found again, and a third: the other waits
     assert (desk.running(), desk.scheduler.preemptions) == ("a", 1)
 
 
-def test_blocks_of_a_request_that_nothing_came_of_are_to_be_cleared_and_are_not_found() -> None:
-    desk = Desk(step_tokens=32)
+def test_unverified_blocks_are_cleared_and_not_found() -> None:
+    desk = Desk(max_prefill_tokens=32)
     request = desk.ask("a", TEXT)
     desk.step()
     blocks = [*request.blocks]
-    desk.scheduler.drop(request)
-    assert sorted(desk.scheduler.unproven) == sorted(blocks)
+    desk.scheduler.remove(request)
+    assert sorted(desk.scheduler.unverified_blocks) == sorted(blocks)
     desk.ask("b", TEXT)
     assert desk.step() == [("b", 0, 32)]
 
 
-def test_blocks_of_a_request_that_has_sampled_are_found_and_not_cleared() -> None:
+def test_blocks_of_a_request_that_has_sampled_stay_cached() -> None:
     desk = Desk()
     request = desk.ask("a", TEXT)
     desk.step()
-    desk.scheduler.drop(request)
-    assert desk.scheduler.unproven == []
+    desk.scheduler.remove(request)
+    assert desk.scheduler.unverified_blocks == []
     desk.ask("b", TEXT)
     assert desk.step() == [("b", 32, 40)]
 
 
-def test_a_request_that_computes_anew_keeps_its_place() -> None:
+def test_a_recomputed_request_stays_running() -> None:
     desk = Desk()
     for name in "ab":
         desk.ask(name, 20)
     desk.step()
     desk.step()
-    desk.scheduler.compute_again(desk.requests["a"], W0)
-    desk.requests["a"].begin(W1)
+    desk.scheduler.recompute(desk.requests["a"], W0)
+    desk.requests["a"].use_weights(W1)
     assert desk.step(W1) == [("a", 0, 22), ("b", 21, 22)]
     assert desk.running() == "ab"
 
 
-def test_scores_begin_anew_with_the_prompt() -> None:
-    desk = Desk(step_tokens=32)
+def test_prompt_logprobs_restart_with_the_prompt() -> None:
+    desk = Desk(max_prefill_tokens=32)
     request = desk.ask("a", 70, prompt_logprobs=0)
     desk.step()
-    desk.scheduler.suspect([request], W0)
+    desk.scheduler.isolate([request], W0)
     for _ in range(3):
         desk.step()
     assert request.prompt_logprobs == [-float(place) for place in range(70)]
 
 
-def test_giving_up_forgets_all_requests_wherever_they_are() -> None:
+def test_remove_all_returns_running_and_waiting_requests() -> None:
     desk = Desk(max_running=2)
     for name in "abc":
         desk.ask(name, 20)
     desk.ask("u", 20, urgent=True)
     desk.step()
-    assert [desk.names[request] for request in desk.scheduler.give_up()] == ["u", "a", "b", "c"]
-    assert (desk.scheduler.running, desk.scheduler.waiting) == ([], 0)
+    assert [desk.names[request] for request in desk.scheduler.remove_all()] == ["u", "a", "b", "c"]
+    assert (desk.scheduler.running, desk.scheduler.num_waiting) == ([], 0)
 
 
 def cancel(desk: Desk, rng: random.Random) -> None:
     left = [request for request in desk.names if not request.future.done()]
     if left:
         request = rng.choice(left)
-        desk.scheduler.drop(request)
+        desk.scheduler.remove(request)
         request.future.set_result(None)  # type: ignore[arg-type]
 
 
 def update(desk: Desk, weights: Weights) -> None:
     for request in desk.scheduler.running:
-        desk.scheduler.compute_again(request, weights)
+        desk.scheduler.recompute(request, weights)
 
 
 def fail(desk: Desk, weights: Weights) -> None:
     plan = desk.plan(weights)
-    concerned = [*dict.fromkeys([chunk.request for chunk in plan.chunks] + [second for _, second in plan.twins])]
+    concerned = [*dict.fromkeys([chunk.request for chunk in plan.chunks] + [second for _, second in plan.duplicates])]
     if len(concerned) > 1:
-        desk.scheduler.suspect(concerned, weights)
+        desk.scheduler.isolate(concerned, weights)
     elif concerned:
-        desk.scheduler.drop(concerned[0])
+        desk.scheduler.remove(concerned[0])
         concerned[0].future.set_result(None)  # type: ignore[arg-type]
 
 
@@ -491,7 +497,7 @@ def random_request(desk: Desk, rng: random.Random, longest: int) -> None:
     desk.ask(
         str(len(desk.names)),
         prompt,
-        max_new=rng.randint(1, longest - len(prompt)),
+        max_new_tokens=rng.randint(1, longest - len(prompt)),
         urgent=rng.random() < 0.2,
         salt=rng.choice([None, None, "salt"]),
         seed=rng.choice([None, None, 1]),
@@ -503,8 +509,10 @@ def random_request(desk: Desk, rng: random.Random, longest: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_leaks_no_block_and_everything_ends(seed: int, blocks: int) -> None:
     rng = random.Random(seed)
-    desk = Desk(blocks, max_running=6, step_tokens=rng.choice([32, 100]), scored_tokens=rng.choice([32, 500]))
-    longest = 10 * BLOCK
+    desk = Desk(
+        blocks, max_running=6, max_prefill_tokens=rng.choice([32, 100]), max_scored_tokens=rng.choice([32, 500])
+    )
+    longest = 10 * BLOCK_SIZE
     weights = W0
     actions: list[Callable[[], Any]] = [
         *[lambda: random_request(desk, rng, longest)] * 6,
@@ -519,7 +527,7 @@ def test_random_traffic_leaks_no_block_and_everything_ends(seed: int, blocks: in
             update(desk, weights)
         desk.step(weights)
     steps = 0
-    while desk.scheduler.running or desk.scheduler.waiting:
+    while desk.scheduler.running or desk.scheduler.num_waiting:
         desk.step(weights)
         steps += 1
         assert steps < 20_000
@@ -533,13 +541,13 @@ def test_random_traffic_leaks_no_block_and_everything_ends(seed: int, blocks: in
     assert all(result.token_ids == [*range(len(result.token_ids))] for result in finished)
 
 
-def test_a_patient_scheduler_computes_newcomers_together():
-    desk = Desk(max_running=64, patience=3)
+def test_waiting_requests_are_admitted_together_after_the_batching_delay():
+    desk = Desk(max_running=64, max_wait_steps=3)
     for number in range(16):
         desk.ask(chr(65 + number), 4)
     desk.step()
     desk.ask("x", 4)
-    for _ in range(3):  # one for sixteen is not company enough
+    for _ in range(3):  # one waiting for sixteen running is below the ratio
         assert "x" not in [name for name, _, _ in desk.step()]
     assert desk.step()[-1] == ("x", 0, 4)  # nobody came
     desk.ask("y", 4)
@@ -549,8 +557,8 @@ def test_a_patient_scheduler_computes_newcomers_together():
     assert [name for name, _, _ in desk.step()[-3:]] == ["y", "z", "w"]  # three for seventeen
 
 
-def test_urgent_requests_and_those_beside_a_prompt_that_is_computed_anyway_wait_for_nobody():
-    desk = Desk(max_running=64, patience=3, blocks=200)
+def test_urgent_requests_and_those_beside_a_prefill_are_admitted_without_delay():
+    desk = Desk(max_running=64, max_wait_steps=3, blocks=200)
     for number in range(16):
         desk.ask(chr(65 + number), 4)
     desk.step()

@@ -20,10 +20,10 @@ from headrace.inference.cuda_driver import DriverError
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.vllm.worker import Fetcher
-from headrace.inference.weights.carriers import NoCarrier, choose
+from headrace.inference.weights.carriers import CarrierUnavailable, choose_carrier
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.ipc import ExportedMemory
-from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
-from headrace.inference.weights.published import WeightsError
+from headrace.inference.weights.link import WeightsReceiver
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
@@ -68,7 +68,7 @@ def driver(place: Path, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
 
 @pytest.fixture
 def receiver(driver: HostDriver) -> Iterator[WeightsReceiver]:
-    receiver = WeightsReceiver(CPU, patience=10.0)
+    receiver = WeightsReceiver(CPU, timeout_s=10.0)
     yield receiver
     receiver.close()
     assert driver.depth == 0
@@ -141,7 +141,7 @@ def test_a_version_that_is_being_read_is_left_alone_and_the_next_one_goes_anothe
     version = write(trainer, tmp_path, 1)
     reading = receiver.receive(store.path(version), version)
     assert len(driver.open) == 1
-    later = WeightsReceiver(CPU, patience=10.0)
+    later = WeightsReceiver(CPU, timeout_s=10.0)
     version = write(trainer, tmp_path, 2)
     assert_full_of(later.receive(store.path(version), version).tensors, 2)
     assert len(driver.open) == 1  # the one that is being read
@@ -186,7 +186,7 @@ def test_memory_that_is_not_what_was_published_is_refused_and_closed(
     version = write(trainer, tmp_path, 1)
     damaged = shutil.copytree(store.path(version), tmp_path / "damaged")
     edit_manifest(damaged, digests=[read_manifest(damaged).digests[0] + 1])
-    with pytest.raises(WeightsUnreachable, match="damaged on the way: bucket 1 is another one"):
+    with pytest.raises(WeightsUnreachable, match="bucket 1"):
         receiver.receive(damaged, version)
     assert not driver.open
     received = receiver.receive(store.path(version), version)
@@ -249,7 +249,7 @@ def test_memory_that_cannot_be_opened_is_sent_instead_and_not_tried_again(
     for fill in (1, 2):
         version = write(trainer, tmp_path, fill)
         assert_full_of(receiver.receive(store.path(version), version).tensors, fill)
-    assert caplog.text.count("weights come down a connection") == 1
+    assert caplog.text.count("its memory cannot be opened") == 1
     assert "to open the memory of another process: it is refused" in caplog.text
 
 
@@ -272,7 +272,7 @@ def test_a_gpu_without_room_to_compare_on_has_it_done_by_the_host(
     received.release()
     damaged = shutil.copytree(store.path(version), tmp_path / "damaged")
     edit_manifest(damaged, digests=[read_manifest(damaged).digests[0] + 1])
-    with pytest.raises(WeightsUnreachable, match="damaged on the way"):
+    with pytest.raises(WeightsUnreachable, match="bucket 1"):
         receiver.receive(damaged, version)
 
 
@@ -294,7 +294,7 @@ def test_whatever_ends_a_fetch_leaves_nothing_open_and_the_next_one_succeeds(
 
     version = write(trainer, tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.inference.weights.link.tensors_in", fail)
+        patch.setattr("headrace.inference.weights.link.view_tensors", fail)
         with pytest.raises(raised):
             receiver.receive(store.path(version), version)
     assert not driver.open and receiver._connection is None
@@ -315,17 +315,17 @@ def test_memory_that_the_driver_does_not_close_is_done_with_all_the_same(
     for fill in (1, 2):
         version = write(trainer, tmp_path, fill)
         received = receiver.receive(store.path(version), version)
-        assert receiver._lent is not None
+        assert receiver._borrowed is not None
         assert_full_of(received.tensors, fill)
         received.release()
-        assert receiver._lent is None
+        assert receiver._borrowed is None
     assert caplog.text.count("to close the memory of another process: it is refused") == 2
 
 
 def test_leaving_does_not_take_away_what_is_being_read(
     trainer: SenderProcess, store: WeightStore, driver: HostDriver, tmp_path: Path
 ) -> None:
-    receiver = WeightsReceiver(CPU, patience=10.0)
+    receiver = WeightsReceiver(CPU, timeout_s=10.0)
     version = write(trainer, tmp_path, 1)
     received = receiver.receive(store.path(version), version)
     receiver.close()
@@ -480,21 +480,21 @@ TRAINER = end("trainer", "GPU-0", "nccl", "ipc")
     ],
 )
 def test_the_best_way_that_both_ends_can_go_is_chosen(wanted: Any, engine: LinkPeer, expected: str) -> None:
-    assert choose(wanted, TRAINER, engine) == expected
+    assert choose_carrier(wanted, TRAINER, engine) == expected
 
 
 @pytest.mark.parametrize(
     ("wanted", "engine", "why"),
     [
-        ("nccl", end("engine", None), "NCCL is asked for by configuration, and the engine has no GPU"),
-        ("ipc", end("engine", None), "CUDA IPC is asked for by configuration, and the engine has no GPU"),
-        ("ipc", end("engine", "GPU-1", "ipc"), "trainer and engine are on different GPUs"),
-        ("ipc", end("trainer", "GPU-0", "ipc"), "are one process"),
+        ("nccl", end("engine", None), "NCCL.*the engine"),
+        ("ipc", end("engine", None), "CUDA IPC.*the engine"),
+        ("ipc", end("engine", "GPU-1", "ipc"), "different GPUs"),
+        ("ipc", end("trainer", "GPU-0", "ipc"), "same process"),
     ],
 )
 def test_a_way_that_is_asked_for_and_cannot_be_is_said(wanted: Any, engine: LinkPeer, why: str) -> None:
-    with pytest.raises(NoCarrier, match=why):
-        choose(wanted, TRAINER, engine)
+    with pytest.raises(CarrierUnavailable, match=why):
+        choose_carrier(wanted, TRAINER, engine)
 
 
 def test_what_ends_say_of_themselves_survives_the_way() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.inference.weights.staging import staged
+from headrace.inference.weights.buffers import stage
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
@@ -30,9 +30,9 @@ def failing_on_the_gpu(error: Exception) -> Callable[[torch.device], torch.devic
 
 
 def test_a_gpu_with_twice_the_room_is_used(emptied: list[None]) -> None:
-    assert staged(GPU, 49, lambda where: where) == GPU
-    assert staged(GPU, 50, lambda where: where) == CPU
-    assert staged(CPU, 1, lambda where: where) == CPU
+    assert stage(GPU, 49, lambda where: where) == GPU
+    assert stage(GPU, 50, lambda where: where) == CPU
+    assert stage(CPU, 1, lambda where: where) == CPU
     assert not emptied
 
 
@@ -40,10 +40,10 @@ def test_a_gpu_with_twice_the_room_is_used(emptied: list[None]) -> None:
 def test_memory_that_somebody_takes_meanwhile_costs_the_gpu_but_not_the_weights(
     error: Exception, emptied: list[None]
 ) -> None:
-    assert staged(GPU, 10, failing_on_the_gpu(error)) == CPU
+    assert stage(GPU, 10, failing_on_the_gpu(error)) == CPU
     assert len(emptied) == 1
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(emptied: list[None]) -> None:
     with pytest.raises(RuntimeError, match="an illegal memory access"):
-        staged(GPU, 10, failing_on_the_gpu(RuntimeError("an illegal memory access")))
+        stage(GPU, 10, failing_on_the_gpu(RuntimeError("an illegal memory access")))

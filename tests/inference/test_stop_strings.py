@@ -32,9 +32,9 @@ class Dictated:
         request = self.engine.submit(
             [5, *prompt], SamplingParams(stop=stop, max_tokens=len(sampled), ignore_eos=True, **params)
         )
-        add = request.add
+        append = request.append
         script = iter(sampled)
-        request.add = lambda token, *rest: add(next(script), *rest)  # type: ignore[method-assign]
+        request.append = lambda token, *rest: append(next(script), *rest)  # type: ignore[method-assign]
         run_all(self.engine)
         return request.future.result(timeout=0)
 
@@ -161,13 +161,13 @@ def test_text_is_decoded_only_where_the_newest_token_may_complete_something() ->
 
     strings = StopStrings(decode)
     for token in words:
-        strings.completed(["abx"], [9, token], 1)  # by now it knows each of them alone
+        strings.find_completed(["abx"], [9, token], 1)  # by now it knows each of them alone
     decoded.clear()
-    assert strings.completed(["bc"], [9, 1, 1], 1) is None
-    assert strings.completed(["bc"], [9, 1, 5], 1) is None
+    assert strings.find_completed(["bc"], [9, 1, 1], 1) is None
+    assert strings.find_completed(["bc"], [9, 1, 5], 1) is None
     assert decoded == []
-    assert strings.completed(["bc"], [9, 1, 2], 1) == "bc"
-    assert strings.completed(["bc", "abx"], [9, 1, 4], 1) == "abx"
-    assert strings.completed(["bc"], [9, 1, 3], 1) is None  # part of a character, which may be any
-    assert strings.completed(["c "], [9, 2, 5], 1) is None  # a decoder may leave a space out
+    assert strings.find_completed(["bc"], [9, 1, 2], 1) == "bc"
+    assert strings.find_completed(["bc", "abx"], [9, 1, 4], 1) == "abx"
+    assert strings.find_completed(["bc"], [9, 1, 3], 1) is None  # part of a character, which may be any
+    assert strings.find_completed(["c "], [9, 2, 5], 1) is None  # a decoder may leave a space out
     assert decoded == [[1, 2], [1, 4], [1, 3], [2, 5]]

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.server.replies import error_reply
-from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
-from headrace.inference.weights.published import WeightsError
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.inference.weights.link import WeightsReceiver
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import Snapshot, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
@@ -147,7 +147,7 @@ def test_a_trainer_that_hangs_is_given_up_at_the_deadline(
     version = Version(7, 1)
     trainer.publish(version, save(make_model(1), tmp_path))
     engine = Engine(make_model(0), max_model_len=64)
-    engine.link = WeightsReceiver(engine.device, patience=0.2)
+    engine.link = WeightsReceiver(engine.device, timeout_s=0.2)
     os.kill(trainer.pid, signal.SIGSTOP)
     try:
         with pytest.raises(
@@ -186,7 +186,7 @@ def publish(
 
 
 def receive(directory: Path, version: Version) -> dict[str, torch.Tensor]:
-    return WeightsReceiver(torch.device("cpu"), patience=2.0).receive(directory, version).tensors
+    return WeightsReceiver(torch.device("cpu"), timeout_s=2.0).receive(directory, version).tensors
 
 
 def edit_manifest(directory: Path, **changes: Any) -> None:
@@ -246,7 +246,7 @@ def test_bytes_that_are_not_those_that_were_published_are_refused(sender: Weight
     digests = read_manifest(directory).digests
     edit_manifest(directory, digests=[*digests[:-1], digests[-1] + 1])
     receiver = WeightsReceiver(torch.device("cpu"))
-    with pytest.raises(WeightsUnreachable, match=f"damaged on the way: bucket {len(digests)}"):
+    with pytest.raises(WeightsUnreachable, match=f"bucket {len(digests)}"):
         receiver.receive(directory, V1)
     assert receiver._connection is None  # the next try begins with another one
     edit_manifest(directory, digests=digests)
@@ -269,7 +269,7 @@ def test_closing_ends_a_connection_that_nobody_answers(tmp_path: Path) -> None:
                 stack.enter_context(socket.create_connection(listener.getsockname(), 0.2))
         manifest = Manifest("127.0.0.1", listener.getsockname()[1], "x", [], 64, 64, [0])
         (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-        receiver = WeightsReceiver(torch.device("cpu"), patience=3600.0)
+        receiver = WeightsReceiver(torch.device("cpu"), timeout_s=3600.0)
         errors: list[Exception] = []
 
         def fetch() -> None:
@@ -414,7 +414,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(sender: WeightsSender) -
 def test_a_configured_carrier_that_cannot_be_is_said(tmp_path: Path) -> None:
     sender = WeightsSender(carrier="nccl")
     directory = publish(sender, WeightStore(tmp_path), V1, {"weight": torch.ones(3)})
-    with pytest.raises(WeightsUnreachable, match="NCCL is asked for by configuration, and the trainer has no GPU"):
+    with pytest.raises(WeightsUnreachable, match=r"NCCL.*trainer"):
         receive(directory, V1)
     sender.close()
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
-from headrace.inference.weights.link import WeightsReceiver, WeightsUnreachable
+from headrace.inference.weights.errors import WeightsUnreachable
+from headrace.inference.weights.link import WeightsReceiver
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.model import PackedModel

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from headrace.inference.weights.carriers import Wanted
-from headrace.inference.weights.published import misfit
+from headrace.inference.weights.carriers import CarrierSetting
+from headrace.inference.weights.published import find_mismatch
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.learner import Learner, ResumeError
@@ -39,7 +39,7 @@ class Publisher:
         *,
         host: str | None = None,
         port: int = 0,
-        carrier: Wanted = "auto",
+        carrier: CarrierSetting = "auto",
         shared: bool = False,
     ) -> None:
         self._weights = weights
@@ -62,7 +62,7 @@ class Publisher:
         model = self._model
         loaded = merged_parameters(self._outlines(), scaling=1.0)
         layers = whole_layers(model.module, loaded, model.dtype, keeper=0)
-        problem = misfit(loaded, {name: tensor for layer in layers for name, tensor in layer.items()})
+        problem = find_mismatch(loaded, {name: tensor for layer in layers for name, tensor in layer.items()})
         if problem is not None:
             raise UnsupportedModel(
                 f"the embedded engine cannot take {type(model.module).__name__} from the trainer: {problem}",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.inference.weights.tensor_bytes import bytes_of, digest
+from headrace.inference.weights.buffers import as_bytes, digest
 from headrace.trainer.shared_row import SharedRow
 from headrace.transport.weights_link import ALIGNMENT_BYTES, TensorSpan
 
@@ -55,7 +55,7 @@ def take_snapshot(
         filling = filling or _Filling(bucket_size, tensor.device, row)
         dtype = str(tensor.dtype).removeprefix("torch.")
         places.append(TensorSpan(name, dtype, list(tensor.shape), filling.size))
-        filling.append(bytes_of(tensor))
+        filling.append(as_bytes(tensor))
     if filling is None:
         raise ValueError("there are no tensors to publish")
     buckets, digests, copied = filling.finish()

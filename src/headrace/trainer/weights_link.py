@@ -30,8 +30,8 @@ from torch import Tensor
 
 from headrace.errors import BadInput, Failure
 from headrace.inference.cuda_driver import DriverError
-from headrace.inference.weights.carriers import NoCarrier, Wanted, choose, this_end
-from headrace.inference.weights.nccl import AHEAD, NcclPair, new_group_id
+from headrace.inference.weights.carriers import CarrierSetting, CarrierUnavailable, choose_carrier, describe_end
+from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclPair, new_group_id
 from headrace.rollout.version import Version
 from headrace.trainer.shared_row import SharedRow
 from headrace.trainer.snapshot import Snapshot
@@ -64,11 +64,11 @@ class WeightsSender:
         port: int = 0,
         *,
         device: torch.device | None = None,
-        carrier: Wanted = "auto",
+        carrier: CarrierSetting = "auto",
         patience: float = TIMEOUT_S,
     ) -> None:
         self._device = device or torch.device("cpu")
-        self._end = this_end(self._device)
+        self._end = describe_end(self._device)
         self._carrier = carrier
         self._is_shared = carrier == "ipc"
         """Whether an engine has its weights on the same GPU, as far as is known."""
@@ -186,8 +186,8 @@ class WeightsSender:
         if snapshot is None:
             return FetchResponse(problem=f"the trainer has no such version any more; it has {offered or 'none'}"), None
         try:
-            carrier = choose(self._carrier, self._end, ask.engine)
-        except NoCarrier as error:
+            carrier = choose_carrier(self._carrier, self._end, ask.engine)
+        except CarrierUnavailable as error:
             return FetchResponse(problem=str(error)), None
         self._is_shared = self._is_shared or carrier == "ipc"
         return FetchResponse(carrier), snapshot
@@ -242,12 +242,12 @@ class _Line:
             self._connection.receive(MemoryReleased, "that it is done")
 
     def _send_by(self, pair: NcclPair, snapshot: Snapshot, version: Version) -> None:
-        staging = [torch.empty_like(snapshot.buckets[0], device=self._device) for _ in range(AHEAD)]
+        staging = [torch.empty_like(snapshot.buckets[0], device=self._device) for _ in range(MAX_QUEUED_TRANSFERS)]
         under_way: deque[tuple[torch.cuda.Event, str]] = deque()
         for number, (what, bucket) in enumerate(_named(snapshot, version)):
-            if len(under_way) == AHEAD:
+            if len(under_way) == MAX_QUEUED_TRANSFERS:
                 pair.wait(*under_way.popleft())
-            row = staging[number % AHEAD][: len(bucket)]
+            row = staging[number % MAX_QUEUED_TRANSFERS][: len(bucket)]
             with torch.cuda.stream(pair.stream):
                 row.copy_(bucket, non_blocking=True)
             under_way.append((pair.transfer(row, what), what))

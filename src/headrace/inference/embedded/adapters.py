@@ -1,8 +1,7 @@
-"""LoRA adapters beside the model: every linear layer adds what the adapter of each token says.
+"""LoRA adapters served beside the model: a hook on each linear layer adds the difference of each token's adapter.
 
-Requests with different adapters, and with none, share a forward. The base weights stay as they are, so that loading an
-adapter takes nothing from anybody; published versions of a policy are merged instead (`weights.published`), which costs
-a step nothing.
+Requests with different adapters, and without one, share a forward, and the base weights do not change. Published
+versions of a policy are merged into the weights instead (`weights.published`), which costs nothing per step.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from headrace.inference.embedded.scheduler import Chunk
 from headrace.inference.weights.errors import WeightsError
 from headrace.transport.adapter import AdapterError, Matrices, read_adapter
 
-_numbers = itertools.count(1)
+_identities = itertools.count(1)
 
 
 class LoadedAdapter:
-    """The matrices of one adapter, by layer, ready to multiply with."""
+    """The matrices of one adapter by layer, transposed for multiplication."""
 
     def __init__(self, name: str, layers: dict[str, Matrices]) -> None:
         self.name = name
         self.layers = layers
-        """A is [in, r] and B is [r, out], with the scaling in it."""
-        self.identity = f"{name}#{next(_numbers)}"
-        """Another one under the same name has another: what one computed is of no use to the other."""
+        """A is [in, r], and B is [r, out] with the scaling included."""
+        self.identity = f"{name}#{next(_identities)}"
+        """Differs from that of an earlier adapter with the same name, so that they share no KV cache."""
 
 
 class Adapters:
-    """Those of one model. Only the engine's thread loads, unloads and computes; names may be read from any."""
+    """The adapters of one model; only `read` and `names` may be used outside of the engine's thread."""
 
     def __init__(self, model: Any) -> None:
-        head = model.get_output_embeddings()  # sees only the tokens whose logits are needed
+        head = model.get_output_embeddings()  # only gets the tokens whose logits are needed
         self._linear = {
             name: module
             for name, module in model.named_modules()
@@ -48,7 +47,7 @@ class Adapters:
         self._hooked: set[str] = set()
         self._tokens = 0
         self._rows: list[tuple[LoadedAdapter, Tensor]] = []
-        """The tokens of the batch in hand that each adapter is for."""
+        """Each adapter's tokens in the current batch."""
 
     @property
     def names(self) -> list[str]:
@@ -70,7 +69,9 @@ class Adapters:
         for layer, (a, b) in adapter.layers.items():
             linear = self._linear.get(layer)
             if linear is None:
-                raise WeightsError(f"{directory} changes {layer}, which is no linear layer that sees every token")
+                raise WeightsError(
+                    f"{directory} changes {layer}, which is not a linear layer over all tokens of the model"
+                )
             if (b.shape[0], a.shape[1]) != linear.weight.shape:
                 shape = [b.shape[0], a.shape[1]]
                 raise WeightsError(
@@ -81,26 +82,26 @@ class Adapters:
         return LoadedAdapter(name, layers)
 
     def add(self, adapter: LoadedAdapter) -> None:
-        """Serve it, in place of one with the same name."""
+        """Serve an adapter, replacing one with the same name."""
         for layer in adapter.layers.keys() - self._hooked:
             self._linear[layer].register_forward_hook(self._hook(layer))
             self._hooked.add(layer)
         self._loaded[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Nobody can ask for it from here on. Requests that did have it in hand."""
+        """Refuse new requests for an adapter; running ones keep it."""
         self.get(name)
         del self._loaded[name]
 
     def prepare(self, chunks: Sequence[Chunk], ids: Tensor) -> None:
-        """The next forward is for these chunks; `ids` are their tokens."""
+        """Set the chunks of the next forward; `ids` are their tokens."""
         rows: dict[LoadedAdapter, list[int]] = {}
         row = 0
         for request, start, end, _ in chunks:
             if request.adapter is not None:
                 rows.setdefault(request.adapter, []).extend(range(row, row + end - start))
             row += end - start
-        if rows and len(ids) > row:  # a token that is there twice
+        if rows and len(ids) > row:  # a doubled token
             rows = {adapter: [*own, row] for adapter, own in rows.items()}
         self._tokens = len(ids)
         self._rows = [(adapter, torch.tensor(own, device=ids.device)) for adapter, own in rows.items()]
@@ -110,9 +111,9 @@ class Adapters:
             for adapter, rows in self._rows:
                 if layer in adapter.layers:
                     if inputs[0].shape[:2] != (1, self._tokens):
-                        raise EngineError(f"adapter {adapter.name} changes {layer}, which does not see every token")
+                        raise EngineError(f"adapter {adapter.name} changes {layer}, which is not applied to all tokens")
                     a, b = adapter.layers[layer]
-                    # One row twice: a CPU multiplies a single one in another order, and company shall change no bit.
+                    # A single row is doubled: a CPU rounds its product differently from that of several rows.
                     own = rows if len(rows) > 1 else rows.repeat(2)
                     output[0].index_add_(0, rows, (inputs[0][0].index_select(0, own) @ a @ b)[: len(rows)])
 

@@ -1,4 +1,4 @@
-"""The embedded engine as the server knows it: results and pieces cross from the engine's thread to the event loop."""
+"""The embedded engine behind the server: results cross from the engine's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from headrace.rollout.version import Version
 T = TypeVar("T")
 
 ADMIN_THREADS = 4
-"""Of their own: a pause waits for nobody's long text, nor for weights that are read, or asked for twice."""
+"""Threads of their own, so that a pause does not wait for tokenization or for weights that are read."""
 
 
 class EmbeddedBackend:
-    """A `Backend` over an engine's thread. Must be made inside the event loop that will use it."""
+    """A `Backend` over an engine's thread; must be created in the event loop that uses it."""
 
     name = "embedded"
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
-        self._courier = Courier(asyncio.get_running_loop())
+        self._loop_calls = LoopCalls(asyncio.get_running_loop())
         self._admin = ThreadPoolExecutor(ADMIN_THREADS, "engine-admin")
         self._closed = False
         self.max_model_len = thread.engine.max_model_len
@@ -44,38 +44,37 @@ class EmbeddedBackend:
         adapter: str | None = None,
         session: str | None = None,
     ) -> EmbeddedGeneration:
-        """There is one engine: a session's requests are where its earlier ones were."""
+        """Submit a request; `session` has no effect with a single engine."""
         request = self._thread.submit(token_ids, params, cache_salt, urgent=urgent, adapter=adapter)
-        return EmbeddedGeneration(request, self._thread, self._courier)
+        return EmbeddedGeneration(request, self._thread, self._loop_calls)
 
     def state(self) -> EngineState:
         return self._thread.state()
 
     async def pause(self) -> None:
-        await self._apart(self._thread.pause)
+        await self._run_admin(self._thread.pause)
 
     async def resume(self) -> None:
-        await self._apart(self._thread.resume)
+        await self._run_admin(self._thread.resume)
 
     async def update_weights(self, directory: Path, version: Version) -> str:
-        return await self._apart(lambda: self._thread.update_weights(directory, version))
+        return await self._run_admin(lambda: self._thread.update_weights(directory, version))
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        await self._apart(lambda: self._thread.load_adapter(name, directory))
+        await self._run_admin(lambda: self._thread.load_adapter(name, directory))
 
     async def unload_adapter(self, name: str) -> None:
-        await self._apart(lambda: self._thread.unload_adapter(name))
+        await self._run_admin(lambda: self._thread.unload_adapter(name))
 
     async def failure(self) -> str:
-        # Whoever stops waiting must not cancel what the thread will say.
-        return await asyncio.shield(asyncio.wrap_future(self._thread.failure))
+        return await asyncio.shield(asyncio.wrap_future(self._thread.failure))  # cancelling a caller must not cancel it
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.stop)
         self._closed = True
         self._admin.shutdown(wait=False)
 
-    async def _apart(self, call: Callable[[], T]) -> T:
+    async def _run_admin(self, call: Callable[[], T]) -> T:
         if self._closed:
             raise EngineStopped("the engine is shutting down")
         return await asyncio.get_running_loop().run_in_executor(self._admin, call)
@@ -84,25 +83,25 @@ class EmbeddedBackend:
 class EmbeddedGeneration:
     """A request of the embedded engine, seen from the event loop."""
 
-    def __init__(self, request: Request, thread: EngineThread, courier: Courier) -> None:
+    def __init__(self, request: Request, thread: EngineThread, loop_calls: LoopCalls) -> None:
         self._request = request
         self._thread = thread
-        self._ended = courier.future()
-        self._news = asyncio.Event()
-        self._courier = courier
-        request.future.add_done_callback(lambda _: courier.call(self._end))
+        self._ended = loop_calls.create_future()
+        self._has_news = asyncio.Event()
+        self._loop_calls = loop_calls
+        request.future.add_done_callback(lambda _: loop_calls.call(self._end))
 
     async def result(self) -> GenerationResult:
-        return await asyncio.shield(self._ended)  # whoever gives up waiting says so with `cancel`
+        return await asyncio.shield(self._ended)  # a request is cancelled by `cancel` only
 
     async def chunks(self) -> AsyncIterator[TokenChunk]:
-        self._request.on_tokens = lambda: self._courier.call(self._news.set)
+        self._request.on_tokens = lambda: self._loop_calls.call(self._has_news.set)
         sent = 0
         while True:
-            self._news.clear()
+            self._has_news.clear()
             ended = self._ended.done()
             if ended:
-                self._ended.result()  # raises what it ended with
+                self._ended.result()  # raises its error
             piece = self._request.piece(sent)
             if piece.token_ids:
                 sent += len(piece.token_ids)
@@ -110,7 +109,7 @@ class EmbeddedGeneration:
             elif ended:
                 return
             else:
-                await self._news.wait()
+                await self._has_news.wait()
 
     def cancel(self) -> None:
         if not self._request.future.done():
@@ -122,29 +121,29 @@ class EmbeddedGeneration:
             self._ended.set_result(self._request.future.result())
         else:
             self._ended.set_exception(error)
-            self._ended.exception()  # nobody may be waiting any more
-        self._news.set()
+            self._ended.exception()  # marks it as retrieved: the caller may be gone
+        self._has_news.set()
 
 
-class Courier:
-    """Carries calls from the engine's thread to an event loop: all that one step makes share one wake-up."""
+class LoopCalls:
+    """Calls from the engine's thread to an event loop; all calls of one step share one wake-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._calls: deque[Callable[[], None]] = deque()
         self._woken = False
 
-    def future(self) -> asyncio.Future[GenerationResult]:
+    def create_future(self) -> asyncio.Future[GenerationResult]:
         return self._loop.create_future()
 
     def call(self, function: Callable[[], None]) -> None:
-        """From any thread. Once the loop has ended nobody waits for the call."""
+        """Run a function in the loop, from any thread; without effect once the loop is closed."""
         self._calls.append(function)
         if not self._woken and not self._loop.is_closed():
             self._woken = True
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # first: whatever comes from here on wakes again
+        self._woken = False  # first: later calls must wake the loop again
         while self._calls:
             self._calls.popleft()()

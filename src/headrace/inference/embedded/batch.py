@@ -1,8 +1,8 @@
-"""The chunks of a step as tensors: one row of tokens for the whole batch, and who attends to what.
+"""The chunks of a step as tensors: one row of tokens for the whole batch, and the groups in which they attend.
 
-All tokens of a step go through the model side by side, without padding: only attention knows that they belong to
-different requests. Chunks of similar shape attend together, as an `Attention`: padded among themselves, with the keys
-that their blocks hold, or that lie side by side in the window. Tokens are in the order of these groups.
+All tokens of a step go through the model in one row, without padding; only attention separates requests. Chunks of
+similar shape form an `AttentionGroup`: padded to the same size, with keys gathered from their blocks or contiguous in a
+`KVWindow`. Tokens are in the order of the groups.
 """
 
 from __future__ import annotations
@@ -14,55 +14,57 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.inference.embedded.blocks import BLOCK, PADDING, blocks_for
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, PADDING_BLOCK, blocks_for
+from headrace.inference.embedded.kv_window import KVWindow, WindowBucket
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.scheduler import Chunk
-from headrace.inference.embedded.window import Room, Window
 
-SLACK = 1.25
-"""Keys that may be read for one that is needed, before requests of other lengths attend apart."""
-FREE_KEYS = 2048
-"""Keys that cost less than another group."""
-NARROW = 128
-"""Tokens of a chunk up to which each attends by itself, where that can be."""
+MAX_PADDING_RATIO = 1.25
+"""Keys that a group may read per key that it needs; beyond that, longer requests form another group."""
+FREE_PADDING_KEYS = 2048
+"""Padding that costs less than another group."""
+MAX_SINGLE_CHUNK = 128
+"""Longest chunk, in tokens, whose tokens attend one by one."""
 
 
 @dataclass
-class Attention:
-    """Chunks that attend together: `count` of them, each padded to `width` queries and to the same number of keys."""
+class AttentionGroup:
+    """`count` chunks that attend together, each padded to `width` queries and `keys` keys.
+
+    Their tokens are [begin, end) of the batch.
+    """
 
     begin: int
-    """Where their tokens begin in the batch."""
     end: int
     count: int
     width: int
     keys: int
     blocks: Tensor | None
-    """[count, keys / BLOCK] of the cache, which hold all keys in order; None if they are in a room."""
+    """[count, keys / BLOCK_SIZE] of the cache; None if the keys are in a window bucket."""
     positions: Tensor
     """[count, width] of the queries."""
     is_causal: bool
-    """Whether queries and keys are the same tokens, from the beginning."""
+    """Whether queries and keys are the same tokens, from the start of the sequence."""
     padded: Tensor | None
-    """Where in the batch the queries are, if any is padded: [count * width]."""
+    """[count * width] indices of the queries in the batch; None without padding."""
     kept: Tensor | None
-    """Where among the padded queries those of the batch are."""
+    """Indices of the real queries among the padded ones."""
     dtype: torch.dtype
-    room: Room | None = None
-    """The room whose rows they have, in order."""
-    places: Tensor | None = None
-    """[count] of that room, where the new keys go: its rows are one after the other."""
+    bucket: WindowBucket | None = None
+    """The window bucket whose first `count` rows are the requests' keys and values."""
+    bucket_slots: Tensor | None = None
+    """[count] positions of the new keys in the bucket's flattened rows."""
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """[count, 1, width, keys], 0 where a query sees a key and else minus infinity; None for causal attention."""
+        """Return [count, 1, width, keys], 0 where a query sees a key and else minus infinity; None if causal."""
         if window is not None and window >= self.keys:
             window = None
         if window not in self._masks:
-            self._masks[window] = self._visible(window)
+            self._masks[window] = self._make_mask(window)
         return self._masks[window]
 
-    def _visible(self, window: int | None) -> Tensor | None:
+    def _make_mask(self, window: int | None) -> Tensor | None:
         if self.is_causal and window is None:
             return None
         keys = torch.arange(self.keys, device=self.positions.device)
@@ -74,113 +76,121 @@ class Attention:
 
 
 @dataclass
-class OneByOne:
-    """The first tokens of a batch, where each attends by itself to the keys in its request's blocks."""
+class SingleTokens:
+    """The first `count` tokens of a batch, each of which attends alone to the keys in its request's blocks."""
 
     count: int
     tables: Tensor
-    """[chunk, block]."""
+    """[chunk, block] of the cache."""
     owners: Tensor
-    """[count]: the row of the tables that each token has."""
+    """[count]: each token's row of the tables."""
     longest: int
-    """The most keys that any attends to."""
+    """The most keys of a token."""
 
 
 @dataclass
 class Batch:
-    """`chunks` in the order of their tokens; `ids`, `positions` and `slots` have one entry per token."""
+    """A step's chunks in the order of their tokens; `ids`, `positions` and `slots` have one entry per token."""
 
     chunks: list[Chunk]
     ids: Tensor
     positions: Tensor
     slots: Tensor
-    """Where in the cache the keys and values go."""
-    groups: list[Attention]
-    one_by_one: OneByOne | None = None
+    """Slots of the KV cache for the tokens' keys and values."""
+    groups: list[AttentionGroup]
+    single_tokens: SingleTokens | None = None
 
 
 def make_batch(
     chunks: Sequence[Chunk],
     device: torch.device,
     dtype: torch.dtype,
-    window: Window | None = None,
+    window: KVWindow | None = None,
     *,
-    one_by_one: bool = False,
+    single_tokens: bool = False,
     doubled: bool = False,
 ) -> Batch:
-    """`dtype` is the model's. With a `window` the newest tokens attend there, as far as they have rows.
+    """Lay out chunks as a batch; `dtype` is the model's.
 
-    `one_by_one`: tokens of narrow chunks need no group to attend in.
-    `doubled`: a single token is computed twice. A CPU multiplies one row in another order than many.
+    With a `window` decode tokens attend to its rows, as far as there are any. `single_tokens`: tokens of short chunks
+    attend one by one. `doubled`: the only token is computed twice, since a CPU rounds single rows differently.
     """
     ordered: list[Chunk] = []
-    groups: list[Attention] = []
+    groups: list[AttentionGroup] = []
     begin = 0
     if window is not None:
-        newest = {chunk.request: chunk for chunk in chunks if chunk.is_newest}
-        for room in window.arrange(newest):
-            own = [newest.pop(request) for request in room.requests]
-            groups.append(_attention_in(room, own, begin, device, dtype))
+        decodes = {chunk.request: chunk for chunk in chunks if chunk.is_decode}
+        for bucket in window.arrange(decodes):
+            own = [decodes.pop(request) for request in bucket.requests]
+            groups.append(_window_group(bucket, own, begin, device, dtype))
             ordered += own
             begin += len(own)
-        chunks = [*newest.values(), *(chunk for chunk in chunks if not chunk.is_newest)]
-    if one_by_one:
-        ordered = [chunk for chunk in chunks if chunk.end - chunk.start <= NARROW]
+        chunks = [*decodes.values(), *(chunk for chunk in chunks if not chunk.is_decode)]
+    singles = None
+    if single_tokens:
+        ordered = [chunk for chunk in chunks if chunk.end - chunk.start <= MAX_SINGLE_CHUNK]
         begin = sum(chunk.end - chunk.start for chunk in ordered)
-        chunks = [chunk for chunk in chunks if chunk.end - chunk.start > NARROW]
-    narrow = _one_by_one(ordered, doubled=doubled) if one_by_one else None
-    for width, alike in alike_in_shape(chunks):
-        end = begin + sum(chunk.end - chunk.start for chunk in alike)
-        groups.append(_attention(alike, width, begin, end, device, dtype))
-        ordered += alike
+        chunks = [chunk for chunk in chunks if chunk.end - chunk.start > MAX_SINGLE_CHUNK]
+        longest = max((chunk.end for chunk in ordered), default=0)
+        owners = torch.from_numpy(np.repeat(np.arange(len(ordered)), [chunk.end - chunk.start for chunk in ordered]))
+        tables = torch.from_numpy(block_tables([chunk.request for chunk in ordered], blocks_for(longest)))
+        singles = SingleTokens(len(owners) << doubled, tables, owners.repeat(1 + doubled), longest)
+    for width, grouped in group_by_shape(chunks):
+        end = begin + sum(chunk.end - chunk.start for chunk in grouped)
+        groups.append(_block_group(grouped, width, begin, end, device, dtype))
+        ordered += grouped
         begin = end
     ids = [token for chunk in ordered for token in chunk.request.tokens[chunk.start : chunk.end]]
     positions = [position for chunk in ordered for position in range(chunk.start, chunk.end)]
-    slots = [slot for chunk in ordered for slot in _slots(chunk)]
+    slots = [
+        chunk.request.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for chunk in ordered
+        for position in range(chunk.start, chunk.end)
+    ]
     if doubled:
         ids, positions, slots = ids * 2, positions * 2, slots * 2
     on_device = torch.tensor([ids, positions, slots], device=device)
-    return Batch(ordered, on_device[0], on_device[1], on_device[2], groups, narrow)
+    return Batch(ordered, on_device[0], on_device[1], on_device[2], groups, singles)
 
 
-def alike_in_shape(chunks: Iterable[Chunk]) -> Iterator[tuple[int, list[Chunk]]]:
-    """Chunks that attend together, with the number of queries that each is padded to.
+def group_by_shape(chunks: Iterable[Chunk]) -> Iterator[tuple[int, list[Chunk]]]:
+    """Yield (width, chunks) for each group of chunks that attend together, padded to `width` queries.
 
-    How wide a prompt's chunk is depends on itself alone: so does how its attention is rounded. Masked keys round
-    nothing, so that the next tokens of requests attend together wherever that is cheaper.
+    The width of a prefill chunk depends on the chunk alone, and so does the rounding of its attention. Masked keys do
+    not change rounding, so decode tokens are grouped wherever that is cheaper.
     """
-    newest: list[Chunk] = []
-    others: dict[tuple[int, int], list[Chunk]] = {}
+    decodes: list[Chunk] = []
+    prefills: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
         length = chunk.end - chunk.start
         if length == 1:
-            newest.append(chunk)
+            decodes.append(chunk)
         else:
             reach = chunk.end.bit_length() if chunk.start else 0
-            others.setdefault((padded_width(length), reach), []).append(chunk)
-    newest.sort(key=lambda chunk: chunk.end)
+            prefills.setdefault((padded_width(length), reach), []).append(chunk)
+    decodes.sort(key=lambda chunk: chunk.end)
     group: list[Chunk] = []
     needed = 0
-    for chunk in newest:
-        if group and chunk.end * (len(group) + 1) > SLACK * (needed + chunk.end) + FREE_KEYS:
+    for chunk in decodes:
+        if group and chunk.end * (len(group) + 1) > MAX_PADDING_RATIO * (needed + chunk.end) + FREE_PADDING_KEYS:
             yield 1, group
             group, needed = [], 0
         group.append(chunk)
         needed += chunk.end
     if group:
         yield 1, group
-    yield from ((width, alike) for (width, _), alike in others.items())
+    yield from ((width, grouped) for (width, _), grouped in prefills.items())
 
 
 def padded_width(length: int) -> int:
-    """At most a quarter more, or what makes whole blocks."""
-    step = max(BLOCK, 1 << max(0, length.bit_length() - 3))
+    """Return a chunk's length rounded up: by at most a quarter, or to whole blocks."""
+    step = max(BLOCK_SIZE, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step
 
 
-def _attention(
+def _block_group(
     chunks: list[Chunk], width: int, begin: int, end: int, device: torch.device, dtype: torch.dtype
-) -> Attention:
+) -> AttentionGroup:
     is_causal = width > 1 and not any(chunk.start for chunk in chunks)
     blocks = blocks_for(width if is_causal else max(chunk.end for chunk in chunks))
     lengths = [chunk.end - chunk.start for chunk in chunks]
@@ -192,12 +202,12 @@ def _attention(
         padded = torch.from_numpy((firsts + np.minimum(columns, counts - 1)).ravel()).to(device)
         kept = torch.from_numpy(np.flatnonzero(columns < counts)).to(device)
     starts = np.array([chunk.start for chunk in chunks])[:, None]
-    return Attention(
+    return AttentionGroup(
         begin,
         end,
         count=len(chunks),
         width=width,
-        keys=blocks * BLOCK,
+        keys=blocks * BLOCK_SIZE,
         blocks=torch.from_numpy(block_tables([chunk.request for chunk in chunks], blocks)).to(device),
         positions=torch.from_numpy(starts + np.arange(width)).to(device),
         is_causal=is_causal,
@@ -207,44 +217,32 @@ def _attention(
     )
 
 
-def _attention_in(room: Room, chunks: list[Chunk], begin: int, device: torch.device, dtype: torch.dtype) -> Attention:
-    """The newest tokens of a room's requests."""
+def _window_group(
+    bucket: WindowBucket, chunks: list[Chunk], begin: int, device: torch.device, dtype: torch.dtype
+) -> AttentionGroup:
+    """Group the decode tokens of a window bucket's requests."""
     positions = torch.tensor([chunk.start for chunk in chunks], device=device)
     rows = torch.arange(len(chunks), device=device)
-    return Attention(
+    return AttentionGroup(
         begin,
         begin + len(chunks),
         count=len(chunks),
         width=1,
-        keys=blocks_for(max(chunk.end for chunk in chunks)) * BLOCK,
+        keys=blocks_for(max(chunk.end for chunk in chunks)) * BLOCK_SIZE,
         blocks=None,
         positions=positions[:, None],
         is_causal=False,
         padded=None,
         kept=None,
         dtype=dtype,
-        room=room,
-        places=rows * room.length + positions,
+        bucket=bucket,
+        bucket_slots=rows * bucket.length + positions,
     )
 
 
-def _one_by_one(chunks: list[Chunk], *, doubled: bool) -> OneByOne:
-    lengths = [chunk.end - chunk.start for chunk in chunks]
-    longest = max((chunk.end for chunk in chunks), default=0)
-    owners = torch.from_numpy(np.repeat(np.arange(len(chunks)), lengths))
-    tables = torch.from_numpy(block_tables([chunk.request for chunk in chunks], blocks_for(longest)))
-    return OneByOne(len(owners) << doubled, tables, owners.repeat(1 + doubled), longest)
-
-
-def _slots(chunk: Chunk) -> Iterator[int]:
-    """Where the keys of a chunk's own tokens go."""
-    blocks = chunk.request.blocks
-    return (blocks[position // BLOCK] * BLOCK + position % BLOCK for position in range(chunk.start, chunk.end))
-
-
 def block_tables(requests: Sequence[Request], blocks: int) -> np.ndarray:
-    """[request, block]: the first blocks of each; what it does not have is read from the padding."""
-    tables = np.full((len(requests), blocks), PADDING)
+    """Return [request, block]: the first blocks of each request, filled up with the padding block."""
+    tables = np.full((len(requests), blocks), PADDING_BLOCK)
     for row, request in zip(tables, requests, strict=True):
         own = request.blocks[:blocks]
         row[: len(own)] = own

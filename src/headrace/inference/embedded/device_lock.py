@@ -12,7 +12,7 @@ import time
 import torch
 
 from headrace.inference.backend import EngineError
-from headrace.inference.embedded.device_memory import OutOfDeviceMemory
+from headrace.inference.embedded.cuda.kv_storage import OutOfDeviceMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.transport.device_lock import DeviceLock
 

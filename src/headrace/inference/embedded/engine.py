@@ -1,12 +1,12 @@
-"""The embedded engine: continuous batching over an ordinary transformers model, with its KV cache in blocks.
+"""The embedded engine: continuous batching over an ordinary transformers model, with a paged KV cache.
 
-A step computes the newest token of every running request and chunks of the prompts that are not computed yet, side by
-side in one forward, and samples wherever a request's tokens are all computed; so requests join and leave between any
-two tokens. New weights make running requests compute their tokens anew, by the same way (or keep their cache).
+A step decodes one token of every running request and prefills chunks of prompts in one forward, and samples for each
+request whose tokens are all computed; so requests join and leave between any two tokens. After a weight update running
+requests recompute their tokens with the new weights, or keep their KV cache (`kv_on_update`).
 
-The engine is synchronous: one thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may come
-from others. A request that cannot be finished gets an error; the engine goes on. What a step does is decided without
-tensors in `scheduler` and computed by a `runner`, of which there is one for GPUs.
+The engine is synchronous: one thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may be
+called from others. A request that cannot be finished gets an error, and the engine continues. The `scheduler` plans a
+step without tensors, and a `runner` computes it; GPUs have their own runner.
 
 Left out on purpose: speculative decoding.
 """
@@ -32,14 +32,14 @@ from headrace.inference.backend import (
     check_request,
 )
 from headrace.inference.embedded.adapters import Adapters
-from headrace.inference.embedded.blocks import BlockPool, blocks_for
+from headrace.inference.embedded.block_manager import BlockManager, blocks_for
 from headrace.inference.embedded.cuda import make_cuda_runner
 from headrace.inference.embedded.request import Request, Weights
 from headrace.inference.embedded.runner import PlainRunner, Runner
-from headrace.inference.embedded.scheduler import Plan, Scheduler
+from headrace.inference.embedded.scheduler import Scheduler, StepPlan
 from headrace.inference.embedded.stop_strings import Decode, StopStrings
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.base import Base
+from headrace.inference.weights.base_weights import BaseWeights
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import PublishedWeights, install, read_published
 from headrace.rollout.version import Version
@@ -47,10 +47,10 @@ from headrace.rollout.version import Version
 log = logging.getLogger(__name__)
 
 INITIAL = Version(0, 0)
-FAILURES_TOGETHER = 4
-"""Steps of several requests that may fail in a row, until that is the engine's fault and its end."""
-SCORED_LOGITS = 1 << 27
-"""Logits that one forward may hold where prompt logprobs are asked for."""
+MAX_FAILED_BATCHES = 4
+"""Steps of several requests that may fail in a row before the engine itself fails."""
+MAX_SCORED_LOGITS = 1 << 27
+"""Logits that one forward may hold for prompt logprobs."""
 
 
 class Engine:
@@ -76,16 +76,16 @@ class Engine:
         compile: bool = True,
         graphs: bool = True,
     ) -> None:
-        """`base` is the directory that the model was loaded from: adapters are merged with its files.
+        """`base` is the directory that the model was loaded from: published adapters are merged with its files.
 
-        Without `kv_blocks` the cache has room for `max_running` of the longest requests. `decode` makes text of tokens,
-        for stop strings; `special_tokens` are no part of what is said. Layers are compiled, and on a GPU steps are
-        captured as graphs, unless told not to.
+        Without `kv_blocks` the KV cache fits `max_running` requests of `max_model_len`. Stop strings are searched in
+        the text that `decode` returns, without `special_tokens`. `compile` fuses or compiles layers; `graphs` captures
+        decode steps as CUDA graphs.
         """
         model.eval()
         self.model = model
         self.device: torch.device = model.device
-        self._base = None if base is None else Base(base, self.device)
+        self._base = None if base is None else BaseWeights(base, self.device)
         self.link = WeightsReceiver(self.device)
         self.max_model_len = max_model_len
         self.max_running = max_running
@@ -100,42 +100,38 @@ class Engine:
         longest = blocks_for(max_model_len)
         blocks = 1 + max(longest, max_running * longest if kv_blocks is None else kv_blocks)
         self.adapters = Adapters(model)
-        self.runner = self._make_runner(blocks, compile=compile, graphs=graphs)
-        self.scheduler = Scheduler(
-            BlockPool(blocks),
-            max_running=max_running,
-            step_tokens=max_step_tokens or self.runner.step_tokens,
-            scored_tokens=max(1, SCORED_LOGITS // self.vocab_size),
-            prefix_cache=prefix_cache,
-            patience=self.runner.patience,
-        )
-        self._parameters: dict[str, torch.Tensor] = model.state_dict()  # where new weights go, which never moves
-        self._cancelled: deque[Request] = deque()
-        self._random = random.Random(seed)
-        self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)
-        self._failed_together = 0
-        """Steps in a row that failed, although each of their requests alone did not."""
-
-    def _make_runner(self, blocks: int, *, compile: bool, graphs: bool) -> Runner:
-        """What computes here: the GPU's own where it has what that needs."""
         runner: Runner | None = None
         if self.device.type == "cuda":
             runner = make_cuda_runner(
-                self.model,
+                model,
                 blocks,
                 self.adapters,
-                max_running=self.max_running,
-                max_model_len=self.max_model_len,
+                max_running=max_running,
+                max_model_len=max_model_len,
                 compile=compile,
                 graphs=graphs,
             )
-        return runner or PlainRunner(self.model, blocks, self.adapters, fuse=compile)
+        self.runner: Runner = runner or PlainRunner(model, blocks, self.adapters, fuse=compile)
+        self.scheduler = Scheduler(
+            BlockManager(blocks),
+            max_running=max_running,
+            max_prefill_tokens=max_step_tokens or self.runner.max_prefill_tokens,
+            max_scored_tokens=max(1, MAX_SCORED_LOGITS // self.vocab_size),
+            prefix_cache=prefix_cache,
+            max_wait_steps=self.runner.max_wait_steps,
+        )
+        self._parameters: dict[str, torch.Tensor] = model.state_dict()  # new weights are copied into these
+        self._cancelled: deque[Request] = deque()
+        self._random = random.Random(seed)
+        self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)
+        self._failed_batches = 0
+        """Steps in a row that failed, although each of their requests succeeded alone."""
 
     @property
     def version(self) -> Version:
         return self._weights.version
 
-    # What callers do, from any thread
+    # From any thread
 
     def submit(
         self,
@@ -146,32 +142,29 @@ class Engine:
         urgent: bool = False,
         adapter: str | None = None,
     ) -> Request:
-        """Put a request in line, an urgent one in front. Its `future` will hold the result."""
+        """Append a request to the waiting queue, an urgent one before the others; its `future` gets the result."""
         check_request(token_ids, params, self.vocab_size, self.max_model_len)
         if params.stop and self._stop_strings is None:
             raise InvalidRequest("stop: this engine has no tokenizer to find strings with; use stop_token_ids")
-        self._refuse_if_overloaded()
-        room = self.max_model_len - len(token_ids)
+        admissible = 0 if self.paused else max(0, self.max_running - len(self.scheduler.running))
+        if self.max_waiting is not None and self.scheduler.num_waiting >= self.max_waiting + admissible:
+            raise EngineOverloaded(f"the queue is full: {self.scheduler.num_waiting} requests wait. Retry later.")
+        max_new_tokens = self.max_model_len - len(token_ids)
         request = Request(
             token_ids,
             params,
-            max_new=room if params.max_tokens is None else min(room, params.max_tokens),
+            max_new_tokens=max_new_tokens if params.max_tokens is None else min(max_new_tokens, params.max_tokens),
             eos_token_ids=self.eos_token_ids,
             shared_random=self._random,
             cache_salt=cache_salt,
             stop_strings=self._stop_strings,
             adapter=None if adapter is None else self.adapters.get(adapter),
         )
-        (self.scheduler.urgent if urgent else self.scheduler.line).append(request)
+        (self.scheduler.urgent if urgent else self.scheduler.waiting).append(request)
         return request
 
-    def _refuse_if_overloaded(self) -> None:
-        places = 0 if self.paused else max(0, self.max_running - len(self.scheduler.running))
-        if self.max_waiting is not None and self.scheduler.waiting >= self.max_waiting + places:
-            raise EngineOverloaded(f"{self.scheduler.waiting} requests wait already: come again later")
-
     def cancel(self, request: Request) -> None:
-        """Give a request up; it leaves at the next step."""
+        """Cancel a request at the next step."""
         self._cancelled.append(request)
 
     def state(self) -> EngineState:
@@ -179,7 +172,7 @@ class Engine:
         return EngineState(
             version=self.version,
             running=len(scheduler.running),
-            waiting=scheduler.waiting,
+            waiting=scheduler.num_waiting,
             paused=self.paused,
             capacity=self.max_running,
             kv_usage=scheduler.kv_usage,
@@ -192,34 +185,34 @@ class Engine:
             max_requests=None if self.max_waiting is None else self.max_running + self.max_waiting,
         )
 
-    # What the engine's own thread does
+    # From the engine's own thread
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._cancelled or (not self.paused and (self.scheduler.running or self.scheduler.waiting)))
+        return bool(self._cancelled or (not self.paused and (self.scheduler.running or self.scheduler.num_waiting)))
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Compute and sample once. Errors go to the requests they concern; what is raised is the engine's end."""
+        """Compute and sample once; errors of requests go to their futures, errors of the engine are raised."""
         self.drop_cancelled()
         if self.paused:
             return
-        plan = self.scheduler.plan(self._weights)
+        plan = self.scheduler.schedule(self._weights)
         if not plan.chunks:
             return
         try:
             self._compute(plan)
             if len(plan.chunks) > 1:
-                self._failed_together = 0
+                self._failed_batches = 0
         except torch.AcceleratorError:
-            raise  # the device is lost, and with it everything
+            raise  # the device is lost
         except Exception as error:
-            concerned = [*(chunk.request for chunk in plan.chunks), *(twin for _, twin in plan.twins)]
-            self._isolate([*dict.fromkeys(concerned)], error)
+            requests = [*(chunk.request for chunk in plan.chunks), *(second for _, second in plan.duplicates)]
+            self._isolate([*dict.fromkeys(requests)], error)
 
     def update_weights(self, directory: Path, version: Version) -> str:
-        """Read a published version and go on with it. Returns its checksum."""
+        """Read and install a published version, and return its checksum."""
         published = self.read(directory, version)
         try:
             self.install(published)
@@ -235,99 +228,99 @@ class Engine:
 
     @torch.inference_mode()
     def install(self, published: PublishedWeights) -> None:
-        """Go on with weights that were read elsewhere, between two steps."""
+        """Install weights that were read, between two steps."""
         install(self._parameters, published.tensors)
         self._weights = Weights(published.version, self._weights.installed + 1)
         for request in self.scheduler.running:
-            if self.kv_on_update == "keep" and request.is_proven:
-                request.sampled_by(self.version)
+            if self.kv_on_update == "keep" and request.is_verified:
+                request.start_span(self.version)
             else:
-                self.scheduler.compute_again(request, self._weights)
+                self.scheduler.recompute(request, self._weights)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys and values that `release_cache` would give back."""
+        """Size of the KV cache that `release_cache` would free."""
         return self.runner.cache_bytes
 
     @torch.inference_mode()
     def release_cache(self) -> int:
-        """Give the memory of keys and values back, where that can be; returns how many bytes that was.
+        """Free the memory of the KV cache, and return its size; 0 if it cannot be freed.
 
-        Requests that run keep their places and are computed again. No step may follow before `restore_cache`.
+        Running requests stay running and are recomputed. `restore_cache` must be called before the next step.
         """
         if not self.cache_bytes:
             return 0
-        self.scheduler.pool.forget_all()
-        for request in self.scheduler.running:
-            self.scheduler.compute_again(request, self._weights)
-        self.scheduler.unproven.clear()  # what comes back is all zeros
+        self.scheduler.recompute_all(self._weights)
+        self.scheduler.unverified_blocks.clear()  # restored memory is all zeros
         return self.runner.release()
 
     def restore_cache(self) -> None:
-        """Take the memory of keys and values again; `OutOfDeviceMemory` if there is not enough."""
+        """Allocate the memory of the KV cache again; raises `OutOfDeviceMemory` if there is not enough."""
         self.runner.restore()
 
     def fail_all(self, error: EngineError) -> None:
-        """End everything that waits or runs with this error; the engine computes nothing after that."""
-        for request in self.scheduler.give_up():
+        """Fail all requests; the engine cannot compute afterwards."""
+        for request in self.scheduler.remove_all():
             if not request.future.done():
                 self._fail(request, error)
 
     def drop_cancelled(self) -> None:
-        """Let those go that were given up. Nothing is computed for that."""
+        """Remove cancelled requests, without computing."""
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.future.done():
-                self.scheduler.drop(request)
+                self.scheduler.remove(request)
                 self._fail(request, RequestCancelled("the request was cancelled"), "cancelled")
 
-    def _compute(self, plan: Plan) -> None:
-        """Carry a plan out, and give every request its token."""
-        outcome = self.runner.run(plan, self.scheduler.unproven)
+    def _compute(self, plan: StepPlan) -> None:
+        """Run a planned step, and append each sampled token to its request."""
+        output = self.runner.run(plan, self.scheduler.unverified_blocks)
         finished: list[Request] = []
-        masses = outcome.log_masses or itertools.repeat(0.0)
-        for request, token, logprob, log_mass in zip(*outcome[:3], masses, strict=False):
+        log_masses = output.log_masses or itertools.repeat(0.0)
+        for request, token, logprob, log_mass in zip(*output[:3], log_masses, strict=False):
             try:
-                if logprob != logprob or (request.prompt_logprobs and request.has_bad_scores):
-                    at = f"weights {self.version} at temperature {request.params.temperature}"
-                    raise EngineError(f"{at} gave logits that are not finite (NaN or infinity)")
-                if request.add(int(token), logprob, log_mass, outcome.alternatives.get(request)):
+                scores = [] if request.has_sampled else request.prompt_logprobs or []
+                if logprob != logprob or any(score != score for score in scores):
+                    raise EngineError(
+                        f"weights {self.version} at temperature {request.params.temperature} gave logits that are not "
+                        "finite (NaN or infinity)"
+                    )
+                if request.append(int(token), logprob, log_mass, output.alternatives.get(request)):
                     finished.append(request)
                 elif request.on_tokens is not None:
                     request.on_tokens()
                 self.tokens_sampled += 1
-            except Exception as error:  # a tokenizer may raise at a stop string: that is this request's matter alone
+            except Exception as error:  # e.g. of a tokenizer at a stop string: only this request fails
                 self._end_with(request, error)
-        self.scheduler.proven(outcome.requests)
+        self.scheduler.release_from_quarantine(output.requests)
         for request in finished:
-            self.scheduler.drop(request)
+            self.scheduler.remove(request)
             self.finished[request.finish_reason] += 1
             request.finish()
 
     def _isolate(self, requests: list[Request], error: Exception) -> None:
-        """A forward failed: the only request in it gets the error; of several, each is tried alone."""
+        """Handle a failed forward: fail its only request, or compute each of several alone to find the one at fault."""
         if len(requests) == 1:
             self._end_with(requests[0], error)
             return
-        self._failed_together += 1
-        if self._failed_together > FAILURES_TOGETHER:
-            raise error  # each alone goes well: it is not a request that is at fault
-        log.exception("a step failed; its %d requests are tried one by one", len(requests))
-        self.scheduler.suspect(requests, self._weights)
+        self._failed_batches += 1
+        if self._failed_batches > MAX_FAILED_BATCHES:
+            raise error  # each request succeeds alone: no request is at fault
+        log.exception("a step failed; its %d requests are computed one by one", len(requests))
+        self.scheduler.isolate(requests, self._weights)
 
     def _end_with(self, request: Request, error: Exception) -> None:
         if not isinstance(error, EngineError):
-            log.error("a request ends with an error", exc_info=error)
+            log.error("a request failed", exc_info=error)
             error = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
-        self.scheduler.drop(request)
+        self.scheduler.remove(request)
         self._fail(request, error)
 
     def _fail(self, request: Request, error: EngineError, how: str = "error") -> None:
         self.finished[how] += 1
-        request.fail(error)
+        request.future.set_exception(error)
 
-    def forget_counts(self) -> None:
-        """Begin to count anew."""
+    def reset_counters(self) -> None:
         self.tokens_sampled = 0
         self.finished.clear()
-        self.scheduler.forget_counts()
+        self.scheduler.reset_counters()

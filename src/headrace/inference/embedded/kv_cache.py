@@ -1,9 +1,8 @@
-"""Keys and values in blocks, behind transformers' `Cache`, and the attention that reads them.
+"""The paged KV cache behind transformers' `Cache` interface, and the attention function that reads it.
 
-Storage is one row of slots per layer, `BLOCK` of them to a block; which belong to whom, the `Batch` of a forward says.
-The cache writes what a forward computes to its slots, and the attention function takes its masks and the places of its
-keys from the batch: models need to know nothing of either. Requests that are sampled from have their keys and values a
-second time, in the rows of a window (see `window`).
+Storage is one row of slots per layer, `BLOCK_SIZE` slots per block. The `Batch` of a forward has the slots of its
+tokens, the blocks of its requests and the masks, so models need no change. Decoding requests may have a second,
+contiguous copy of their keys and values in the rows of a window (see `kv_window`).
 """
 
 from __future__ import annotations
@@ -18,85 +17,85 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from headrace.inference.embedded.batch import Attention, Batch, block_tables
-from headrace.inference.embedded.blocks import BLOCK
-from headrace.inference.embedded.window import Room
+from headrace.inference.embedded.batch import AttentionGroup, Batch, block_tables
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
+from headrace.inference.embedded.kv_window import WindowBucket
 
 ATTENTION = "headrace_paged"
-"""The name under which the attention function is registered with transformers."""
+"""Name of the attention function in transformers' registry."""
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """All layers of all blocks."""
+    """Keys and values of all layers and blocks."""
 
     def __init__(self, num_layers: int, blocks: int) -> None:
-        self.slots = blocks * BLOCK
+        self.slots = blocks * BLOCK_SIZE
         self.batch: Batch | None = None
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
-    def prepare(self, batch: Batch, unproven: Sequence[int] = ()) -> None:
-        """The next forward is for this batch: rows of the window are brought in order for it.
+    def prepare(self, batch: Batch, unverified_blocks: Sequence[int] = ()) -> None:
+        """Set the batch of the next forward, and bring the window's rows up to date for it.
 
-        What blocks hold that are `unproven`, and rows that nobody has now, is forgotten: keys that are not finite
-        would poison their next owner through the mask.
+        `unverified_blocks` and unused rows are cleared: keys that are not finite would reach the next request through
+        the mask.
         """
         self.batch = batch
-        rooms = {group.room.length: group.room for group in batch.groups if group.room is not None}
-        slots = [block * BLOCK + offset for block in unproven for offset in range(BLOCK)]
-        for layer in self._used():
-            layer.keep(rooms)
+        buckets = {group.bucket.length: group.bucket for group in batch.groups if group.bucket is not None}
+        slots = [block * BLOCK_SIZE + offset for block in unverified_blocks for offset in range(BLOCK_SIZE)]
+        for layer in self._used_layers():
+            layer.keep_buckets(buckets)
             if slots:
-                layer.clear(slots)
-        for room in rooms.values():
+                layer.keys[slots] = 0
+                layer.values[slots] = 0
+        for bucket in buckets.values():
             tables = None
-            if room.fillings:
-                longest = max(len(filling.request.blocks) for filling in room.fillings)
-                tables = torch.from_numpy(block_tables([filling.request for filling in room.fillings], longest))
-            for layer in self._used():
-                layer.arrange(room, tables, clean=bool(slots))
+            if bucket.fills:
+                requests = [fill.request for fill in bucket.fills]
+                longest = max(len(request.blocks) for request in requests)
+                tables = torch.from_numpy(block_tables(requests, longest))
+            for layer in self._used_layers():
+                layer.arrange(bucket, tables, clear=bool(slots))
 
-    def _used(self) -> Iterator[_Layer]:
-        """Those that have keys of their own: some models let layers attend to those of others."""
+    def _used_layers(self) -> Iterator[_Layer]:
+        """Return the layers with keys of their own: in some models layers attend to the keys of others."""
         return (layer for layer in self.layers if layer.is_initialized)
 
     def storage(self, index: int, heads: int, dim: int) -> _Layer:
-        """The slots of a layer, with room for keys of that shape."""
+        """Return a layer, allocated for keys of that shape."""
         layer: _Layer = self.layers[index]
         if not layer.is_initialized:
-            none = torch.empty(1, heads, 0, dim)
-            layer.lazy_initialization(none, none)
+            empty = torch.empty(1, heads, 0, dim)
+            layer.lazy_initialization(empty, empty)
         return layer
 
     def layer_of(self, keys: Tensor) -> _Layer:
-        """Whose storage that is: a model may attend to another layer's keys."""
-        address = keys.data_ptr()
-        return next(layer for layer in self._used() if layer.keys.data_ptr() == address)
+        """Return the layer whose storage this is: a model may attend to another layer's keys."""
+        return next(layer for layer in self._used_layers() if layer.keys.data_ptr() == keys.data_ptr())
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole blocks."""
-        for layer in self._used():
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for layer in self._used_layers():
             for states in (layer.keys, layer.values):
-                blocks = states.view(-1, BLOCK, *states.shape[1:])
+                blocks = states.view(-1, BLOCK_SIZE, *states.shape[1:])
                 blocks[list(targets)] = blocks[list(sources)]
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's slots: [slot, head, dimension]."""
+    """Keys and values of one layer: [slot, head, dimension]."""
 
-    is_sliding = False  # windows are a matter of the mask; every key stays
+    is_sliding = False  # sliding windows are masked; every key is stored
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self.cache = cache
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of the window, by the length of the room: [row, token, head, dimension]."""
+        """Keys and values of the window by row length: [row, token, head, dimension]."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write what is new, [1, head, token, dimension], and give the whole storage in that form."""
+        """Store new keys and values, [1, head, token, dimension], and return the whole storage in that form."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch = self.cache.batch
@@ -105,58 +104,54 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.keys.index_copy_(0, batch.slots, keys)
         self.values.index_copy_(0, batch.slots, values)
         for group in batch.groups:
-            if group.room is not None and group.places is not None:
-                for rows, states in zip(self._rows[group.room.length], (keys, values), strict=True):
-                    rows.view(-1, *rows.shape[2:]).index_copy_(0, group.places, states[group.begin : group.end])
+            if group.bucket is not None and group.bucket_slots is not None:
+                for rows, states in zip(self._rows[group.bucket.length], (keys, values), strict=True):
+                    rows.view(-1, *rows.shape[2:]).index_copy_(0, group.bucket_slots, states[group.begin : group.end])
         return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
 
-    def keep(self, lengths: Collection[int]) -> None:
-        """Of the window, those rooms alone."""
+    def keep_buckets(self, lengths: Collection[int]) -> None:
+        """Free the rows of all other buckets."""
         if len(self._rows) > len(lengths):
             self._rows = {length: rows for length, rows in self._rows.items() if length in lengths}
 
-    def clear(self, slots: Sequence[int]) -> None:
-        self.keys[slots] = 0
-        self.values[slots] = 0
+    def arrange(self, bucket: WindowBucket, tables: Tensor | None, *, clear: bool) -> None:
+        """Copy and fill the rows of a bucket; `tables` are the blocks of the requests that are filled in.
 
-    def arrange(self, room: Room, tables: Tensor | None, *, clean: bool) -> None:
-        """Copy and fill the rows of a room; `tables` are the blocks of those that are filled.
-
-        `clean`: what a row held that is filled, or that nobody has, is overwritten.
+        `clear`: rows are zeroed before they are filled, and so are unused ones.
         """
-        filled = [filling.row for filling in room.fillings]
-        for rows, states in zip(self._rows_for(room), (self.keys, self.values), strict=True):
-            if room.copies:
-                sources, targets = zip(*room.copies, strict=True)
+        filled = [fill.row for fill in bucket.fills]
+        for rows, states in zip(self._rows_for(bucket), (self.keys, self.values), strict=True):
+            if bucket.copies:
+                sources, targets = zip(*bucket.copies, strict=True)
                 rows[list(targets)] = rows[list(sources)]
-            if clean:
+            if clear:
                 rows[filled] = 0
-                rows[len(room.requests) :] = 0
+                rows[len(bucket.requests) :] = 0
             if tables is not None:
-                states = gathered(states, tables)
+                states = gather_blocks(states, tables)
                 rows[filled, : states.shape[1]] = states
 
-    def read(self, group: Attention) -> tuple[Tensor, Tensor]:
-        """The keys and values that a group attends to: [request, token, head, dimension]."""
-        if group.room is not None:
-            keys, values = self._rows[group.room.length]
+    def read(self, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that a group attends to: [request, token, head, dimension]."""
+        if group.bucket is not None:
+            keys, values = self._rows[group.bucket.length]
             return keys[: group.count, : group.keys], values[: group.count, : group.keys]
         assert group.blocks is not None
-        return gathered(self.keys, group.blocks), gathered(self.values, group.blocks)
+        return gather_blocks(self.keys, group.blocks), gather_blocks(self.values, group.blocks)
 
-    def _rows_for(self, room: Room) -> tuple[Tensor, Tensor]:
-        """The storage of a room, enlarged if it has become too small."""
-        rows = self._rows.get(room.length)
-        if rows is None or room.rows > len(rows[0]):
-            shape = room.rows, room.length
+    def _rows_for(self, bucket: WindowBucket) -> tuple[Tensor, Tensor]:
+        """Return the rows of a bucket, reallocated if they have become too few."""
+        rows = self._rows.get(bucket.length)
+        if rows is None or bucket.rows > len(rows[0]):
+            shape = bucket.rows, bucket.length
             larger = [states.new_zeros(*shape, *states.shape[1:]) for states in (self.keys, self.values)]
             for new, old in zip(larger, rows or (), strict=False):
                 new[: len(old)] = old
-            rows = self._rows[room.length] = larger[0], larger[1]
+            rows = self._rows[bucket.length] = larger[0], larger[1]
         return rows
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """Zeros: what a mask hides must still be finite. On a CPU memory that nobody writes to is not taken yet."""
+        """Return zeros, since masked keys must be finite; on a CPU pages are allocated when they are first written."""
         shape = (self.cache.slots, like.shape[1], like.shape[3])
         if like.device.type != "cpu":
             return like.new_zeros(shape)
@@ -164,7 +159,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return torch.from_numpy(np.zeros(size, np.uint8)).view(like.dtype).view(shape)
 
     def get_seq_length(self) -> int:
-        return 0  # requests have different lengths: positions are always given
+        return 0  # unused: positions are always passed
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -187,7 +182,7 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a whole batch; the model's own mask is not used."""
+    """Compute the attention of the cache's batch; the model's own mask is not used."""
     if s_aux is not None:
         raise NotImplementedError("attention sinks")
     batch, layer = paged.batch, paged.layer_of(key)
@@ -198,12 +193,12 @@ def paged_attention(
         for group in batch.groups
     ]
     if len(queries) > batch.groups[-1].end:
-        parts *= 2  # a token that is there twice
+        parts *= 2  # a doubled token
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
 def attend_in_group(
-    group: Attention,
+    group: AttentionGroup,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -211,13 +206,13 @@ def attend_in_group(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """[token, head, dimension] of one group; its keys and values are [request, token, head, dimension]."""
+    """Return [token, head, dimension] of a group; its keys and values are [request, token, head, dimension]."""
     count, width = group.count, group.width
     own = queries[group.begin : group.end] if group.padded is None else queries.index_select(0, group.padded)
     query = own.view(count, width, *own.shape[1:]).transpose(1, 2)
     key, value = keys.transpose(1, 2), values.transpose(1, 2)
     shared = query.shape[1] // key.shape[1]
-    if width == 1 and shared > 1:  # the heads that share a key become its queries: no copy of keys
+    if width == 1 and shared > 1:  # query heads that share a key head become its queries, without a copy of keys
         folded = query.reshape(count, key.shape[1], shared, -1)
         attended = _softmax_attention(folded, key, value, mask, scaling, softcap)
     else:
@@ -228,9 +223,9 @@ def attend_in_group(
     return output if group.kept is None else output.index_select(0, group.kept)
 
 
-def gathered(states: Tensor, tables: Tensor) -> Tensor:
-    """[row, token, head, dimension] of the blocks in each row. Whole blocks at a time: faster than slots by a third."""
-    blocks = states.view(-1, BLOCK * states[0].numel()).index_select(0, tables.reshape(-1))
+def gather_blocks(states: Tensor, tables: Tensor) -> Tensor:
+    """Return [row, token, head, dimension] of the blocks in each row of `tables`; faster than gathering slots."""
+    blocks = states.view(-1, BLOCK_SIZE * states[0].numel()).index_select(0, tables.reshape(-1))
     return blocks.view(len(tables), -1, *states.shape[1:])
 
 

@@ -1,8 +1,8 @@
-"""A model directory into an engine, refusing models that the engine would sample wrongly.
+"""Loading of a model for the embedded engine: support checks, and the size of its KV cache.
 
-The engine brings its own attention and cache. What it supports is known (full and sliding-window attention); that a
-model computes the same through them is checked once at load, on two short texts, against the model's own plain
-attention; what only longer ones would show (a window of thousands of tokens, say) is not.
+The engine has its own attention and KV cache, for full and sliding-window attention. At load, its logprobs of two short
+texts are compared with those of the model's own attention. Left out on purpose: long texts, so that an error that only
+they would show (say, in a window of thousands of tokens) is not ids.
 """
 
 from __future__ import annotations
@@ -19,39 +19,49 @@ from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, resolve_max_model_len
-from headrace.inference.embedded.blocks import BLOCK, blocks_for
-from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
+from headrace.inference.colocation import ALTERNATE_CACHE_SHARE, OVERLAP_CACHE_SHARE, ColocatedTrainer
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, blocks_for
+from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.schema import SamplingParams
+from headrace.machine import free_memory
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-ROPE_BY_LENGTH = {"longrope", "dynamic"}
-"""Positions that depend on the longest sequence of a forward."""
-CHECKED = (40, 3)
-"""Tokens of the prompts that the check computes side by side."""
-SLOWER = 8
-"""How many times slower than float32 bfloat16 may be and still count as an instruction of the CPU."""
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
+"""Types whose positions depend on the longest sequence of a forward."""
+CHECK_PROMPT_TOKENS = (40, 3)
+"""Lengths of the prompts that the check computes in one batch."""
+MAX_BFLOAT16_SLOWDOWN = 8
+"""How many times slower than float32 bfloat16 may be on a CPU that has instructions for it."""
+MAX_MEAN_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Mean difference of logprobs above which a model is refused: rounding stays far below, a wrong mask far above."""
+GPU_CACHE_SHARE = 0.9
+"""Share of the remaining memory for the KV cache on a GPU that the engine has to itself."""
+CPU_CACHE_SHARE = 1 / 8
+"""Share of the free memory on a CPU, where the KV window may take up to twice as much again."""
+CONTEXT_BYTES = 600 << 20
+"""Approximate memory of a process on a GPU outside of torch's allocator: its context, and libraries."""
+MIN_WORKING_BYTES, WORKING_SHARE = 3 << 29, 0.04
+"""Memory for the engine's graphs, logits and activations: at least so much, or that share of the GPU."""
 
 
 class UnsupportedModel(BadInput):
-    """The embedded engine cannot sample this model. The message says why."""
+    """The embedded engine cannot sample from this model."""
 
 
 def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool = False) -> Any:
-    """The model on the best device there is; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Load a model to the GPU, if there is one; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype == "bfloat16" and device.type == "cpu" and not multiplies_bfloat16():
+    if dtype == "bfloat16" and device.type == "cpu" and not has_fast_bfloat16():
         raise UnsupportedModel(
-            "this CPU has no instructions for it and would be a hundred times slower than in float32",
+            "this CPU has no bfloat16 instructions, and would be a hundred times slower than with float32",
             key="model.dtype",
             value="bfloat16",
             fix="Leave it out.",
         )
-    disable_progress_bar()  # our logs are files
+    disable_progress_bar()  # logs are files
     model = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=automatic if dtype == "auto" else getattr(torch, dtype),
@@ -64,93 +74,127 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
 
 
 @cache
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 about as fast as float32, by trying."""
+def has_fast_bfloat16() -> bool:
+    """Measure whether this CPU multiplies bfloat16 about as fast as float32."""
 
     def seconds(dtype: torch.dtype) -> float:
         matrix = torch.ones(256, 256, dtype=dtype)
-        matrix @ matrix  # the first one sets things up
+        matrix @ matrix  # warm-up
         start = time.perf_counter()
         matrix @ matrix
         return time.perf_counter() - start
 
-    return min(seconds(torch.bfloat16) for _ in range(3)) < SLOWER * min(seconds(torch.float32) for _ in range(3))
+    return min(seconds(torch.bfloat16) for _ in range(3)) < MAX_BFLOAT16_SLOWDOWN * min(
+        seconds(torch.float32) for _ in range(3)
+    )
 
 
 def refuse_unsupported(model: Any, longest: int) -> None:
-    """Raise for architectures whose attention, or positions up to that length, the engine does not implement."""
+    """Raise for a model whose attention, or positions up to `longest`, the engine does not implement."""
     name = type(model).__name__
     config = model.config.get_text_config()
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    if strange:
+    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if unsupported:
         raise UnsupportedModel(
-            f"has {', '.join(strange)} layers; the embedded engine has full and sliding ones", key="model", value=name
+            f"has {', '.join(unsupported)} layers; the embedded engine supports full and sliding-window attention",
+            key="model",
+            value=name,
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(
-            "does not use transformers' attention interface, which the embedded engine needs", key="model", value=name
+            "does not support transformers' attention interface, which the embedded engine needs",
+            key="model",
+            value=name,
         )
-    for rope in _rope_settings(config):
+    settings = getattr(config, "rope_parameters", None) or {}  # for all layers, or by type of layer
+    for rope in [settings] if "rope_type" in settings else settings.values():
+        if not isinstance(rope, dict):
+            continue
         plain = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if rope.get("rope_type") in ROPE_BY_LENGTH and longest > plain:
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE and longest > plain:
             raise UnsupportedModel(
-                f"{name} has other positions ({rope['rope_type']}) where any sequence is longer than {plain} tokens, "
-                "and long sequences share a step with short ones",
+                f"{name} computes other positions ({rope['rope_type']}) in batches with a sequence longer than {plain} "
+                "tokens, and the engine batches short sequences with long ones",
                 key="inference.max_model_len",
                 value=longest,
                 fix=f"Lower it to {plain} or less.",
             )
 
 
-def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """One for all layers, or one for each of their types."""
-    given = getattr(config, "rope_parameters", None) or {}
-    return [given] if "rope_type" in given else [each for each in given.values() if isinstance(each, dict)]
-
-
 def max_model_len(model: Any, configured: int | None) -> int:
     return resolve_max_model_len(getattr(model.config.get_text_config(), "max_position_embeddings", None), configured)
 
 
+def cache_memory(model: Any, gigabytes: float | None, shared: ColocatedTrainer | None) -> int:
+    """Return the bytes for the KV cache of a loaded model: as configured, or by the free memory.
+
+    `shared` is the trainer on the model's device, if there is one.
+    """
+    if gigabytes is not None:
+        return int(gigabytes * 1e9)
+    if model.device.type == "cpu":
+        return int(free_memory() * CPU_CACHE_SHARE)
+    free, total = torch.cuda.mem_get_info(model.device)
+    own = torch.cuda.memory_reserved(model.device) + CONTEXT_BYTES
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return cache_budget(free, total, own, parameters, shared)
+
+
+def cache_budget(free: int, total: int, own: int, parameters: int, shared: ColocatedTrainer | None) -> int:
+    """Return the bytes for the KV cache on a GPU with `total` bytes, of which this process uses `own`.
+
+    Memory for the trainer and for other servers is set aside, whether they have started or not.
+    """
+    working = max(MIN_WORKING_BYTES, int(WORKING_SHARE * total))
+    if shared is None:
+        return max(0, int((free - working) * GPU_CACHE_SHARE))
+    trainer = int(parameters * shared.bytes_per_parameter)
+    left = min(free - working, (total - trainer) // shared.servers - own - working)
+    if left <= 0:
+        raise BadInput(
+            f"one GPU of {total / 2**30:.1f} GiB is too small for this model: its trainer needs about "
+            f"{trainer / 2**30:.1f} GiB, and the engine uses {own / 2**30:.1f} GiB",
+            fix="Train an adapter ([trainer.lora]), keep the optimizer's state in CPU memory "
+            "(trainer.optim.offload_state), or take a smaller model; inference.kv_cache_gb overrides this estimate.",
+        )
+    return int(left * (ALTERNATE_CACHE_SHARE if shared.lock_directory is not None else OVERLAP_CACHE_SHARE))
+
+
 def kv_blocks(model: Any, longest: int, max_running: int, memory: int) -> int:
-    """Blocks of the KV cache: enough for that many of the longest requests, but no more than fit into those bytes."""
-    size = BLOCK * _bytes_per_token(model)
-    needed, most = blocks_for(longest), int(memory / size)
-    if most < needed:
+    """Return the blocks of the KV cache: for `max_running` requests of `longest` tokens, but at most `memory` bytes."""
+    shapes = key_shapes(model.config.get_text_config())
+    size = BLOCK_SIZE * int(2 * sum(heads * dim for heads, dim in shapes) * model.dtype.itemsize)
+    needed, affordable = blocks_for(longest), int(memory / size)
+    if affordable < needed:
         raise UnsupportedModel(
-            f"such a request takes {needed * size / 1e9:.2g} GB of KV cache, and there are {memory / 1e9:.2g}",
+            f"a request of this length needs {needed * size / 1e9:.2g} GB of KV cache, but has {memory / 1e9:.2g} GB",
             key="inference.max_model_len",
             value=longest,
             fix="Lower it, or raise inference.kv_cache_gb.",
         )
-    return min(most, max_running * needed)
-
-
-def _bytes_per_token(model: Any) -> int:
-    shapes = key_shapes(model.config.get_text_config())
-    return int(2 * sum(heads * dim for heads, dim in shapes) * model.dtype.itemsize)
+    return min(affordable, max_running * needed)
 
 
 def eos_token_ids(model: Any, *others: int | None) -> set[int]:
-    """Every id that the model's configuration, or the caller, calls end-of-sequence."""
-    found: set[int] = {token for token in others if token is not None}
+    """Return the end-of-sequence ids of the model's configuration and the caller."""
+    ids: set[int] = {token for token in others if token is not None}
     for source in (model.config.get_text_config(), model.generation_config):
         value = getattr(source, "eos_token_id", None)
-        found.update(value if isinstance(value, Iterable) else [] if value is None else [value])
-    return found
+        ids.update(value if isinstance(value, Iterable) else [] if value is None else [value])
+    return ids
 
 
 def check_engine(engine: Engine) -> None:
-    """Raise unless the engine gives two short random texts the logprobs that the plain model gives them."""
+    """Raise unless the engine computes the same logprobs for two random prompts as the model's own attention."""
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
     requests = []
-    for length in CHECKED:
+    for length in CHECK_PROMPT_TOKENS:
         size = (max(1, min(length, engine.max_model_len - 4)),)
         requests.append(engine.submit(torch.randint(engine.vocab_size, size, generator=generator).tolist(), params))
     while engine.has_work:
         engine.step()
-    engine.forget_counts()
+    engine.reset_counters()
     name = type(engine.model).__name__
     try:
         results = [request.future.result() for request in requests]
@@ -159,17 +203,17 @@ def check_engine(engine: Engine) -> None:
     ours = [torch.tensor((result.prompt_logprobs or [])[1:] + result.logprobs) for result in results]
     plain = [_plain_logprobs(engine.model, request.tokens) for request in requests]
     difference = (torch.cat(ours) - torch.cat(plain)).abs().mean().item()
-    tolerance = TOLERANCE[engine.model.dtype]
+    tolerance = MAX_MEAN_DIFFERENCE[engine.model.dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(
-            f"the embedded engine does not reproduce {name}: logprobs differ by {difference:.2g} on average, "
-            f"where rounding explains {tolerance:.2g}; its attention must do something the engine does not"
+            f"the embedded engine does not reproduce {name}: logprobs differ by {difference:.2g} on average, more than "
+            f"rounding explains ({tolerance:.2g}); its attention probably has a feature that the engine lacks"
         )
 
 
 @torch.inference_mode()
 def _plain_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Each token's logprob after those before it, by the model's own attention."""
+    """Return each token's logprob after those before it, by the model's own attention."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

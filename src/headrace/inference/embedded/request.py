@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.inference.backend import EngineError, GenerationResult, TokenChunk, TopLogprobs
-from headrace.inference.embedded.blocks import BLOCK, next_name, root_name
+from headrace.inference.backend import GenerationResult, TokenChunk, TopLogprobs
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, block_hash, root_hash
 from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
@@ -16,27 +16,27 @@ from headrace.rollout.version import Version
 if TYPE_CHECKING:
     from headrace.inference.embedded.adapters import LoadedAdapter
 
-SEEDS = 1 << 64
-"""Seeds that differ by a multiple of this are one: Python's generator would take -1 for 1."""
+SEED_MODULUS = 1 << 64
+"""Seeds are taken modulo this: Python's generator would treat -1 as 1."""
 
 
 class Weights(NamedTuple):
-    """What an engine samples from. Two that were installed one after the other are never equal."""
+    """Identity of an engine's weights; differs between any two installations."""
 
     version: Version
     installed: int
-    """Which installation it was: a version may come back with other tensors."""
+    """Number of the installation: a version may be published again with other tensors."""
 
 
 class Request:
-    """A sequence that is waiting, running or done. Only the engine changes it."""
+    """A sequence that is waiting, running or finished; only the engine changes it."""
 
     def __init__(
         self,
         token_ids: list[int],
         params: SamplingParams,
         *,
-        max_new: int,
+        max_new_tokens: int,
         eos_token_ids: Iterable[int],
         shared_random: random.Random,
         cache_salt: str | None,
@@ -46,12 +46,12 @@ class Request:
         self.tokens = list(token_ids)
         self.prompt_length = len(token_ids)
         self.params = params
-        self.max_new = max_new
+        self.max_new_tokens = max_new_tokens
         self.adapter = adapter
         self.stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
-        self._random = shared_random if params.seed is None else random.Random(params.seed % SEEDS)
+        self._random = shared_random if params.seed is None else random.Random(params.seed % SEED_MODULUS)
         self._uniform: float | None = None
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] | None = [] if params.logprobs else None
@@ -59,25 +59,25 @@ class Request:
         self.prompt_logprobs: list[float] | None = None
         self.prompt_top_logprobs: list[TopLogprobs] | None = None
         self.blocks: list[int] = []
-        """Where its keys and values are, in order."""
+        """Blocks of its keys and values, in order."""
         self.computed = 0
-        """Tokens whose keys and values are there."""
-        self.is_proven = False
-        """Whether a token came of all that is computed: then its keys and values are there, and are numbers."""
-        self.losses = 0
-        """How often it has lost its blocks."""
+        """Tokens whose keys and values are in the blocks."""
+        self.is_verified = False
+        """Whether a token was sampled from all computed tokens, so that their keys and values are finite."""
+        self.resets = 0
+        """How often its blocks were freed."""
         self.cached_tokens = 0
         self.future: Future[GenerationResult] = Future()
-        self.future.set_running_or_notify_cancel()  # a future's own cancel() would free no block
+        self.future.set_running_or_notify_cancel()  # Future.cancel() would not free its blocks
         self.on_tokens: Callable[[], None] | None = None
         """Called on the engine's thread after a step that sampled for this request."""
         self._cache_salt = cache_salt
         self._stop_strings = stop_strings
-        self._begun_with: Weights | None = None
+        self._weights: Weights | None = None
         self._stopped_by: str | None = None
-        self._names: list[bytes] = []
+        self._hashes: list[bytes] = []
         self._spans: list[tuple[Version, int]] = []
-        self.score_anew()
+        self.reset_prompt_logprobs()
 
     @property
     def has_sampled(self) -> bool:
@@ -87,55 +87,48 @@ class Request:
     def lacks_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
 
-    @property
-    def has_bad_scores(self) -> bool:
-        """Whether any logprob of the prompt is not a number."""
-        return not self.has_sampled and any(score != score for score in self.prompt_logprobs or ())
-
-    def score_anew(self) -> None:
-        """Begin with the prompt's logprobs from its start, where they are asked for."""
+    def reset_prompt_logprobs(self) -> None:
         count = self.params.prompt_logprobs
         self.prompt_logprobs = None if count is None else [0.0]
         self.prompt_top_logprobs = [[]] if count else None
 
-    def begin(self, weights: Weights) -> None:
-        """From here on tokens, and the keys and values of all of them, come from these weights."""
-        if weights == self._begun_with:
+    def use_weights(self, weights: Weights) -> None:
+        """Compute all tokens from here on with these weights."""
+        if weights == self._weights:
             return
-        self._begun_with = weights
-        self.sampled_by(weights.version)
-        self._names = [root_name(weights.installed, self.adapter and self.adapter.identity, self._cache_salt)]
+        self._weights = weights
+        self.start_span(weights.version)
+        self._hashes = [root_hash(weights.installed, self.adapter and self.adapter.identity, self._cache_salt)]
 
-    def advance_to(self, end: int) -> None:
-        """The tokens before `end` are computed, once the step that is planned has gone well."""
+    def mark_computed(self, end: int) -> None:
+        """Count the tokens before `end` as computed, by the step that is being planned."""
         self.computed = end
-        self.is_proven = False
+        self.is_verified = False
 
-    def lose_blocks(self) -> list[int]:
-        """Nothing of it is computed any more; returns the blocks it had."""
+    def reset_computed(self) -> list[int]:
+        """Count no token as computed, and return the blocks that the request had."""
         blocks, self.blocks = self.blocks, []
         self.computed = 0
-        self.is_proven = False
-        self.losses += 1
+        self.is_verified = False
+        self.resets += 1
         if not self.has_sampled:
-            self.score_anew()
+            self.reset_prompt_logprobs()
         return blocks
 
-    def block_name(self, index: int) -> bytes:
-        """What the block with these of its tokens is called."""
-        while len(self._names) <= index + 1:
-            start = (len(self._names) - 1) * BLOCK
-            self._names.append(next_name(self._names[-1], self.tokens[start : start + BLOCK]))
-        return self._names[index + 1]
+    def block_hash(self, index: int) -> bytes:
+        while len(self._hashes) <= index + 1:
+            start = (len(self._hashes) - 1) * BLOCK_SIZE
+            self._hashes.append(block_hash(self._hashes[-1], self.tokens[start : start + BLOCK_SIZE]))
+        return self._hashes[index + 1]
 
-    def whole_name(self) -> tuple[bytes, bool]:
-        """What all its tokens are called together. With a seed they are computed in another way."""
-        full = len(self.tokens) // BLOCK
-        before = self.block_name(full - 1) if full else self._names[0]
-        return next_name(before, self.tokens[full * BLOCK :]), self.params.seed is not None
+    def prompt_hash(self) -> tuple[bytes, bool]:
+        """Return the hash of all tokens, and whether there is a seed: then the prompt is computed in fixed chunks."""
+        full = len(self.tokens) // BLOCK_SIZE
+        previous = self.block_hash(full - 1) if full else self._hashes[0]
+        return block_hash(previous, self.tokens[full * BLOCK_SIZE :]), self.params.seed is not None
 
-    def sampled_by(self, version: Version) -> None:
-        """From here on, tokens come from these weights."""
+    def start_span(self, version: Version) -> None:
+        """Attribute the tokens sampled from here on to this version."""
         start = len(self.logprobs)
         if self._spans and self._spans[-1][1] == start:
             self._spans.pop()
@@ -143,28 +136,31 @@ class Request:
             self._spans.append((version, start))
 
     def uniform(self) -> float:
-        """The number that chooses its next token: the same until that is added, should a step have to be repeated."""
+        """Return the number in [0, 1) that chooses the next token; unchanged until a token is appended."""
         if self._uniform is None:
             self._uniform = self._random.random()
         return self._uniform
 
-    def add(self, token: int, logprob: float, log_mass: float = 0.0, top: TopLogprobs | None = None) -> bool:
-        """Append a sampled token; True if it was the last. `log_mass` is that of what it was chosen from."""
+    def append(self, token: int, logprob: float, log_mass: float = 0.0, top: TopLogprobs | None = None) -> bool:
+        """Append a sampled token, and return whether it is the last one.
+
+        `log_mass` is the log of the probability left by truncation.
+        """
         self._uniform = None
-        self.is_proven = True
+        self.is_verified = True
         self.tokens.append(token)
         if self.truncated_logprobs is not None:
             self.truncated_logprobs.append(logprob - log_mass)
         if self.top_logprobs is not None:
             self.top_logprobs.append(top or [])
-        self.logprobs.append(logprob)  # last: another thread counts tokens by these
+        self.logprobs.append(logprob)  # last: other threads read its length
         if self.params.stop:
             assert self._stop_strings is not None
-            self._stopped_by = self._stop_strings.completed(self.params.stop, self.tokens, self.prompt_length)
-        return self._stopped_by is not None or token in self.stop_ids or len(self.logprobs) >= self.max_new
+            self._stopped_by = self._stop_strings.find_completed(self.params.stop, self.tokens, self.prompt_length)
+        return self._stopped_by is not None or token in self.stop_ids or len(self.logprobs) >= self.max_new_tokens
 
     def piece(self, start: int) -> TokenChunk:
-        """What was sampled from the `start`th token on."""
+        """Return what was sampled from token `start` on."""
         end = len(self.logprobs)
         return TokenChunk(
             self.tokens[self.prompt_length + start : self.prompt_length + end],
@@ -180,14 +176,14 @@ class Request:
         sampled = self.tokens[self.prompt_length :]
         last = sampled[-1]
         ends = [start for _, start in self._spans[1:]] + [len(sampled)]
-        named = last if last in self.params.stop_token_ids else None
+        stop_token = last if last in self.params.stop_token_ids else None
         self.future.set_result(
             GenerationResult(
                 sampled,
                 self.logprobs,
                 [(version, start, end) for (version, start), end in zip(self._spans, ends, strict=True)],
                 finish_reason=self.finish_reason,
-                stop_reason=self._stopped_by if self._stopped_by is not None else named,
+                stop_reason=self._stopped_by if self._stopped_by is not None else stop_token,
                 prompt_logprobs=self.prompt_logprobs,
                 truncated_logprobs=self.truncated_logprobs,
                 top_logprobs=self.top_logprobs,
@@ -195,6 +191,3 @@ class Request:
                 cached_tokens=self.cached_tokens,
             )
         )
-
-    def fail(self, error: EngineError) -> None:
-        self.future.set_exception(error)

@@ -1,12 +1,12 @@
-"""What a step's plan comes to: forwards of the model, the scores of prompts, and the next token of each request.
+"""Runners compute the step that the scheduler planned: forwards, prompt logprobs, and the next token of each request.
 
-How that is computed depends on the device and is chosen once. Here is the way that works anywhere, one forward for all
-tokens, which is what CPUs use; `cuda` has the one for GPUs. What a token means for its request is the engine's matter.
+The runner is chosen once, by the device. `PlainRunner` works everywhere, with one forward for all tokens, and is what
+CPUs use; `cuda` has the one for GPUs. The engine appends the sampled tokens to their requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,78 +15,78 @@ from torch import Tensor
 from headrace.inference.backend import TopLogprobs
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.batch import make_batch
-from headrace.inference.embedded.blocks import BLOCK
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
 from headrace.inference.embedded.cpu.layers import fuse_layers
 from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
+from headrace.inference.embedded.kv_window import KVWindow
 from headrace.inference.embedded.request import Request
-from headrace.inference.embedded.sampling import likeliest, sample, scaled_logprobs
-from headrace.inference.embedded.scheduler import Chunk, Plan
-from headrace.inference.embedded.window import Window
+from headrace.inference.embedded.sampling import sample, scaled_logprobs, top_tokens
+from headrace.inference.embedded.scheduler import Chunk, StepPlan
 
 
-class Outcome(NamedTuple):
-    """The next token of each request that has one, by place."""
+class StepOutput(NamedTuple):
+    """The next token of each request that has one; sequences are in the order of `requests`."""
 
     requests: Sequence[Request]
     tokens: Sequence[float]
-    """Whole numbers."""
+    """Token ids, as whole numbers."""
     logprobs: Sequence[float]
-    """Not a number where logits were none."""
+    """NaN where logits were not finite."""
     log_masses: Sequence[float] | None
-    """Of what each was chosen from; None: of everything."""
+    """Log of the probability left by truncation; None if no request truncates."""
     alternatives: dict[Request, TopLogprobs]
-    """Of those that asked for some."""
+    """Top logprobs of the requests that want them."""
 
 
-NOTHING = Outcome([], [], [], None, {})
+NO_OUTPUT = StepOutput([], [], [], None, {})
 
 
 class Runner(Protocol):
-    """Computes plans, and has the keys and values. The model attends through it from its making on."""
+    """Computes planned steps, and owns the KV cache; the model attends through it from its construction on."""
 
     @property
-    def step_tokens(self) -> int:
-        """What a step should compute of prompts unless it is told."""
+    def max_prefill_tokens(self) -> int:
+        """Default token budget for the prefill of a step."""
 
     @property
-    def patience(self) -> int:
-        """For how many steps prompts should wait for others: about as many as a step with prompts costs more."""
+    def max_wait_steps(self) -> int:
+        """Batching delay of waiting requests in steps: about the cost of a prefill in decode steps."""
 
-    def run(self, plan: Plan, unproven: list[int]) -> Outcome:
-        """Carry a plan out. What `unproven` blocks hold is cleared first, and they are taken off that list."""
+    def run(self, plan: StepPlan, unverified_blocks: list[int]) -> StepOutput:
+        """Compute a step, after clearing `unverified_blocks` and emptying that list."""
 
     @property
     def cache_bytes(self) -> int:
-        """What `release` would give back."""
+        """Size of the KV cache that `release` would free."""
 
     def release(self) -> int:
-        """Give the memory of keys and values back, and forget them; returns how many bytes that was."""
+        """Free the memory of the KV cache, and return its size."""
 
     def restore(self) -> None:
-        """Take it again. Nothing can run before that."""
+        """Allocate the memory of the KV cache again."""
 
 
-STEP_TOKENS = 2048
-"""Of prompts, where a step's attention is padded."""
+PADDED_PREFILL_TOKENS = 2048
+"""Prefill budget of a step whose attention is padded."""
 
 
 class PlainRunner:
-    """One forward for all tokens of a step."""
+    """Computes all tokens of a step in one forward."""
 
-    step_tokens = STEP_TOKENS
-    patience = 0
+    max_prefill_tokens = PADDED_PREFILL_TOKENS
+    max_wait_steps = 0
 
     def __init__(self, model: Any, blocks: int, adapters: Adapters, *, fuse: bool = True) -> None:
-        """`fuse`: layers run with kernels of our own where they can."""
+        """`fuse`: run decoder layers with the CPU kernels, if they support the model."""
         model.set_attn_implementation(ATTENTION)
         self._model = model
         self._device: torch.device = model.device
         self._adapters = adapters
         self.cache = KVCache(model.config.get_text_config().num_hidden_layers, blocks)
-        self._one_by_one = fuse and self._device.type == "cpu" and fuse_layers(model)
-        self.window = Window(2 * BLOCK * blocks) if self._device.type == "cpu" and not self._one_by_one else None
+        self._is_fused = fuse and self._device.type == "cpu" and fuse_layers(model)
+        self.window = KVWindow(2 * BLOCK_SIZE * blocks) if self._device.type == "cpu" and not self._is_fused else None
 
-    def run(self, plan: Plan, unproven: list[int]) -> Outcome:
+    def run(self, plan: StepPlan, unverified_blocks: list[int]) -> StepOutput:
         chunks = plan.chunks
         seeded = any(chunk.request.params.seed is not None for chunk in chunks) and self._device.type == "cpu"
         single = len(chunks) == 1 and chunks[0].end - chunks[0].start == 1
@@ -95,13 +95,13 @@ class PlainRunner:
             self._device,
             self._model.dtype,
             self.window,
-            one_by_one=self._one_by_one,
+            single_tokens=self._is_fused,
             doubled=seeded and single,
         )
-        rows, scored, last = rows_with_logits(batch.chunks)
+        rows, scored, last = find_logit_rows(batch.chunks)
         kept = rows * 2 if seeded and len(rows) == 1 else rows
-        self.cache.prepare(batch, unproven)
-        unproven.clear()
+        self.cache.prepare(batch, unverified_blocks)
+        unverified_blocks.clear()
         self._adapters.prepare(batch.chunks, batch.ids)
         logits = self._model(
             input_ids=batch.ids[None],
@@ -111,24 +111,19 @@ class PlainRunner:
             logits_to_keep=torch.tensor(kept, device=self._device, dtype=torch.long),
             paged=self.cache,
         ).logits[0]
-        score(scored, logits)
-        copied = blocks_to_copy(plan)
-        if copied:
-            self.cache.copy(*zip(*copied, strict=True))
-        follow(plan, last)
-        return self._sample([*last], rows_of(logits, [*last.values()])) if last else NOTHING
-
-    def _sample(self, requests: list[Request], logits: Tensor) -> Outcome:
+        requests, logits = finish_prefill(plan, scored, last, logits, self.cache.copy_blocks)
+        if not requests:
+            return NO_OUTPUT
         uniforms = [request.uniform() for request in requests]
         sampled = sample(logits, [request.params for request in requests], uniforms)
-        # Token ids and float32 values are exact in float64: one copy to the host carries them all.
+        # Token ids and float32 values are exact in float64: one copy to the host transfers them all.
         columns = torch.stack([column.double() for column in sampled if column is not None]).tolist()
         log_masses = columns[2] if len(columns) > 2 else None
-        return Outcome(requests, columns[0], columns[1], log_masses, alternatives(requests, logits))
+        return StepOutput(requests, columns[0], columns[1], log_masses, top_alternatives(requests, logits))
 
     @property
     def cache_bytes(self) -> int:
-        return 0  # memory that nobody writes to is not taken on a CPU, and elsewhere this one shares with nobody
+        return 0  # only the CUDA runner can release its cache
 
     def release(self) -> int:
         return 0
@@ -138,7 +133,7 @@ class PlainRunner:
 
 
 def key_shapes(config: Any) -> list[tuple[int, int]]:
-    """Heads of a token's keys, and their dimensions, in each layer of a model."""
+    """Return (key heads, head dimension) of each layer of a model."""
     is_mixed = getattr(config, "is_heterogeneous", False)
     return [
         (
@@ -149,9 +144,9 @@ def key_shapes(config: Any) -> list[tuple[int, int]]:
     ]
 
 
-def rows_with_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[tuple[Chunk, int]], dict[Request, int]]:
-    """The tokens of some chunks whose logits are needed. Among those: where each chunk begins that is scored, and where
-    the last token is of each request whose tokens are all computed."""
+def find_logit_rows(chunks: Sequence[Chunk]) -> tuple[list[int], list[tuple[Chunk, int]], dict[Request, int]]:
+    """Return the tokens of a batch whose logits are needed, and where two kinds of them are among these logits:
+    the first row of each chunk with prompt logprobs, and the last token of each request that is wholly computed."""
     rows: list[int] = []
     scored: list[tuple[Chunk, int]] = []
     last: dict[Request, int] = {}
@@ -170,8 +165,32 @@ def rows_with_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[tuple[Chu
     return rows, scored, last
 
 
-def score(scored: list[tuple[Chunk, int]], logits: Tensor) -> None:
-    """Give requests the logprobs of their prompts, as far as they are computed."""
+def finish_prefill(
+    plan: StepPlan,
+    scored: list[tuple[Chunk, int]],
+    last: dict[Request, int],
+    logits: Tensor,
+    copy_blocks: Callable[[Sequence[int], Sequence[int]], None],
+) -> tuple[list[Request], Tensor]:
+    """Store prompt logprobs, complete duplicate prompts, and return the requests to sample for with their logits.
+
+    `scored`, `last` and `logits` are those of `find_logit_rows`.
+    """
+    store_prompt_logprobs(scored, logits)
+    partial = [
+        (first.blocks[-1], second.blocks[-1]) for first, second in plan.duplicates if len(second.tokens) % BLOCK_SIZE
+    ]
+    if partial:
+        copy_blocks(*zip(*partial, strict=True))
+    for first, second in plan.duplicates:
+        last[second] = last[first]
+    rows = [*last.values()]
+    is_prefix = rows == list(range(len(rows)))  # the common case, without a copy
+    return [*last], logits[: len(rows)] if is_prefix else logits[torch.tensor(rows, device=logits.device)]
+
+
+def store_prompt_logprobs(scored: list[tuple[Chunk, int]], logits: Tensor) -> None:
+    """Append the logprobs of the computed prompt tokens to their requests."""
     for (request, start, end, _), first in sorted(scored, key=lambda entry: entry[0].start):
         assert request.prompt_logprobs is not None
         targets = request.tokens[start + 1 : min(end + 1, request.prompt_length)]
@@ -183,30 +202,14 @@ def score(scored: list[tuple[Chunk, int]], logits: Tensor) -> None:
         request.prompt_logprobs += logprobs.gather(-1, column)[:, 0].tolist()
         if request.prompt_top_logprobs is not None:
             count = request.params.prompt_logprobs or 0
-            request.prompt_top_logprobs += likeliest(logprobs, [count] * len(targets))
+            request.prompt_top_logprobs += top_tokens(logprobs, [count] * len(targets))
 
 
-def blocks_to_copy(plan: Plan) -> list[tuple[int, int]]:
-    """(from, to): what is not full of a prompt that several requests have."""
-    return [(first.blocks[-1], second.blocks[-1]) for first, second in plan.twins if len(second.tokens) % BLOCK]
-
-
-def follow(plan: Plan, last: dict[Request, int]) -> None:
-    """Requests with the same prompt as another sample from its logits."""
-    for first, second in plan.twins:
-        last[second] = last[first]
-
-
-def rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    in_order = rows == list(range(len(rows)))  # mostly, and then nothing needs to be copied
-    return logits[: len(rows)] if in_order else logits[torch.tensor(rows, device=logits.device)]
-
-
-def alternatives(requests: Sequence[Request], logits: Tensor) -> dict[Request, TopLogprobs]:
-    """The likeliest tokens beside the chosen one, for those that asked."""
-    asked = [row for row, request in enumerate(requests) if request.params.logprobs]
-    if not asked:
+def top_alternatives(requests: Sequence[Request], logits: Tensor) -> dict[Request, TopLogprobs]:
+    """Return the most likely tokens for each request with `logprobs`."""
+    rows = [row for row, request in enumerate(requests) if request.params.logprobs]
+    if not rows:
         return {}
-    counts = [requests[row].params.logprobs or 0 for row in asked]
-    found = likeliest(scaled_logprobs(logits[asked], [requests[row].params.temperature for row in asked]), counts)
-    return {requests[row]: pairs for row, pairs in zip(asked, found, strict=True)}
+    counts = [requests[row].params.logprobs or 0 for row in rows]
+    logprobs = scaled_logprobs(logits[rows], [requests[row].params.temperature for row in rows])
+    return {requests[row]: pairs for row, pairs in zip(rows, top_tokens(logprobs, counts), strict=True)}

@@ -1,10 +1,10 @@
-"""Choosing tokens: pure functions over a batch of logits.
+"""Sampling: pure functions over a batch of logits.
 
-Every request brings one uniform number per token, drawn from its own generator or the engine's, and the token is read
-off the cumulative distribution. So a seeded request samples the same whatever else is in the batch (up to the rounding
-of a matrix product of another size), and a token costs one number instead of one per vocabulary entry.
+Each request has one uniform number per token, from its own generator or the engine's, and the token is found by
+inverting the cumulative distribution. So a seeded request samples the same tokens in any batch (up to rounding of
+matrix products of another size), and a token costs one random number instead of one per vocabulary entry.
 
-Tensors are [requests, vocabulary] or, where a row has one value, [requests].
+Tensors are [requests, vocabulary], or [requests] with one value per row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.inference.backend import TopLogprobs
 from headrace.inference.schema import SamplingParams
 
 TILE = 256
-"""Entries of the vocabulary whose probabilities are added up first, to find a token among few."""
+"""Vocabulary entries per tile: sampling chooses a tile first, then a token in it."""
 
 
 class Sampled(NamedTuple):
@@ -28,11 +28,11 @@ class Sampled(NamedTuple):
     logprobs: Tensor
     """At the row's temperature, over the whole vocabulary."""
     log_mass: Tensor | None
-    """Log of the probability that was left to choose from; None if no row truncates."""
+    """Log of the probability left by truncation; None if no row truncates."""
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Sampled:
-    """One token per row. Temperature 0 takes the most likely token and reports its logprob at temperature 1."""
+    """Sample one token per row; temperature 0 takes the most likely token, with its logprob at temperature 1."""
     greedy = [entry.temperature == 0 for entry in params]
     probs = torch.softmax(_scaled(logits, [entry.temperature for entry in params]), -1)
     log_mass = None
@@ -48,12 +48,12 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
         tokens = draw(allowed, uniforms)
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
-    # The logarithm of one probability per row: on a CPU those of all would cost as much as the softmax again.
+    # The logarithm of one probability per row: on a CPU log_softmax would cost as much as the softmax again.
     return Sampled(tokens, probs.gather(-1, tokens[:, None])[:, 0].log(), log_mass)
 
 
 def scaled_logprobs(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """log-softmax(logits / temperature) in float32, one temperature per row; 0 counts as 1."""
+    """Return log_softmax(logits / temperature) in float32, one temperature per row; 0 counts as 1."""
     return torch.log_softmax(_scaled(logits, temperatures), -1)
 
 
@@ -64,9 +64,9 @@ def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Invert each row's cumulative distribution, first over tiles of the vocabulary and then inside of one.
+    """Invert each row's cumulative distribution, first over tiles of the vocabulary and then inside one tile.
 
-    Sums over several tiles are in float64: a large vocabulary's tail would round away in less.
+    Sums over tiles are float64: the tail of a large vocabulary would be rounded away in float32.
     """
     count, vocab = probs.shape
     tiles = F.pad(probs, (0, -vocab % TILE)).view(count, -1, TILE)
@@ -75,17 +75,16 @@ def draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     tile = torch.searchsorted(cumulative, targets, right=True).clamp_(max=tiles.shape[1] - 1)
     mass = cumulative.gather(1, tile)
     before = torch.where(tile > 0, cumulative.gather(1, (tile - 1).clamp_(min=0)), 0.0)
-    share = ((targets - before) / (mass - before)).clamp_(
-        max=1 - 2**-52
-    )  # below 1: never past the last that is possible
+    # Below 1, so that no token after the last possible one is chosen.
+    share = ((targets - before) / (mass - before)).clamp_(max=1 - 2**-52)
     inside = tiles[torch.arange(count, device=probs.device), tile[:, 0]].cumsum(-1, dtype=torch.float64)
     place = torch.searchsorted(inside, share * inside[:, -1:], right=True).clamp_(max=TILE - 1)
     return (tile * TILE + place)[:, 0].clamp_(max=vocab - 1)
 
 
 def truncate(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zero what is less likely than min_p of the likeliest, then outside the k likeliest, then outside the smallest set
-    that holds top_p of the rest."""
+    """Zero the probabilities below min_p times the largest, outside the top_k, and outside the smallest set with top_p
+    of the rest."""
     vocab, device = probs.shape[-1], probs.device
     ranks = torch.arange(vocab, device=device)
     least = torch.tensor([entry.min_p for entry in params], device=device)[:, None]
@@ -94,13 +93,13 @@ def truncate(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     ordered, order = probs.sort(stable=True, dim=-1, descending=True)
     ordered = ordered.masked_fill((ranks >= most) | (ordered < least * ordered[:, :1]), 0.0)
     share = ordered.double() / ordered.sum(-1, keepdim=True, dtype=torch.float64)
-    before = share.cumsum(-1) - share  # the most likely token has nothing before it: it always stays
+    before = share.cumsum(-1) - share  # 0 for the most likely token, which is always kept
     ordered = ordered.masked_fill(before >= mass, 0.0)
     return torch.zeros_like(probs).scatter(-1, order, ordered)
 
 
-def likeliest(logprobs: Tensor, counts: Sequence[int]) -> list[TopLogprobs]:
-    """As many of the most likely tokens of each row as its count says."""
+def top_tokens(logprobs: Tensor, counts: Sequence[int]) -> list[TopLogprobs]:
+    """Return the `counts[row]` most likely tokens of each row with their logprobs."""
     most = min(max(counts), logprobs.shape[-1])
     values, tokens = logprobs.topk(most, -1)
     pairs = zip(tokens.tolist(), values.tolist(), counts, strict=True)

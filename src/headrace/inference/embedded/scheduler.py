@@ -1,15 +1,15 @@
-"""Which tokens a step computes: pure bookkeeping over requests and blocks, without a tensor.
+"""The scheduler: which tokens of which requests a step computes. Pure bookkeeping, without tensors.
 
-Every request has tokens that are computed (their keys and values are in its blocks) and tokens that are not: its whole
-prompt at first, the newest token while it is sampled from, everything again once it has lost its blocks. A step takes
-the newest token of all that run and, within a budget, chunks of whatever else there is to compute. Where blocks run
-out, the youngest request gives its own back and is computed again later.
+Each request has computed tokens, whose keys and values are in its blocks, and others: its whole prompt at first, the
+last token while it decodes, everything again after preemption. A step decodes one token of every running request and,
+within a token budget, prefills chunks of all other tokens. If blocks run out, the request that was admitted last is
+preempted and recomputed later.
 
-Where a step with a prompt costs several without (on a GPU, whose steps of newest tokens are one graph), newcomers wait
-a few steps for others to be computed with, unless they are many already.
+Where a step with prefill costs several without (on a GPU, whose decode steps are one CUDA graph), waiting requests are
+admitted in batches: up to `max_wait_steps` later, or as soon as enough of them wait.
 
-A chunk ends at a multiple of `CHUNK`, whoever else is there: so company changes no bit of a request with a seed, as
-long as it keeps its blocks. For the same reason such a request takes nothing from the prefix cache.
+A chunk ends at a multiple of `CHUNK_TOKENS`, whatever else is in the batch: so the batch does not change a bit of a
+request with a seed, as long as it is not preempted. For the same reason such a request does not use the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from headrace.inference.embedded.blocks import BLOCK, BlockPool, blocks_for
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from headrace.inference.embedded.request import Request, Weights
 
-CHUNK = 512
-"""Tokens of a prompt whose attention is computed at once."""
-COMPANY = 8
-"""One newcomer for this many that run is company enough."""
-SPARE = 64
-"""One block in this many stays free when a request is let in: those that run will need more."""
+CHUNK_TOKENS = 512
+"""Prompt tokens whose attention is computed together."""
+ADMIT_RATIO = 8
+"""Waiting requests are admitted without delay if there is one for this many running ones."""
+WATERMARK_DIVISOR = 64
+"""One in this many blocks stays free when a request is admitted: running requests will need more."""
 
 
 class Chunk(NamedTuple):
@@ -35,250 +35,234 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     end: int
-    is_newest: bool = False
-    """Whether it is the newest token of a request whose others were all computed in earlier steps."""
+    is_decode: bool = False
+    """Whether it is the last token of a request whose other tokens were all computed in earlier steps."""
 
 
-class Plan(NamedTuple):
-    """What a step computes, in chunks, and whose prompts come out of that as well."""
+class StepPlan(NamedTuple):
+    """The chunks that a step computes."""
 
     chunks: list[Chunk]
-    twins: list[tuple[Request, Request]]
-    """(first, second): the second has the first one's prompt, and samples from the same logits."""
+    duplicates: list[tuple[Request, Request]]
+    """(first, second): the second has the prompt of the first, and samples from its logits."""
 
 
 class Scheduler:
-    """The line, the running requests in the order they came in, and the blocks they hold."""
+    """The waiting queues, the running requests in the order of admission, and their blocks."""
 
     def __init__(
         self,
-        pool: BlockPool,
+        blocks: BlockManager,
         *,
         max_running: int,
-        step_tokens: int,
-        scored_tokens: int,
+        max_prefill_tokens: int,
+        max_scored_tokens: int,
         prefix_cache: bool,
-        patience: int = 0,
+        max_wait_steps: int = 0,
     ) -> None:
-        """`step_tokens` bounds what a step computes beside the newest tokens, `scored_tokens` those with logits.
-
-        `patience` is for how many steps a newcomer waits for others.
-        """
-        self.pool = pool
-        self.line: deque[Request] = deque()
+        """`max_prefill_tokens` bounds the prefill of a step, `max_scored_tokens` its tokens with prompt logprobs."""
+        self.blocks = blocks
+        self.waiting: deque[Request] = deque()
         self.urgent: deque[Request] = deque()
-        """Those that wait in front of the others."""
+        """Waiting requests that are admitted before the others: urgent and preempted ones."""
         self.running: list[Request] = []
         self.quarantine: deque[Request] = deque()
-        """Running requests that were in a step that failed: each is tried alone until it has sampled."""
-        self.unproven: list[int] = []
-        """Blocks that were given back and may hold what is not a number: to be cleared before the next forward."""
+        """Running requests of a failed step: each is computed alone until it has sampled."""
+        self.unverified_blocks: list[int] = []
+        """Freed blocks that may hold NaN: to be cleared before the next forward."""
         self.preemptions = 0
         self.tokens_computed = 0
         self.tokens_cached = 0
         self._max_running = max_running
-        self._step_tokens = step_tokens
-        self._scored_tokens = scored_tokens
+        self._max_prefill_tokens = max_prefill_tokens
+        self._max_scored_tokens = max_scored_tokens
         self._prefix_cache = prefix_cache
-        self._patience = patience
-        self._waited = 0
-        """Steps for which newcomers have been waiting for others."""
+        self._max_wait_steps = max_wait_steps
+        self._steps_waited = 0
 
     @property
-    def waiting(self) -> int:
-        return len(self.line) + len(self.urgent)
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.urgent)
 
     @property
     def kv_usage(self) -> float:
-        return 1 - self.pool.free / self.pool.count
+        return 1 - self.blocks.num_free / self.blocks.num_usable
 
-    def plan(self, weights: Weights) -> Plan:
-        """What to compute now, with these weights. Blocks are there for all of it; full ones can be found by others."""
-        self._budget, self._scored = self._step_tokens, self._scored_tokens
-        plan = Plan([], [])
+    def schedule(self, weights: Weights) -> StepPlan:
+        """Plan a step with these weights, allocate its blocks and register the full ones."""
+        self._prefill_budget, self._scored_budget = self._max_prefill_tokens, self._max_scored_tokens
+        plan = StepPlan([], [])
         if self.quarantine:
-            plan.chunks.extend(self._chunks_alone(self.quarantine[0], weights))
+            request = self.quarantine[0]
+            for other in self.running:
+                if other is not request:
+                    self.recompute(other, weights)
+            plan.chunks.extend(self._chunks(request))
             return plan
-        for request in self.running:  # it shrinks from its end where blocks run out
+        for request in self.running:  # preemption removes requests from its end
             length = len(request.tokens)
-            if request.is_proven and length % BLOCK and length < len(request.blocks) * BLOCK:
-                request.advance_to(length)  # mostly: its newest token, in a block that has room beyond it
+            if request.is_verified and length % BLOCK_SIZE and length < len(request.blocks) * BLOCK_SIZE:
+                request.mark_computed(length)  # the common case: decode within the last block
                 plan.chunks.append(Chunk(request, length - 1, length, True))
             else:
                 plan.chunks.extend(self._chunks(request))
-        if self._is_time_for_prompts():
-            self._let_others_in(plan, weights)
+        if self._is_time_to_admit():
+            self._admit_waiting(plan, weights)
         return plan
 
-    def _is_time_for_prompts(self) -> bool:
-        """Whether those in line shall be computed in this step: others may come whose prompts cost no more."""
-        computes_one = self._budget < self._step_tokens
-        if computes_one or self.urgent or COMPANY * len(self.line) >= len(self.running):
-            self._waited = 0
+    def _is_time_to_admit(self) -> bool:
+        """Return whether waiting requests are admitted now, or a later step may prefill more of them together."""
+        has_prefill = self._prefill_budget < self._max_prefill_tokens
+        if has_prefill or self.urgent or ADMIT_RATIO * len(self.waiting) >= len(self.running):
+            self._steps_waited = 0
         else:
-            self._waited += bool(self.line)
-        if self._waited > self._patience:
-            self._waited = 0
-        return not self._waited
+            self._steps_waited += bool(self.waiting)
+        if self._steps_waited > self._max_wait_steps:
+            self._steps_waited = 0
+        return not self._steps_waited
 
-    def _chunks_alone(self, request: Request, weights: Weights) -> list[Chunk]:
-        """What a request computes that nothing shall disturb: nobody else keeps blocks."""
-        for other in self.running:
-            if other is not request:
-                self.compute_again(other, weights)
-        return self._chunks(request)
-
-    def _let_others_in(self, plan: Plan, weights: Weights) -> None:
+    def _admit_waiting(self, plan: StepPlan, weights: Weights) -> None:
         prompts: dict[object, Request] = {}
-        while self._budget > 0 and (request := self._let_in(weights)) is not None:
-            prompt = self._prefix_cache and not request.lacks_prompt_logprobs and request.whole_name()
+        while self._prefill_budget > 0 and (request := self._admit(weights)) is not None:
+            prompt = self._prefix_cache and not request.lacks_prompt_logprobs and request.prompt_hash()
             if prompt in prompts:
-                self._follow(prompts[prompt], request)
-                plan.twins.append((prompts[prompt], request))
+                self._share_prompt(prompts[prompt], request)
+                plan.duplicates.append((prompts[prompt], request))
                 continue
             plan.chunks.extend(self._chunks(request))
             if prompt and request.computed == len(request.tokens):
                 prompts[prompt] = request
 
-    def _follow(self, first: Request, second: Request) -> None:
-        """Share all that is full of a prompt that is computed in this step; the rest is copied afterwards."""
-        full = len(second.tokens) // BLOCK
-        second.blocks = first.blocks[:full]
+    def _admit(self, weights: Weights) -> Request | None:
+        """Move the next waiting request to the running ones, if there are blocks for it."""
+        queue = self.urgent or self.waiting
+        if not queue or len(self.running) >= self._max_running:
+            return None
+        request = queue[0]
+        request.use_weights(weights)
+        watermark = self.blocks.num_usable // WATERMARK_DIVISOR if self.running else 0
+        shared = sum(self.blocks.references[block] > 0 for block in self._cached_prefix(request))
+        if self.blocks.num_free - watermark < blocks_for(len(request.tokens)) - shared:
+            return None
+        self.running.append(queue.popleft())
+        return request
+
+    def _share_prompt(self, first: Request, second: Request) -> None:
+        """Share the full blocks of a prompt that is computed in this step; the partial one is copied afterwards."""
+        second.blocks = first.blocks[: len(second.tokens) // BLOCK_SIZE]
         for block in second.blocks:
-            self.pool.share(block)
-        if len(second.tokens) % BLOCK:
-            second.blocks.append(self.pool.take())
-        second.advance_to(len(second.tokens))
+            self.blocks.share(block)
+        if len(second.tokens) % BLOCK_SIZE:
+            second.blocks.append(self.blocks.allocate())
+        second.mark_computed(len(second.tokens))
         self._count_cached(second)
 
-    def proven(self, requests: Iterable[Request]) -> None:
-        """These have sampled: it was none of them that made a step fail."""
+    def release_from_quarantine(self, requests: Iterable[Request]) -> None:
+        """Let requests that have sampled alone be computed with others again."""
         for request in requests if self.quarantine else ():
             if request in self.quarantine:
                 self.quarantine.remove(request)
 
-    def drop(self, request: Request) -> None:
-        """Forget a request, wherever it is."""
+    def remove(self, request: Request) -> None:
+        """Remove a request from every queue and free its blocks."""
         if request in self.quarantine:
             self.quarantine.remove(request)
-        for place in (self.running, self.urgent, self.line):
-            if request in place:
-                place.remove(request)
+        for queue in (self.running, self.urgent, self.waiting):
+            if request in queue:
+                queue.remove(request)
                 break
-        self._strip(request)
+        self._free_blocks(request)
 
-    def compute_again(self, request: Request, weights: Weights) -> None:
-        """Nothing of a request counts as computed any more; it keeps its place, and goes on with these weights."""
-        self._strip(request)
-        request.begin(weights)
+    def recompute(self, request: Request, weights: Weights) -> None:
+        """Free the blocks of a running request, which stays running and is computed again with these weights."""
+        self._free_blocks(request)
+        request.use_weights(weights)
 
-    def forget_counts(self) -> None:
-        self.preemptions = self.tokens_computed = self.tokens_cached = 0
-
-    def suspect(self, requests: list[Request], weights: Weights) -> None:
-        """A step with these failed: none of what is cached is to be trusted, and each of them is tried alone."""
-        self.pool.forget_all()
+    def recompute_all(self, weights: Weights) -> None:
+        """Recompute all running requests, and empty the prefix cache."""
+        self.blocks.evict_all()
         for request in self.running:
-            self.compute_again(request, weights)
+            self.recompute(request, weights)
+
+    def isolate(self, requests: Iterable[Request], weights: Weights) -> None:
+        """Compute each of these requests alone until it has sampled; nothing in the cache is trusted."""
+        self.recompute_all(weights)
         self.quarantine = deque(requests)
 
-    def give_up(self) -> list[Request]:
-        """Forget all requests, and their blocks with them; returns them. Nothing can be planned after that."""
-        requests = [*self.running, *self.urgent, *self.line]
-        for place in (self.running, self.urgent, self.line, self.quarantine):
-            place.clear()
+    def remove_all(self) -> list[Request]:
+        """Remove and return all requests; nothing can be scheduled afterwards."""
+        requests = [*self.running, *self.urgent, *self.waiting]
+        for queue in (self.running, self.urgent, self.waiting, self.quarantine):
+            queue.clear()
         return requests
 
+    def reset_counters(self) -> None:
+        self.preemptions = self.tokens_computed = self.tokens_cached = 0
+
     def _chunks(self, request: Request) -> list[Chunk]:
-        """What a running request computes in this step."""
-        length, is_newest = len(request.tokens), request.is_proven
+        """Return what a running request computes in this step, as far as the budgets allow."""
+        length, is_decode = len(request.tokens), request.is_verified
         if not request.computed:
-            self._share_prefix(request)
-        start, end = request.computed, self._reach(request)
-        if end == start or not self._make_room(request, blocks_for(end) - len(request.blocks)):
+            request.blocks = self._cached_prefix(request)
+            for block in request.blocks:
+                self.blocks.share(block)
+            request.computed = len(request.blocks) * BLOCK_SIZE
+            self._count_cached(request)
+        start = request.computed
+        end = length
+        if length - start > 1:  # one token is always within the budget
+            budget = self._prefill_budget
+            if request.lacks_prompt_logprobs:
+                budget = min(budget, self._scored_budget)
+            aligned = (start + budget + CHUNK_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+            end = min(length, aligned) if budget > 0 else start
+        if end == start or not self._allocate(request, blocks_for(end) - len(request.blocks)):
             return []
         if length - start > 1:
-            self._budget -= end - start
+            self._prefill_budget -= end - start
             self.tokens_computed += end - start
         if request.lacks_prompt_logprobs:
-            self._scored -= end - start
-        self._name_full_blocks(request, end)
-        request.advance_to(end)
-        ends = [*range((start // CHUNK + 1) * CHUNK, end, CHUNK), end]
-        return [Chunk(request, *span, is_newest) for span in zip([start, *ends], ends, strict=False)]
-
-    def _reach(self, request: Request) -> int:
-        """How far the budget goes; the newest token alone is always within it."""
-        start, length = request.computed, len(request.tokens)
-        if length - start == 1:
-            return length
-        budget = min(self._budget, self._scored) if request.lacks_prompt_logprobs else self._budget
-        return min(length, (start + budget + CHUNK - 1) // CHUNK * CHUNK) if budget > 0 else start
-
-    def _share_prefix(self, request: Request) -> None:
-        request.blocks = self._prefix(request)
-        for block in request.blocks:
-            self.pool.share(block)
-        request.computed = len(request.blocks) * BLOCK
-        self._count_cached(request)
+            self._scored_budget -= end - start
+        if self._prefix_cache:
+            # Before they are computed: a forward writes all keys of a layer before it reads any, so that another
+            # request of the same step may share them.
+            for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
+                self.blocks.register(request.blocks[index], request.block_hash(index))
+        request.mark_computed(end)
+        ends = [*range((start // CHUNK_TOKENS + 1) * CHUNK_TOKENS, end, CHUNK_TOKENS), end]
+        return [Chunk(request, *span, is_decode) for span in zip([start, *ends], ends, strict=False)]
 
     def _count_cached(self, request: Request) -> None:
         if not request.has_sampled:
             request.cached_tokens = request.computed
             self.tokens_cached += request.computed
 
-    def _prefix(self, request: Request) -> list[int]:
-        """The blocks that hold its beginning; at least one token is computed, for its logits."""
-        found: list[int] = []
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Return the cached blocks of a request's first tokens; at least one token is left to compute."""
+        blocks: list[int] = []
         if self._prefix_cache and request.params.seed is None and not request.lacks_prompt_logprobs:
-            for index in range((len(request.tokens) - 1) // BLOCK):
-                block = self.pool.find(request.block_name(index))
+            for index in range((len(request.tokens) - 1) // BLOCK_SIZE):
+                block = self.blocks.find(request.block_hash(index))
                 if block is None:
                     break
-                found.append(block)
-        return found
+                blocks.append(block)
+        return blocks
 
-    def _name_full_blocks(self, request: Request, end: int) -> None:
-        # Before they are computed: a forward writes all keys of a layer before it reads any, so that another request
-        # of the same step may share them.
-        if self._prefix_cache:
-            for index in range(request.computed // BLOCK, end // BLOCK):
-                self.pool.name(request.blocks[index], request.block_name(index))
-
-    def _make_room(self, request: Request, needed: int) -> bool:
-        """Give a request blocks, if need be those of younger ones; False if it lost its own."""
-        while needed > self.pool.free:
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is request:
+    def _allocate(self, request: Request, count: int) -> bool:
+        """Give a request blocks, preempting the requests admitted last; False if it was preempted itself."""
+        while count > self.blocks.num_free:
+            preempted = self.running.pop()
+            self._free_blocks(preempted)
+            self.urgent.appendleft(preempted)
+            self.preemptions += 1
+            if preempted is request:
                 return False
-        request.blocks += [self.pool.take() for _ in range(needed)]
+        request.blocks += [self.blocks.allocate() for _ in range(count)]
         return True
 
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self._strip(request)
-        self.urgent.appendleft(request)
-        self.preemptions += 1
-
-    def _let_in(self, weights: Weights) -> Request | None:
-        """The next request in line, if there is room for it."""
-        line = self.urgent or self.line
-        if not line or len(self.running) >= self._max_running:
-            return None
-        request = line[0]
-        request.begin(weights)
-        spare = self.pool.count // SPARE if self.running else 0
-        shared = sum(map(self.pool.is_owned, self._prefix(request)))
-        if self.pool.free - spare < blocks_for(len(request.tokens)) - shared:
-            return None
-        self.running.append(line.popleft())
-        return request
-
-    def _strip(self, request: Request) -> None:
-        """Take a request's blocks. What they hold is not to be trusted if nothing came of it."""
-        is_proven = request.is_proven
-        freed = self.pool.release(request.lose_blocks())
-        if not is_proven:
-            self.pool.forget(freed)
-            self.unproven += freed
+    def _free_blocks(self, request: Request) -> None:
+        is_verified = request.is_verified
+        freed = self.blocks.release(request.reset_computed())
+        if not is_verified:
+            self.blocks.evict(freed)
+            self.unverified_blocks += freed

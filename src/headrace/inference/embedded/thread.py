@@ -1,7 +1,7 @@
-"""The thread that owns an engine: it steps while there is work and sleeps otherwise, woken by whoever brings some.
+"""The thread that owns an engine: it steps while there is work, and sleeps otherwise.
 
-On a device that the trainer shares it also gives way between two steps. While it stands still it takes requests in,
-drops those that are cancelled, and carries calls out: what they do to weights is a copy that hurts nobody's step.
+On a device that the trainer shares it also hands the device lock over between two steps. While the trainer holds the
+lock, the thread accepts requests, drops cancelled ones and runs calls, e.g. to install weights.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from headrace.inference.embedded.device_lock import EngineDeviceLock
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsError
-from headrace.inference.weights.marker import marker_of
+from headrace.inference.weights.errors import WeightsError, read_checked_marker
 from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
 from headrace.transport.device_lock import POLL_S, DeviceLock
@@ -29,12 +28,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _Mixture(EngineError):
-    """The model is of two versions: nothing more may be sampled from it."""
+class _PartialInstall(EngineError):
+    """The model has tensors of two versions: nothing more may be sampled from it."""
 
 
 class EngineThread:
-    """An engine that runs by itself. Every method may be called from any thread.
+    """An engine on a thread of its own; every method may be called from any thread.
 
     With a `lock` the engine shares its device with the trainer, and steps only while it holds the lock.
     """
@@ -43,13 +42,13 @@ class EngineThread:
         self.engine = engine
         self._device_lock = None if lock is None else EngineDeviceLock(engine, lock)
         self.failure: Future[str] = Future()
-        """Why the engine has died, once it has."""
+        """The error that ended the engine, once it has failed."""
         self._wake = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._updating = threading.Lock()
         self._loaded: tuple[Version, str] | None = None
-        """The version that was installed last, and its checksum."""
+        """The last installed version, and its checksum."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -62,7 +61,7 @@ class EngineThread:
         urgent: bool = False,
         adapter: str | None = None,
     ) -> Request:
-        """Put a request in line; raises `InvalidRequest` for one that can never be served."""
+        """Append a request to the waiting queue; raises `InvalidRequest` for one that can never be served."""
         with self._wake:
             self._refuse_if_stopping()
             request = self.engine.submit(token_ids, params, cache_salt, urgent=urgent, adapter=adapter)
@@ -83,21 +82,21 @@ class EngineThread:
         return state
 
     def pause(self) -> None:
-        """Let the step in progress end, then hold all requests where they are. Returns once they stand still."""
+        """Pause all requests after the current step; returns once they are paused."""
         self._call(lambda: setattr(self.engine, "paused", True))
 
     def resume(self) -> None:
         self._call(lambda: setattr(self.engine, "paused", False))
 
     def update_weights(self, directory: Path, version: Version) -> str:
-        """Go on with a published version from the next step on; returns its checksum.
+        """Install a published version before the next step, and return its checksum.
 
-        The files are read on the caller's thread, so that sampling continues meanwhile. What is loaded already is not
-        read again: a caller who got no answer may repeat the call.
+        The files are read on the caller's thread, while sampling continues. Idempotent: a version that is installed
+        already is not read again.
         """
         with self._updating:
             self._refuse_if_stopping()
-            marker = marker_of(directory, version)
+            marker = read_checked_marker(directory, version)
             if self._loaded == (version, marker.checksum):
                 return marker.checksum
             published = self.engine.read(directory, version)
@@ -108,7 +107,7 @@ class EngineThread:
             return published.checksum
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Serve an adapter under that name, in place of one that has it."""
+        """Serve an adapter under this name, replacing one that has it."""
         adapter = self.engine.adapters.read(name, directory)
         self._call(lambda: self.engine.adapters.add(adapter))
 
@@ -116,7 +115,7 @@ class EngineThread:
         self._call(lambda: self.engine.adapters.remove(name))
 
     def stop(self) -> None:
-        """End the thread; requests in flight get `EngineStopped`, and weights on their way do not arrive."""
+        """Stop the thread; requests in flight get `EngineStopped`, and a transfer of weights is aborted."""
         self.engine.link.close()
         with self._wake:
             self._stopping = True
@@ -127,13 +126,13 @@ class EngineThread:
         try:
             self.engine.install(published)
         except WeightsError:
-            raise  # before anything was changed
+            raise  # nothing was changed
         except Exception as error:
-            raise _Mixture(f"weights {published.version} are in only in part: {error}") from error
+            raise _PartialInstall(f"weights {published.version} are installed only in part: {error}") from error
         self._loaded = (published.version, published.checksum)
 
     def _call(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps, and wait for it."""
+        """Run a function between two steps, and return its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -141,7 +140,7 @@ class EngineThread:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
-                if isinstance(error, _Mixture):
+                if isinstance(error, _PartialInstall):
                     raise
 
         with self._wake:
@@ -167,22 +166,21 @@ class EngineThread:
                 else:
                     self.engine.drop_cancelled()
                 with self._wake:
-                    self._wake.wait_for(self._is_needed, None if self._device_lock is None else POLL_S)
-        except Exception as error:  # a thread that died here would leave every caller waiting forever
-            log.exception("the engine is beyond help; all its requests end with an error")
+                    self._wake.wait_for(self._has_something_to_do, None if self._device_lock is None else POLL_S)
+        except Exception as error:  # every caller would wait forever if the thread ended here
+            log.exception("the engine failed; all its requests end with an error")
             why = f"the engine died: {type(error).__name__}: {error}"
-        with self._wake:  # nobody brings anything from here on
+        with self._wake:  # requests and calls are refused from here on
             self._stopping = True
             if why.startswith("the engine died"):
                 self.failure.set_result(why)
-        if (
-            self._device_lock is not None and not self.failure.done()
-        ):  # one that died has its memory until its process ends
+        # A failed engine keeps its memory, and so the lock, until its process ends.
+        if self._device_lock is not None and not self.failure.done():
             self._device_lock.close()
         while self._calls:
             self._calls.popleft()()
         self.engine.fail_all(EngineStopped(why))
 
-    def _is_needed(self) -> bool:
+    def _has_something_to_do(self) -> bool:
         may_compute = self._device_lock is None or self._device_lock.may_compute
         return bool(self._stopping or self._calls or (may_compute and self.engine.has_work))

@@ -138,6 +138,7 @@ def load_embedded(
     """Our own engine with the model in it, checked against the plain model."""
     from headrace.inference.embedded.engine import Engine
     from headrace.inference.embedded.loading import (
+        cache_memory,
         check_engine,
         eos_token_ids,
         kv_blocks,
@@ -145,7 +146,6 @@ def load_embedded(
         max_model_len,
         refuse_unsupported,
     )
-    from headrace.inference.embedded.room import cache_memory
 
     model = load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
     longest = max_model_len(model, config.max_model_len)

@@ -35,8 +35,7 @@ from headrace.inference.vllm.fetching import fetch_everywhere
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.metrics import Metrics, Preemptions
 from headrace.inference.vllm.process import VllmProcess
-from headrace.inference.weights.errors import WeightsError
-from headrace.inference.weights.marker import marker_of
+from headrace.inference.weights.errors import WeightsError, read_checked_marker
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
 from headrace.transport.device_lock import DeviceLock
@@ -268,7 +267,7 @@ class VllmBackend:
             await self._control.resume()
 
     async def update_weights(self, directory: Path, version: Version) -> str:
-        marker = await asyncio.to_thread(marker_of, directory, version)
+        marker = await asyncio.to_thread(read_checked_marker, directory, version)
         # Shielded: a caller that hangs up must not leave the engine between two versions.
         return await asyncio.shield(asyncio.create_task(self._update(directory, version, marker)))
 

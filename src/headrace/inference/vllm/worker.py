@@ -23,11 +23,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.inference.vllm.untruncated import report_untruncated
-from headrace.inference.weights.base import Base
+from headrace.inference.weights.base_weights import BaseWeights, model_files
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
-from headrace.inference.weights.files import model_files
 from headrace.inference.weights.link import WeightsReceiver
-from headrace.inference.weights.published import PublishedWeights, misfit, read_published
+from headrace.inference.weights.published import PublishedWeights, find_mismatch, read_published
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 
@@ -118,7 +117,7 @@ class Fetcher:
 
     def __init__(self, device: torch.device, base: Path, dtype: torch.dtype, tied: bool) -> None:
         self._link = WeightsReceiver(device)
-        self._base = Base(base, device)
+        self._base = BaseWeights(base, device)
         self._dtype = dtype
         self._tied = tied
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="published-weights")
@@ -169,7 +168,7 @@ class Fetcher:
         published = read_published(
             directory, version, parameters=self._model, receive=self._link.receive, base=self._base
         )
-        problem = misfit(self._model, published.tensors, {_HEAD} if self._tied else ())
+        problem = find_mismatch(self._model, published.tensors, {_HEAD} if self._tied else ())
         if problem is not None:  # vLLM itself would notice halfway through
             published.release()
             raise WeightsError(f"{directory} does not fit the model in {self._base.directory}: {problem}")

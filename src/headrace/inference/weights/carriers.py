@@ -1,4 +1,4 @@
-"""By what weights travel between a trainer and an engine: what each end can do, and which way is the best for both."""
+"""Carriers of weights from a trainer to an engine: which ones each end supports, and the best one for both."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from headrace.inference import cuda_driver
 from headrace.inference.weights import nccl
 from headrace.transport.weights_link import Carrier, LinkPeer
 
-Wanted = Literal["auto", "stream", "nccl", "ipc"]
-"""What a configuration says. `auto` is the best there is."""
+CarrierSetting = Literal["auto", "stream", "nccl", "ipc"]
+"""The configured carrier; `auto` is the best available one."""
 _NAMES = {"nccl": "NCCL", "ipc": "CUDA IPC"}
 
 
-class NoCarrier(Failure):
-    """What was asked for by configuration cannot be."""
+class CarrierUnavailable(Failure):
+    """The configured carrier cannot be used."""
 
 
-def this_end(device: torch.device) -> LinkPeer:
-    """What this process is, whose weights are on that device."""
+def describe_end(device: torch.device) -> LinkPeer:
+    """Return this process's identity, GPU and carriers, for weights on `device`."""
     gpu = gpu_identity(device)
     carriers: list[Carrier] = ["stream"]
     if gpu is not None and nccl.is_available():
@@ -34,35 +34,35 @@ def this_end(device: torch.device) -> LinkPeer:
 
 
 def gpu_identity(device: torch.device) -> str | None:
-    """What tells this GPU from all others, if it is one."""
+    """Return the UUID of a GPU; None for another device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def choose(wanted: Wanted, trainer: LinkPeer, engine: LinkPeer) -> Carrier:
-    """Which way versions go from this trainer to this engine. Raises `NoCarrier`.
+def choose_carrier(setting: CarrierSetting, trainer: LinkPeer, engine: LinkPeer) -> Carrier:
+    """Return the carrier from this trainer to this engine; raises `CarrierUnavailable`.
 
-    Two processes on one GPU share memory. NCCL is for different GPUs, and refuses to have both of its ends on one
-    unless it believes in two hosts: it is not chosen there, but can be asked for. A stream always works.
+    Two processes on one GPU share memory. NCCL is for different GPUs: it refuses two ends on one unless it is made to
+    see two hosts, so it is not chosen there, but can be configured. A stream always works.
     """
-    if wanted == "stream":
+    if setting == "stream":
         return "stream"
-    if wanted != "auto":
-        why = _obstacle(wanted, trainer, engine)
-        if why is not None:
-            raise NoCarrier(f"{_NAMES[wanted]} is asked for by configuration, and {why}")
-        return wanted
+    if setting != "auto":
+        obstacle = _obstacle(setting, trainer, engine)
+        if obstacle is not None:
+            raise CarrierUnavailable(f"{_NAMES[setting]} is configured, but {obstacle}")
+        return setting
     if _obstacle("ipc", trainer, engine) is None:
         return "ipc"
     return "nccl" if _obstacle("nccl", trainer, engine) is None and trainer.gpu != engine.gpu else "stream"
 
 
 def _obstacle(carrier: Carrier, trainer: LinkPeer, engine: LinkPeer) -> str | None:
-    """Why it cannot be by this one."""
-    for who, end in (("trainer", trainer), ("engine", engine)):
+    """Return why a carrier cannot be used; None if it can."""
+    for side, end in (("trainer", trainer), ("engine", engine)):
         if carrier not in end.carriers:
-            return f"the {who} has no GPU that it can use"
+            return f"the {side} has no GPU that supports it"
     if carrier == "ipc" and trainer.gpu != engine.gpu:
         return "trainer and engine are on different GPUs"
     if carrier == "ipc" and trainer.process == engine.process:
-        return "trainer and engine are one process, which cannot open its own memory"
+        return "trainer and engine are the same process, which cannot open its own memory"
     return None

@@ -1,25 +1,41 @@
-"""Why a published version did not become an engine's weights: for those who call engines, without torch."""
+"""Errors of weight updates, and the check of a published directory's marker; without torch."""
 
 from __future__ import annotations
 
-from headrace.errors import Failure
+from pathlib import Path
 
-NAMED = 3
-"""How many tensors an error message names."""
+from headrace.errors import Failure
+from headrace.rollout.batch import SchemaError
+from headrace.rollout.version import Version
+from headrace.transport.weights import WeightsMarker, read_marker
+
+MAX_NAMES = 3
+"""Tensors that an error message names."""
 
 
 class WeightsError(Failure):
-    """The directory cannot become the engine's weights. The model is as it was."""
+    """A published directory cannot become the engine's weights; the model is unchanged."""
 
 
 class WeightsUnreachable(WeightsError):
-    """The version did not come over: its trainer is gone, silent or has moved on, or the bytes are not those it sent.
+    """A version did not arrive: its trainer is gone, silent or has a newer one, or the bytes are damaged.
 
-    The model is as it was, and another try may succeed.
+    The model is unchanged, and a retry may succeed.
     """
 
 
-def some(names: list[str]) -> str:
-    """The first few, and how many there are beside them."""
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+def abbreviate(names: list[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_checked_marker(directory: Path, version: Version) -> WeightsMarker:
+    """Read the marker of a published directory; raises `WeightsError` unless it is complete and of this version."""
+    try:
+        marker = read_marker(directory)
+    except (OSError, SchemaError) as error:
+        raise WeightsError(str(error)) from error
+    if marker.version != version:
+        raise WeightsError(f"{directory} has version {marker.version}, but version {version} was requested")
+    return marker

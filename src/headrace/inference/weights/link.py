@@ -1,12 +1,11 @@
-"""The receiver of the weights link: a published version out of the trainer's memory, into this process.
+"""The receiver of the weights link: fetches a published version from the trainer's memory.
 
-All of it is received and compared with the digests in the published directory before anybody sees it, so that what goes
-wrong on the way leaves the model as it was. The connection, and with it NCCL's group, stays open for the next version;
-it is made anew when the trainer, or the connection, is another one.
+A version is received whole and compared with the digests in its published directory before it is used, so that a failed
+transfer leaves the model unchanged. The connection, and with it the NCCL group, stays open for the next version; it is
+renewed when the trainer changes or the connection breaks.
 
-On a GPU that the trainer shares nothing is received: the trainer's memory is opened and lent to whoever asked, until
-that one releases it. It is opened for each version and closed after it, so that a trainer that dies leaves none of its
-memory behind here.
+On a GPU that the trainer shares, nothing is copied: the trainer's memory is opened, and borrowed until the caller
+releases it. It is opened and closed for each version, so that no memory of a dead trainer is kept.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ import torch
 from torch import Tensor
 
 from headrace.inference.cuda_driver import DriverError
-from headrace.inference.weights.carriers import this_end
-from headrace.inference.weights.errors import WeightsError
-from headrace.inference.weights.errors import WeightsUnreachable as WeightsUnreachable
+from headrace.inference.weights.buffers import digest, digests, free_staging, stage, view_tensors
+from headrace.inference.weights.carriers import describe_end
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.ipc import OpenedMemory
-from headrace.inference.weights.nccl import AHEAD, NcclError, NcclPair
-from headrace.inference.weights.staging import leave_staging, staged
-from headrace.inference.weights.tensor_bytes import digest, digests, tensors_in
+from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclError, NcclPair
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (
@@ -50,81 +47,83 @@ log = logging.getLogger(__name__)
 
 
 class Received(NamedTuple):
-    """The tensors of a version. Nobody may use them once they are released, nor once another version is asked for."""
+    """The tensors of a version, valid until they are released or another version is received."""
 
     tensors: dict[str, Tensor]
     release: Callable[[], None]
 
 
 class WeightsReceiver:
-    """An engine's end of the link. `receive` may be called from any thread; one version is fetched at a time."""
+    """An engine's end of the link; thread-safe, fetches one version at a time."""
 
-    def __init__(self, device: torch.device, *, patience: float = TIMEOUT_S) -> None:
+    def __init__(self, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> None:
         self._device = device
-        self._end = this_end(device)
-        self._patience = patience
+        self._end = describe_end(device)
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._pair: NcclPair | None = None
-        self._lent: OpenedMemory | None = None
+        self._borrowed: OpenedMemory | None = None
         self._sender = ""
         self._closed = False
 
     def receive(self, directory: Path, version: Version) -> Received:
-        """The tensors of a published directory that has a manifest in their place."""
+        """Fetch the tensors of a published directory that has a manifest instead of them."""
         try:
             manifest = read_manifest(directory)
         except (OSError, SchemaError) as error:
             raise WeightsError(str(error)) from error
         with self._lock:
             try:
-                self._hand_back()
+                self._return_borrowed()
                 row = self._fetch(manifest, version)
-                self._verify(row, manifest)
-                return Received(tensors_in(row, manifest.tensors), partial(self._release, self._lent))
+                actual = self._digests(row, manifest.spans)
+                for number, (ours, theirs) in enumerate(zip(actual, manifest.digests, strict=True), 1):
+                    if ours != theirs:
+                        raise LinkBroken(f"bucket {number} was damaged in transfer")
+                return Received(view_tensors(row, manifest.tensors), partial(self._release, self._borrowed))
             except (LinkBroken, NcclError, DriverError, SchemaError, torch.OutOfMemoryError) as error:
                 self._disconnect()
                 raise WeightsUnreachable(f"weights {version} did not arrive: {error}") from error
             except BaseException:
-                self._disconnect()  # whoever comes next shall not find it half read
+                self._disconnect()  # the connection may have unread bytes
                 raise
 
     def close(self) -> None:
-        """Leave for good; whatever is being received, or waits to be, ends with an error. What is lent stays so."""
+        """Close the link; transfers end with an error, and borrowed memory stays valid until it is released."""
         self._closed = True
-        if (connection := self._connection) is not None and self._lent is None:
+        if (connection := self._connection) is not None and self._borrowed is None:
             connection.hang_up()
         with self._lock:
-            if self._lent is None:
+            if self._borrowed is None:
                 self._disconnect()
 
-    def _release(self, lent: OpenedMemory | None) -> None:
-        if lent is None:
-            leave_staging(self._device)
+    def _release(self, borrowed: OpenedMemory | None) -> None:
+        if borrowed is None:
+            free_staging(self._device)
             return
         with self._lock:
-            if lent is not self._lent:
-                return  # it went with its connection
+            if borrowed is not self._borrowed:
+                return  # closed with its connection
             try:
-                self._hand_back()
-            except LinkBroken:  # the trainer is gone, and needs no word
+                self._return_borrowed()
+            except LinkBroken:  # the trainer is gone
                 self._disconnect()
             if self._closed:
                 self._disconnect()
 
-    def _hand_back(self) -> None:
-        """Close the trainer's memory, then say so."""
-        if self._lent is not None:
-            self._close_lent()
+    def _return_borrowed(self) -> None:
+        """Close the trainer's memory, and notify the trainer."""
+        if self._borrowed is not None:
+            self._close_borrowed()
             if self._connection is not None:
                 self._connection.send(MemoryReleased())
 
-    def _close_lent(self) -> None:
-        """Whatever the driver says, nobody here uses it any more."""
-        lent, self._lent = self._lent, None
-        if lent is not None:
+    def _close_borrowed(self) -> None:
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed is not None:
             try:
-                lent.close()
+                borrowed.close()
             except DriverError as error:
                 log.warning("%s", error)
 
@@ -140,37 +139,33 @@ class WeightsReceiver:
         if answer.group:
             self._pair = NcclPair(bytes.fromhex(answer.group), 1, self._device, connection.check)
         count = len(manifest.spans)
-        named = [(f"bucket {n} of {count} of weights {version}", span) for n, span in enumerate(manifest.spans, 1)]
-        row = self._room_for(manifest.size)
+        buckets = [(f"bucket {n} of {count} of weights {version}", span) for n, span in enumerate(manifest.spans, 1)]
+        size = manifest.size
+        row = stage(self._device, size, lambda where: torch.empty(size, dtype=torch.uint8, device=where))
         if answer.carrier == "stream":
-            _receive_down(connection, row, named)
+            _receive_stream(connection, row, buckets)
         elif self._pair is not None:
-            _receive_by(self._pair, row, named)
+            _receive_nccl(self._pair, row, buckets)
         else:
-            raise LinkBroken(f"{connection.peer} means an NCCL group that was never made")
+            raise LinkBroken(f"{connection.peer} uses an NCCL group that was never created")
         return row
 
     def _open(self, connection: Connection, answer: FetchResponse, size: int) -> Tensor | None:
-        """The trainer's memory; None where it cannot be opened from here, and is not to be tried again."""
+        """Open the trainer's memory; None if it cannot be opened, and then other carriers are used from here on."""
         try:
-            self._lent = OpenedMemory(bytes.fromhex(answer.memory), size, self._device)
-            return self._lent.bytes
+            self._borrowed = OpenedMemory(bytes.fromhex(answer.memory), size, self._device)
+            return self._borrowed.bytes
         except DriverError as error:
-            log.warning("weights come down a connection, although the trainer is on the same GPU: %s", error)
+            log.warning(
+                "weights are copied although the trainer is on the same GPU: its memory cannot be opened: %s", error
+            )
             others = [carrier for carrier in self._end.carriers if carrier != "ipc"]
             self._end = msgspec.structs.replace(self._end, carriers=others)
             connection.send(MemoryReleased())
             return None
 
-    def _verify(self, row: Tensor, manifest: Manifest) -> None:
-        """All of it is compared before any of it is used."""
-        found = self._digests(row, manifest.spans)
-        for number, (here, there) in enumerate(zip(found, manifest.digests, strict=True), 1):
-            if here != there:
-                raise LinkBroken(f"they were damaged on the way: bucket {number} is another one")
-
     def _digests(self, row: Tensor, spans: list[tuple[int, int]]) -> list[int]:
-        """On a GPU, beside whatever it computes; where that has no room for it, here."""
+        """Compute digests on the GPU, in a stream of their own; on the host if the GPU is out of memory."""
         with contextlib.suppress(torch.OutOfMemoryError):
             if not row.is_cuda:
                 return digests(row, spans)
@@ -181,25 +176,22 @@ class WeightsReceiver:
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """One for all versions: torch keeps what was allocated for a stream for that stream."""
+        """One stream for all versions: torch does not reuse its memory for other streams."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def _room_for(self, size: int) -> Tensor:
-        return staged(self._device, size, lambda where: torch.empty(size, dtype=torch.uint8, device=where))
-
     def _connected(self, manifest: Manifest) -> Connection:
-        """The connection to this very trainer: the one there is, if it still is one."""
+        """Return an open connection to the trainer of a manifest, reusing the last one."""
         if self._connection is None or self._sender != manifest.sender or not self._connection.is_open:
             self._disconnect()
             peer = f"the trainer at {manifest.host}:{manifest.port}"
-            self._connection = connect(manifest.host, manifest.port, peer, self._patience, lambda: self._closed)
+            self._connection = connect(manifest.host, manifest.port, peer, self._timeout_s, lambda: self._closed)
             self._sender = manifest.sender
-        if self._closed:  # after the connection is known, which `close` would else have hung up
+        if self._closed:  # after `_connection` is set: `close` would have hung up otherwise
             raise LinkBroken("this end of the link is closed")
         return self._connection
 
     def _disconnect(self) -> None:
-        self._close_lent()
+        self._close_borrowed()
         if self._pair is not None:
             self._pair.close()
         if self._connection is not None:
@@ -207,39 +199,39 @@ class WeightsReceiver:
         self._pair = self._connection = None
 
 
-Named = list[tuple[str, tuple[int, int]]]
-"""Where each bucket goes, and what it is called."""
+Buckets = list[tuple[str, tuple[int, int]]]
+"""(description, (start, end)) of each bucket."""
 
 
-def _receive_down(connection: Connection, row: Tensor, named: Named) -> None:
+def _receive_stream(connection: Connection, row: Tensor, buckets: Buckets) -> None:
     if not row.is_cuda:
         target = row.numpy().data
-        for what, (start, end) in named:
+        for what, (start, end) in buckets:
             connection.receive_bytes(target[start:end], what)
         return
-    bounce = torch.empty(_largest(named), dtype=torch.uint8, pin_memory=True)
+    bounce = torch.empty(_largest(buckets), dtype=torch.uint8, pin_memory=True)
     target = bounce.numpy().data
-    for what, (start, end) in named:
+    for what, (start, end) in buckets:
         connection.receive_bytes(target[: end - start], what)
         row[start:end].copy_(bounce[: end - start])
 
 
-def _receive_by(pair: NcclPair, row: Tensor, named: Named) -> None:
+def _receive_nccl(pair: NcclPair, row: Tensor, buckets: Buckets) -> None:
     if not row.is_cuda:
-        bounce = torch.empty(_largest(named), dtype=torch.uint8, device=pair.device)
-        for what, (start, end) in named:
+        bounce = torch.empty(_largest(buckets), dtype=torch.uint8, device=pair.device)
+        for what, (start, end) in buckets:
             pair.wait(pair.transfer(bounce[: end - start], what), what)
             row[start:end].copy_(bounce[: end - start])
         return
-    pair.stream.wait_stream(torch.cuda.current_stream(pair.device))  # whatever used this memory before
-    under_way: deque[tuple[torch.cuda.Event, str]] = deque()
-    for what, (start, end) in named:
-        if len(under_way) == AHEAD:
-            pair.wait(*under_way.popleft())
-        under_way.append((pair.transfer(row[start:end], what), what))
-    for event, what in under_way:
+    pair.stream.wait_stream(torch.cuda.current_stream(pair.device))  # for earlier uses of this memory
+    queued: deque[tuple[torch.cuda.Event, str]] = deque()
+    for what, (start, end) in buckets:
+        if len(queued) == MAX_QUEUED_TRANSFERS:
+            pair.wait(*queued.popleft())
+        queued.append((pair.transfer(row[start:end], what), what))
+    for event, what in queued:
         pair.wait(event, what)
 
 
-def _largest(named: Named) -> int:
-    return max(end - start for _, (start, end) in named)
+def _largest(buckets: Buckets) -> int:
+    return max(end - start for _, (start, end) in buckets)

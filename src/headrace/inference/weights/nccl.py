@@ -1,8 +1,8 @@
-"""A group of two GPUs in different processes, over NCCL itself.
+"""An NCCL group of two GPUs in different processes, through the NCCL library itself.
 
-torch's own NCCL groups take the whole process down when the other side dies, by default and for all groups alike. A
-trainer must survive its engines and an engine its trainer, so this one calls the library that torch has loaded, without
-blocking: every call is waited for by polling, and a group whose partner is gone is aborted.
+torch's NCCL groups end the whole process when the other side dies. A trainer must survive its engines and an engine its
+trainer, so this module calls the library that torch has loaded in nonblocking mode: it polls for every call, and aborts
+a group whose other side is gone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from headrace.errors import Failure
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
-_POLL = 0.0005
+_POLL_S = 0.0005
 
-AHEAD = 2
-"""Transfers that either member queues at once: one on its way while the next is made ready."""
+MAX_QUEUED_TRANSFERS = 2
+"""Transfers that either member queues: one runs while the next is prepared."""
 
 
 class NcclError(Failure):
-    """NCCL cannot do what it was asked for; the message is its own."""
+    """An NCCL call failed; the message is NCCL's."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -35,7 +35,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The first fields of ncclConfig_t; the library takes its defaults for what is not there."""
+    """The first fields of ncclConfig_t; the library uses its defaults for the others."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -47,7 +47,7 @@ class _Config(ctypes.Structure):
 
 _CONFIG_MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21400
-"""NCCL 2.14, whose configuration had just these fields."""
+"""NCCL 2.14, whose configuration had exactly these fields."""
 
 
 @cache
@@ -70,7 +70,7 @@ def _library() -> Any:
 
 
 def is_available() -> bool:
-    """Whether the library is there."""
+    """Return whether the NCCL library can be loaded."""
     try:
         _library()
     except OSError:
@@ -79,17 +79,17 @@ def is_available() -> bool:
 
 
 def new_group_id() -> bytes:
-    """What both members of a group that is to be made must have."""
+    """Return an id with which both members create a group."""
     unique = _UniqueId()
     _expect(_library().ncclGetUniqueId(ctypes.byref(unique)))
     return bytes(unique)
 
 
 class NcclPair:
-    """This process and another. Member 0 sends, member 1 receives.
+    """A group of this process and another; member 0 sends, member 1 receives.
 
-    `check` is called while something is waited for, with what that is and since when; it raises when it is time to
-    give up. Whatever error ends a wait closes the pair.
+    `check(what, since)` is called while waiting, and raises to abort, e.g. at a timeout. An error during a wait closes
+    the pair.
     """
 
     def __init__(self, group_id: bytes, member: int, device: torch.device, check: Callable[[str, float], None]) -> None:
@@ -99,17 +99,19 @@ class NcclPair:
         unique = _UniqueId.from_buffer_copy(group_id)
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        """Where transfers are queued; what they read or write must be used there, or after `wait`."""
+        """The stream of transfers; their memory may be used on it, or after `wait`."""
         with torch.cuda.device(device):
-            made = _library().ncclCommInitRankConfig(ctypes.byref(self._comm), 2, unique, member, ctypes.byref(config))
-            self._carry_out(made, "an NCCL group of the two")
+            created = _library().ncclCommInitRankConfig(
+                ctypes.byref(self._comm), 2, unique, member, ctypes.byref(config)
+            )
+            self._wait_for_call(created, "an NCCL group of the two")
 
     def transfer(self, row: Tensor, what: str) -> torch.cuda.Event:
-        """Queue the transfer of a row of bytes from member 0 to member 1; the event comes when it is through."""
+        """Queue the transfer of a row of bytes from member 0 to member 1; returns the event of its end."""
         pointer, stream = row.data_ptr(), self.stream.cuda_stream
         with torch.cuda.device(self.device):
             queued = _library().ncclBroadcast(pointer, pointer, row.numel(), _UINT8, 0, self._comm, stream)
-            self._carry_out(queued, what)
+            self._wait_for_call(queued, what)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self.stream)
         return event
@@ -118,14 +120,14 @@ class NcclPair:
         self._wait(event.query, what)
 
     def close(self) -> None:
-        """Give the group up, whatever it is doing; from here on nothing reads or writes the rows that were queued."""
+        """Abort the group; queued rows are neither read nor written afterwards."""
         if self._comm:
             _library().ncclCommAbort(self._comm)
             self._comm = ctypes.c_void_p()
             self.stream.synchronize()
 
-    def _carry_out(self, result: int, what: str) -> None:
-        """Wait for a call that may go on in the background."""
+    def _wait_for_call(self, result: int, what: str) -> None:
+        """Wait for a nonblocking call."""
 
         def is_done() -> bool:
             return _expect(result) == _SUCCESS or self._state() == _SUCCESS
@@ -138,9 +140,9 @@ class NcclPair:
             while not is_done():
                 self._state()
                 self._check(what, since)
-                time.sleep(_POLL)
+                time.sleep(_POLL_S)
         except BaseException:
-            self.close()  # before the caller lets go of the memory that is being read or written
+            self.close()  # before the caller frees the memory of queued transfers
             raise
 
     def _state(self) -> int:

@@ -1,31 +1,31 @@
-/* What a decoder layer computes between its matrix products, in float32: see layers.py.
+/* Kernels for a decoder layer between its matrix products, in float32: see layers.py.
 
-   Compiled where the engine starts, for that very CPU. Every token is computed by itself, in an order that depends on
-   nothing but the token: company changes no bit. */
+   Compiled when the engine starts, for its CPU. Each token is computed alone, in an order that depends only on the
+   token: its result does not depend on the batch. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define BLOCK 16  /* tokens, as in blocks.py */
-#define ALONE 32768  /* numbers that one core works off before another has woken up */
+#define BLOCK 16  /* tokens, as BLOCK_SIZE in block_manager.py */
+#define ALONE 32768  /* numbers that one core computes in the time that another takes to wake up */
 #define THREADS(numbers) num_threads((numbers) < ALONE ? 1 : threads)
 
-struct shape {  /* of a layer's attention */
+struct shape {  /* sizes and settings of a layer's attention */
     int64_t query_heads, key_heads, dim, window;
     float scaling, eps;
-    const float *query_norm, *key_norm;  /* weights for each head, or none */
+    const float *query_norm, *key_norm;  /* weights of the norm of each head, or null */
 };
 
-struct rows {  /* one of consecutive numbers for each token, and how far they are apart */
+struct rows {  /* one row of consecutive numbers per token, `stride` numbers apart */
     float *first;
     int64_t stride;
 };
 
-/* Within two units in the last place of what is above 1e-37; a polynomial, so that compilers compute several at once.
-   A sum with 3 * 2^22 is rounded to whole numbers, which are then its lowest bits. A conversion to an integer would be
-   undefined for what is not a number, and stays so here. */
+/* e^x within two units in the last place for results above 1e-37; a polynomial, so that compilers vectorize it.
+   Adding 3 * 2^22 rounds to a whole number, which is then in the lowest bits. A conversion to an integer would be
+   undefined for NaN, which stays NaN here. */
 static inline float exponential(float x) {
     const float round = 12582912.0f;
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
@@ -53,7 +53,7 @@ static inline float inverse_root_mean_square(const float *x, int64_t width, floa
     return 1.0f / sqrtf(sum / width + eps);
 }
 
-/* hidden += added, if anything is; normed = hidden / its root mean square * weight */
+/* hidden += added, if given; normed = hidden / its root mean square * weight */
 void add_and_norm(float *hidden, struct rows added, const float *weight, float eps, float *normed, int64_t tokens,
                   int64_t width, int threads) {
     #pragma omp parallel for THREADS(tokens * width)
@@ -79,7 +79,7 @@ void gate_with_silu(struct rows gate, struct rows up, float *gated, int64_t toke
     }
 }
 
-/* Norm, if there is one, and rotation of one head. `rotated` may be where it lies. */
+/* Normalizes (if `weight` is given) and rotates one head. `rotated` may be `head`. */
 static inline void rotate(const float *head, const float *weight, float eps, const float *cosine, const float *sine,
                           float *rotated, int64_t dim) {
     int64_t half = dim / 2;
@@ -93,7 +93,7 @@ static inline void rotate(const float *head, const float *weight, float eps, con
     }
 }
 
-/* Queries are rotated in place; keys and values go to their slots of the cache. */
+/* Rotates queries in place; stores rotated keys and values in their slots of the cache. */
 void rotate_and_store(const struct shape *shape, struct rows query, struct rows key, struct rows value,
                       const float *cosine, const float *sine, const int64_t *slots, float *keys, float *values,
                       int64_t tokens, int threads) {
@@ -111,7 +111,7 @@ void rotate_and_store(const struct shape *shape, struct rows query, struct rows 
     }
 }
 
-/* Four keys at a time; where there are fewer, the last one again. */
+/* Finds four consecutive keys or values; past the last, the last one again. */
 static inline void four(const float *states[4], const float *cached, const int64_t *blocks, int64_t first, int64_t last,
                         int64_t width) {
     for (int i = 0; i < 4; i++) {
@@ -162,7 +162,7 @@ static void attend_to(const float *query, const float *keys, const float *values
     }
 }
 
-/* Every token attends to those before it and itself: position p of a request is in block p / BLOCK of its table. */
+/* Causal attention of each token: position p of a request is in block p / BLOCK of its table. */
 void attend(const struct shape *shape, struct rows query, const float *keys, const float *values,
             const int64_t *tables, int64_t table_stride, const int64_t *owners, const int64_t *positions,
             int64_t longest, float *out, int64_t tokens, int threads) {

@@ -1,8 +1,8 @@
-"""The attention function of models on a GPU: one operator that stores what is new and attends, whatever the step is.
+"""The attention function of models on a GPU: one operator that stores new keys and values, and attends.
 
-It is opaque to the compiler, and what it reads beside its arguments is the step that the thread is in: so a layer is
-one program for prompts and newest tokens alike. The storage is among its arguments although it is changed: the compiler
-is not told, since it would protect the cache by a copy.
+It is opaque to the compiler, and reads the thread's current step besides its arguments, so that prefill and decode
+share one compiled program per layer. The operator changes its storage arguments without declaring it: the compiler
+would copy the cache.
 """
 # No `from __future__ import annotations`: torch reads the operator's types from its annotations.
 
@@ -17,28 +17,22 @@ from transformers import AttentionInterface
 
 from headrace.inference.embedded.cuda.attention_kernels import store
 
+KVPair = tuple[Tensor, Tensor]
+"""Keys and values of one layer, [slot, head, dimension] each."""
 ATTENTION = "headrace_paged_cuda"
-"""The name under which the attention function is registered with transformers."""
+"""Name of the attention function in transformers' registry."""
 
 
 class Step(Protocol):
-    """What the tokens of a forward attend to."""
+    """The attention of a forward's tokens."""
 
     slots: Tensor
-    """Where in the storage the new keys and values go, by token; negative: nowhere."""
+    """Slot of each token's new keys and values; negative: not stored."""
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        storage: tuple[Tensor, Tensor],
-        *,
-        scaling: float,
-        window: int,
-        softcap: float,
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KVPair, *, scaling: float, window: int, softcap: float
     ) -> Tensor:
-        """[token, head, dimension] of all tokens, once the new keys and values are stored."""
+        """Return [token, head, dimension] of all tokens; their keys and values are stored already."""
 
 
 class _Current(threading.local):
@@ -49,8 +43,8 @@ _current = _Current()
 
 
 @contextmanager
-def attending(step: Step) -> Iterator[None]:
-    """Forwards in this block are of that step."""
+def current_step(step: Step) -> Iterator[None]:
+    """Set the thread's step for the forwards in the block."""
     _current.step = step
     try:
         yield
@@ -69,17 +63,17 @@ def _paged_attention(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """[1, head, token, dimension] gives [1, token, head, dimension]."""
+    """Attend from [1, head, token, dimension] to [1, token, head, dimension]."""
     step = _current.step
     assert step is not None
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]
     q, k, v = (states if states.stride(-1) == 1 else states.contiguous() for states in rows)
     if k.shape[1:] != key_cache.shape[1:] or v.shape[1:] != value_cache.shape[1:]:
-        raise ValueError(f"keys are {list(k.shape[1:])} a token, where the cache has {list(key_cache.shape[1:])}")
-    q, k = q.to(v.dtype), k.to(v.dtype)  # norms and rotation may have widened them
+        raise ValueError(f"keys are {list(k.shape[1:])} per token, but the cache has {list(key_cache.shape[1:])}")
+    q, k = q.to(v.dtype), k.to(v.dtype)  # norms and rotary embeddings may have widened them
     store(k, v, key_cache, value_cache, step.slots)
     attended = step.attend(q, k, v, (key_cache, value_cache), scaling=scaling, window=window, softcap=softcap)
-    return attended.contiguous()[None]  # as the compiler was told
+    return attended.contiguous()[None]  # as declared by register_fake
 
 
 @_paged_attention.register_fake
@@ -110,7 +104,7 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a whole step; the model's own mask is not used."""
+    """Compute the attention of the current step; the model's own mask is not used."""
     if s_aux is not None:
         raise NotImplementedError("attention sinks")
     output = torch.ops.headrace.paged_attention(

@@ -1,11 +1,11 @@
-"""Triton kernels for keys and values in blocks: new ones are stored, and the newest tokens attend to theirs.
+"""Triton kernels for the paged KV cache: storing of new keys and values, and decode attention.
 
 The query heads that share a key head are the rows of one small matrix product, so that every key is read once. Work is
-cut into items, stretches of one request's keys (see `items`); a request of several items is put together by a second
-kernel. Storage is [slot, head, dimension]: a head's row of a slot is 256 bytes in the usual models, which is as much as
-a memory controller wants at a time, and a slot is written as a whole.
+split into items, ranges of one request's keys (see `rows`); a second kernel combines the items of a request (as
+flash-decoding does). Storage is [slot, head, dimension]: a head's row of a slot is 256 bytes in the usual models, which
+suits the memory controller, and a slot is written as a whole.
 
-Softmax is computed in powers of two, which is what the hardware has.
+Softmax is computed in powers of two, as the hardware does.
 """
 
 # ruff: noqa: N803 (constants of a kernel are capitals)
@@ -21,18 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.inference.embedded.blocks import BLOCK
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
 
 LOG2E = 1.4426950408889634
-LEAST = 16
-"""Rows and columns that a matrix unit wants."""
+MIN_MATRIX_SIZE = 16
+"""Fewest rows and columns of a matrix product."""
 
 
 class Launch(NamedTuple):
-    """How the attention kernel is cut and scheduled."""
+    """Launch parameters of the attention kernel."""
 
     tile: int = 64
-    """Keys of one iteration."""
+    """Keys per iteration."""
     warps: int = 4
     stages: int = 3
 
@@ -41,7 +41,7 @@ DEFAULT = Launch()
 
 
 def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Write [token, head, dimension] to the slots; a negative one is nobody's."""
+    """Write [token, head, dimension] to the slots; tokens with a negative slot are not stored."""
     tokens, heads, dim = keys.shape
     width = heads * dim
     _store[(tokens,)](
@@ -88,18 +88,18 @@ def _store(
         tl.store(value_cache + slot * WIDTH + place, value, mask=inside)
 
 
-class Partial(NamedTuple):
-    """Where items leave what is put together afterwards."""
+class PartialResults(NamedTuple):
+    """Results of items that are combined afterwards, float32."""
 
     sums: Tensor
-    """[item, query head, dimension], float32."""
+    """[item, query head, dimension]."""
     stats: Tensor
     """[item, query head, 2]: the largest score, in powers of two, and the sum of weights."""
 
-
-def make_partial(items: int, heads: int, dim: int, device: torch.device) -> Partial:
-    sums = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
-    return Partial(sums, torch.empty(items, heads, 2, dtype=torch.float32, device=device))
+    @classmethod
+    def allocate(cls, items: int, heads: int, dim: int, device: torch.device) -> PartialResults:
+        sums = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
+        return cls(sums, torch.empty(items, heads, 2, dtype=torch.float32, device=device))
 
 
 def decode_attention(
@@ -110,7 +110,7 @@ def decode_attention(
     lengths: Tensor,
     items: Tensor,
     spans: Tensor,
-    partial: Partial,
+    partial: PartialResults,
     output: Tensor,
     *,
     scaling: float,
@@ -118,9 +118,9 @@ def decode_attention(
     softcap: float = 0.0,
     launch: Launch = DEFAULT,
 ) -> None:
-    """[request, query head, dimension] of one query per request, which is its last token.
+    """Write the attention of each request's last token to `output`, [request, query head, dimension].
 
-    `items` are [item, 4]: request, first key, the key after the last, and whether it is the request's only one.
+    `items` are [item, 4]: request, first key, the key after the last, and whether it is the request's only item.
     `spans` are [request, 2]: its first item and how many it has. `window` and `softcap` are off at 0.
     """
     rows, heads, dim = queries.shape
@@ -129,8 +129,8 @@ def decode_attention(
         "HEADS": key_cache.shape[1],
         "GROUP": shared_by,
         "DIM": dim,
-        "GROUP_PADDED": max(LEAST, triton.next_power_of_2(shared_by)),
-        "DIM_PADDED": max(LEAST, triton.next_power_of_2(dim)),
+        "GROUP_PADDED": max(MIN_MATRIX_SIZE, triton.next_power_of_2(shared_by)),
+        "DIM_PADDED": max(MIN_MATRIX_SIZE, triton.next_power_of_2(dim)),
     }
     _attend[(key_cache.shape[1], len(items))](
         queries,
@@ -149,13 +149,13 @@ def decode_attention(
         tables.stride(0),
         **sizes,
         TILE=launch.tile,
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=BLOCK_SIZE,
         WINDOW=window,
         CAPPED=softcap > 0,
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    _put_together[(key_cache.shape[1], rows)](partial.sums, partial.stats, spans, output, **sizes, num_warps=2)
+    _combine[(key_cache.shape[1], rows)](partial.sums, partial.stats, spans, output, **sizes, num_warps=2)
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def _attend(
 
 
 @triton.jit
-def _put_together(
+def _combine(
     sums,
     stats,
     spans,
@@ -248,7 +248,7 @@ def _put_together(
     GROUP_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """Requests of several items; rows without any get zeros."""
+    """Combine the items of each request with several; rows without items get zeros."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     count = tl.load(spans + row * 2 + 1)
@@ -268,7 +268,7 @@ def _put_together(
             weight = tl.load(stats + part * 2 + 1, mask=is_query, other=0.0)
             own_sums = tl.load(sums + part[:, None] * DIM + dim[None, :], mask=own, other=0.0)
             higher = tl.maximum(best, top)
-            # What lies before a window has nothing to add: there both may be minus infinity.
+            # Both may be minus infinity for keys before a sliding window, which add nothing.
             base = tl.where(higher == float("-inf"), 0.0, higher)
             fading, share = tl.exp2(best - base), tl.exp2(top - base)
             total = total * fading + weight * share

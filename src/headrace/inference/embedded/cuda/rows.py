@@ -1,7 +1,11 @@
-"""Who has which row of the arrays that a decoding step reads, and what these hold. Pinned memory, seen through numpy.
+"""Inputs of a decode step on a GPU: one row per request, staged in pinned memory that numpy writes.
 
-A request keeps its row from step to step, so that its blocks are written once and not at every step; where one leaves,
-the last takes its place. Everything but the tables of blocks is one buffer: one copy takes a step to the device.
+A request keeps its row from step to step, so that its block table is written once; when a request leaves, the last row
+takes its place. All inputs except block tables are one buffer, which one copy sends to the device.
+
+Attention splits the requests' keys into items of about the same length, so that the whole GPU has work. The number of
+items is fixed by the CUDA graph, and their length follows from the requests: many requests have one item each, few long
+ones have many.
 """
 
 from __future__ import annotations
@@ -12,16 +16,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.inference.embedded.blocks import BLOCK
-from headrace.inference.embedded.cuda.items import cut, room_for_items
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
 from headrace.inference.embedded.request import Request
 
-NOBODY = -1
-"""As a slot: nothing is stored. As an item's request: there is nothing to do."""
+UNUSED = -1
+"""As a slot: nothing is stored. As an item's request: the item is skipped."""
+MIN_ITEM_KEYS = 128
+"""Keys of an item that is not a request's last: combining shorter ones costs more than it gains."""
+ITEM_ALIGNMENT = 64
+"""Item lengths are multiples of this."""
+EXTRA_PROGRAMS = 2048
+"""Programs of the attention kernel beyond one per request and head: enough for 100 and more multiprocessors."""
 
 
-class Inputs:
-    """What one step reads, as tensors over one buffer: `rows` requests, and the items that their keys are cut into."""
+def max_items(requests: int, key_heads: int) -> int:
+    return requests + max(1, EXTRA_PROGRAMS // key_heads)
+
+
+def split_into_items(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split requests with these numbers of keys into at most `limit` items.
+
+    Returns [item, 4]: request, first key, the key after the last, whether it is the request's only item; and
+    [request, 2]: its first item and how many it has.
+    """
+    requests = len(lengths)
+    spare = limit - requests
+    longest = max(MIN_ITEM_KEYS, -(-int(lengths.sum()) // spare))
+    longest = -(-longest // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
+    counts = -(-lengths // longest)
+    firsts = np.cumsum(counts) - counts
+    even = -(-lengths // (counts * ITEM_ALIGNMENT)) * ITEM_ALIGNMENT  # of all items of a request but its last
+    owners = np.repeat(np.arange(requests), counts)
+    begins = (np.arange(len(owners)) - firsts[owners]) * even[owners]
+    ends = np.minimum(begins + even[owners], lengths[owners])
+    items = np.stack([owners, begins, ends, counts[owners] == 1], 1)
+    return items, np.stack([firsts, counts], 1)
+
+
+class DecodeInputs:
+    """Inputs of a step as tensors over one buffer, for `rows` requests and `items` items."""
 
     def __init__(self, buffer: Tensor, rows: int, items: int) -> None:
         self.buffer = buffer
@@ -32,7 +65,7 @@ class Inputs:
             size = dtype.itemsize * int(np.prod(shape))
             taken = buffer[place : place + size].view(dtype).view(shape)
             place += -(-size // 16) * 16
-            return taken.data  # to a compiler it is no view of anything
+            return taken.data  # not a view, to the compiler
 
         self.ids = take(torch.int64, rows)
         self.positions = take(torch.int64, rows)
@@ -45,21 +78,21 @@ class Inputs:
 
     @staticmethod
     def size(rows: int, items: int) -> int:
-        """Bytes, with what aligns them."""
+        """Return the bytes of the buffer, with alignment."""
         return rows * (3 * 8 + 5 * 4) + items * 16 + 8 * 16
 
 
-class Rows:
-    """The rows of up to `count` requests with up to `blocks` blocks each."""
+class DecodeRows:
+    """Rows of up to `count` requests with up to `blocks` blocks each."""
 
     def __init__(self, count: int, blocks: int, key_heads: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._room = room_for_items(count, key_heads)
+        self._max_items = max_items(count, key_heads)
         self._key_heads = key_heads
-        size = Inputs.size(count, self._room)
-        self.staged = Inputs(torch.zeros(size, dtype=torch.uint8, pin_memory=pinned), count, self._room)
-        self.inputs = Inputs(torch.zeros(size, dtype=torch.uint8, device=device), count, self._room)
-        """The same on the device."""
+        size = DecodeInputs.size(count, self._max_items)
+        self.staged = DecodeInputs(torch.zeros(size, dtype=torch.uint8, pin_memory=pinned), count, self._max_items)
+        self.inputs = DecodeInputs(torch.zeros(size, dtype=torch.uint8, device=device), count, self._max_items)
+        """The staged inputs on the device."""
         self._staged_tables = torch.zeros(count, blocks, dtype=torch.int32, pin_memory=pinned)
         self.tables = torch.zeros(count, blocks, dtype=torch.int32, device=device)
         self.requests: list[Request] = []
@@ -67,34 +100,33 @@ class Rows:
         self._row: dict[Request, int] = {}
         self._wanted: Sequence[Request] = []
         self._held = [0] * count
-        """Blocks of each row's table."""
-        self._losses = [0] * count
-        """How often its request had lost its blocks when they were written."""
+        """Blocks written to each row's table."""
+        self._resets = [0] * count
+        """Each request's `resets` when its table was written."""
         self._is_changed = False
-        """Whether the device's tables are older than those here."""
+        """Whether the device's tables are out of date."""
         self._arrays = {name: tensor.numpy() for name, tensor in vars(self.staged).items() if name != "buffer"}
         self._table_array = self._staged_tables.numpy()
 
-    def room(self, rows: int) -> int:
-        """Items for that many rows."""
-        return room_for_items(rows, self._key_heads)
+    def max_items(self, rows: int) -> int:
+        return max_items(rows, self._key_heads)
 
     def arrange(self, requests: Sequence[Request], rows: int) -> None:
-        """Give these requests alone rows, and stage their next step for `rows` of them; those beyond are nobody's."""
+        """Assign rows to these requests only, and stage their next step for `rows` rows, the rest of them unused."""
         if requests != self._wanted:
-            self._seat(requests)
+            self._assign_rows(requests)
         self._write_tables()
         self._write_inputs(rows)
 
     def send(self) -> None:
-        """Bring what is staged to the device."""
+        """Copy the staged inputs to the device."""
         self.inputs.buffer.copy_(self.staged.buffer, non_blocking=True)
         if self._is_changed:
             count = len(self.requests)
             self.tables[:count].copy_(self._staged_tables[:count], non_blocking=True)
             self._is_changed = False
 
-    def _seat(self, requests: Sequence[Request]) -> None:
+    def _assign_rows(self, requests: Sequence[Request]) -> None:
         self._wanted = list(requests)
         wanted = set(requests)
         for request in [other for other in self.requests if other not in wanted]:
@@ -102,19 +134,19 @@ class Rows:
             if last is not request:
                 self.requests[row] = last
                 self._row[last] = row
-                self._losses[row] = -1  # its table is written anew
+                self._resets[row] = -1  # rewrites its table
         for request in requests:
             if request not in self._row:
                 self._row[request] = len(self.requests)
-                self._losses[len(self.requests)] = -1
+                self._resets[len(self.requests)] = -1
                 self.requests.append(request)
 
     def _write_tables(self) -> None:
-        held, losses = self._held, self._losses
+        held, resets = self._held, self._resets
         for row, request in enumerate(self.requests):
             blocks = request.blocks
-            if losses[row] != request.losses:
-                losses[row] = request.losses
+            if resets[row] != request.resets:
+                resets[row] = request.resets
                 held[row] = 0
                 self._arrays["temperatures"][row] = request.params.temperature
             if held[row] != len(blocks):
@@ -127,18 +159,18 @@ class Rows:
         count = len(requests)
         lengths = np.array([len(request.tokens) for request in requests], dtype=np.int64)
         positions = lengths - 1
-        blocks = self._table_array[np.arange(count), positions // BLOCK]
-        items, spans = cut(lengths, self.room(rows))
-        for name, values, nothing in (
+        blocks = self._table_array[np.arange(count), positions // BLOCK_SIZE]
+        items, spans = split_into_items(lengths, self.max_items(rows))
+        for name, values, default in (
             ("ids", [request.tokens[-1] for request in requests], 0),
             ("positions", positions, 0),
             ("uniforms", [request.uniform() for request in requests], 0.0),
-            ("slots", blocks * BLOCK + positions % BLOCK, NOBODY),
+            ("slots", blocks * BLOCK_SIZE + positions % BLOCK_SIZE, UNUSED),
             ("lengths", lengths, 0),
             ("spans", spans, 0),
         ):
             arrays[name][:count] = values
-            arrays[name][count:rows] = nothing
+            arrays[name][count:rows] = default
         arrays["temperatures"][count:rows] = 1.0
         arrays["items"][: len(items)] = items
-        arrays["items"][len(items) : self.room(rows)] = NOBODY
+        arrays["items"][len(items) : self.max_items(rows)] = UNUSED

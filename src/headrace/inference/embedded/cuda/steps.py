@@ -1,59 +1,55 @@
-"""The two kinds of forwards on a GPU, and what their tokens attend to.
+"""The attention of the two kinds of forwards on a GPU.
 
-`Decoding`: the newest token of each request, through the paged kernel; it reads nothing but tensors that stay where
-they are, so that it can be captured. `Prefill`: stretches of prompts, through torch's varlen flash attention where that
-can compute them, and else, as on a CPU, in padded groups over gathered blocks.
+`DecodeStep`: the last token of each request, with the paged kernel; it reads only fixed tensors, so that it can be
+captured as a CUDA graph. `PrefillStep`: chunks of prompts, with torch's varlen flash attention where it supports the
+model, and otherwise, as on a CPU, in padded groups over gathered blocks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
-from headrace.inference.embedded.batch import Attention, Batch, make_batch
-from headrace.inference.embedded.blocks import BLOCK
-from headrace.inference.embedded.cuda.attention_kernels import Partial, decode_attention
-from headrace.inference.embedded.cuda.rows import Rows
-from headrace.inference.embedded.cuda.varlen import varlen_attention
-from headrace.inference.embedded.kv_cache import attend_in_group, gathered
+from headrace.inference.embedded.batch import AttentionGroup, Batch, make_batch
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
+from headrace.inference.embedded.cuda.attention import KVPair
+from headrace.inference.embedded.cuda.attention_kernels import PartialResults, decode_attention
+from headrace.inference.embedded.cuda.rows import DecodeRows
+from headrace.inference.embedded.kv_cache import attend_in_group, gather_blocks
 from headrace.inference.embedded.scheduler import Chunk
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
-GATHERED = 1 << 17
-"""Keys of the cache that are read at once for prompts, if no single one has more: they are copied for that."""
+MAX_GATHERED_KEYS = 1 << 17
+"""Cached keys that a prefill copies together, unless a single request has more."""
+# Before torch 2.12 grouped heads need no argument.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-class Decoding:
-    """One token for each of the first `rows` rows."""
+class DecodeStep:
+    """One token of each of the first `count` rows."""
 
-    def __init__(self, rows: Rows, count: int, partial: Partial) -> None:
+    def __init__(self, rows: DecodeRows, count: int, partial: PartialResults) -> None:
         inputs = rows.inputs
         self.ids, self.positions = inputs.ids[:count], inputs.positions[:count]
         self.temperatures, self.uniforms = inputs.temperatures[:count], inputs.uniforms[:count]
         self.slots = inputs.slots[:count]
         self._tables, self._lengths = rows.tables[:count], inputs.lengths[:count]
-        self._items, self._spans = inputs.items[: rows.room(count)], inputs.spans[:count]
+        self._items, self._spans = inputs.items[: rows.max_items(count)], inputs.spans[:count]
         self._partial = partial
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        storage: tuple[Tensor, Tensor],
-        *,
-        scaling: float,
-        window: int,
-        softcap: float,
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KVPair, *, scaling: float, window: int, softcap: float
     ) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode_attention(
             query,
-            *storage,
+            *cache,
             self._tables,
             self._lengths,
             self._items,
@@ -67,24 +63,25 @@ class Decoding:
         return output
 
 
-class _Stretches(NamedTuple):
-    """Chunks that attend in one call."""
+class _VarlenCall(NamedTuple):
+    """Chunks that attend in one call of varlen attention."""
 
     queries: slice
     """Of the tokens of the step."""
     slots: Tensor | None
-    """Where their keys are in the cache; None: they are the tokens' own."""
+    """Slots of their keys in the cache; None: the keys of the step's own tokens."""
     query_begins: Tensor
     key_begins: Tensor
     longest_query: int
     longest_key: int
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, storage: tuple[Tensor, Tensor], scaling: float, window: int
-    ) -> Tensor:
-        if self.slots is not None:
-            key, value = (_selected(states, self.slots) for states in storage)
-        return varlen_attention(
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: KVPair, scaling: float, window: int) -> Tensor:
+        """Return [token, head, dimension]; a chunk's queries are the last tokens of its keys."""
+        if self.slots is not None:  # gathers whole rows of all heads
+            key, value = (
+                states.view(len(states), -1).index_select(0, self.slots).view(-1, *states.shape[1:]) for states in cache
+            )
+        output = varlen_attn(
             query[self.queries],
             key,
             value,
@@ -92,19 +89,22 @@ class _Stretches(NamedTuple):
             self.key_begins,
             self.longest_query,
             self.longest_key,
-            scaling=scaling,
-            window=window,
+            scale=scaling,
+            window_size=(window - 1 if window else -1, 0),
+            **_GROUPED,
         )
+        assert isinstance(output, Tensor)  # and not a pair, as with more outputs
+        return output
 
 
-class Prefill:
-    """Stretches of requests' tokens, back to back. `chunks` are in the order of the tokens."""
+class PrefillStep:
+    """Chunks of requests' tokens in one row; `chunks` are in the order of the tokens."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, dtype: torch.dtype, *, flash: bool) -> None:
-        self.groups: list[Attention] = []
-        self.stretches: list[_Stretches] = []
+        self.groups: list[AttentionGroup] = []
+        self.calls: list[_VarlenCall] = []
         if flash:
-            self.chunks = _joined(chunks)
+            self.chunks = _join(chunks)
             self._lay_out(device)
         else:
             batch: Batch = make_batch(chunks, device, dtype)
@@ -112,7 +112,7 @@ class Prefill:
             self.ids, self.positions, self.slots, self.groups = batch.ids, batch.positions, batch.slots, batch.groups
 
     def _lay_out(self, device: torch.device) -> None:
-        """Everything in one copy to the device."""
+        """Create all tensors with one copy to the device."""
         chunks = self.chunks
         starts = np.array([chunk.start for chunk in chunks])
         ends = np.array([chunk.end for chunk in chunks])
@@ -120,9 +120,9 @@ class Prefill:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         slots = np.concatenate([_slots(chunk, chunk.start) for chunk in chunks])
         parts = [ids, positions, slots]
-        is_cached = bool(starts.any())  # of some the beginning is in the cache already
-        together = [*_together(ends)] if is_cached else [slice(0, len(chunks))]
-        for each in together:
+        is_cached = bool(starts.any())  # some chunks begin after cached tokens
+        calls = [*_split_by_keys(ends)] if is_cached else [slice(0, len(chunks))]
+        for each in calls:
             parts.append(np.cumsum([0, *(ends - starts)[each]]))
             if is_cached:
                 parts += [np.cumsum([0, *ends[each]]), np.concatenate([_slots(chunk, 0) for chunk in chunks[each]])]
@@ -131,11 +131,11 @@ class Prefill:
         self.ids, self.positions, self.slots, *more = torch.split(on_device, [len(part) for part in parts])
         tensors = iter(more)
         begins = np.cumsum([0, *(ends - starts)]).tolist()
-        for each in together:
+        for each in calls:
             query_begins = next(tensors).int()
             key_begins = next(tensors).int() if is_cached else query_begins
-            self.stretches.append(
-                _Stretches(
+            self.calls.append(
+                _VarlenCall(
                     slice(begins[each.start], begins[each.stop]),
                     next(tensors) if is_cached else None,
                     query_begins,
@@ -146,30 +146,22 @@ class Prefill:
             )
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        storage: tuple[Tensor, Tensor],
-        *,
-        scaling: float,
-        window: int,
-        softcap: float,
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KVPair, *, scaling: float, window: int, softcap: float
     ) -> Tensor:
         if self.groups:
             parts = []
             for group in self.groups:
                 assert group.blocks is not None
-                keys, values = (gathered(states, group.blocks) for states in storage)
+                keys, values = (gather_blocks(states, group.blocks) for states in cache)
                 mask = group.mask(window or None)
                 parts.append(attend_in_group(group, query, keys, values, mask, scaling, softcap or None))
             return torch.cat(parts)
-        attended = [each.attend(query, key, value, storage, scaling, window) for each in self.stretches]
+        attended = [each.attend(query, key, value, cache, scaling, window) for each in self.calls]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def can_flash(dtype: torch.dtype, dim: int, device: torch.device, softcap: float | None) -> bool:
-    """Whether torch's varlen kernel computes this model's attention."""
+    """Return whether torch's varlen attention supports a model."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -180,8 +172,8 @@ def can_flash(dtype: torch.dtype, dim: int, device: torch.device, softcap: float
     )
 
 
-def _joined(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Chunks of a request that follow each other as one: there is no need to attend piece by piece."""
+def _join(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Join consecutive chunks of a request, which flash attention need not compute separately."""
     joined: list[Chunk] = []
     for chunk in chunks:
         if joined and joined[-1].request is chunk.request and joined[-1].end == chunk.start:
@@ -191,23 +183,18 @@ def _joined(chunks: Sequence[Chunk]) -> list[Chunk]:
     return joined
 
 
-def _together(ends: np.ndarray) -> Iterator[slice]:
-    """Chunks with these numbers of keys, cut where there would be too many to read at once."""
+def _split_by_keys(ends: np.ndarray) -> Iterator[slice]:
+    """Split chunks with these numbers of keys so that `MAX_GATHERED_KEYS` bounds each part."""
     first, keys = 0, 0
-    for place, count in enumerate(ends.tolist()):
-        if place > first and keys + count > GATHERED:
-            yield slice(first, place)
-            first, keys = place, 0
+    for index, count in enumerate(ends.tolist()):
+        if index > first and keys + count > MAX_GATHERED_KEYS:
+            yield slice(first, index)
+            first, keys = index, 0
         keys += count
     yield slice(first, len(ends))
 
 
 def _slots(chunk: Chunk, start: int) -> np.ndarray:
-    """Where the keys of a request's tokens are, from `start` to the chunk's end."""
+    """Return the slots of a request's tokens from `start` to the chunk's end."""
     positions = np.arange(start, chunk.end)
-    return np.array(chunk.request.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
-
-
-def _selected(states: Tensor, slots: Tensor) -> Tensor:
-    """[token, head, dimension] of those slots. As rows of all heads: that moves whole rows."""
-    return states.view(len(states), -1).index_select(0, slots).view(-1, *states.shape[1:])
+    return np.array(chunk.request.blocks)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -1,7 +1,7 @@
-"""`kernels.c` as functions: compiled once for a process, by the compiler of the machine, for its very CPU.
+"""The functions of `kernels.c`, compiled once per process by the machine's C compiler, for its CPU.
 
-That takes half a second, and no file is kept that could be out of date. Its threads are torch's: a second pool would
-fight it for the cores. So it is linked with the GNU OpenMP that torch has loaded, which is known on Linux alone.
+Compilation takes half a second, and no file is kept that could be out of date. The kernels use torch's threads, since a
+second pool would compete for the cores: they are linked with the GNU OpenMP that torch has loaded (Linux only).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
-    *("-shared", "-nodefaultlibs", "-Wl,-z,defs"),  # with the OpenMP that is named, and none that the compiler adds
+    *("-shared", "-nodefaultlibs", "-Wl,-z,defs"),  # no OpenMP but the one that is named
 )
 COMPILERS = ("gcc", "cc")
-"""In the order in which they are tried. Clang links its own OpenMP, which torch has not loaded: it fails."""
+"""In the order in which they are tried. Clang fails: it links its own OpenMP, which torch has not loaded."""
 COMPILE_TIMEOUT_S = 60
 
 _number, _pointer, _float, _threads = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 
 
-class Shape(ctypes.Structure):
-    """`struct shape` of a layer's attention."""
+class AttentionShape(ctypes.Structure):
+    """`struct shape`: sizes and settings of a layer's attention."""
 
     _fields_ = (
         ("query_heads", _number),
@@ -47,16 +47,16 @@ class Shape(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """`struct rows`."""
+    """`struct rows`: one row of consecutive numbers per token."""
 
     _fields_ = (("first", _pointer), ("stride", _number))
 
 
-NOTHING = Rows(None, 0)
+NO_ROWS = Rows(None, 0)
 
 
 def rows(states: Tensor) -> Rows:
-    """[1, token, number], where numbers lie side by side."""
+    """Return the rows of a [1, token, number] tensor whose numbers are contiguous."""
     return Rows(states.data_ptr(), states.stride(1))
 
 
@@ -64,37 +64,39 @@ SIGNATURES = {
     "add_and_norm": (_pointer, Rows, _pointer, _float, _pointer, _number, _number, _threads),
     "gate_with_silu": (Rows, Rows, _pointer, _number, _number, _threads),
     "rotate_and_store": (
-        *(ctypes.POINTER(Shape), Rows, Rows, Rows),
+        *(ctypes.POINTER(AttentionShape), Rows, Rows, Rows),
         *(_pointer, _pointer, _pointer, _pointer, _pointer, _number, _threads),
     ),
     "attend": (
-        *(ctypes.POINTER(Shape), Rows, _pointer, _pointer),
+        *(ctypes.POINTER(AttentionShape), Rows, _pointer, _pointer),
         *(_pointer, _number, _pointer, _pointer, _number, _pointer, _number, _threads),
     ),
 }
 
 
 @cache
-def kernels() -> ctypes.CDLL | None:
-    """The functions of `SIGNATURES`; None, and a line in the log, where they cannot be had."""
+def load_kernels() -> ctypes.CDLL | None:
+    """Compile and return the functions of `SIGNATURES`; None, with a log line, if they cannot be compiled."""
     compilers = list(filter(None, map(shutil.which, COMPILERS)))
-    openmp = _loaded_openmp()
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text().splitlines() if maps.exists() else []
+    openmp = next((line[line.index("/") :] for line in loaded if "/libgomp" in line), None)
     if not compilers or openmp is None:
         log.info("layers are not fused: there is no %s", "GNU OpenMP in torch" if openmp is None else "C compiler")
         return None
-    problems = []
+    errors = []
     for compiler in compilers:
         try:
             return _compile(compiler, openmp)
         except (OSError, subprocess.SubprocessError) as error:
-            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-            problems.append(f"{compiler} failed: {said.strip()[-500:]}")
-    log.warning("layers are not fused: %s", "; ".join(problems))
+            output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+            errors.append(f"{compiler} failed: {output.strip()[-500:]}")
+    log.warning("layers are not fused: %s", "; ".join(errors))
     return None
 
 
 def _compile(compiler: str, openmp: str) -> ctypes.CDLL:
-    """Return the functions. Raises OSError also where nothing may be executed out of the temporary folder."""
+    """Compile the kernels; raises OSError also if the temporary folder does not allow execution."""
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "kernels.so")
         command = [compiler, *FLAGS, str(SOURCE), "-o", library, openmp, "-lm", "-lc"]
@@ -104,10 +106,3 @@ def _compile(compiler: str, openmp: str) -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.argtypes, function.restype = signature, None
     return loaded
-
-
-def _loaded_openmp() -> str | None:
-    """The file of the GNU OpenMP that this process has loaded."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    return next((line[line.index("/") :] for line in lines if "/libgomp" in line), None)

@@ -1,8 +1,8 @@
-"""Choosing tokens on a GPU: Triton kernels that do what `sampling.sample` does for rows that truncate nothing.
+"""Triton kernels for sampling: the same as `sampling.sample`, for rows without truncation.
 
-One pass over the logits leaves the largest and the sum of each tile of the vocabulary; a second finds the tile in which
-the cumulative distribution passes the row's uniform number, and the token in that tile. The same number means the same
-token as there, up to rounding, and nothing of the vocabulary's size is written.
+One pass over the logits computes the maximum and the sum of each tile of the vocabulary; a second finds the tile in
+which the cumulative distribution passes the row's uniform number, and the token in that tile. The same uniform number
+gives the same token as `sampling.sample`, up to rounding, and nothing of the vocabulary's size is written.
 """
 
 # ruff: noqa: N803 (constants of a kernel are capitals)
@@ -21,45 +21,41 @@ from torch import Tensor
 TILE = 4096
 
 
-class Tiles(NamedTuple):
-    """What the first pass leaves: [row, tile] each."""
+class TileStats(NamedTuple):
+    """Results of the first pass: [row, tile] each."""
 
     tops: Tensor
     sums: Tensor
     places: Tensor
-    """Of the largest, within its tile."""
+    """Index of the maximum within its tile."""
+
+    @classmethod
+    def allocate(cls, rows: int, vocab: int, device: torch.device, tile: int = TILE) -> TileStats:
+        shape, types = (rows, triton.cdiv(vocab, tile)), (torch.float32, torch.float32, torch.int32)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for dtype in types))
 
 
-def make_tiles(rows: int, vocab: int, device: torch.device, tile: int = TILE) -> Tiles:
-    shape = rows, triton.cdiv(vocab, tile)
-    return Tiles(
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
-    )
-
-
-def choose(
+def sample_tokens(
     logits: Tensor,
     temperatures: Tensor,
     uniforms: Tensor,
     chosen: Tensor,
-    tiles: Tiles,
+    tiles: TileStats,
     *,
     tile: int = TILE,
     warps: int = 8,
 ) -> None:
     """Write each row's token and its logprob over the whole vocabulary to `chosen`, [2, rows] in float64.
 
-    A temperature of 0 takes the most likely token, with its logprob at temperature 1. `tiles` has room for all rows.
+    A temperature of 0 takes the most likely token, with its logprob at temperature 1. `tiles` has enough rows.
     """
     rows, vocab = logits.shape
     count = triton.cdiv(vocab, tile)
     assert logits.stride(1) == chosen.stride(1) == 1 and tiles.tops.shape[1] == count
-    _look[(count, rows)](
+    _reduce_tiles[(count, rows)](
         logits, temperatures, *tiles, logits.stride(0), VOCAB=vocab, TILES=count, TILE=tile, num_warps=warps
     )
-    _choose[(rows,)](
+    _choose_token[(rows,)](
         logits,
         temperatures,
         uniforms,
@@ -76,7 +72,7 @@ def choose(
 
 
 @triton.jit
-def _look(
+def _reduce_tiles(
     logits,
     temperatures,
     tops,
@@ -99,12 +95,12 @@ def _look(
     base = tl.where(top == float("-inf"), 0.0, top)
     where = row * TILES + tile
     tl.store(tops + where, top)
-    tl.store(sums + where, tl.sum(tl.exp(scores - base), 0))  # not a number if any score is none
+    tl.store(sums + where, tl.sum(tl.exp(scores - base), 0))  # NaN if any score is NaN
     tl.store(places + where, tl.argmax(numbers, 0).to(tl.int32))
 
 
 @triton.jit
-def _choose(
+def _choose_token(
     logits,
     temperatures,
     uniforms,

@@ -7,8 +7,8 @@ import struct
 import pytest
 import torch
 
-from headrace.inference.weights import tensor_bytes
-from headrace.inference.weights.tensor_bytes import bytes_of, digest, tensors_in
+from headrace.inference.weights import buffers
+from headrace.inference.weights.buffers import as_bytes, digest, view_tensors
 from headrace.transport.weights_link import TensorSpan
 
 MASK = (1 << 64) - 1
@@ -33,7 +33,7 @@ def as_row(content: bytes) -> torch.Tensor:
 def test_the_digest_is_the_one_that_is_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     content = random.Random(0).randbytes(8 * 37)
     assert int(digest(as_row(content))) == by_hand(content)
-    monkeypatch.setattr(tensor_bytes, "WORDS_AT_ONCE", 8)
+    monkeypatch.setattr(buffers, "CPU_DIGEST_WORDS", 8)
     assert int(digest(as_row(content))) == by_hand(content)
 
 
@@ -57,15 +57,15 @@ def test_signs_that_change_in_two_places_do_not_cancel_out() -> None:
     for first, second in itertools.combinations(range(32), 2):
         flipped = row.clone()
         flipped[[first, second]] *= -1
-        seen.add(int(digest(bytes_of(flipped))))
-    assert len({int(digest(bytes_of(row))), *seen}) == 1 + 32 * 31 // 2
+        seen.add(int(digest(as_bytes(flipped))))
+    assert len({int(digest(as_bytes(row))), *seen}) == 1 + 32 * 31 // 2
 
 
 def test_tensors_come_back_as_views_of_the_row() -> None:
     matrix = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     scalar, nothing = torch.tensor(7, dtype=torch.int64), torch.empty(0, 4)
-    row = torch.cat([bytes_of(matrix), torch.zeros(4, dtype=torch.uint8), bytes_of(scalar), bytes_of(nothing)])
-    found = tensors_in(
+    row = torch.cat([as_bytes(matrix), torch.zeros(4, dtype=torch.uint8), as_bytes(scalar), as_bytes(nothing)])
+    found = view_tensors(
         row,
         [
             TensorSpan("matrix", "bfloat16", [2, 3], 0),
@@ -81,4 +81,4 @@ def test_tensors_come_back_as_views_of_the_row() -> None:
 
 def test_a_transposed_tensor_is_written_in_the_order_of_its_indices() -> None:
     tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    assert torch.equal(bytes_of(tensor.t()).view(torch.float32), torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]))
+    assert torch.equal(as_bytes(tensor.t()).view(torch.float32), torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]))

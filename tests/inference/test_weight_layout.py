@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from headrace.inference.embedded import cpu_layout
-from headrace.inference.embedded.cpu_layout import lay_out_for_small_batches
+from headrace.inference.embedded.cpu import weight_layout
+from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from tests.inference.conftest import make_qwen3
 
 NEVER = 1 << 60
@@ -43,7 +43,7 @@ def logits(model: PreTrainedModel, tokens: int) -> torch.Tensor:
 def test_a_model_gives_the_same_logits_before_and_after_new_weights(
     make: type, packed_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_layout, "PACKED", packed_from)
+    monkeypatch.setattr(weight_layout, "MIN_PACKED_ENTRIES", packed_from)
     plain = make()
     model = copy.deepcopy(plain)
     lay_out_for_small_batches(model)
@@ -58,10 +58,10 @@ def test_a_model_gives_the_same_logits_before_and_after_new_weights(
 
 def test_layers_with_one_input_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     products = []
-    multiply = cpu_layout._multiply_packed
-    monkeypatch.setattr(cpu_layout, "PACKED", 0)
+    multiply = weight_layout._multiply_packed
+    monkeypatch.setattr(weight_layout, "MIN_PACKED_ENTRIES", 0)
     monkeypatch.setattr(
-        cpu_layout, "_multiply_packed", lambda h, w, b: products.append(h.shape[-1]) or multiply(h, w, b)
+        weight_layout, "_multiply_packed", lambda h, w, b: products.append(h.shape[-1]) or multiply(h, w, b)
     )
     model = make_qwen2()
     lay_out_for_small_batches(model)
@@ -78,7 +78,7 @@ def test_what_a_layer_gives_may_be_changed_in_place_without_harm_to_its_sisters(
     def add_one(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
         output[0].add_(1.0)
 
-    monkeypatch.setattr(cpu_layout, "PACKED", 0)
+    monkeypatch.setattr(weight_layout, "MIN_PACKED_ENTRIES", 0)
     plain, model = make_qwen2(), make_qwen2()
     lay_out_for_small_batches(model)
     for each in (plain, model):

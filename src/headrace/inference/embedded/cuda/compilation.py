@@ -1,0 +1,110 @@
+"""Compiled decoder layers, and CUDA graphs of whole decode steps.
+
+All layers share one compiled program for any number of tokens above one, and a second one where layers differ. Outside
+of `compiled` blocks the model runs uncompiled, with its hooks.
+
+Graphs are captured for a few batch sizes before the first request. A graph reads its inputs from fixed tensors, and all
+graphs share one memory pool: the output of one is valid until another runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+MAX_PROGRAMS = 64
+"""Compiled programs per kind of layer, beyond which the compiler would run new ones uncompiled."""
+WARM_UP_RUNS = 2
+"""Runs before a capture, for the initialization of libraries and compiled kernels."""
+
+
+class CompiledLayers:
+    """Gives each layer of a model a compiled `forward` besides its own."""
+
+    def __init__(self, model: Any) -> None:
+        self._is_on = False
+        kinds = set(model._no_split_modules or ())
+        for module in [module for module in model.modules() if type(module).__name__ in kinds]:
+            plain = getattr(module.forward, "plain", module.forward)  # of a model that had an engine before
+            module.forward = self._switchable(plain, torch.compile(plain, dynamic=True))
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Run layers compiled in the block."""
+        settings = torch._dynamo.config  # thread-local from torch 2.12 on
+        if settings.recompile_limit < MAX_PROGRAMS:
+            settings.recompile_limit = MAX_PROGRAMS
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def _switchable(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if self._is_on else plain)(*args, **kwargs)
+
+        vars(forward)["plain"] = plain
+        return forward
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Return 2, 4, 8, ... and from 32 on also the middle between two; the last is at least `largest`."""
+    sizes = [2]
+    while sizes[-1] < largest:
+        last = sizes[-1]
+        power = 1 << (last.bit_length() - 1)
+        sizes.append(last + power // 2 if last >= 32 and last == power else 2 * power)
+    return sizes
+
+
+class DecodeGraphs(Generic[T]):
+    """CUDA graphs of `compute(size)`; its result is overwritten by the next run of any size."""
+
+    def __init__(self, compute: Callable[[int], T]) -> None:
+        self._compute = compute
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._pool: Any = None
+
+    def capture(self, sizes: Iterable[int]) -> None:
+        with gc_disabled():
+            for size in sorted(sizes, reverse=True):  # small graphs reuse the memory of large ones
+                self._capture(size)
+
+    def run(self, size: int) -> T:
+        graph, result = self._captured[size]
+        graph.replay()
+        return result
+
+    def _capture(self, size: int) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                self._compute(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate during the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = self._compute(size)
+        self._pool = graph.pool()
+        self._captured[size] = graph, result
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Collect garbage, then disable collections in the block: freeing may synchronize, which breaks a capture."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
