@@ -1,4 +1,4 @@
-"""Tasks, episodes and rewards: what an environment is written with. Never imports torch."""
+"""Tasks, episodes and rewards: the API for writing environments. Never imports torch."""
 
 from headrace.environments.base import Context, Environment, EpisodeError, Reply
 from headrace.environments.chat import Chat

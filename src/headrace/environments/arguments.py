@@ -1,4 +1,4 @@
-"""Checks of the arguments that a run file gives to an environment. A `BadArgument` names the one that does not fit."""
+"""Checks of an environment's arguments from a run file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Made = TypeVar("Made")
 
 
 class BadArgument(BadInput):
-    """An argument that is missing, unknown, or has a value that will not do."""
+    """An argument that is missing, unknown, or has an invalid value."""
 
 
 def bound(
     function: Callable[..., Made], args: dict[str, Any], first: Sequence[Any] = (), within: str = ""
 ) -> Callable[[], Made]:
-    """Check the arguments, those without a name first, and return the function with them, to be called later.
+    """Check that the function takes these positional and keyword arguments, and return it with them bound.
 
-    `within` goes before the name of one in an error, such as `task_args.`.
+    `within` is a prefix of argument names in errors, such as `task_args.`.
     """
     signature = inspect.signature(function)
     try:
@@ -50,7 +50,7 @@ def import_argument(name: str, path: str) -> Any:
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """A whole number from `low` to `high`, both included."""
+    """Raise unless the value is an integer from `low` to `high`, both included."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
     if not fits:
         bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
@@ -68,7 +68,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 
 
 def check_letters(name: str, value: Any, letters: Collection[str]) -> None:
-    """A text of at least one of these letters, in any order and number."""
+    """Raise unless the value is a text of one or more of these letters."""
     if not (isinstance(value, str) and value and set(value) <= set(letters)):
         raise BadArgument(f"expected a text of one or more of {' '.join(letters)}", key=name, value=value)
 

@@ -1,8 +1,7 @@
-"""A conversation with the model, exact to the token.
+"""A conversation with the model: messages, turns, tool calls, and its end.
 
-`Chat` keeps the messages and the turns of one agent, runs the tools it calls, and knows when the conversation is over.
-Which tokens a turn was made of is the context's business: it goes on from the exact tokens of the last turn where the
-chat format allows that, and renders the conversation anew where it does not.
+Tokens are the context's concern: it continues the exact tokens of the last turn where the chat format allows that, and
+renders the conversation again where it does not.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from headrace.rollout.types import Message, Rollout, Turn
 
 
 class Chat:
-    """One agent's side of an episode. `tools` are functions with type hints; `max_turns` bounds its replies.
+    """One agent's part of an episode. `tools` are functions with type hints; `max_turns` limits its replies.
 
-    With `describe_tools` false the model is not told of its tools: for one that was trained to call them anyway.
+    With `describe_tools` false the tools are not in the prompt, for a model that was trained to call them anyway.
 
     ```
     chat = Chat(context, "Guess a number from 1 to 10.", max_turns=5)
@@ -44,9 +43,12 @@ class Chat:
         self.messages: list[Message] = []
         self.turns: list[Turn] = []
         self.stop_reason = ""
-        """Why the conversation cannot go on: "truncated", "context_full", "max_turns", or what `stop` was given."""
+        """Why the conversation ended: "truncated", "context_full", "max_turns", or the argument of `stop`."""
         self._context = context
-        self._tools = _by_name(tools)
+        self._tools: dict[str, Tool] = {}
+        for tool in (each if isinstance(each, Tool) else Tool(each) for each in tools):
+            if self._tools.setdefault(tool.name, tool) is not tool:
+                raise TypeError(f"two tools have the name {tool.name}")
         self._schemas = [tool.schema for tool in self._tools.values()] if describe_tools else []
         self._max_turns = max_turns
         self._agent = agent
@@ -62,7 +64,7 @@ class Chat:
 
     @property
     def text(self) -> str:
-        """What the model said last; empty before it said anything."""
+        """The text of the last reply; empty before the first."""
         return self._last.text if self._last is not None else ""
 
     def say(self, content: str, role: str = "user") -> None:
@@ -70,14 +72,14 @@ class Chat:
         self.messages.append({"role": role, "content": content})
 
     def stop(self, reason: str) -> None:
-        """End the conversation: from now on there are no replies."""
+        """End the conversation: `reply` returns None from now on."""
         self.stop_reason = self.stop_reason or reason
 
     async def reply(self, max_tokens: int | None = None) -> Reply | None:
-        """The model's next message; None once the conversation is over.
+        """Return the model's next reply; None once the conversation is over.
 
-        A reply that was cut off is the last one. One for which there is no room left within `seq_len` is not asked for,
-        unless it is the first: that is an error.
+        A truncated reply is the last one. A conversation without room for a reply within `seq_len` ends; for the first
+        reply, `PromptTooLong` is raised.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -100,7 +102,7 @@ class Chat:
         return reply
 
     async def act(self, max_tokens: int | None = None) -> Reply | None:
-        """Replies, with their tool calls run, until one calls no tool. None if the conversation ended before."""
+        """Run the tool calls of replies until one has none; return it, or None if the conversation ended first."""
         while reply := await self.reply(max_tokens):
             if not reply.tool_calls:
                 return reply
@@ -109,16 +111,16 @@ class Chat:
         return None
 
     async def run_tools(self, reply: Reply) -> None:
-        """Run what a reply calls, one after another, and tell the model what came of each."""
+        """Run the tool calls of a reply, one after another, and add their results as messages."""
         for call in reply.tool_calls:
             content, succeeded = await run_call(self._tools, call)
             self._metrics["tool_calls"] = self._metrics.get("tool_calls", 0) + 1
             self._metrics["tool_errors"] = self._metrics.get("tool_errors", 0) + (not succeeded)
-            told = {"role": "tool", "tool_call_id": call.id, "content": content}
-            self.messages.append(told | ({"name": call.name} if is_plain(call.name) else {}))
+            message = {"role": "tool", "tool_call_id": call.id, "content": content}
+            self.messages.append(message | ({"name": call.name} if is_plain(call.name) else {}))
 
     def rollout(self, rewards: Mapping[str, float], metrics: Mapping[str, float] | None = None) -> Rollout:
-        """What the conversation came to."""
+        """Return the conversation as a rollout with these rewards."""
         return Rollout(
             agent=self._agent,
             trainable=self._trainable,
@@ -129,11 +131,3 @@ class Chat:
             truncated=self.stop_reason in ("truncated", "context_full"),
             stop_reason=self.stop_reason,
         )
-
-
-def _by_name(tools: Sequence[Callable[..., Any] | Tool]) -> dict[str, Tool]:
-    found: dict[str, Tool] = {}
-    for tool in (given if isinstance(given, Tool) else Tool(given) for given in tools):
-        if found.setdefault(tool.name, tool) is not tool:
-            raise TypeError(f"two tools have the name {tool.name}: a model could not tell them apart")
-    return found

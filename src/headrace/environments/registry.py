@@ -1,5 +1,5 @@
-"""Environments by id: a name that ships with Headrace, `library:name` for one that another library has, or
-`package.module:Class` for a user's own."""
+"""Environments by id: the name of a shipped one, `library:name` for one of another library, or the import path
+`package.module:Class`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ ADAPTERS = {
     "textarena": "headrace.environments.adapters.textarena:TextArena",
     "verifiers": "headrace.environments.adapters.verifiers:VerifiersTaskset",
 }
-"""By library, who makes an environment of a name that it has: the name is the first argument, `args` are the others."""
+"""By library, the class that adapts its environments: the name is the first argument, `args` are the others."""
 
 
 class EnvironmentNotFound(BadInput):
-    """No environment has this id, or it does not take its args. The message says what there is."""
+    """An unknown environment id, or args that the environment does not take."""
 
 
 def location_of(identifier: str) -> tuple[str, list[str]]:
-    """The import path behind an id, and the name that is its first argument, if it is in another library."""
+    """Return the import path of an id, and the adapter's first argument for environments of other libraries."""
     library, separator, name = identifier.partition(":")
     if separator and library in ADAPTERS:
         return ADAPTERS[library], [name]
@@ -51,11 +51,11 @@ def location_of(identifier: str) -> tuple[str, list[str]]:
 
 
 def load_environment(identifier: str, args: dict[str, Any], key: str = "environment") -> Environment:
-    """Construct an environment from its id and the `args` of its config. What its own code raises is left as it is.
+    """Construct an environment from its id and args. Exceptions of its own code are not wrapped.
 
-    An error names `key`, to which the user set the id, or `args` beside it.
+    `key` is the run file's key of the id, for errors; the key of `args` is derived from it.
     """
-    location, named = location_of(identifier)
+    location, first_args = location_of(identifier)
     if ":" not in location:
         close = difflib.get_close_matches(identifier, SHIPPED, n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
@@ -69,7 +69,7 @@ def load_environment(identifier: str, args: dict[str, Any], key: str = "environm
         )
     kind = imports.load(location, key)
     try:
-        environment = bound(kind, args, named)()
+        environment = bound(kind, args, first_args)()
     except BadArgument as error:
         section = key.rpartition(".")[0]
         place = f"{section}.args" if section else "args"

@@ -1,4 +1,4 @@
-"""Episodes without a model: replies that follow a script. For demonstrations, for probing, for tests."""
+"""Episodes with scripted replies instead of a model: for demonstrations, probing and tests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headrace.errors import BadInput
 from headrace.rollout.types import Message, Rollout, Task, Turn
 
 Answer = Callable[[Sequence[Message]], Message | str | Reply]
-"""The next reply to a conversation: a text, a message (perhaps with tool calls), or a whole reply."""
+"""Returns the next reply to a conversation: a text, a message (perhaps with tool calls), or a whole reply."""
 
-PATIENCE = 100
-"""Episodes in a row with nothing to show before there seems to be nothing."""
+MAX_EMPTY_EPISODES = 100
+"""Episodes in a row without a trainable rollout before `demonstrate` gives up."""
 _NUMBER = re.compile(r"\d{1,15}")
 
 
 class Script:
-    """A context that asks nobody. `calls` holds what was asked: messages and tools."""
+    """A context with scripted replies. `calls` has the messages and tools of each call."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -37,16 +37,16 @@ class Script:
         return as_reply(self._answer(messages))
 
     def tools_of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Those that were there in this conversation: of the call that has most of its beginning."""
+        """Return the tools of the call whose messages have the longest prefix in common with these."""
 
-        def in_common(call: tuple[list[Message], list[dict[str, Any]]]) -> int:
+        def prefix_length(call: tuple[list[Message], list[dict[str, Any]]]) -> int:
             return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(call[0], messages, strict=False)))
 
-        return max(self.calls, key=in_common)[1] if self.calls else []
+        return max(self.calls, key=prefix_length)[1] if self.calls else []
 
 
 def as_reply(answer: Message | str | Reply) -> Reply:
-    """A reply that no engine sampled: it has no tokens."""
+    """Return a reply without tokens."""
     if isinstance(answer, Reply):
         return answer
     message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
@@ -62,7 +62,7 @@ def as_reply(answer: Message | str | Reply) -> Reply:
 
 
 def call_tool(name: str, /, **arguments: Any) -> Message:
-    """The message with which a model calls one tool."""
+    """Return an assistant message that calls one tool."""
     function = {"name": name, "arguments": arguments}
     return {
         "role": "assistant",
@@ -72,15 +72,15 @@ def call_tool(name: str, /, **arguments: Any) -> Message:
 
 
 async def play(environment: Environment, task: Task, answer: Answer) -> tuple[list[Rollout], Script]:
-    """One episode with these replies."""
+    """Run one episode with these replies."""
     script = Script(answer)
     return await environment.run(task, script), script
 
 
 def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
-    """Endless episodes on random tasks with gold replies, `environment.demonstrate_mistakes` of them mistakes.
+    """Yield endless episodes on random tasks with gold replies, a share `demonstrate_mistakes` of them mistakes.
 
-    What is not trained, or failed, is not shown.
+    Rollouts that failed or are not trainable are skipped.
     """
     if type(environment).gold is Environment.gold:
         fact = f"{type(environment).__name__} has no demonstrations to train on"
@@ -96,16 +96,16 @@ def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(environment.start())
-        in_vain = 0
-        while in_vain < PATIENCE:
+        empty_episodes = 0
+        while empty_episodes < MAX_EMPTY_EPISODES:
             task = rng.choice(tasks)
             rollouts, script = loop.run_until_complete(play(environment, task, answer))
-            shown = [rollout for rollout in rollouts if rollout.trainable and rollout.error is None]
-            yield from (Demonstration(rollout.messages, script.tools_of(rollout.messages)) for rollout in shown)
-            in_vain = 0 if shown else in_vain + 1
+            usable = [rollout for rollout in rollouts if rollout.trainable and rollout.error is None]
+            yield from (Demonstration(rollout.messages, script.tools_of(rollout.messages)) for rollout in usable)
+            empty_episodes = 0 if usable else empty_episodes + 1
         raise BadInput(
-            f"{type(environment).__name__} has nothing to demonstrate: in {PATIENCE} episodes in a row with gold "
-            "replies, every rollout failed or is not trainable"
+            f"{type(environment).__name__} has nothing to demonstrate: in {MAX_EMPTY_EPISODES} episodes in a row with "
+            "gold replies, every rollout failed or is not trainable"
         )
     finally:
         loop.run_until_complete(environment.close())
@@ -113,7 +113,7 @@ def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
 
 
 def perturbed(answer: Message | str, rng: random.Random) -> Message | str:
-    """The same reply with a mistake: its last number changed, or else a letter of it, wherever it has one."""
+    """Return the reply with its last number changed, or else a letter; in every argument of its tool calls, if any."""
     if isinstance(answer, str):
         return _perturbed_text(answer, rng)
     changed = dict(answer)

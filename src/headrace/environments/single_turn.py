@@ -1,4 +1,4 @@
-"""The common case: one question, one answer, some rewards. `@environment` makes an environment of a prompt.
+"""Environments of one prompt, one reply and some rewards. `@environment` makes one from a prompt function.
 
 ```
 def words(split="train"):
@@ -28,7 +28,7 @@ from headrace.rollout.types import Message, Rollout, RolloutError, Task
 Row = dict[str, Any]
 Prompt = Callable[[Row], str | Sequence[Message]]
 RewardTable = Mapping[str, Any] | Sequence[Any]
-"""Rewards, or their names, by the names of their scores; see `Rewards`."""
+"""Rewards, or their names, by the name of the score; see `Rewards`."""
 
 
 class SingleTurn(Environment):
@@ -38,8 +38,8 @@ class SingleTurn(Environment):
     reward. The rows, or the function that returns them, are read when the tasks are first used: a process that only
     runs episodes holds none of them.
 
-    Rewards see the answer's text; with `raw`, the whole completion, thoughts and markup included. `metrics` are scored
-    in the same way and are not part of the reward. Group rewards are scored when all episodes of a task are in.
+    Rewards see the reply's text; with `raw`, the whole completion with reasoning and markup. `metrics` are scored
+    in the same way and are not part of the reward. Group rewards are scored when all episodes of a task have finished.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SingleTurn(Environment):
                         setattr(rollout, target, {**getattr(rollout, target), name: score})
 
     def _row_of(self, rollout: Rollout) -> Row:
-        """Return the task's data: a group is scored without its task, and perhaps in a process that never had it."""
+        """Return the task's data: a group is scored without its task, perhaps in a process that never read it."""
         if not self._rows_by_key:
             own_keys = (key if isinstance(key := row.get("key"), str) else "" for row in self.tasks())
             tasks = (Task(rollout.env, row, key) for row, key in zip(self.tasks(), own_keys, strict=True))
@@ -124,7 +124,7 @@ class SingleTurn(Environment):
         return str(super().gold(task, messages))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
-        """The gold reply as it would be for another answer, where it depends on the row's `answer`."""
+        """Return the gold reply for a wrong `answer`, where the gold reply depends on it."""
         answer = task.data.get("answer")
         if isinstance(answer, str):
             wrong = Task(task.env, {**task.data, "answer": perturbed(answer, rng)}, task.key)

@@ -1,7 +1,6 @@
-r"""The strict completion format: one block of thoughts, then `\boxed{...}`, and nothing else.
+r"""The strict completion format: one block of reasoning, then `\boxed{...}`, and nothing else.
 
-The words that ask for it and the parser that checks it are one definition, so that a model is never asked for what is
-not accepted.
+The instructions and the parser are defined together, so that they agree.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from headrace.environments.arguments import BadArgument
 
 BOX = r"\boxed{"
 THINKING_TAGS = ("<think>", "</think>")
-"""The tags around thoughts, where an environment does not choose others."""
+"""The default tags around reasoning."""
 TAGS = "tags"
-"""The entry of a task's data that has the pair of tags around the thoughts; unset, they are `THINKING_TAGS`."""
+"""The entry of a task's data with the pair of tags around reasoning; the default is `THINKING_TAGS`."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -27,7 +26,7 @@ class StrictCompletion(NamedTuple):
 
 
 class StrictFormat:
-    """`opening` and `closing` are the tags around the thoughts."""
+    """The format with `opening` and `closing` tags around the reasoning."""
 
     def __init__(self, opening: str = THINKING_TAGS[0], closing: str = THINKING_TAGS[1]) -> None:
         self.opening = opening
@@ -53,7 +52,7 @@ class StrictFormat:
         )
 
     def parse(self, text: str) -> StrictCompletion | None:
-        """The parts of a completion in this format; None for any other. Takes time in proportion to the text."""
+        """Return the parts of a completion in this format, else None. Takes linear time."""
         body = text.strip()
         if not body.startswith(self.opening) or body.count(self.opening) != 1 or body.count(self.closing) != 1:
             return None
@@ -65,7 +64,7 @@ class StrictFormat:
         return StrictCompletion(thinking.strip(), answer) if answer and _is_balanced(answer) else None
 
     def write(self, thinking: str, answer: str) -> str:
-        """A completion in this format."""
+        """Return a completion in this format."""
         return f"{self.opening}\n{thinking}\n{self.closing}\n\n{BOX}{answer}}}"
 
 
@@ -88,7 +87,7 @@ def _cached_format(*tags: str) -> StrictFormat:
 
 
 def _is_balanced(text: str) -> bool:
-    """Whether its braces close in order, those behind a backslash left out."""
+    """Return whether braces are balanced, ignoring those after a backslash."""
     depth = 0
     for match in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

@@ -1,8 +1,7 @@
-"""Functions that a model may call: the schema it is shown, its arguments checked, what it is told.
+"""Functions that a model may call: their schemas, checked arguments, and results.
 
-A tool is an ordinary function, `async` or not, with type hints; its docstring is what the model reads. A `ToolError`
-that it raises, or arguments that do not fit, are told to the model; anything else that it raises is a fault of the
-environment.
+A tool is an ordinary function, `async` or not, with type hints; the model reads its docstring. The model gets a
+`ToolError` and invalid arguments as the result; any other exception is a fault of the environment.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ if TYPE_CHECKING:  # a tenth of a second to import, which only environments with
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
-"""A name that a model made up is repeated to it only if it is short, and no markup of the chat format."""
-MOST_COMPLAINTS = 5
-"""A bound on what a model is told about a wrong call."""
+"""A name that the model invented goes into a prompt only if it is short and has no markup of the chat format."""
+MAX_ARGUMENT_ERRORS = 5
+"""Invalid arguments of a call that the result lists."""
 
 
 class ToolError(Exception):
-    """What the model asked of a tool cannot be done; it is told why, and the episode goes on."""
+    """A failed tool call; the model gets the message as the result, and the episode continues."""
 
 
 class Tool:
-    """`function` with its schema. Functions with the same code, as closures of each episode are, share the schema."""
+    """A function with its schema, which functions with the same code (closures of each episode) share."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -41,13 +40,13 @@ class Tool:
         self.name: str = self.schema["function"]["name"]
 
     async def __call__(self, arguments: dict[str, Any]) -> str:
-        """The result as the model is told it: a text, or JSON."""
+        """Call the function with checked arguments and return its result as text or JSON."""
         import pydantic
 
         try:
             checked = self._arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
-            raise ToolError(f"the arguments of {self.name} do not fit: {_complaints(error)}") from None
+            raise ToolError(f"the arguments of {self.name} do not fit: {_argument_errors(error)}") from None
         result = self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
         if inspect.isawaitable(result):
             result = await result
@@ -55,49 +54,49 @@ class Tool:
 
 
 async def run_call(tools: dict[str, Tool], call: ToolCall) -> tuple[str, bool]:
-    """What the model is told about its call, and whether the call succeeded."""
+    """Run a call; return the result for the model, and whether the call succeeded."""
     try:
         if call.error:
             raise ToolError(call.error)
         if call.name not in tools:
             named = repr(call.name) if is_plain(call.name) else "of that name"
             raise ToolError(f"there is no tool {named}; there is {', '.join(tools) or 'none'}")
-        told, succeeded = await tools[call.name](call.arguments), True
+        content, succeeded = await tools[call.name](call.arguments), True
     except ToolError as error:
-        told, succeeded = f"Error: {error}", False
-    return told.encode(errors="replace").decode(), succeeded  # a tool may quote what is no valid Unicode
+        content, succeeded = f"Error: {error}", False
+    return content.encode(errors="replace").decode(), succeeded  # a tool may return lone surrogates
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name may go into a prompt as it is."""
+    """Return whether a name may go into a prompt unchanged."""
     return PLAIN_NAME.fullmatch(name) is not None
 
 
-class _Described(typing.NamedTuple):
-    face: tuple[Any, ...]
+class _Description(typing.NamedTuple):
+    source: tuple[Any, ...]
     schema: dict[str, Any]
     arguments: type[pydantic.BaseModel]
 
 
-_described: WeakKeyDictionary[CodeType, _Described] = WeakKeyDictionary()
+_descriptions: WeakKeyDictionary[CodeType, _Description] = WeakKeyDictionary()
 
 
 def _describe(function: Callable[..., Any]) -> tuple[dict[str, Any], type[pydantic.BaseModel]]:
-    """The schema in OpenAI's form, and the model that checks arguments. Making them takes a millisecond."""
-    given: Any = function
-    if not hasattr(given, "__code__"):
+    """Return the schema in OpenAI's form and the model that checks arguments, cached: they take a millisecond."""
+    code: Any = function
+    if not hasattr(code, "__code__"):
         raise TypeError(f"tool {function!r} is not a function: give one with a name, type hints and a docstring")
-    # All that a schema is made of: closures of one code may differ in it.
-    face = (given.__name__, given.__doc__, given.__defaults__, given.__kwdefaults__, given.__annotations__)
-    known = _described.get(given.__code__)
-    if known is None or known.face != face:
-        arguments = _arguments_model(given.__name__, function)
-        specification: dict[str, Any] = {"name": given.__name__}
-        if given.__doc__:
-            specification["description"] = inspect.cleandoc(given.__doc__)
-        specification["parameters"] = _shown(arguments.model_json_schema())
-        known = _Described(face, {"type": "function", "function": specification}, arguments)
-        _described[given.__code__] = known
+    # Everything that the schema depends on: closures with the same code may differ in it.
+    source = (code.__name__, code.__doc__, code.__defaults__, code.__kwdefaults__, code.__annotations__)
+    known = _descriptions.get(code.__code__)
+    if known is None or known.source != source:
+        arguments = _arguments_model(code.__name__, function)
+        specification: dict[str, Any] = {"name": code.__name__}
+        if code.__doc__:
+            specification["description"] = inspect.cleandoc(code.__doc__)
+        specification["parameters"] = _compact_schema(arguments.model_json_schema())
+        known = _Description(source, {"type": "function", "function": specification}, arguments)
+        _descriptions[code.__code__] = known
     return known.schema, known.arguments
 
 
@@ -115,26 +114,26 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
     return pydantic.create_model(f"{name}_arguments", __config__=pydantic.ConfigDict(extra="forbid"), **fields)
 
 
-def _shown(schema: Any) -> Any:
-    """The schema without what tells a model nothing: titles that repeat names, that there are no other parameters."""
+def _compact_schema(schema: Any) -> Any:
+    """Remove what does not help a model: titles that repeat names, and `additionalProperties`."""
     if isinstance(schema, list):
-        return [_shown(part) for part in schema]
+        return [_compact_schema(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    shown = {}
+    compact = {}
     for key, value in schema.items():
         if key == "properties":
-            shown[key] = {name: _shown(part) for name, part in value.items()}
+            compact[key] = {name: _compact_schema(part) for name, part in value.items()}
         elif key not in ("title", "additionalProperties") or not isinstance(value, str | bool):
-            shown[key] = _shown(value)
-    return shown
+            compact[key] = _compact_schema(value)
+    return compact
 
 
-def _complaints(error: pydantic.ValidationError) -> str:
+def _argument_errors(error: pydantic.ValidationError) -> str:
     entries = error.errors(include_url=False)
-    places = [".".join(map(str, entry["loc"])) for entry in entries[:MOST_COMPLAINTS]]
-    told = [
+    places = [".".join(map(str, entry["loc"])) for entry in entries[:MAX_ARGUMENT_ERRORS]]
+    errors = [
         f"{place if is_plain(place) else 'arguments'}: {entry['msg']}"
         for place, entry in zip(places, entries, strict=False)
     ]
-    return "; ".join([*told, "and so on"] if len(entries) > MOST_COMPLAINTS else told)
+    return "; ".join([*errors, "and so on"] if len(entries) > MAX_ARGUMENT_ERRORS else errors)

@@ -165,7 +165,7 @@ async def test_what_cannot_be_done_is_refused_with_its_name(proxy: Proxy, asked:
 async def test_other_interfaces_are_refused_with_a_word_of_what_to_do(proxy: Proxy):
     with proxy.episode(Script(lambda messages: "x")) as episode:
         client = client_of(proxy, episode)
-        with pytest.raises(openai.NotFoundError, match="must be told to chat"):
+        with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
             await client.completions.create(model="policy", prompt="x")
         with pytest.raises(openai.NotFoundError, match="/v1/responses"):
             await client.responses.create(model="policy", input="x")
