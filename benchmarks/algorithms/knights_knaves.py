@@ -19,7 +19,7 @@ from benchmarks.algorithms.learning import headrace, held_out, place
 from rich.console import Console
 from rich.table import Table
 
-from headrace.observe.comparison import comparison_chart
+from headrace.observe.chart import comparison_chart
 from headrace.observe.history import Curve, History
 from headrace.observe.metrics import read_metrics
 from headrace.observe.summary import read_history

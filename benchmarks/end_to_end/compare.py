@@ -34,7 +34,7 @@ from benchmarks.end_to_end.settings import Point, Settings, reached
 from rich.console import Console
 from rich.table import Table
 
-from headrace.observe.comparison import comparison_chart
+from headrace.observe.chart import comparison_chart
 
 ROOT = Path(__file__).parents[2]
 WINDOW = 5

@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from headrace.observe.picture import check_format, convert_plots
+    from headrace.observe.chart_export import check_format, convert_plots
     from headrace.tools.compare.comparison import compare_runs
     from headrace.tools.compare.view import text, write_page
 

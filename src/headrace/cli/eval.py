@@ -125,7 +125,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import evaluation_directory, read_run
     from headrace.launch.variables import set_variables
-    from headrace.observe.picture import check_format
+    from headrace.observe.chart_export import check_format
     from headrace.tools.evaluate.models import find_models
     from headrace.tools.evaluate.own_environment import own_environment
     from headrace.transport.run_dir import RunDir
@@ -159,7 +159,7 @@ def report(arguments: argparse.Namespace, evaluation: Evaluation, subject: str, 
     import msgspec
     from rich.console import Console
 
-    from headrace.observe.picture import convert_plots
+    from headrace.observe.chart_export import convert_plots
     from headrace.tools.evaluate.report import as_length_table, as_table, sampling_line, write_report
     from headrace.tools.evaluate.results import zero_shot_of
     from headrace.transport.files import write_atomically

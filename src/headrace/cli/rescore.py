@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.errors import BadInput
     from headrace.launch.own_code import find_code_of
     from headrace.launch.saved_config import read_rl_run, run_directory
-    from headrace.observe.picture import check_format, convert_plots
+    from headrace.observe.chart_export import check_format, convert_plots
     from headrace.tools.rescore.options import Question, refuse_what_cannot_be_rescored, short_name, with_algorithm
     from headrace.tools.rescore.rescoring import rescore_run
     from headrace.transport.journal import Journal

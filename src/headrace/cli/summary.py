@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from headrace.launch.run_directory import find_run
-    from headrace.observe.picture import check_format, convert_plots
+    from headrace.observe.chart_export import check_format, convert_plots
     from headrace.observe.summary import summarize, text, write_summary
     from headrace.transport.run_dir import RunDir
 

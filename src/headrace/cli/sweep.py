@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from headrace.cli.config import kind_of
     from headrace.launch.own_code import find_code_beside
     from headrace.launch.run_directory import hold
-    from headrace.observe.picture import check_format
+    from headrace.observe.chart_export import check_format
     from headrace.runfile.run import RunConfig
     from headrace.tools.sweep.file import flat, read_sweep
     from headrace.tools.sweep.jobs import default_directory, jobs_of
@@ -157,7 +157,7 @@ def _report_again(directory: Path, sweep: SweepConfig, format: str) -> int:
 
 
 def _report(directory: Path, record: SweepRecord, sweep: SweepConfig, format: str) -> None:
-    from headrace.observe.picture import convert_plots
+    from headrace.observe.chart_export import convert_plots
     from headrace.tools.sweep.report import write_report
 
     report = write_report(directory, record, sweep.metrics)

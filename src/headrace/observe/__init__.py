@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics, process status, terminal view, summary, plots."""
+"""Observation of a run: metrics, process status, terminal view, summary, charts, monitors."""

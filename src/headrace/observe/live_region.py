@@ -1,4 +1,4 @@
-"""Lines that are redrawn in place on a terminal, below lines that stay."""
+"""A region of lines at the end of a terminal's output that is redrawn in place, below permanent lines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from rich.live import Live
 from rich.text import Text
 
 REPEATED_LINES = 8
-"""Lines that stay and are printed again after a resize."""
+"""Permanent lines that are printed again after a resize."""
 
 
 class LiveRegion:
-    """A picture of a few lines at the end of the output.
+    """A few lines that are redrawn in place.
 
-    After a resize terminals have wrapped the old picture, each in its own way, so that it cannot be erased line by
-    line: the screen is cleared, and the newest lines that stay are printed again above the picture.
+    After a resize, terminals have wrapped the old lines in different ways, so they cannot be erased one by one: the
+    screen is cleared, and the newest permanent lines are printed again above the region.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._said: deque[str] = deque(maxlen=REPEATED_LINES)
+        self._messages: deque[str] = deque(maxlen=REPEATED_LINES)
         self._start()
 
     def _start(self) -> None:
@@ -29,19 +29,19 @@ class LiveRegion:
         self._live = Live(console=self.console, auto_refresh=False)
         self._live.start()
 
-    def draw(self, picture: RenderableType) -> None:
+    def draw(self, content: RenderableType) -> None:
         if self.console.size != self._size:
             self._live.stop()
             self.console.clear()
-            for message in self._said:
+            for message in self._messages:
                 self.console.print(Text(message))
             self._start()
-        self._live.update(picture, refresh=True)
+        self._live.update(content, refresh=True)
 
     def say(self, message: str) -> None:
-        self._said.append(message)
+        self._messages.append(message)
         self.console.print(Text(message))
 
-    def close(self, picture: RenderableType) -> None:
-        self.draw(picture)
+    def close(self, content: RenderableType) -> None:
+        self.draw(content)
         self._live.stop()

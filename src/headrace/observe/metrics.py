@@ -1,4 +1,4 @@
-"""Metrics: (sum, count) until they are shown, then one JSON line per step and process in `metrics.jsonl`."""
+"""Metrics: sums and counts until they are recorded, then one JSON line per step and process in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Means:
-    """Sums and counts by name; a mean exists only when someone asks for it."""
+    """Sums and counts by name; `values` divides them."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
@@ -28,15 +28,15 @@ class Means:
 
 
 def spread(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Mean, max and min of a quantity, as `name/mean` and so on; nothing for nothing."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
+    """Return mean, max and min of the finite values as `NAME/mean` and so on; empty if there is none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return {}
-    return {f"{name}/mean": sum(known) / len(known), f"{name}/max": max(known), f"{name}/min": min(known)}
+    return {f"{name}/mean": sum(finite) / len(finite), f"{name}/max": max(finite), f"{name}/min": min(finite)}
 
 
 class MetricsLog:
-    """Appends to the run's `metrics.jsonl`. Every process of a run appends to the same file, a line at a time."""
+    """Appends to the run's `metrics.jsonl`, which all processes of the run share."""
 
     def __init__(self, path: Path, process: str) -> None:
         self.path = path
@@ -44,26 +44,22 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One record. Its bytes go out in a single append, so lines of several processes never mix."""
+        """Append a record in a single write, so lines of several processes never mix."""
         record = {"step": step, "time": time.time(), "process": self.process, **metrics}
         line = msgspec.json.encode(record) + b"\n"
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            if _is_cut(descriptor):  # a full disk took half of the last record: this one must not go with it
+            size = os.fstat(descriptor).st_size
+            if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":  # a full disk cut the last record
                 line = b"\n" + line
-            while line:  # what did not fit raises at the second try
+            while line:  # a short write raises at the second try
                 line = line[os.write(descriptor, line) :]
         finally:
             os.close(descriptor)
 
 
-def _is_cut(descriptor: int) -> bool:
-    size = os.fstat(descriptor).st_size
-    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-
-
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a `metrics.jsonl`. A last line that a kill cut short is left out."""
+    """Yield the records of a `metrics.jsonl`, without an incomplete last line."""
     if not path.exists():
         return
     with open(path, "rb") as file:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
+from headrace.observe.chart import reward_chart
 from headrace.observe.environments import EnvironmentReport, dropped_text, ends, failures, report, table
 from headrace.observe.history import History, Tail
-from headrace.observe.plot import reward_chart
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 

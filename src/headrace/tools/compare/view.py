@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.observe.comparison import comparison_chart
+from headrace.observe.chart import comparison_chart
 from headrace.observe.summary import duration
 from headrace.tools.compare.comparison import Compared, Comparison, RunReport, Spread, shown, smaller_is_better
 from headrace.tools.compare.difference import Difference

@@ -8,19 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from headrace.observe.plot import (
+from headrace.observe.chart import (
     COLORS,
-    SPACING,
+    LABEL_SPACING,
     WIDTH,
     Box,
-    Frame,
-    axes,
-    band,
+    Plot,
     document,
-    dots,
     rule,
     same_digits,
-    spread,
     stroke,
     text,
     ticks,
@@ -45,18 +41,18 @@ def accuracy_chart(
     left = MARGIN + CHARACTER * max((len(_shown(name)) for name, _ in models), default=0) + 12
     height = TOP + ROW * len(models) + UNDER
     x_ticks = ticks(min([0.0, *(each.low for _, each in models)]), max([1.0, *(each.high for _, each in models)]), 5)
-    frame = Frame(x_ticks[0], x_ticks[-1], 0.0, 1.0, Box(left, TOP, WIDTH - 70, height - UNDER))
-    body = axes(frame, x_ticks, (), what, "")
+    plot = Plot((x_ticks[0], x_ticks[-1]), (0.0, 1.0), Box(left, TOP, WIDTH - 70, height - UNDER))
+    plot.axes(x_ticks, (), what, "")
     for number, (name, accuracy) in enumerate(models):
         y = TOP + ROW * (number + 0.5)
         color = COLORS[number % len(COLORS)]
-        body += [
+        plot.parts += [
             text(left - 12, y + 4.5, _shown(name), "end"),
-            f'<path d="M{frame.x(accuracy.low)},{y:.1f}H{frame.x(accuracy.high)}" {stroke(color, 2)}/>',
-            f'<circle cx="{frame.x(accuracy.value)}" cy="{y:.1f}" r="4.5" fill="{color}"/>',
+            f'<path d="M{plot.x(accuracy.low)},{y:.1f}H{plot.x(accuracy.high)}" {stroke(color, 2)}/>',
+            f'<circle cx="{plot.x(accuracy.value)}" cy="{y:.1f}" r="4.5" fill="{color}"/>',
             text(WIDTH - 60, y + 4.5, f"{accuracy.value:.3f}", color=color),
         ]
-    return document(title, WIDTH, height, MARGIN, body)
+    return document(title, WIDTH, height, MARGIN, plot.parts)
 
 
 def length_chart(
@@ -72,27 +68,25 @@ def length_chart(
     """
     right = WIDTH - MARGIN - 24 - CHARACTER * max((len(_shown(name)) for name, _, _ in models), default=0)
     top = TOP + ROW
-    height = top + max(TALL, SPACING * (len(models) + 1)) + UNDER
+    height = top + max(TALL, LABEL_SPACING * (len(models) + 1)) + UNDER
     x_ticks = _range([length for _, length, _ in models], least=1.0)
     y_ticks = _range([accuracy for _, _, accuracy in models], least=0.1)
-    frame = Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1], Box(60, top, right, height - UNDER))
-    body = axes(frame, x_ticks, y_ticks, what, score)
+    plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), Box(60, top, right, height - UNDER))
+    plot.axes(x_ticks, y_ticks, what, score)
     edge = frontier([(length.value, accuracy.value) for _, length, accuracy in models])
-    body += [rule(frame.path(edge), dashes="5 4", width=1.5)] if edge else []
-    order = sorted(range(len(models)), key=lambda number: (-models[number][2].value, models[number][1].value))
-    places = spread([float(frame.y(models[number][2].value)) for number in order], top, height - UNDER)
-    for number, place in zip(order, places, strict=True):
-        name, length, accuracy = models[number]
-        x, y, color = frame.x(length.value), frame.y(accuracy.value), COLORS[number % len(COLORS)]
-        body += [
-            f'<path d="M{x},{y}L{right + 16:.1f},{place:.1f}" {stroke(color, 0.75)} stroke-opacity="0.6"/>',
-            f'<path d="M{frame.x(length.low)},{y}H{frame.x(length.high)}" {stroke(color, 1.5)}/>',
-            f'<path d="M{x},{frame.y(accuracy.low)}V{frame.y(accuracy.high)}" {stroke(color, 1.5)}/>',
+    plot.parts += [rule(plot.path(edge), dashes="5 4", width=1.5)] if edge else []
+    colored = [(*model, COLORS[number % len(COLORS)]) for number, model in enumerate(models)]
+    colored.sort(key=lambda model: (-model[2].value, model[1].value))
+    plot.side_labels([(_shown(name), length.value, score.value, color) for name, length, score, color in colored])
+    for _, length, accuracy, color in colored:
+        x, y = plot.x(length.value), plot.y(accuracy.value)
+        plot.parts += [
+            f'<path d="M{plot.x(length.low)},{y}H{plot.x(length.high)}" {stroke(color, 1.5)}/>',
+            f'<path d="M{x},{plot.y(accuracy.low)}V{plot.y(accuracy.high)}" {stroke(color, 1.5)}/>',
             f'<circle cx="{x}" cy="{y}" r="4.5" fill="{color}"/>',
-            text(right + 20, place + 4.5, _shown(name), color=color),
         ]
     caption = f"bars: {bars}; dashed: the frontier, which no model beats in both"
-    return document(title, WIDTH, height, MARGIN, body, caption)
+    return document(title, WIDTH, height, MARGIN, plot.parts, caption)
 
 
 def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, Estimate]]]) -> str:
@@ -101,33 +95,21 @@ def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, 
     names = {name: f"{_shown(name)} {end}" for name, end in zip(curves, ends, strict=True)}
     right = WIDTH - MARGIN - 24 - CHARACTER * max(map(len, names.values()))
     top = TOP + ROW
-    height = top + max(TALL, SPACING * (len(curves) + 1)) + UNDER
+    height = top + max(TALL, LABEL_SPACING * (len(curves) + 1)) + UNDER
     steps = [step for points in curves.values() for step, _ in points]
     x_ticks = ticks(min(steps), max(steps), 5, whole=True)
     y_ticks = _range([estimate for points in curves.values() for _, estimate in points], least=0.1)
-    frame = Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1], Box(60, top, right, height - UNDER))
-    body = axes(frame, x_ticks, y_ticks, "optimizer step", what)
-    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(curves)}
-    for name, points in curves.items():
-        body += _curve(frame, points, colors[name])
-    order = sorted(curves, key=lambda name: -curves[name][-1][1].value)
-    places = spread([float(frame.y(curves[name][-1][1].value)) for name in order], top, height - UNDER)
-    for name, place in zip(order, places, strict=True):
-        step, last = curves[name][-1]
-        line = f"M{frame.x(step)},{frame.y(last.value)}L{right + 16:.1f},{place:.1f}"
-        body.append(f'<path d="{line}" {stroke(colors[name], 0.75)} stroke-opacity="0.6"/>')
-        body.append(text(right + 20, place + 4.5, names[name], color=colors[name]))
-    return document(title, WIDTH, height, MARGIN, body, "points: evaluated checkpoints; band: 95% interval")
-
-
-def _curve(frame: Frame, points: Sequence[tuple[int, Estimate]], color: str) -> list[str]:
-    """A band from the low to the high ends, the line of the values, and a dot at each."""
-    values = [(step, each.value) for step, each in points]
-    return [
-        band(frame, [(step, each.high) for step, each in points], [(step, each.low) for step, each in points], color),
-        f'<path d="{frame.path(values)}" {stroke(color, 2.5)}/>',
-        *dots(frame, values, color),
-    ]
+    plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), Box(60, top, right, height - UNDER))
+    plot.axes(x_ticks, y_ticks, "optimizer step", what)
+    labels = []
+    for number, (name, points) in enumerate(curves.items()):
+        color = COLORS[number % len(COLORS)]
+        plot.band([(step, each.high) for step, each in points], [(step, each.low) for step, each in points], color)
+        plot.line([(step, each.value) for step, each in points], stroke(color, 2.5), dots=color)
+        step, last = points[-1]
+        labels.append((names[name], step, last.value, color))
+    plot.side_labels(sorted(labels, key=lambda label: -label[2]))
+    return document(title, WIDTH, height, MARGIN, plot.parts, "points: evaluated checkpoints; band: 95% interval")
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.observe.plot import HELD_OUT, TRAIN, Box, Frame, axes, document, rule, text, ticks
+from headrace.observe.chart import HELD_OUT, TRAIN, Box, Plot, document, rule, text, ticks
 from headrace.tools.rescore.credit_comparison import CAPTION, Comparison, Share
 
 THEN, NOW = TRAIN, HELD_OUT
@@ -79,14 +79,20 @@ def _scatter(left: float, top: float, height: float, advantages: np.ndarray) -> 
     title = text(left, top + 10, "mean advantage of a rollout: now (vertical) over then")
     if not len(known):
         return [title, text(left, top + 40, "one side has no advantages: it trains without them", size=12)]
-    frame = _Square(Box(left + 44, top + 28, left + PANEL - 16, top + 28 + height), known)
-    parts = [title, *frame.axes()]
+    lows, highs = np.minimum(known.min(axis=0), 0.0), np.maximum(known.max(axis=0), 0.0)
+    highs = np.where(highs - lows > 0, highs, 1.0)  # each axis has its own range, which includes zero
+    x_ticks, y_ticks = (ticks(float(low), float(high), 5) for low, high in zip(lows, highs, strict=True))
+    box = Box(left + 44, top + 28, left + PANEL - 16, top + 28 + height)
+    plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), box)
+    plot.axes(x_ticks, y_ticks, "then (dashed: no change)", "")
+    low, high = max(x_ticks[0], y_ticks[0]), min(x_ticks[-1], y_ticks[-1])
+    plot.parts.append(rule(plot.path([(low, low), (high, high)]), dashes="4 3"))
     cells, counts = _gather(known)
     for (then, now), count in zip(cells, counts, strict=True):
         radius = max(1.5, LARGEST * float(np.sqrt(count / counts.max())))
-        place = f'cx="{frame.x(then)}" cy="{frame.y(now)}"'
-        parts.append(f'<circle {place} r="{radius:.1f}" fill="{NOW}" fill-opacity="0.55"/>')
-    return parts
+        position = f'cx="{plot.x(then)}" cy="{plot.y(now)}"'
+        plot.parts.append(f'<circle {position} r="{radius:.1f}" fill="{NOW}" fill-opacity="0.55"/>')
+    return [title, *plot.parts]
 
 
 def _gather(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,20 +104,3 @@ def _gather(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     np.add.at(sums, cell.reshape(-1), points)
     order = np.argsort(-counts, kind="stable")
     return (sums / counts[:, None])[order], counts[order]
-
-
-class _Square(Frame):
-    """Advantages now over advantages then; each axis has its own range, around zero."""
-
-    def __init__(self, box: Box, points: np.ndarray) -> None:
-        lows, highs = np.minimum(points.min(axis=0), 0.0), np.maximum(points.max(axis=0), 0.0)
-        highs = np.where(highs - lows > 0, highs, 1.0)
-        self._x_ticks, self._y_ticks = (
-            ticks(float(low), float(high), 5) for low, high in zip(lows, highs, strict=True)
-        )
-        super().__init__(self._x_ticks[0], self._x_ticks[-1], self._y_ticks[0], self._y_ticks[-1], box)
-
-    def axes(self) -> list[str]:
-        low, high = max(self.x_low, self.y_low), min(self.x_high, self.y_high)
-        unchanged = rule(self.path([(low, low), (high, high)]), dashes="4 3")
-        return [*axes(self, self._x_ticks, self._y_ticks, "then (dashed: no change)", ""), unchanged]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from headrace.observe.comparison import comparison_chart
+from headrace.observe.chart import comparison_chart
 from headrace.observe.history import Curve
 from headrace.tools.compare.comparison import smaller_is_better
 from headrace.tools.evaluate.charts import accuracy_chart, length_chart

@@ -1,7 +1,6 @@
-"""Plots as PNG and PDF, from their SVG, with matplotlib (the extra `plots`).
+"""Conversion of SVG charts to PNG and PDF with matplotlib (the extra `plots`).
 
-Only what `observe.plot` draws is understood: straight paths, circles, rectangles and text. A picture is light, as on
-paper.
+Supports the elements of `observe.chart`: straight paths, circles, rectangles and text. The result is in light colours.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from headrace.transport.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 0.75
-"""Points in a pixel of SVG, of which an inch has 96."""
+POINTS_PER_PIXEL = 0.75
+"""An inch has 72 points, and 96 pixels in SVG."""
 FONT_SCALE = 0.92
-"""Matplotlib's own font is wider than those of browsers."""
-RESOLUTION = 192
-"""Pixels of a PNG in an inch: two for each of SVG."""
+"""Matplotlib's default font is wider than those of browsers."""
+PNG_DPI = 192
+"""Two pixels for each pixel in SVG."""
 COMMAND = re.compile(r"([MLHVhvZ])([^MLHVhvZ]*)")
 
 
 def check_format(format: str) -> None:
-    """Refuse a format that cannot be written, before there is anything to lose."""
+    """Raise `BadInput` if charts cannot be written in `format`; call it before the work."""
     if format != "svg" and importlib.util.find_spec("matplotlib") is None:
         raise BadInput(
-            "matplotlib draws this format, and is not installed",
+            "this format needs matplotlib, which is not installed",
             key="--format",
             value=format,
             fix="Install it with: pip install 'headrace[plots]'",
@@ -41,7 +40,7 @@ def check_format(format: str) -> None:
 
 
 def convert_plots(files: Sequence[Path], format: str) -> list[Path]:
-    """Write every SVG among the files in `format` beside it; returns what was written, nothing for SVG itself."""
+    """Convert every SVG among the files, beside it; return the new files, none if `format` is SVG itself."""
     plots = [] if format == "svg" else [path for path in files if path.suffix == ".svg"]
     for path in plots:
         write_atomically(path.with_suffix(f".{format}"), convert(path.read_text(), format))
@@ -49,12 +48,12 @@ def convert_plots(files: Sequence[Path], format: str) -> list[Path]:
 
 
 def convert(svg: str, format: str) -> bytes:
-    """Return a plot as PNG or PDF."""
+    """Return an SVG chart as PNG or PDF."""
     from matplotlib.figure import Figure
 
     root = ElementTree.fromstring(svg)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    figure = Figure(figsize=(width / 96, height / 96), dpi=RESOLUTION)
+    figure = Figure(figsize=(width / 96, height / 96), dpi=PNG_DPI)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
     for element in root:
@@ -76,7 +75,7 @@ def _draw(axes: Axes, tag: str, attributes: dict[str, str], content: str) -> Non
             number("y"),
             content,
             color=attributes["fill"],
-            fontsize=number("font-size", 13) * POINTS * FONT_SCALE,
+            fontsize=number("font-size", 13) * POINTS_PER_PIXEL * FONT_SCALE,
             fontweight="bold" if "font-weight" in attributes else "normal",
             ha={"start": "left", "middle": "center", "end": "right"}[attributes.get("text-anchor", "start")],
             va="baseline",
@@ -92,14 +91,14 @@ def _draw(axes: Axes, tag: str, attributes: dict[str, str], content: str) -> Non
 
 
 def _style(attributes: dict[str, str]) -> dict[str, Any]:
-    """Fill and stroke as matplotlib has them. Dashes are in multiples of the line's width there."""
+    """Return fill and stroke as arguments for matplotlib, where dashes are in multiples of the line width."""
     fill, line = attributes.get("fill", "none"), attributes.get("stroke", "none")
     width = float(attributes.get("stroke-width", 1))
     dashes = [float(length) / width for length in attributes.get("stroke-dasharray", "").split()]
     return {
         "facecolor": fill if fill == "none" else (fill, float(attributes.get("fill-opacity", 1))),
         "edgecolor": line if line == "none" else (line, float(attributes.get("stroke-opacity", 1))),
-        "linewidth": width * POINTS if line != "none" else 0,
+        "linewidth": width * POINTS_PER_PIXEL if line != "none" else 0,
         "linestyle": (0, dashes) if dashes else "solid",
     }
 

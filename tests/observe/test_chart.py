@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from headrace.observe.plot import (
+from headrace.observe.chart import (
     BOTTOM,
     COLORS,
     DARK_PAPER,

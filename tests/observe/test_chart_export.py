@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput
-from headrace.observe.comparison import comparison_chart
-from headrace.observe.picture import check_format, convert, convert_plots
-from headrace.observe.plot import HEIGHT, HELD_OUT, WIDTH, reward_chart
+from headrace.observe.chart import HEIGHT, HELD_OUT, WIDTH, comparison_chart, reward_chart
+from headrace.observe.chart_export import check_format, convert, convert_plots
 
 SVG = reward_chart("run: $ and _", [(1, 0.5), (50, 0.7)], [(0, 0.0), (25, 0.5), (50, 1.0)])
 

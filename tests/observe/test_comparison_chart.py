@@ -6,8 +6,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 
-from headrace.observe.comparison import BAND, comparison_chart
-from headrace.observe.plot import BOTTOM, COLORS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from headrace.observe.chart import BAND_CAPTION, BOTTOM, COLORS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, comparison_chart
 
 NAMESPACE = {"svg": "http://www.w3.org/2000/svg"}
 
@@ -32,7 +31,7 @@ def test_a_line_is_the_mean_of_the_seeds_at_the_steps_that_all_have():
     two_thirds = round(HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * 2 / 3, 1)
     assert lines(drawn) == [[(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, two_thirds)]]
     assert "1.000" in texts(drawn)
-    assert {BAND, "reward", "optimizer step"} <= set(texts(drawn))
+    assert {BAND_CAPTION, "reward", "optimizer step"} <= set(texts(drawn))
 
 
 def test_runs_that_only_began_are_points_at_the_beginning():
