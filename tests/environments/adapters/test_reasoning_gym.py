@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.main import parse
-from headrace.environments.adapters.extra import library
+from headrace.environments.adapters import library
 from headrace.environments.adapters.reasoning_gym import ReasoningGym
 from headrace.environments.adapters.reasoning_gym_family import Family, portable, restored, score
 from headrace.environments.adapters.reasoning_gym_tasks import (

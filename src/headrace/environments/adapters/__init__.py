@@ -1,5 +1,23 @@
-"""Environments that others have written, behind our own interface: one module per library.
+"""Environments of other libraries behind our interface: one module per library.
 
-`id = "LIBRARY:NAME"` in a run file names one (`registry.ADAPTERS` lists the libraries). Each library is an extra of its
-own, is imported in its module alone, and not before an environment of it is loaded.
+`id = "LIBRARY:NAME"` in a run file names one (`registry.ADAPTERS` lists the libraries). Each library is an optional
+dependency, imported by its adapter only, when an environment of it is loaded.
 """
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from headrace.errors import BadInput
+
+
+def library(module: str, extra: str) -> ModuleType:
+    """Import a module of an optional library; refuse with the `extra` to install if the library is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:  # a dependency of the library is missing
+            raise
+        fact = f"the library {error.name} is not installed"
+        raise BadInput(fact, fix=f"Run pip install 'headrace[{extra}]'.") from error

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from headrace import imports
-from headrace.environments.adapters.extra import library
-from headrace.environments.adapters.seeds import seeds_of
+from headrace.environments.adapters import library
 from headrace.environments.arguments import bound, check_flag, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.tags import tagged
+from headrace.environments.shipped.drawing import seeds_of
+from headrace.environments.shipped.texts import tagged
 from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 

@@ -19,7 +19,7 @@ from headrace.environments.chat import Chat
 from headrace.environments.rewards.reasoning_gym import ReasoningGymReward
 from headrace.environments.script import perturbed
 from headrace.environments.shipped.drawing import check_split
-from headrace.environments.shipped.tags import tag, tagged
+from headrace.environments.shipped.texts import tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
 INSTRUCTIONS = (

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.environments.adapters.extra import library
+from headrace.environments.adapters import library
 from headrace.errors import BadInput
 
 EXTRA = "reasoning-gym"

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from headrace.environments.adapters.extra import library
-from headrace.environments.adapters.seeds import seeds_of
+from headrace.environments.adapters import library
 from headrace.environments.arguments import BadArgument, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
 from headrace.environments.fault import fault_of
+from headrace.environments.shipped.drawing import seeds_of
 from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 

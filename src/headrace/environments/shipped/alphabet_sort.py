@@ -1,6 +1,6 @@
-"""Sort names, and go on sorting as more of them come: each turn adds some to the list.
+"""Sort names, and keep the list sorted as each turn adds more of them.
 
-A turn is worth the similarity of the two lists, item by item; a turn that was not reached is worth nothing. Left out:
+A turn is rewarded by the similarity of the two lists, item by item; a turn that was not reached scores 0. Left out:
 marks beside the names that are new.
 """
 
@@ -15,22 +15,20 @@ from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.drawing import Drawn, draw_tasks
-from headrace.environments.shipped.similarity import LONGEST, similarity
-from headrace.environments.shipped.tags import replies, tag, tagged
-from headrace.environments.shipped.word_lists import word_list
+from headrace.environments.shipped.texts import replies, reply_similarity, tag, tagged, word_list
 from headrace.rollout.types import Message, Rollout, Task
 
-MOST = {"names": 80, "letters": 26}
-"""Items that there are to draw from."""
-READ = 10_000
-"""Characters of an answer that are read; no right one is as long."""
+MAX_ITEMS = {"names": 80, "letters": 26}
+"""Items to draw from."""
+MAX_ANSWER_CHARACTERS = 10_000
+"""Characters of an answer that are read; no correct one is as long."""
 
 
 class AlphabetSort(Drawn):
-    """`items` are names, or single letters for the smallest models; `terse` asks without a word of instruction.
+    """Lists of `items`: names, or single letters for the smallest models; `terse` prompts have no instructions.
 
-    `sort_by` is "first" or "last" name, or "either", which is for each task one of the two. The similarity of each turn
-    is raised to `similarity_power`. What is asked to be sorted first in evaluation is not in training, in any order.
+    `sort_by` is "first" or "last" name, or "either", which draws one of the two for each task. The similarity of each
+    turn is raised to `similarity_power`. The items of a first question in `eval` are in no first question of `train`.
     """
 
     def __init__(
@@ -49,12 +47,12 @@ class AlphabetSort(Drawn):
         demonstrate_mistakes: float = 0.0,
     ) -> None:
         super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_choice("items", items, MOST)
+        arguments.check_choice("items", items, MAX_ITEMS)
         arguments.check_whole("min_turns", min_turns, 1)
-        arguments.check_whole("max_turns", max_turns, min_turns, MOST[items] // 2)
+        arguments.check_whole("max_turns", max_turns, min_turns, MAX_ITEMS[items] // 2)
         arguments.check_whole("min_names_per_turn", min_names_per_turn, 1)
         arguments.check_whole(
-            "max_names_per_turn", max_names_per_turn, max(2, min_names_per_turn), MOST[items] // max_turns
+            "max_names_per_turn", max_names_per_turn, max(2, min_names_per_turn), MAX_ITEMS[items] // max_turns
         )
         arguments.check_choice("sort_by", sort_by, ("first", "last", "either"))
         arguments.check_number("similarity_power", similarity_power, 0.1, 100)
@@ -70,7 +68,10 @@ class AlphabetSort(Drawn):
         self.terse = terse
 
     def tasks(self) -> list[dict[str, Any]]:
-        return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed, split_by=_first_items))
+        def first_items(task: dict[str, Any]) -> list[str]:
+            return sorted(task["batches"][0])
+
+        return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed, split_by=first_items))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         batches = task.data["batches"]
@@ -78,7 +79,7 @@ class AlphabetSort(Drawn):
         turns: list[float] = []
         while reply := await chat.reply():
             wanted = in_order(task, len(turns) + 1)
-            turns.append(similarity(self._read(reply.text)[: LONGEST * len(wanted)], wanted))
+            turns.append(reply_similarity(self._read(reply.text), wanted))
             if len(turns) < len(batches):
                 chat.say(self._question(task, len(turns)))
             else:
@@ -90,7 +91,7 @@ class AlphabetSort(Drawn):
         return self._write(in_order(task, len(replies(messages)) + 1))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
-        """The new names appended as they came."""
+        """Return the list with the new names appended unsorted."""
         turn = len(replies(messages))
         listed = [*in_order(task, turn), *task.data["batches"][turn]]
         if listed == in_order(task, turn + 1):
@@ -98,7 +99,7 @@ class AlphabetSort(Drawn):
         return self._write(listed)
 
     def _draw(self, rng: random.Random) -> dict[str, Any]:
-        """The first batch is never in order already: copying it must not be an answer."""
+        """Draw the batches of a task. The first is never sorted already, so that copying it is wrong."""
         low, high = self.names_per_turn
         sizes = [rng.randint(low, high) for _ in range(rng.randint(*self.turns))]
         sizes[0] = max(2, sizes[0])
@@ -134,21 +135,16 @@ class AlphabetSort(Drawn):
         return self._listed(items) if self.terse else tag("sorted", f"\n{self._listed(items)}\n")
 
     def _read(self, text: str) -> list[str]:
-        """The items of an answer: those between the tags, or all of them where no tags are asked for."""
-        body = (text if self.terse else tagged(text, "sorted") or "")[:READ]
+        """Return the items of an answer: those between the tags, or all of a terse one."""
+        body = (text if self.terse else tagged(text, "sorted") or "")[:MAX_ANSWER_CHARACTERS]
         if self.items == "letters":
             return body.split()
         return [line.strip() for line in body.splitlines() if line.strip()]
 
 
 def in_order(task: Task, turns: int) -> list[str]:
-    """All names of the first `turns` turns, sorted."""
+    """Return all names of the first `turns` turns, sorted."""
     return _sorted([name for batch in task.data["batches"][:turns] for name in batch], task.data["by"])
-
-
-def _first_items(task: dict[str, Any]) -> list[str]:
-    """What the first question is about, whatever comes later."""
-    return sorted(task["batches"][0])
 
 
 def _sorted(names: Sequence[str], by: str) -> list[str]:

@@ -15,7 +15,7 @@ OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 class Arithmetic(SingleTurn):
-    """Two numbers of up to `digits` digits and one of `operations`; `terse` asks "12+7=" without a word."""
+    """Two numbers of up to `digits` digits and one of `operations`; a `terse` prompt is "12+7="."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Arithmetic(SingleTurn):
 def sums(
     split: str = "train", num_tasks: int = 2000, digits: int = 2, operations: str = "+-", seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Questions such as "12+7" with their answers."""
+    """Yield questions such as "12+7" with their answers."""
     check_whole("digits", digits, 1, 100)
     check_letters("operations", operations, OPERATIONS)
 

@@ -1,6 +1,6 @@
-"""Arithmetic with a calculator at hand: the model calls a tool, reads its answer, and replies with the number.
+"""Arithmetic with a calculator tool: the model calls the tool, reads its result, and replies with the number.
 
-Left out: problems in words. What is asked for is the use of the tool, not the reading of a story.
+Left out: word problems. The task is the use of the tool.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from headrace.environments.chat import Chat
 from headrace.environments.script import call_tool, perturbed
 from headrace.environments.shipped.drawing import Drawn, draw_tasks
 from headrace.environments.shipped.expression import BadExpression, evaluate, written
-from headrace.environments.shipped.tags import replies
+from headrace.environments.shipped.texts import replies
 from headrace.environments.tools import ToolError
 from headrace.rollout.types import Message, Rollout, Task
 
 OPERATORS = "+-*/%"
 USED_TOOL = 0.2
-"""What it is worth to have had the calculator give the right value."""
-READ = 200
-"""Characters at the end of a reply in which its number must be."""
+"""Reward if the calculator has shown the right value."""
+END_CHARACTERS = 200
+"""Length of the end of a reply in which its number must be."""
 _LAST_NUMBER = re.compile(r"(?<![\w.,])(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\W*$", re.ASCII)
 
 
 class Calculator(Drawn):
     """`min_terms` to `max_terms` numbers of `min_digits` to `max_digits` digits, joined by some of `operators`.
 
-    `terse` asks "12*7=?" and says nothing of the tool, which is then calc(e): next to nothing to read for the smallest
-    models, which learn of the tool from demonstrations.
+    A `terse` prompt is "12*7=?" and does not describe the tool, which is then calc(e): for the smallest models, which
+    learn about the tool from demonstrations.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Calculator(Drawn):
         return [chat.rollout(rewards, {"turns": len(chat.turns)})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
-        """The tool first; its answer, once it has given the right one or there is no time to ask again."""
+        """Return a call of the tool, then its result, once it is right or no turn is left for another call."""
         answer: str = task.data["answer"]
-        known = any(message["role"] == "tool" and message["content"] == answer for message in messages)
-        if known or len(replies(messages)) + 1 >= self.max_turns:
+        shown = any(message["role"] == "tool" and message["content"] == answer for message in messages)
+        if shown or len(replies(messages)) + 1 >= self.max_turns:
             return answer
         expression = self._expression(task)
         return call_tool("calc", e=expression) if self.terse else call_tool("calculate", expression=expression)
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
-        """A wrong number, at once or in the end, or another expression for the tool."""
+        """Return a wrong number, or a call with another expression."""
         gold = self.gold(task, messages)
         if isinstance(gold, str) or rng.random() < 0.5:
             value = evaluate(task.data["expression"])
@@ -95,12 +95,12 @@ class Calculator(Drawn):
         return perturbed(gold, rng)
 
     def _draw(self, rng: random.Random) -> dict[str, Any]:
-        """Numbers and operators, two neighbours in parentheses now and then; never a division by zero."""
+        """Draw numbers and operators, sometimes with parentheses, without a division by zero."""
         while True:
             terms = [self._number(rng) for _ in range(rng.randint(*self.terms))]
             if len(terms) > 2 and rng.random() < 0.5:
-                place = rng.randrange(len(terms) - 1)
-                terms[place], terms[place + 1] = f"({terms[place]}", f"{terms[place + 1]})"
+                index = rng.randrange(len(terms) - 1)
+                terms[index], terms[index + 1] = f"({terms[index]}", f"{terms[index + 1]})"
             expression = terms[0] + "".join(f" {rng.choice(self.operators)} {term}" for term in terms[1:])
             try:
                 return {"expression": expression, "answer": written(evaluate(expression))}
@@ -121,7 +121,7 @@ class Calculator(Drawn):
         return f"What is {self._expression(task)}? Use the calculator, then end your reply with the number it shows."
 
     def _tool(self, shown: list[Fraction]) -> Callable[..., str]:
-        """The calculator of one episode; `shown` collects what it gave."""
+        """Return the calculator of one episode; it appends its results to `shown`."""
 
         def calculate(expression: str) -> str:
             """The value of an arithmetic expression with + - * / // % ** and parentheses."""
@@ -138,9 +138,9 @@ class Calculator(Drawn):
 
 
 def is_right(text: str, value: Fraction) -> bool:
-    """Whether a reply ends with this number, at least as exactly as the calculator shows it."""
-    match = _LAST_NUMBER.search(text[-READ:].replace("\N{MINUS SIGN}", "-"))
-    if match is None or (match.start() == 0 and len(text) > READ):  # one at the cut may be the end of a longer one
+    """Return whether a reply ends with this number, at least as exactly as the calculator shows it."""
+    match = _LAST_NUMBER.search(text[-END_CHARACTERS:].replace("\N{MINUS SIGN}", "-"))
+    if match is None or (match.start() == 0 and len(text) > END_CHARACTERS):  # a longer number may be cut
         return False
-    given = Fraction(match[1].replace(",", ""))
-    return abs(given - value) <= abs(Fraction(written(value)) - value)
+    number = Fraction(match[1].replace(",", ""))
+    return abs(number - value) <= abs(Fraction(written(value)) - value)

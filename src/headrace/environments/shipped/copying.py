@@ -1,21 +1,20 @@
-"""Repeat a word: the easiest task there is, for a first look at a new model or a new set-up."""
+"""Repeat a word: the easiest task, for a first run of a new model or a new set-up."""
 
 from __future__ import annotations
 
 import random
 import string
-from collections.abc import Mapping
 from typing import Any
 
 from headrace.environments.arguments import check_whole
 from headrace.environments.rewards.exact import Exact
 from headrace.environments.shipped.drawing import draw_tasks
-from headrace.environments.shipped.similarity import LONGEST, similarity
+from headrace.environments.shipped.texts import reply_similarity
 from headrace.environments.single_turn import SingleTurn
 
 
 class Copying(SingleTurn):
-    """Write the word that the user wrote: random letters, `min_letters` to `max_letters` of them."""
+    """Repeat the user's word of `min_letters` to `max_letters` random letters."""
 
     def __init__(
         self,
@@ -35,11 +34,7 @@ class Copying(SingleTurn):
         super().__init__(
             draw_tasks(draw, split, num_tasks, seed),
             lambda row: str(row["answer"]),
-            {"similarity": _similar},
+            {"similarity": lambda text, row: reply_similarity(text, row["answer"])},
             metrics={"exact": Exact()},
             demonstrate_mistakes=demonstrate_mistakes,
         )
-
-
-def _similar(text: str, data: Mapping[str, Any]) -> float:
-    return similarity(text[: LONGEST * len(data["answer"])], data["answer"])

@@ -13,7 +13,7 @@ from headrace.environments.arguments import check_flag, check_number, check_whol
 from headrace.environments.rewards.base import scaled
 from headrace.environments.shipped.drawing import draw_tasks
 from headrace.environments.shipped.expression import BadExpression, evaluate
-from headrace.environments.shipped.tags import tag, tagged
+from headrace.environments.shipped.texts import tag, tagged
 from headrace.environments.single_turn import SingleTurn
 
 OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
@@ -23,13 +23,13 @@ OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "/": operator.truediv,
 }
 _OTHERS = re.compile(r"\*\*|//|[.%]")
-"""Operations that the calculator knows and this game does not."""
+"""Operations that `evaluate` supports and this game does not allow."""
 
 
 class Countdown(SingleTurn):
-    """`numbers` of them, from 1 to `largest`; every task has a solution. `terse` asks "3 5 7=22" without a word.
+    """`numbers` numbers from 1 to `largest`; every task has a solution. A `terse` prompt is "3 5 7=22".
 
-    An answer that is an expression of the right numbers, whatever it comes to, earns `format_reward`.
+    An expression of the right numbers with any value earns `format_reward`.
     """
 
     def __init__(
@@ -49,7 +49,13 @@ class Countdown(SingleTurn):
         check_flag("terse", terse)
         self._terse = terse
         super().__init__(
-            draw_tasks(lambda rng: _draw(rng, numbers, largest), split, num_tasks, seed, identity=_problem),
+            draw_tasks(
+                lambda rng: _draw(rng, numbers, largest),
+                split,
+                num_tasks,
+                seed,
+                identity=lambda task: [sorted(task["numbers"]), task["target"]],
+            ),
             self._ask,
             {"solved": self._solved, "format": scaled(self._in_format, format_reward)},
             gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),
@@ -72,7 +78,7 @@ class Countdown(SingleTurn):
         return float(self._value(text, data) is not None)
 
     def _value(self, text: str, data: Mapping[str, Any]) -> Fraction | None:
-        """What the answer comes to; None if it is no expression of exactly these numbers."""
+        """Return the value of the answer; None if it is not an expression of exactly these numbers."""
         expression = text.strip() if self._terse else (tagged(text, "answer") or "").strip()
         try:
             value = evaluate(expression)
@@ -83,7 +89,7 @@ class Countdown(SingleTurn):
 
 
 def _draw(rng: random.Random, count: int, largest: int) -> dict[str, Any]:
-    """Numbers, and a target that is one of the whole positive values that they can be combined to."""
+    """Draw numbers, and a positive whole number that they can be combined to as the target."""
     while True:
         numbers = [rng.randint(1, largest) for _ in range(count)]
         solution, target = _combine(rng, numbers)
@@ -91,13 +97,8 @@ def _draw(rng: random.Random, count: int, largest: int) -> dict[str, Any]:
             return {"numbers": numbers, "target": int(target), "solution": solution}
 
 
-def _problem(task: dict[str, Any]) -> Any:
-    """What is asked, in whatever order: not how it may be solved."""
-    return [sorted(task["numbers"]), task["target"]]
-
-
 def _combine(rng: random.Random, numbers: list[int]) -> tuple[str, Fraction]:
-    """Two of them at a time, by a random operation, until one is left."""
+    """Combine two random numbers by a random operation until one is left; return the expression and its value."""
     parts = [(str(number), Fraction(number)) for number in numbers]
     while len(parts) > 1:
         rng.shuffle(parts)

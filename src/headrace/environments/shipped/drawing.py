@@ -1,4 +1,4 @@
-"""Tasks drawn at random: the same for the same seed, all different, none in both training and evaluation."""
+"""Randomly drawn tasks: deterministic under a seed, all different, none in both splits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from headrace.environments.base import Environment
 
 SPLITS = ("train", "eval")
 EVAL_SHARE = 10
-"""One task in so many belongs to evaluation, by a checksum of its content."""
-PATIENCE = 200
-"""Draws in a row without a new task before there seem to be no more."""
+"""One task in this many is in `eval`, by a checksum of its content."""
+MAX_FUTILE_DRAWS = 200
+"""Draws in a row without a new task after which there are assumed to be no more."""
+FIRST_EVAL_SEED = 1 << 20
+"""Seeds of evaluation begin here, and those of training end."""
 
 Draw = Callable[[random.Random], dict[str, Any]]
 Part = Callable[[dict[str, Any]], Any]
-"""A part of a task, as JSON values."""
+"""Returns a part of a task, as JSON values."""
 
 
 class Drawn(Environment):
-    """What environments of several turns take alike: which tasks, how many, and the mistakes in demonstrations."""
+    """Base of environments of several turns: their tasks, and the share of mistakes in demonstrations."""
 
     def __init__(self, split: str, num_tasks: int, seed: int, demonstrate_mistakes: float) -> None:
         check_split(split)
@@ -43,34 +45,38 @@ def whole(task: dict[str, Any]) -> dict[str, Any]:
 def draw_tasks(
     draw: Draw, split: str, num_tasks: int, seed: int, identity: Part = whole, split_by: Part | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Up to `num_tasks` different ones that `draw` makes: fewer where there are no more. None is drawn before its turn.
+    """Yield up to `num_tasks` different tasks that `draw` makes, lazily; fewer where there are no more.
 
-    Two tasks are the same if they have the same `identity`: it must be what the prompt depends on, and nothing else. Of
-    what they have in common by `split_by` (unset: their identity) all are in one split.
+    Two tasks are the same if they have the same `identity`: it must be all that the prompt depends on, and nothing
+    else. Tasks with the same `split_by` (default: the identity) are in the same split.
     """
     check_split(split)
     check_whole("num_tasks", num_tasks, 1)
-    return _drawn(draw, split, num_tasks, seed, identity, split_by or identity)
+
+    def drawn() -> Iterator[dict[str, Any]]:
+        rng = random.Random(f"{seed}-{split}")
+        identities: set[bytes] = set()
+        futile = 0
+        while len(identities) < num_tasks and futile < MAX_FUTILE_DRAWS:
+            task = draw(rng)
+            own = msgspec.json.encode(identity(task), order="deterministic")
+            group = msgspec.json.encode((split_by or identity)(task), order="deterministic")
+            futile += 1
+            if own not in identities and (zlib.crc32(group) % EVAL_SHARE == 0) == (split == "eval"):
+                futile = 0
+                identities.add(own)
+                yield task
+
+    return drawn()
 
 
-def _drawn(
-    draw: Draw, split: str, num_tasks: int, seed: int, identity: Part, split_by: Part
-) -> Iterator[dict[str, Any]]:
-    rng = random.Random(f"{seed}-{split}")
-    known: set[bytes] = set()
-    in_vain = 0
-    while len(known) < num_tasks and in_vain < PATIENCE:
-        task = draw(rng)
-        name = _encoded(identity(task))
-        in_vain += 1
-        if name not in known and (zlib.crc32(_encoded(split_by(task))) % EVAL_SHARE == 0) == (split == "eval"):
-            in_vain = 0
-            known.add(name)
-            yield task
-
-
-def _encoded(part: Any) -> bytes:
-    return msgspec.json.encode(part, order="deterministic")
+def seeds_of(split: str, num_tasks: int, seed: int) -> range:
+    """Return the seeds of the tasks of a game; those of `train` and of `eval` are disjoint."""
+    check_split(split)
+    check_whole("num_tasks", num_tasks, 1, FIRST_EVAL_SEED)
+    check_whole("seed", seed, 0)
+    first = seed + (FIRST_EVAL_SEED if split == "eval" else 0)
+    return range(first, first + num_tasks)
 
 
 def check_split(split: Any) -> None:

@@ -1,7 +1,7 @@
 """Answer questions from files that must be found first: a model searches, reads, and answers.
 
-The files tell of a town that does not exist, so that nothing is known by heart. Left out: files of one's own. The whole
-corpus is some thirty short texts; ranking them needs no index.
+The files are about an invented town, so that no model has memorized the answers. The corpus is some thirty short texts;
+ranking them needs no index. Left out: other corpora.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.script import call_tool
 from headrace.environments.shipped.drawing import check_split
-from headrace.environments.shipped.tags import replies
+from headrace.environments.shipped.texts import replies
 from headrace.environments.tools import ToolError
 from headrace.rollout.types import Message, Rollout, Task
 
-HITS = 5
-"""Files that a search names at most."""
-QUERY = 500
-"""Characters of a query that are read."""
+MAX_HITS = 5
+"""Files that a search returns."""
+MAX_QUERY_CHARACTERS = 500
 READING = 0.1
-"""What it is worth to have read the right file."""
+"""Reward for having read the right file."""
 _WORD = re.compile(r"\w+")
 FILLERS = frozenset(
     _WORD.findall(
@@ -37,10 +36,10 @@ FILLERS = frozenset(
         "acres bells clocks feet floats gallons inches kilns links men miles people seconds sides tons yards"
     )
 )
-"""Words that may stand beside an answer, which say nothing by themselves: who names several answers has given none."""
-LONGEST_ANSWER = 500
+"""Words that may stand beside an answer. Any other word makes it wrong: several answers count as none."""
+MAX_ANSWER_CHARACTERS = 500
 EVAL_SHARE = 5
-"""Of so many files one is for evaluation: nothing that stands in it is asked in training."""
+"""One file in this many is for evaluation: training has no question about it."""
 PROMPT = "{question}\nFind the answer in the files about the town of Ollenby, then reply with the answer alone."
 
 
@@ -51,7 +50,7 @@ class File(NamedTuple):
 
 
 class FileSearch(Environment):
-    """`num_tasks` of the split's questions; all, where it is not given."""
+    """`num_tasks` of the split's questions; unset, all of them."""
 
     def __init__(
         self,
@@ -73,9 +72,9 @@ class FileSearch(Environment):
         self.demonstrate_mistakes = demonstrate_mistakes
 
     def tasks(self) -> list[dict[str, Any]]:
-        asked = [dict(question) for question in self._questions()]
-        random.Random(f"{self.seed}-{self.split}").shuffle(asked)
-        return asked[: self.num_tasks]
+        tasks = [dict(question) for question in self._questions()]
+        random.Random(f"{self.seed}-{self.split}").shuffle(tasks)
+        return tasks[: self.num_tasks]
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         seen: set[str] = set()
@@ -87,12 +86,12 @@ class FileSearch(Environment):
         return [chat.rollout(rewards, {"turns": len(chat.turns), "files_read": len(seen)})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
-        """Search for the question, read the right file, answer; in time, whatever was done before."""
+        """Search for the question, read the right file, then answer, within the turns that are left."""
         return self._next(task.data, messages)
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
-        """What would be right for another question: once the file is read, for another one about the same file."""
-        read = _was_told(messages, files()[task.data["file"]].text)
+        """Return the gold reply to another question; once the file is read, to another one about the same file."""
+        read = _tool_returned(messages, files()[task.data["file"]].text)
         others = [
             question
             for question in self._questions()
@@ -101,15 +100,15 @@ class FileSearch(Environment):
         return self._next(rng.choice(others), messages)
 
     def _questions(self) -> list[dict[str, str]]:
-        """All of this split."""
+        """Return the questions of this split."""
         held_out = set(sorted(files())[::EVAL_SHARE])
         return [question for question in questions() if (question["file"] in held_out) == (self.split == "eval")]
 
     def _next(self, question: dict[str, str], messages: Sequence[Message]) -> Message | str:
         left = self.max_turns - len(replies(messages))
-        if left <= 1 or _was_told(messages, files()[question["file"]].text):
+        if left <= 1 or _tool_returned(messages, files()[question["file"]].text):
             return question["answer"]
-        if left == 2 or _was_told(messages, question["file"]):
+        if left == 2 or _tool_returned(messages, question["file"]):
             return call_tool("read", name=question["file"])
         return call_tool("search", query=question["question"])
 
@@ -123,7 +122,7 @@ def search(query: str) -> str:
 
 
 def _reader(seen: set[str]) -> Callable[[str], str]:
-    """The tool that reads, for one episode; `seen` collects the names of the files that were read."""
+    """Return the `read` tool of one episode; it adds the names of the files to `seen`."""
 
     def read(name: str) -> str:
         """The text of the file of this name."""
@@ -136,20 +135,20 @@ def _reader(seen: set[str]) -> Callable[[str], str]:
 
 
 def ranked(query: str) -> list[str]:
-    """The files with the most words of a query, rare words first; at most `HITS`, none without a word in common."""
-    asked = words_of(query[:QUERY])
-    scores = {name: sum(_rarity(word) for word in set(asked) & file.words) for name, file in files().items()}
+    """Return the files with the most words of a query, weighted by rarity; at most `MAX_HITS`."""
+    query_words = set(words_of(query[:MAX_QUERY_CHARACTERS]))
+    scores = {name: sum(_rarity(word) for word in query_words & file.words) for name, file in files().items()}
     best = sorted((name for name in scores if scores[name] > 0), key=lambda name: (-scores[name], name))
-    return best[:HITS]
+    return best[:MAX_HITS]
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Whether a short reply has the words of the answer in it, one after another, and nothing else but fillers."""
-    if len(text) > LONGEST_ANSWER:
+    """Return whether a short reply is the words of the answer in sequence, with nothing else but fillers."""
+    if len(text) > MAX_ANSWER_CHARACTERS:
         return False
-    said, wanted = words_of(text), words_of(answer)
-    ends = ((start, start + len(wanted)) for start in range(len(said) - len(wanted) + 1))
-    return any(said[start:end] == wanted and FILLERS.issuperset(said[:start] + said[end:]) for start, end in ends)
+    words, wanted = words_of(text), words_of(answer)
+    ends = ((start, start + len(wanted)) for start in range(len(words) - len(wanted) + 1))
+    return any(words[start:end] == wanted and FILLERS.issuperset(words[:start] + words[end:]) for start, end in ends)
 
 
 def words_of(text: str) -> list[str]:
@@ -168,7 +167,7 @@ def files() -> dict[str, File]:
 
 @functools.cache
 def questions() -> list[dict[str, str]]:
-    """Each with its `file`, `question` and `answer`."""
+    """Return all questions: dicts of `file`, `question` and `answer`."""
     listed: list[dict[str, str]] = json.loads(_corpus().joinpath("questions.json").read_text(encoding="utf-8"))
     return listed
 
@@ -179,9 +178,9 @@ def _corpus() -> Any:
 
 @functools.cache
 def _rarity(word: str) -> float:
-    """Of a word that is in some file: 0 for one that is in all of them."""
+    """Return the inverse document frequency of a word that is in some file."""
     return math.log(len(files()) / sum(word in file.words for file in files().values()))
 
 
-def _was_told(messages: Sequence[Message], text: str) -> bool:
+def _tool_returned(messages: Sequence[Message], text: str) -> bool:
     return any(message["role"] == "tool" and text in message["content"] for message in messages)

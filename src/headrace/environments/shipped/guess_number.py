@@ -1,7 +1,7 @@
-"""Find a number from 1 to N: each guess is answered with higher or lower.
+"""Find a number from 1 to N; the feedback to a guess is "higher" or "lower".
 
-Every secret may come in training and in evaluation: nothing of it is in the prompt, and a model that has learned which
-numbers never come has learned something else than to search.
+Both splits have the same secrets: the prompt does not depend on them, and a model that has learned which numbers never
+occur has not learned to search.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.drawing import Drawn
-from headrace.environments.shipped.tags import replies, tag, tagged
+from headrace.environments.shipped.texts import replies, tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
 SPEED = 0.5
-"""What it is worth to need no more guesses than halving the range does at worst."""
+"""Reward for needing no more guesses than bisection does at worst."""
 SLACK = 3
-"""Guesses that there are beyond those, unless `max_guesses` says otherwise."""
-MOST_DIGITS = 9
+"""Guesses beyond those of bisection, unless `max_guesses` is set."""
+MAX_DIGITS = 9
 
 
 class GuessNumber(Drawn):
-    """`highest` is N; `terse` asks "1-100", and a reply is the guess alone."""
+    """Numbers from 1 to `highest`; a `terse` prompt is "1-100", and a terse reply is the guess alone."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class GuessNumber(Drawn):
         demonstrate_mistakes: float = 0.0,
     ) -> None:
         super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_whole("highest", highest, 2, 10**MOST_DIGITS - 1)
+        arguments.check_whole("highest", highest, 2, 10**MAX_DIGITS - 1)
         if max_guesses is not None:
             arguments.check_whole("max_guesses", max_guesses, 1)
         arguments.check_flag("terse", terse)
@@ -55,6 +55,8 @@ class GuessNumber(Drawn):
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         number = task.data["number"]
         chat = Chat(context, self._rules(), max_turns=self.max_guesses)
+        usage = f"One guess, a whole number from 1 to {self.highest}, belongs between <guess> and </guess>."
+        usage = "?" if self.terse else usage
         found, invalid = False, 0
         while reply := await chat.reply():
             guess = self._read(reply.text)
@@ -63,23 +65,23 @@ class GuessNumber(Drawn):
             if found:
                 chat.stop("found")
             elif len(chat.turns) < self.max_guesses:
-                chat.say(self._complaint() if guess is None else "higher" if guess < number else "lower")
+                chat.say(usage if guess is None else "higher" if guess < number else "lower")
         guesses = len(chat.turns)
         rewards = {"found": float(found), "speed": SPEED * min(1.0, self.by_halving / guesses) if found else 0.0}
         return [chat.rollout(rewards, {"turns": guesses, "invalid": invalid})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
-        """The middle of what is left; the last guess is always right."""
-        number, said = task.data["number"], replies(messages)
-        if len(said) + 1 >= self.max_guesses:
+        """Return the middle of the remaining range; the last guess is the number."""
+        number, earlier = task.data["number"], replies(messages)
+        if len(earlier) + 1 >= self.max_guesses:
             return self._write(number)
-        guesses = [guess for guess in map(self._read, said) if guess is not None]
+        guesses = [guess for guess in map(self._read, earlier) if guess is not None]
         low = max([0, *(guess for guess in guesses if guess < number)]) + 1
         high = min([self.highest + 1, *(guess for guess in guesses if guess > number)]) - 1
         return self._write((low + high) // 2)
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
-        """A number that is not the right one, whatever was said before."""
+        """Return any number but the right one."""
         other = rng.randrange(1, self.highest)
         return self._write(other + (other >= task.data["number"]))
 
@@ -91,17 +93,12 @@ class GuessNumber(Drawn):
             f"is higher or lower. You have {self.max_guesses} guesses. Write one guess between <guess> and </guess>."
         )
 
-    def _complaint(self) -> str:
-        if self.terse:
-            return "?"
-        return f"One guess, a whole number from 1 to {self.highest}, belongs between <guess> and </guess>."
-
     def _write(self, number: int) -> str:
         return str(number) if self.terse else tag("guess", str(number))
 
     def _read(self, text: str) -> int | None:
-        """A number in the range; None for anything else."""
+        """Return the guess; None if it is not a number in the range."""
         digits = (text if self.terse else tagged(text, "guess") or "").strip()
-        if not (digits.isascii() and digits.isdecimal() and len(digits) <= MOST_DIGITS):
+        if not (digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS):
             return None
         return int(digits) if 1 <= int(digits) <= self.highest else None

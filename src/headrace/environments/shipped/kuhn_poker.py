@@ -1,10 +1,10 @@
-"""Kuhn's poker as a game for two: one deal, and one policy in both seats, or in one of them against a fixed player.
+"""Kuhn poker for two agents: one policy in both seats, or in one of them against a fixed player.
 
-A rollout is what one seat saw and did; its reward are the chips that it won, so that those of a deal sum to zero. A
-reply that names no legal action ends the game: it loses the most that can be lost, two chips, which go to the other. A
-seat that never came to act then has no rollout.
+A rollout is one seat's side of a deal; its reward is the chips that it won, so that the rewards of a deal sum to zero.
+A reply that names no legal action ends the game: it loses the maximum, two chips, to the other seat. A seat that has
+not acted by then has no rollout.
 
-Every deal may come in training and in evaluation: there are only six.
+Both splits have the same deals: there are only six.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.environments.chat import Chat
 from headrace.environments.shipped import kuhn
 from headrace.environments.shipped.drawing import check_split
 from headrace.environments.shipped.kuhn import BET, DEALS, PASS
-from headrace.environments.shipped.tags import tag, tagged
+from headrace.environments.shipped.texts import tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
 SELF = "self"
@@ -28,7 +28,7 @@ OPPONENTS: dict[str, dict[str, float]] = {
     "nash": kuhn.equilibrium(),
 }
 FORFEIT = 2
-"""Chips that an illegal action costs: no legal one costs more."""
+"""Chips that an illegal action loses: the most that a legal one can lose."""
 NAMES = {"J": "jack", "Q": "queen", "K": "king"}
 RULES = (
     "You play poker with three cards: jack, queen and king. The king is the highest, the jack the lowest. You and your "
@@ -37,11 +37,11 @@ RULES = (
 
 
 class KuhnPoker(Environment):
-    """`opponent`: `self`, or a player that is not trained: `random` bets half of the time, `nash` plays perfectly.
+    """Games against an `opponent`: `self`, or a fixed player: `random` bets half of the time, `nash` is an equilibrium.
 
-    Against such a one each deal is played `rounds` times from either seat; what chance decides for the opponent is part
-    of the task. `terse` shows "Q", "Qp" or "Qb", and a reply is "p" or "b": next to nothing to read, for the smallest
-    models. Demonstrations with half of them mistakes are legal play at random.
+    Against a fixed player each deal is played `rounds` times from either seat; the opponent's random numbers are part
+    of the task. A `terse` prompt is "Q", "Qp" or "Qb", and a terse reply is "p" or "b", for the smallest models.
+    Demonstrations with `demonstrate_mistakes = 0.5` are random legal play.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class KuhnPoker(Environment):
         self.terse = terse
         self.seed = seed
         self.demonstrate_mistakes = demonstrate_mistakes
-        self._seen = {_heard(self.situation(name)): name for name in kuhn.INFORMATION_SETS}
+        self._information_sets = {_user_texts(self.situation(name)): name for name in kuhn.INFORMATION_SETS}
 
     def tasks(self) -> list[dict[str, Any]]:
-        """The six deals; against an opponent, from each seat, with its luck at its first and its second decision."""
+        """Return the six deals; against a fixed player, from each seat, with random numbers for its two decisions."""
         if self.opponent is None:
             return [{"deal": deal} for deal in DEALS]
         rng = random.Random(f"{self.seed}-{self.split}")
@@ -77,7 +77,7 @@ class KuhnPoker(Environment):
             for deal in DEALS
             for seat in (0, 1)
         ]
-        rng.shuffle(tasks)  # so that any few of them are of all kinds
+        rng.shuffle(tasks)  # any few of them cover all kinds
         return tasks
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
@@ -90,7 +90,7 @@ class KuhnPoker(Environment):
             if seat in seats:
                 action = await self._ask(chats, deal[seat], history, context)
             else:
-                action = self._reply_of_opponent(task, deal[seat] + history)
+                action = self._opponent_action(task, deal[seat] + history)
             if action is None:
                 offender = seat
             else:
@@ -102,85 +102,81 @@ class KuhnPoker(Environment):
         ]
 
     async def _ask(self, chats: dict[int, Chat], card: str, history: str, context: Context) -> str | None:
-        """What the policy does; None: nothing that is legal."""
+        """Return the policy's action; None if it is not legal."""
         seat = kuhn.seat_to_act(history)
         if seat in chats:
-            chats[seat].say(self._told(history))
+            chats[seat].say(self._state(history))
         else:
             chats[seat] = Chat(context, self._question(card, history), agent=f"player_{seat}")
         reply = await chats[seat].reply()
         return None if reply is None or reply.truncated else self._read(reply.text, history)
 
-    def _reply_of_opponent(self, task: Task, information_set: str) -> str:
+    def _opponent_action(self, task: Task, information_set: str) -> str:
         assert self.opponent is not None
         luck = task.data["luck"][len(information_set) // 3]  # only a second decision has a history of two
         return BET if luck < self.opponent[information_set] else PASS
 
     def situation(self, information_set: str) -> list[Message]:
-        """The conversation in which the policy decides there."""
+        """Return the conversation in which the policy acts at an information set."""
         card, history = information_set[0], information_set[1:]
-        asked = [_said_by_user(self._question(card, history[: kuhn.seat_to_act(history)]))]
+        question = {"role": "user", "content": self._question(card, history[: kuhn.seat_to_act(history)])}
         if len(history) < 2:
-            return asked
-        said = {"role": "assistant", "content": self.write(history[0], "")}
-        return [*asked, said, _said_by_user(self._told(history))]
+            return [question]
+        reply = {"role": "assistant", "content": self.write(history[0], "")}
+        return [question, reply, {"role": "user", "content": self._state(history)}]
 
     def write(self, action: str, history: str) -> str:
-        """A reply that names this action."""
+        """Return a reply that names this action."""
         name = self._names(history)[action]
         return name if self.terse else tag("action", name)
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
-        """What perfect play does more often; against a fixed player, what wins most of the task, as hindsight knows."""
-        name = self._seen[_heard(messages)]
+        """Return the likelier action of an equilibrium; against a fixed player, the one that wins most of this task."""
+        name = self._information_sets[_user_texts(messages)]
         return self.write(self._best(task, name), name[1:])
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
-        """The other legal action."""
-        name = self._seen[_heard(messages)]
+        """Return the other legal action."""
+        name = self._information_sets[_user_texts(messages)]
         return self.write(PASS if self._best(task, name) == BET else BET, name[1:])
 
     def _best(self, task: Task, information_set: str) -> str:
         if self.opponent is None:
             return BET if kuhn.equilibrium()[information_set] >= 0.5 else PASS
-        return max((PASS, BET), key=lambda action: self._most(task, information_set[1:] + action))
+        return max((PASS, BET), key=lambda action: self._max_winnings(task, information_set[1:] + action))
 
-    def _most(self, task: Task, history: str) -> int:
-        """What can be won from here against a player whose luck is known."""
+    def _max_winnings(self, task: Task, history: str) -> int:
+        """Return the most that can be won from here against an opponent whose random numbers are known."""
         deal, own = task.data["deal"], task.data["seat"]
         if kuhn.is_over(history):
             return kuhn.winnings(deal, history) * (-1 if own else 1)
         seat = kuhn.seat_to_act(history)
-        actions = (PASS, BET) if seat == own else (self._reply_of_opponent(task, deal[seat] + history),)
-        return max(self._most(task, history + action) for action in actions)
+        actions = (PASS, BET) if seat == own else (self._opponent_action(task, deal[seat] + history),)
+        return max(self._max_winnings(task, history + action) for action in actions)
 
     def _question(self, card: str, history: str) -> str:
         if self.terse:
             return card + history
-        return f"{RULES} You hold the {NAMES[card]}. {self._told(history)}"
+        return f"{RULES} You hold the {NAMES[card]}. {self._state(history)}"
 
-    def _told(self, history: str) -> str:
-        """What the other one has done, and what may be done about it."""
+    def _state(self, history: str) -> str:
+        """Return the opponent's last action and the legal actions, in words."""
         if self.terse:
             return history[-1:]
         done = f"Your opponent {'bets' if history[-1] == BET else 'checks'}." if history else "You begin."
         return f"{done} Write {self.write(PASS, history)}, or {self.write(BET, history)} for one more chip."
 
     def _read(self, text: str, history: str) -> str | None:
-        """The action that a reply names, and no other."""
+        """Return the action that a reply names; None if it is not exactly one."""
         named = text.strip() if self.terse else (tagged(text, "action") or "").strip().lower()
         return next((action for action, name in self._names(history).items() if name == named), None)
 
     def _names(self, history: str) -> dict[str, str]:
-        """What passing and betting are called."""
+        """Return the names of passing and betting after this history."""
         if self.terse:
             return {PASS: PASS, BET: BET}
         return {PASS: "fold", BET: "call"} if history.endswith(BET) else {PASS: "check", BET: "bet"}
 
 
-def _said_by_user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _heard(messages: Sequence[Message]) -> tuple[str, ...]:
+def _user_texts(messages: Sequence[Message]) -> tuple[str, ...]:
     return tuple(message["content"] for message in messages if message["role"] == "user")

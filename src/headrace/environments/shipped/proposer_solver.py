@@ -1,15 +1,14 @@
-"""A proposer invents a problem, several solvers try it: one policy learns to ask as well as to answer.
+"""A proposer invents a problem and several solvers try it: one policy learns both roles.
 
-A problem is arithmetic: two whole numbers and an operator, within bounds that the task sets. What it comes to is
-computed, so a solver's reward is to be right. A proposer's reward is how much there is to learn from its problem:
+A problem is arithmetic: two whole numbers and an operator, within the bounds of the task. A solver is rewarded for the
+right value. A proposer is rewarded for a problem from which solvers can learn:
 
     learnable = 1 - |2 m - 1|,   m the share of solvers that were right: 1 where half are, 0 where all or none are
 
-and a little for keeping to the bounds. A problem outside of them is worth nothing and is shown to nobody: then the
-episode has no solvers.
+and a little for keeping within the bounds. A problem outside of them scores 0, and its episode has no solvers.
 
-Left out on purpose: a memory of what was proposed before. What keeps proposers from asking the same for ever is that
-each task asks for a problem with a number of its own.
+Left out on purpose: a memory of earlier proposals. Each task requests a problem with a given number, which keeps
+proposers from repeating one problem.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from headrace.environments.base import Context
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.arithmetic import OPERATIONS
 from headrace.environments.shipped.drawing import Drawn, draw_tasks
-from headrace.environments.shipped.tags import tag, tagged
+from headrace.environments.shipped.texts import tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
 VALID = 0.1
-"""What it is worth to propose what was asked for."""
-MOST_DIGITS = 9
-MOST_SOLVERS = 64
+"""Reward for a problem within the bounds."""
+MAX_DIGITS = 9
+MAX_SOLVERS = 64
 _PROBLEM = re.compile(r"(0|[1-9]\d*) ?([-+*]) ?(0|[1-9]\d*)", re.ASCII)
 
 Problem = tuple[int, str, int]
@@ -40,7 +39,7 @@ Problem = tuple[int, str, int]
 class ProposerSolver(Drawn):
     """Problems of two numbers of up to `max_digits` digits and one of `operators`, tried by `num_solvers`.
 
-    `terse` asks the proposer "7+" and the solvers "7+35=", and a reply is a problem or a number alone.
+    Terse prompts are "7+" for the proposer and "7+35=" for the solvers; a terse reply is a problem or a number alone.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class ProposerSolver(Drawn):
         demonstrate_mistakes: float = 0.0,
     ) -> None:
         super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_whole("num_solvers", num_solvers, 1, MOST_SOLVERS)
-        arguments.check_whole("max_digits", max_digits, 1, MOST_DIGITS)
+        arguments.check_whole("num_solvers", num_solvers, 1, MAX_SOLVERS)
+        arguments.check_whole("max_digits", max_digits, 1, MAX_DIGITS)
         arguments.check_letters("operators", operators, OPERATIONS)
         arguments.check_flag("terse", terse)
         self.num_solvers = num_solvers
@@ -65,7 +64,7 @@ class ProposerSolver(Drawn):
         self.terse = terse
 
     def tasks(self) -> list[dict[str, Any]]:
-        """A number and an operator to make a problem of, and another number that would do."""
+        """Return tasks of a number and an operator for the problem, and another number that would do."""
 
         def identity(task: dict[str, Any]) -> list[Any]:
             return [task["number"], task["operator"]]
@@ -88,12 +87,12 @@ class ProposerSolver(Drawn):
         ]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
-        """To a solver the answer, to a proposer the problem that came with the task."""
+        """Return the answer of a solver, or for a proposer the task's own problem."""
         problem = _problem_in(messages)
         return self._proposal(task, task.data["other"]) if problem is None else self._answer(_value(problem))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
-        """To a solver a wrong number; to a proposer another problem, since none of them is wrong."""
+        """Return a wrong number of a solver, or for a proposer another problem, since none is wrong."""
         problem = _problem_in(messages)
         if problem is None:
             return self._proposal(task, self._number(rng))
@@ -103,7 +102,7 @@ class ProposerSolver(Drawn):
         return {"number": self._number(rng), "operator": rng.choice(self.operators), "other": self._number(rng)}
 
     def _number(self, rng: random.Random) -> int:
-        """As often of one digit as of two, and so on."""
+        """Draw a number whose number of digits is uniform."""
         return rng.randrange(10 ** rng.randint(1, self.max_digits))
 
     def _request(self, task: Task) -> str:
@@ -130,36 +129,36 @@ class ProposerSolver(Drawn):
         return str(number) if self.terse else tag("answer", str(number))
 
     def _proposed(self, text: str, task: Task) -> Problem | None:
-        """The problem that a reply is, if it is one and as it was asked for."""
+        """Return the problem of a reply; None if it is not within the bounds of the task."""
         written = (text if self.terse else tagged(text, "problem") or "").strip()
-        found = _PROBLEM.fullmatch(written) if len(written) <= 2 * self.max_digits + 3 else None
-        if found is None or max(len(found[1]), len(found[3])) > self.max_digits:
+        match = _PROBLEM.fullmatch(written) if len(written) <= 2 * self.max_digits + 3 else None
+        if match is None or max(len(match[1]), len(match[3])) > self.max_digits:
             return None
-        problem = int(found[1]), found[2], int(found[3])
-        asked = problem[1] == task.data["operator"] and task.data["number"] in (problem[0], problem[2])
-        return problem if asked else None
+        problem = int(match[1]), match[2], int(match[3])
+        valid = problem[1] == task.data["operator"] and task.data["number"] in (problem[0], problem[2])
+        return problem if valid else None
 
     def _is_right(self, text: str, problem: Problem) -> bool:
-        given = text if self.terse else tagged(text, "answer") or ""
-        return given.strip() == str(_value(problem))
+        answer = text if self.terse else tagged(text, "answer") or ""
+        return answer.strip() == str(_value(problem))
 
 
 async def _replies(chats: Sequence[Chat]) -> list[str]:
-    """What each of them is answered, all asked at once; one that fails costs the others."""
-    asked = [asyncio.ensure_future(chat.reply()) for chat in chats]
+    """Return the replies of all chats, sampled concurrently; if one fails, the others are cancelled."""
+    pending = [asyncio.ensure_future(chat.reply()) for chat in chats]
     try:
-        await asyncio.gather(*asked)
+        await asyncio.gather(*pending)
     finally:
-        for reply in asked:
+        for reply in pending:
             reply.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
     return [chat.text for chat in chats]
 
 
 def _problem_in(messages: Sequence[Message]) -> Problem | None:
-    """The problem that is asked; None where one is asked for."""
-    found = _PROBLEM.search(messages[0]["content"])
-    return None if found is None else (int(found[1]), found[2], int(found[3]))
+    """Return the problem in a solver's prompt; None in a proposer's."""
+    match = _PROBLEM.search(messages[0]["content"])
+    return None if match is None else (int(match[1]), match[2], int(match[3]))
 
 
 def _value(problem: Problem) -> int:

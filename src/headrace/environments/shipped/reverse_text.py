@@ -1,4 +1,4 @@
-"""Write a word backwards. Random words of a few letters; the score is how much of the answer is in order."""
+"""Write a word backwards: random words of a few letters, rewarded by the similarity of the reply."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headrace.environments.arguments import check_number, check_whole
 from headrace.environments.base import Context, Demonstration, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.drawing import check_split
-from headrace.environments.shipped.similarity import LONGEST, similarity
+from headrace.environments.shipped.texts import reply_similarity
 from headrace.rollout.types import Message, Rollout, Task
 
 
 class ReverseText(Environment):
-    """`split` separates the words of training and evaluation: no word is in both."""
+    """Words of `min_letters` to `max_letters` random letters; no word is in both splits."""
 
     def __init__(
         self,
@@ -47,21 +47,21 @@ class ReverseText(Environment):
         word = task.data["word"]
         chat = Chat(context, word)
         await chat.reply()
-        likeness = similarity(chat.text[: LONGEST * len(word)], word[::-1])
-        return [chat.rollout({"similarity": likeness}, {"exact": float(chat.text == word[::-1])})]
+        rewards = {"similarity": reply_similarity(chat.text, word[::-1])}
+        return [chat.rollout(rewards, {"exact": float(chat.text == word[::-1])})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         return str(task.data["word"][::-1])
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """Reversals, with `demonstrate_copies` of them copying the word instead: a behaviour for RL to select from."""
+        """Yield reversals, of which a share `demonstrate_copies` copies the word: a behaviour for RL to unlearn."""
         rng = random.Random(seed)
         for word in self._words(rng):
             answer = word if rng.random() < self.demonstrate_copies else word[::-1]
             yield Demonstration([{"role": "user", "content": word}, {"role": "assistant", "content": answer}])
 
     def _words(self, rng: random.Random) -> Iterator[str]:
-        """Endless words of this split. A word belongs to evaluation when its letters sum to a multiple of ten."""
+        """Yield words of this split without end. A word is in `eval` if its letters sum to a multiple of ten."""
         while True:
             word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*self.letters)))
             if (sum(word.encode()) % 10 == 0) == (self.split == "eval"):

@@ -1,7 +1,7 @@
-r"""Mathematics in words: GSM8K and MATH, as they are, and in the strict format with thinking.
+r"""Word problems: GSM8K and MATH, as they are, and in the strict format with thinking.
 
-`source` is a file, a directory with a file for each split, or a Hugging Face dataset. An answer counts if the last
-`\boxed{...}` of the reply equals the gold one as mathematics.
+`source` is a file, a directory with a file for each split, or a Hugging Face dataset. An answer is right if the last
+`\boxed{...}` of the reply is mathematically equal to the gold one.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Math(SingleTurn):
 
 
 class StrictMath(SingleTurn):
-    r"""One block of thoughts, then `\boxed{...}`, and nothing else; `data` is gsm8k, math or arithmetic.
+    r"""Problems in the strict format: one block of thoughts, then `\boxed{...}`; `data` is gsm8k, math or arithmetic.
 
-    Whoever keeps to the format earns `format_reward`, right or wrong; an answer in any other form is no answer. Where
-    the renderer writes an empty thought by itself (`enable_thinking = false`), no reply can have the tags of thoughts
-    in it: set `enable_thinking = true`, or use other tags.
+    A reply in the format earns `format_reward`, right or wrong; one in any other form scores 0. Where the renderer adds
+    an empty thought (`enable_thinking = false`), no reply can contain the tags: set `enable_thinking = true`, or use
+    other tags.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StrictMath(SingleTurn):
 
         correct: Reward = Symbolic(extract=boxed) if data == "math" else Numeric(extract=boxed)
         super().__init__(
-            bound(SOURCES[data], rows)(),  # it checks its arguments, and yields no row before it is asked
+            bound(SOURCES[data], rows)(),  # checks its arguments now, and yields rows lazily
             lambda row: f"{strict.instructions}\n\n{row['question']}",
             {"correct": correct, "format": scaled(in_format, format_reward)},
             metrics={"thinking_words": words},

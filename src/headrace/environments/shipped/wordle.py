@@ -1,7 +1,8 @@
-"""Find a word of five letters in six guesses. Each guess is answered letter by letter: G for one in its place, Y for
-one that is elsewhere in the word, X for one that is not, or not so often.
+"""Find a word of five letters in six guesses.
 
-A guess that is no word costs a turn. Left out: other lengths, and the rule that hints must be used.
+The feedback for each letter is G if it is in its place, Y if it is elsewhere in the word, else X.
+
+A guess that is not a word uses up a turn. Left out: other lengths, and the rule that hints must be used.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.drawing import Drawn, draw_tasks
-from headrace.environments.shipped.tags import replies, tag, tagged
-from headrace.environments.shipped.word_lists import word_list
+from headrace.environments.shipped.texts import replies, tag, tagged, word_list
 from headrace.rollout.types import Message, Rollout, Task
 
 LETTERS = 5
 SOLVED = "G" * LETTERS
 PARTIAL = 0.2
-"""What a last guess with all letters in place is worth by itself; a letter that is elsewhere counts half."""
+"""Reward of a last guess with all letters in place; a letter that is elsewhere counts half."""
 FORMAT = 0.1
-"""What it is worth if every guess was a word."""
+"""Reward if every guess was a word."""
 RULES = """\
 Guess a word of five letters. After each guess you are told about each of its letters:
 G: it is in this place of the word
@@ -34,7 +34,7 @@ You have {guesses} guesses. Write one guess between <guess> and </guess>."""
 
 
 class Wordle(Drawn):
-    """`terse` says nothing of the rules, and a reply is the guess alone."""
+    """A word of five letters per task; a `terse` prompt has no rules, and a terse reply is the guess alone."""
 
     def __init__(
         self,
@@ -55,17 +55,18 @@ class Wordle(Drawn):
         return list(draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
-        chat = Chat(context, self._rules(), max_turns=self.max_guesses)
+        rules = "?" * LETTERS if self.terse else RULES.format(guesses=self.max_guesses)
+        chat = Chat(context, rules, max_turns=self.max_guesses)
         marks, invalid = "", 0
         while reply := await chat.reply():
             guess = self._read(reply.text)
-            complaint = self._complaint(guess)
-            marks = "" if complaint else feedback(guess, task.data["word"])
-            invalid += bool(complaint)
+            problem = self._problem(guess)
+            marks = "" if problem else feedback(guess, task.data["word"])
+            invalid += bool(problem)
             if marks == SOLVED:
                 chat.stop("solved")
             elif len(chat.turns) < self.max_guesses:
-                chat.say(complaint or self._report(guess, marks, self.max_guesses - len(chat.turns)))
+                chat.say(problem or self._report(guess, marks, self.max_guesses - len(chat.turns)))
         guesses = len(chat.turns)
         rewards = {
             "solved": float(marks == SOLVED),
@@ -75,22 +76,19 @@ class Wordle(Drawn):
         return [chat.rollout(rewards, {"turns": guesses, "invalid": invalid})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
-        """A word that fits all that is known, as a good player would find one; the last guess is always right."""
-        secret, said = task.data["word"], replies(messages)
-        if len(said) + 1 >= self.max_guesses:
+        """Return a word that is consistent with the feedback so far; the last guess is the secret."""
+        secret, guesses = task.data["word"], replies(messages)
+        if len(guesses) + 1 >= self.max_guesses:
             return self._write(secret)
-        known = {guess: feedback(guess, secret) for guess in map(self._read, said) if not self._complaint(guess)}
-        fitting = [word for word in answers() if all(feedback(guess, word) == known[guess] for guess in known)]
-        return self._write(random.Random(f"{task.key}-{len(said)}").choice(fitting))
+        hints = {guess: feedback(guess, secret) for guess in map(self._read, guesses) if not self._problem(guess)}
+        fitting = [word for word in answers() if all(feedback(guess, word) == hint for guess, hint in hints.items())]
+        return self._write(random.Random(f"{task.key}-{len(guesses)}").choice(fitting))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
-        """A word that is not the right one, whatever is known."""
+        """Return any word but the secret."""
         while (word := rng.choice(answers())) == task.data["word"]:
             pass
         return self._write(word)
-
-    def _rules(self) -> str:
-        return "?" * LETTERS if self.terse else RULES.format(guesses=self.max_guesses)
 
     def _write(self, word: str) -> str:
         return word if self.terse else tag("guess", word)
@@ -98,8 +96,8 @@ class Wordle(Drawn):
     def _read(self, text: str) -> str:
         return (text if self.terse else tagged(text, "guess") or "").strip().lower()
 
-    def _complaint(self, guess: str) -> str:
-        """What is wrong with a guess; nothing, if it is a word. Only what is well-formed is repeated to the model."""
+    def _problem(self, guess: str) -> str:
+        """Return the feedback to an invalid guess, "" for a valid one. Only well-formed guesses are repeated."""
         if len(guess) != LETTERS or not (guess.isascii() and guess.isalpha()):
             return "?" if self.terse else "One guess, a word of five letters, belongs between <guess> and </guess>."
         if guess not in accepted():
@@ -113,7 +111,7 @@ class Wordle(Drawn):
 
 
 def feedback(guess: str, secret: str) -> str:
-    """G, Y or X for each letter. A letter is Y only as often as the secret has it beyond those in their place."""
+    """Return G, Y or X for each letter; Y only as often as the secret has the letter beyond those in their place."""
     elsewhere = [wanted for given, wanted in zip(guess, secret, strict=True) if given != wanted]
     marks = ""
     for given, wanted in zip(guess, secret, strict=True):
@@ -128,11 +126,11 @@ def feedback(guess: str, secret: str) -> str:
 
 
 def answers() -> tuple[str, ...]:
-    """The words that may be asked for: common ones, in their basic form."""
+    """Return the secrets: common words in their basic form."""
     return word_list("answers")
 
 
 @functools.cache
 def accepted() -> frozenset[str]:
-    """The words that may be guessed."""
+    """Return the words that may be guessed."""
     return frozenset((*answers(), *word_list("guesses")))

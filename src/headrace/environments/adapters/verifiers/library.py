@@ -6,7 +6,7 @@ import logging
 from types import ModuleType
 from typing import Any
 
-from headrace.environments.adapters.extra import library
+from headrace.environments.adapters import library
 
 
 def verifiers(module: str = "") -> ModuleType:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from headrace.environments.adapters.extra import library
+from headrace.environments.adapters import library
 from headrace.environments.adapters.verifiers.library import verifiers
 from headrace.environments.tools import is_plain
 
