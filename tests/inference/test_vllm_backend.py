@@ -22,7 +22,7 @@ from headrace.inference.backend import (
 )
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
-from headrace.inference.vllm.process import Room, VllmFailed, VllmProcess
+from headrace.inference.vllm.process import ChildDirectory, VllmFailed, VllmProcess
 from headrace.inference.weights.errors import WeightsError
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices, write_adapter
@@ -92,7 +92,7 @@ async def test_more_than_may_wait_are_turned_away_and_the_cancelled_make_room(tm
 
 
 async def test_copies_of_the_model_keep_their_sessions_and_a_kept_cache_its_version(tmp_path: Path) -> None:
-    async with serving(tmp_path, replicas=4, forget=False) as served:
+    async with serving(tmp_path, replicas=4, clear_cache=False) as served:
         backend = served.backend
         short = SamplingParams(max_tokens=1)
         for session in ("a", "a", "b", "c", "a"):
@@ -108,7 +108,7 @@ async def test_copies_of_the_model_keep_their_sessions_and_a_kept_cache_its_vers
 
 async def test_a_vllm_that_reports_what_was_left_gives_no_logprobs_of_that(tmp_path: Path) -> None:
     async with serving(tmp_path, TRUNCATES="1") as served:
-        with pytest.raises(InvalidRequest, match="logprobs: this vLLM reports them among"):
+        with pytest.raises(InvalidRequest, match="logprobs"):
             served.backend.submit([1], SamplingParams(top_k=3, logprobs=0))
         without = await served.backend.submit([1], SamplingParams(top_k=3, max_tokens=2)).result()
         assert without.token_ids == [10, 11] and all(logprob != logprob for logprob in without.logprobs)
@@ -124,7 +124,7 @@ async def test_workers_that_may_disagree_end_the_engine(tmp_path: Path) -> None:
         backend = served.backend
         running = asyncio.ensure_future(backend.submit([1], LONG).result())
         await tokens_of(backend.submit([1], LONG), 3)
-        with pytest.raises(EngineStopped, match="two versions: load_published is broken"):
+        with pytest.raises(EngineStopped, match="load_published is broken"):
             await backend.update_weights(publish(tmp_path, Version(0, 1)), Version(0, 1))
         with pytest.raises(EngineStopped):
             await running
@@ -154,13 +154,13 @@ async def test_a_killed_child_ends_its_requests_and_says_what_it_wrote_last(tmp_
 
 async def test_a_vllm_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
     async with stand_in(tmp_path / "requests", FAILS="1") as process:
-        with pytest.raises(VllmFailed, match=r"vLLM ended with exit status 3\. The end of its log:\na line of its log"):
+        with pytest.raises(VllmFailed, match=r"(?s)exit status 3.*a line of its log"):
             await process.ready(HttpClient(), 30)
 
 
 async def test_an_interpreter_that_is_not_there_is_named() -> None:
-    room = Room()
-    with pytest.raises(VllmFailed, match=r"inference\.vllm\.python, /no/such/python, cannot be run"):
+    room = ChildDirectory()
+    with pytest.raises(VllmFailed, match="/no/such/python"):
         await VllmProcess.start(room, Path("/no/such/python"), [], {})
     assert not room.directory.exists()
 

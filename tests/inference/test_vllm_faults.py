@@ -21,7 +21,7 @@ V1, V2 = Version(0, 1), Version(0, 2)
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.inference.vllm.backend.GLANCES", 0.01)
+    monkeypatch.setattr("headrace.inference.vllm.backend.POLL_INTERVAL_S", 0.01)
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -42,9 +42,9 @@ def publish_adapter(directory: Path, version: Version) -> Path:
 async def test_answers_that_make_no_sense_end_their_requests_and_metrics_are_asked_for_again(tmp_path: Path) -> None:
     async with serving(tmp_path, GARBLES="3") as served:
         for token in (21, 22, 23) * 3:  # more than may wait
-            with pytest.raises(EngineError, match="vLLM answered what it should not"):
+            with pytest.raises(EngineError, match="invalid response"):
                 await asyncio.wait_for(served.backend.submit([token], SHORT).result(), 5)
-        with pytest.raises(EngineError, match="vLLM answered what it should not"):
+        with pytest.raises(EngineError, match="invalid response"):
             await asyncio.wait_for(tokens_of(served.backend.submit([21], SHORT), 1), 5)
         assert (await served.backend.submit([1], SHORT).result()).token_ids == [10, 11]
         await until(lambda: served.backend.state().kv_usage == 0.25)
@@ -62,7 +62,7 @@ async def test_a_new_version_is_told_of_at_once_and_though_the_old_one_cannot_be
 
 
 async def test_an_adapter_stays_as_long_as_anybody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.inference.vllm.backend.SPARE", -1)  # one request at a time
+    monkeypatch.setattr("headrace.inference.vllm.backend.SPARE_REQUESTS", -1)  # one request at a time
     async with serving(tmp_path, adapters=True) as served:
         backend = served.backend
         await backend.update_weights(publish_adapter(tmp_path, V1), V1)
@@ -101,7 +101,7 @@ async def test_a_pause_that_nobody_ends_ends_the_engine(tmp_path: Path, call: st
     async with serving(tmp_path, BREAKS=call) as served:
         running = asyncio.ensure_future(served.backend.submit([1], MORE).result())
         await until(lambda: served.asked("generate"))
-        with pytest.raises(EngineStopped, match=f"failed halfway.* {call} is broken"):
+        with pytest.raises(EngineStopped, match=f"{call} is broken"):
             await served.backend.update_weights(publish(tmp_path, V1), V1)
         with pytest.raises(EngineStopped):
             await asyncio.wait_for(running, 5)
@@ -110,7 +110,7 @@ async def test_a_pause_that_nobody_ends_ends_the_engine(tmp_path: Path, call: st
 
 
 async def test_a_request_that_comes_during_an_update_belongs_to_the_new_version(tmp_path: Path) -> None:
-    async with serving(tmp_path, forget=False, OLD="1", SLOW="load_published") as served:
+    async with serving(tmp_path, clear_cache=False, OLD="1", SLOW="load_published") as served:
         update = asyncio.ensure_future(served.backend.update_weights(publish(tmp_path, V1), V1))
         await until(lambda: served.asked("load_published"))
         found = await served.backend.submit([1], SHORT).result()
@@ -121,15 +121,15 @@ async def test_a_request_that_comes_during_an_update_belongs_to_the_new_version(
 
 async def test_a_copy_of_the_model_that_cannot_fetch_a_version_keeps_it_from_all(tmp_path: Path) -> None:
     async with serving(tmp_path, replicas=2, BREAKS="await_published") as served:
-        with pytest.raises(WeightsUnreachable, match="not every copy of the model could fetch weights 0-1"):
+        with pytest.raises(WeightsUnreachable, match="0-1"):
             await served.backend.update_weights(publish(tmp_path, V1), V1)
         assert not served.asked("pause")
         assert (await served.backend.submit([1], SHORT).result()).version_spans == [(Version(0, 0), 0, 2)]
 
 
 async def test_a_version_that_never_comes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.inference.vllm.fetching.LONGEST_FETCH", 0.1)
+    monkeypatch.setattr("headrace.inference.vllm.control.FETCH_TIMEOUT_S", 0.1)
     async with serving(tmp_path, FETCHES="0") as served:
-        with pytest.raises(WeightsUnreachable, match=r"did not reach vLLM's workers within 0\.1 s"):
+        with pytest.raises(WeightsUnreachable, match=r"0\.1 s"):
             await asyncio.wait_for(served.backend.update_weights(publish(tmp_path, V1), V1), 5)
         assert not served.asked("pause") and served.backend.state().version == Version(0, 0)

@@ -13,8 +13,15 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
 from headrace.inference.vllm import child
 from headrace.inference.vllm.adapters import rank_for
-from headrace.inference.vllm.model_facts import SMALLEST_CACHE, ModelFacts, read_facts
-from headrace.inference.vllm.start import arguments, cache_bytes, environment, refuse_arguments
+from headrace.inference.vllm.start import (
+    MIN_CACHE_BYTES,
+    ModelFacts,
+    arguments,
+    cache_bytes,
+    check_arguments,
+    environment,
+    read_facts,
+)
 from tests.refusals import refused
 
 FACTS = ModelFacts(100, frozenset(), 2048, 1 << 20)
@@ -63,13 +70,13 @@ def test_keys_and_our_own_packages_stay_with_us() -> None:
 @pytest.mark.parametrize("argument", ["--port", "--logprobs-mode=raw_logprobs", "--speculative_config"])
 def test_arguments_that_would_break_the_contract_are_refused(argument: str) -> None:
     with refused(ConfigError, key="inference.vllm.args"):
-        refuse_arguments(["--block-size", "16", argument])
+        check_arguments(["--block-size", "16", argument])
 
 
 def test_the_cache_has_room_for_the_longest_requests_or_a_quarter_of_what_is_free() -> None:
     assert FACTS.cache_for(4, 200, 1 << 40) == 4 * 256 << 20
     assert FACTS.cache_for(4, 200, 1 << 30) == 1 << 28
-    assert FACTS.cache_for(1, 1, 1 << 20) == SMALLEST_CACHE
+    assert FACTS.cache_for(1, 1, 1 << 20) == MIN_CACHE_BYTES
     config = InferenceConfig(engine="vllm", kv_cache_gb=0.5)
     assert cache_bytes(config, FACTS, 256, on_gpu=True) == 1 << 29
     assert cache_bytes(InferenceConfig(engine="vllm"), FACTS, 256, on_gpu=True) is None
@@ -87,7 +94,7 @@ def test_what_a_models_files_say(tmp_path: Path) -> None:
     with refused(BadInput, file=tmp_path / "nowhere" / "config.json"):
         read_facts(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BadInput, match="has no vocab_size"):
+    with refused(file=tmp_path / "config.json"):
         read_facts(tmp_path)
 
 
@@ -120,7 +127,7 @@ def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -
     lifeline, other_end = os.pipe()
     monkeypatch.setattr(sys, "argv", ["child", str(lifeline), "room"])
     monkeypatch.setattr(child, "end_with", lambda *_: None)
-    with pytest.raises(SystemExit, match=r"has no vLLM: .*inference\.vllm\.python"):
+    with pytest.raises(SystemExit, match=r"inference\.vllm\.python"):
         child.main()
     os.close(lifeline)
     os.close(other_end)

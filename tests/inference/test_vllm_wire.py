@@ -8,7 +8,7 @@ import pytest
 from headrace.inference.backend import EngineError, InvalidRequest, RequestCancelled
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
-from headrace.inference.vllm.metrics import Metrics, Preemptions, read_metrics
+from headrace.inference.vllm.control import Metrics, PreemptionCounter, read_metrics
 from headrace.rollout.version import Version
 
 A, B, C = Version(0, 1), Version(0, 2), Version(1, 0)
@@ -88,8 +88,8 @@ def test_temperatures_that_vllm_knows_are_let_through(temperature: float) -> Non
         wire.check([1], SamplingParams(temperature=temperature, prompt_logprobs=0), 100, 20)
 
 
-def answer(**fields: Any) -> wire.Answer:
-    return wire.decode_answer(json.dumps(fields).encode())
+def answer(**fields: Any) -> wire.VllmResponse:
+    return wire.decode_response(json.dumps(fields).encode())
 
 
 def logprob(token: int, value: float, *, old: bool) -> dict[str, Any]:
@@ -102,25 +102,25 @@ def test_both_ways_to_name_tokens_are_read_and_alternatives_are_the_best(old: bo
     tops = [logprob(token, value, old=old) for token, value in [(5, -2.0), (8, -0.5), (9, -1.5), (2, -3.0)]]
     content = [{**logprob(5, -2.0, old=old), "top_logprobs": tops}]
     [choice] = answer(choices=[{"index": 0, "token_ids": [5], "logprobs": {"content": content}}]).choices
-    found = wire.piece(choice, SamplingParams(logprobs=3))
+    found = wire.token_chunk(choice, SamplingParams(logprobs=3))
     assert (found.token_ids, found.logprobs) == ([5], [-2.0])
     assert found.top_logprobs == [[(8, -0.5), (9, -1.5), (5, -2.0)]]
-    assert wire.piece(choice, SamplingParams(logprobs=0)).top_logprobs is None
+    assert wire.token_chunk(choice, SamplingParams(logprobs=0)).top_logprobs is None
 
 
 def test_logprobs_of_another_number_of_tokens_are_an_error() -> None:
     [choice] = answer(
         choices=[{"token_ids": [5, 6], "logprobs": {"content": [{"token_id": 5, "logprob": -1}]}}]
     ).choices
-    with pytest.raises(EngineError, match="2 tokens, and logprobs of 1"):
-        wire.piece(choice, SamplingParams(logprobs=0))
+    with pytest.raises(EngineError, match=r"2 tokens .*1 logprobs"):
+        wire.token_chunk(choice, SamplingParams(logprobs=0))
 
 
 def test_a_token_that_cannot_have_been_sampled_is_an_error() -> None:
     entries = [{"token_id": 5, "logprob": -1.0}, {"token_id": 6, "logprob": -9999.0}]
     [choice] = answer(choices=[{"token_ids": [5, 6], "logprobs": {"content": entries}}]).choices
     with pytest.raises(EngineError, match="the sampled token 6 the logprob -9999"):
-        wire.piece(choice, SamplingParams(logprobs=0))
+        wire.token_chunk(choice, SamplingParams(logprobs=0))
     tables = [None, {"7": {"logprob": -1.0}, "4": {"logprob": -9999.0}}, {"9": {"logprob": -9999.0}}]
     found = answer(choices=[], prompt_logprobs=tables)
     with pytest.raises(EngineError, match="the prompt token 9 the logprob -9999"):
@@ -137,7 +137,7 @@ def test_prompt_logprobs_are_those_of_the_prompts_tokens() -> None:
         [(9, -3.0)],
     ]
     assert wire.prompt_logprobs(found, [1, 7, 9], SamplingParams()) == (None, None)
-    with pytest.raises(EngineError, match="of 3 prompt tokens, not of 2"):
+    with pytest.raises(EngineError, match=r"3 prompt tokens .*2"):
         wire.prompt_logprobs(found, [1, 7], SamplingParams(prompt_logprobs=0))
 
 
@@ -157,11 +157,11 @@ def test_spans_follow_from_how_far_a_request_was_at_each_update(marks: Any, leng
 
 
 def test_what_vllm_gave_up_is_an_error() -> None:
-    assert wire.how_it_ended(wire.Choice(finish_reason="length")) == "length"
+    assert wire.finish_reason(wire.Choice(finish_reason="length")) == "length"
     with pytest.raises(RequestCancelled):
-        wire.how_it_ended(wire.Choice(finish_reason="abort"))
-    with pytest.raises(EngineError, match="ended with None"):
-        wire.how_it_ended(wire.Choice())
+        wire.finish_reason(wire.Choice(finish_reason="abort"))
+    with pytest.raises(EngineError, match="None"):
+        wire.finish_reason(wire.Choice())
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_vllm_gave_up_is_an_error() -> None:
     ],
 )
 def test_every_form_of_an_error_is_read(content: bytes, problem: str) -> None:
-    assert wire.problem_of(content) == problem
+    assert wire.error_message(content) == problem
 
 
 def test_metrics_are_summed_over_copies_of_the_model() -> None:
@@ -199,18 +199,18 @@ process_open_fds 49.0
     assert read_metrics("") == Metrics()
 
 
-def test_those_whom_an_update_moved_aside_are_taken_off_the_preemptions_that_follow() -> None:
-    preemptions = Preemptions()
+def test_preemptions_by_an_update_are_not_counted() -> None:
+    preemptions = PreemptionCounter()
 
     def counted(*totals: int) -> list[int]:
         found = []
         for total in totals:
-            preemptions.follow(total)
+            preemptions.update(total)
             found.append(preemptions.count)
         return found
 
     assert counted(0, 2, 2) == [0, 2, 2]
-    preemptions.expect(5, most=8)
+    preemptions.expect(5, limit=8)
     assert counted(2, 4) == [2, 2]  # three more are to come
-    preemptions.expect(7, most=8)  # so that eight are
+    preemptions.expect(7, limit=8)  # so that eight are
     assert counted(9, 12, 13) == [2, 2, 3]

@@ -12,7 +12,7 @@ from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.adapters import Adapters
 from headrace.inference.vllm.backend import VllmBackend
-from headrace.inference.vllm.process import Room, VllmProcess
+from headrace.inference.vllm.process import ChildDirectory, VllmProcess
 from headrace.rollout.version import Version
 from headrace.transport.device_lock import DeviceLock
 from headrace.transport.weights import WeightStore
@@ -23,7 +23,7 @@ LONG = SamplingParams(max_tokens=100, logprobs=0, ignore_eos=True)
 
 @asynccontextmanager
 async def stand_in(requests: Path, **variables: str) -> AsyncIterator[VllmProcess]:
-    room = Room()
+    room = ChildDirectory()
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(room.import_path), str(STAND_IN)]),
@@ -61,7 +61,7 @@ async def serving(
     directory: Path,
     *,
     replicas: int = 1,
-    forget: bool = True,
+    clear_cache: bool = True,
     adapters: bool = False,
     lock: DeviceLock | None = None,
     **variables: str,
@@ -79,7 +79,7 @@ async def serving(
             max_running=2,
             max_waiting=4,
             replicas=replicas,
-            forget=forget,
+            clear_cache=clear_cache,
             adapters=Adapters(directory / "copies", 8) if adapters else None,
             decode=lambda tokens: " ".join(map(str, tokens)),
             lock=lock,

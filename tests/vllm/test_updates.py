@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.inference.backend import GenerationResult
 from headrace.inference.schema import SamplingParams
-from headrace.inference.vllm.backend import GLANCES, VllmBackend
+from headrace.inference.vllm.backend import POLL_INTERVAL_S, VllmBackend
 from headrace.inference.weights.errors import WeightsError
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices, write_adapter
@@ -90,7 +90,7 @@ async def test_tokens_belong_to_the_version_that_sampled_them(policy: Policy) ->
         assert_like_plain(TEXT[n:], result, policy.models, 0.8, OF_LONG_TEXTS)
     assert [span[0] for span in (await late[0]).version_spans] == [second]
     assert not backend.state().paused
-    await asyncio.sleep(2 * GLANCES)
+    await asyncio.sleep(2 * POLL_INTERVAL_S)
     moved_aside = (await backend._control.metrics()).preemptions
     assert moved_aside >= 6 and backend.state().preemptions == 0
 
@@ -185,7 +185,7 @@ async def test_a_kept_cache_serves_those_in_flight_and_nobody_else(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = policy.backend
-    monkeypatch.setattr(backend, "_forget", False)
+    monkeypatch.setattr(backend, "_clear_cache", False)
     prompt = [5, *range(60, 250)]
     params = SamplingParams(temperature=1.0, max_tokens=300, ignore_eos=True, logprobs=0)
     ready = policy.publish()

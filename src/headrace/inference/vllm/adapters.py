@@ -1,9 +1,8 @@
-"""LoRA adapters in vLLM: those that requests name, and the policy's own, one per version.
+"""LoRA adapters in vLLM: those that requests name, and the policy's, one per version.
 
-vLLM keeps caches by an adapter's name, so every load gets a new one; requests in flight keep the adapter that they
-began with, and with it their version. So do those that have not reached vLLM yet: an adapter that is no longer wanted
-is unloaded once nobody needs it. An adapter's files are copied first, since vLLM may read them again later, when the
-trainer has long removed them.
+vLLM's caches depend on an adapter's name, so every load gets a new name, and requests in flight keep the adapter and
+the version that they started with. A replaced adapter is unloaded once no request uses it. The files are copied
+first: vLLM may read them again later, after the trainer has removed them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.inference.backend import EngineError
-from headrace.inference.vllm.control import Control, Refusal
+from headrace.inference.vllm.control import CallRefused, Control
 from headrace.inference.weights.errors import WeightsError
 from headrace.rollout.version import Version
 from headrace.transport.adapter import CONFIG, TENSORS, AdapterError, read_config
@@ -25,68 +24,71 @@ from headrace.transport.weights import checksum
 log = logging.getLogger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM can be started for."""
+"""The values of vLLM's --max-lora-rank."""
 
 
 def rank_for(rank: int) -> int | None:
-    """The smallest that has room for this one."""
+    """Return the smallest value of --max-lora-rank for adapters of this rank."""
     return next((allowed for allowed in RANKS if allowed >= rank), None)
 
 
 class Adapters:
-    """What is loaded. `directory` is where the copies go."""
+    """The loaded adapters. `directory` is for copies of their files."""
 
     def __init__(self, directory: Path, max_rank: int) -> None:
         self._directory = directory
         self._max_rank = max_rank
         self._numbers = itertools.count()
-        self._held: Counter[str] = Counter()
-        self._unwanted: set[str] = set()
+        self._uses: Counter[str] = Counter()
+        self._replaced: set[str] = set()
         self.names: dict[str, str] = {}
-        """What requests call an adapter, and what vLLM calls it."""
+        """vLLM's names by the names in requests."""
         self.policy: str | None = None
-        """What vLLM calls the newest version of the policy, if that is an adapter."""
+        """vLLM's name of the newest version of the policy, if that is an adapter."""
 
     def hold(self, vllm_name: str) -> None:
-        """One more request is in flight that needs it."""
-        self._held[vllm_name] += 1
+        """Count a request in flight that uses it."""
+        self._uses[vllm_name] += 1
 
     def release(self, vllm_name: str) -> None:
-        self._held[vllm_name] -= 1
-        if not self._held[vllm_name]:
-            del self._held[vllm_name]
+        self._uses[vllm_name] -= 1
+        if not self._uses[vllm_name]:
+            del self._uses[vllm_name]
 
     async def load(self, control: Control, name: str, directory: Path) -> None:
-        """Raises `WeightsError`, and what was loaded under that name before stays."""
+        """Load an adapter, replacing one of that name. Raises `WeightsError`, and the old one stays."""
         loaded = await self._load(control, f"{name}@{next(self._numbers)}", directory)
-        before, self.names[name] = self.names.get(name), loaded
-        await self._drop(control, before)
+        if name in self.names:
+            self._replaced.add(self.names[name])
+        self.names[name] = loaded
+        await self.unload_unused(control)
 
     async def unload(self, control: Control, name: str) -> None:
-        await self._drop(control, self.names.pop(name))
+        self._replaced.add(self.names.pop(name))
+        await self.unload_unused(control)
 
     async def load_policy(self, control: Control, directory: Path, version: Version, expected: str) -> str:
-        """Load a published adapter for requests that name none; `use_policy` has them get it. Returns vLLM's name."""
-        found = await asyncio.to_thread(checksum, directory)
-        if found != expected:
-            raise WeightsError(f"{directory} is damaged: its files have checksum {found}, not {expected}")
+        """Load a published adapter and return vLLM's name; `set_policy` puts it into use."""
+        actual = await asyncio.to_thread(checksum, directory)
+        if actual != expected:
+            raise WeightsError(f"{directory} is damaged: its files have checksum {actual}, not {expected}")
         return await self._load(control, f"policy@{version}#{next(self._numbers)}", directory)
 
-    def use_policy(self, vllm_name: str | None) -> None:
-        """From here on. The one before goes with the next `sweep` that finds nobody who needs it."""
+    def set_policy(self, vllm_name: str | None) -> None:
+        """Use this adapter for requests that name none. The previous one is unloaded when it is unused."""
         if self.policy is not None:
-            self._unwanted.add(self.policy)
+            self._replaced.add(self.policy)
         self.policy = vllm_name
 
-    async def sweep(self, control: Control) -> None:
-        """Unload what nobody wants, or needs any more."""
-        free = [name for name in self._unwanted if not self._held[name]]
-        self._unwanted.difference_update(free)  # at once: another sweep may be under way
+    async def unload_unused(self, control: Control) -> None:
+        """Unload replaced adapters that no request uses."""
+        free = [name for name in self._replaced if not self._uses[name]]
+        self._replaced.difference_update(free)  # before the await: another call may be in progress
         for name in free:
             try:
                 await control.unload_adapter(name)
-            except EngineError as error:  # nobody asks for it again: it takes room, and does no other harm
-                log.warning("vLLM keeps the adapter %s, which is no longer needed: %s", name, error)
+            except EngineError as error:  # harmless but for its memory
+                log.warning("vLLM did not unload the unused adapter %s: %s", name, error)
             shutil.rmtree(self._directory / name.replace("/", "_"), ignore_errors=True)
 
     async def _load(self, control: Control, vllm_name: str, directory: Path) -> str:
@@ -95,23 +97,18 @@ class Adapters:
         except AdapterError as error:
             raise WeightsError(str(error)) from error
         if rank > self._max_rank:
-            raise WeightsError(f"{directory} has rank {rank}: set inference.vllm.max_lora_rank to at least that")
+            raise WeightsError(f"{directory} has rank {rank}. Set inference.vllm.max_lora_rank to at least that")
         copy = self._directory / vllm_name.replace("/", "_")
         try:
-            await asyncio.to_thread(_copy, directory, copy)
+            await asyncio.to_thread(_copy_adapter, directory, copy)
             await control.load_adapter(vllm_name, copy)
-        except (OSError, Refusal) as error:
+        except (OSError, CallRefused) as error:
             shutil.rmtree(copy, ignore_errors=True)
             raise WeightsError(f"{directory} cannot be loaded as an adapter: {error}") from error
         return vllm_name
 
-    async def _drop(self, control: Control, vllm_name: str | None) -> None:
-        if vllm_name is not None:
-            self._unwanted.add(vllm_name)
-        await self.sweep(control)
 
-
-def _copy(directory: Path, target: Path) -> None:
+def _copy_adapter(directory: Path, target: Path) -> None:
     target.mkdir(parents=True)
     for name in (CONFIG, TENSORS):
         shutil.copyfile(directory / name, target / name)

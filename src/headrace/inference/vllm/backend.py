@@ -1,8 +1,8 @@
-"""vLLM as the server knows it: a child process behind the contract of `inference/backend.py`.
+"""The `Backend` over a vLLM server in a child process.
 
-Requests are checked here first: vLLM sees nothing that could harm it. New weights are fetched by its workers beside the
-sampling; then the engine is paused, takes them, forgets its cache, is told the version, and goes on. What could leave
-its workers with different weights ends it: the server that stands in front is then started anew, and catches up.
+Requests are checked here before vLLM sees them. An update of the weights: the workers fetch the new version while
+sampling continues; then vLLM is paused, loads it, clears its cache, is stamped with the version, and resumes. A failure
+that could leave workers with different weights stops the engine: our server then restarts and loads the newest version.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.inference.vllm.adapters import Adapters
-from headrace.inference.vllm.control import Control, Refusal
+from headrace.inference.vllm.control import CallRefused, Control, Metrics, PreemptionCounter
 from headrace.inference.vllm.device_lock import VllmDeviceLock
-from headrace.inference.vllm.fetching import fetch_everywhere
 from headrace.inference.vllm.generation import VllmGeneration
-from headrace.inference.vllm.metrics import Metrics, Preemptions
 from headrace.inference.vllm.process import VllmProcess
 from headrace.inference.weights.errors import WeightsError, read_checked_marker
 from headrace.rollout.version import Version
@@ -45,18 +43,18 @@ from headrace.transport.weights_link import is_linked
 log = logging.getLogger(__name__)
 
 INITIAL = Version(0, 0)
-SPARE = 256
-"""Requests that wait inside vLLM beside those that run, so that it never waits for us; more wait here."""
-GLANCES = 0.5
-"""Seconds between two looks at its metrics."""
-SILENCE = 120.0
-"""Seconds without an answer after which it counts as dead."""
-TRIED = 8
-"""Prompts that show whether logprobs are what they should be."""
+SPARE_REQUESTS = 256
+"""Requests that are queued in vLLM in addition to the running ones; more are queued here."""
+POLL_INTERVAL_S = 0.5
+"""Between two reads of its metrics."""
+SILENCE_TIMEOUT_S = 120.0
+"""Without a response for so long, vLLM counts as dead."""
+PROBE_PROMPTS = 8
+"""Prompts that test whether logprobs are untruncated."""
 
 
 class VllmBackend:
-    """A `Backend` over a child process. Must be made inside the event loop that will use it, then `prepare`d."""
+    """Create it in the event loop that will use it, then call `prepare`."""
 
     name = "vllm"
 
@@ -72,7 +70,7 @@ class VllmBackend:
         max_running: int,
         max_waiting: int,
         replicas: int,
-        forget: bool,
+        clear_cache: bool,
         adapters: Adapters | None,
         decode: Callable[[list[int]], str],
         lock: DeviceLock | None = None,
@@ -83,60 +81,58 @@ class VllmBackend:
         self._control = Control(http, process.url)
         self._model_name, self._eos_token_ids, self._decode = model_name, eos_token_ids, decode
         self._capacity, self._replicas = max_running * replicas, replicas
-        self._most = self._capacity + max_waiting
-        self._forget = forget
+        self._max_requests = self._capacity + max_waiting
+        self._clear_cache = clear_cache
         self._adapters = adapters
         self._stamps = self._untruncated = True
         self._version = INITIAL
         self._checksum = ""
         self._paused = False
         self._metrics = Metrics()
-        self._preemptions = Preemptions()
+        self._preemptions = PreemptionCounter()
         self._in_flight: dict[str, VllmGeneration] = {}
         self._numbers = itertools.count()
-        self._turns = asyncio.Semaphore(self._capacity + SPARE)
+        self._permits = asyncio.Semaphore(self._capacity + SPARE_REQUESTS)
         self._changing = asyncio.Lock()
         self._settled = asyncio.Event()
-        """Not between two versions: what is sent to vLLM then could belong to either."""
+        """Unset during an update, when it is open which version a new request would get."""
         self._settled.set()
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._device_lock = VllmDeviceLock(lock)
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._glance())]
+        self._tasks = [asyncio.create_task(self._watch_process()), asyncio.create_task(self._poll_metrics())]
 
     async def prepare(self) -> None:
-        """Find out what this vLLM can do, and that it samples at all."""
+        """Detect what this version of vLLM supports, and check that it samples."""
         self._stamps = await self._control.stamp(str(INITIAL))
         if not self._stamps:
             if self._replicas > 1:
                 raise EngineError(
-                    "this vLLM does not tell which weights sampled what: with inference.vllm.data_parallel_size > 1 "
-                    "use a newer one, or several servers"
+                    "this version of vLLM does not report which weights sampled a token: with "
+                    "inference.vllm.data_parallel_size > 1 use a newer one, or several servers"
                 )
             await self._control.on_workers("count_tokens")
-        if all(found == "True" for found in await self._control.on_workers("report_untruncated_logprobs")):
-            self._untruncated = await self._reports_untruncated()
-        else:
-            self._untruncated = False
+        patched = await self._control.on_workers("report_untruncated_logprobs")
+        self._untruncated = all(done == "True" for done in patched) and await self._reports_untruncated()
         if not self._untruncated:
-            log.warning("this vLLM's sampler is unknown: requests with top_p, top_k or min_p get no logprobs")
+            log.warning("unknown sampler in this version of vLLM: requests with top_p, top_k or min_p get no logprobs")
         self._tasks.append(asyncio.create_task(self._follow_device_lock()))
 
     async def _reports_untruncated(self) -> bool:
-        """Whether a token that was the only one left to choose has the logprob that it has among all."""
+        """Whether the only token that truncation leaves has the logprob of the whole distribution."""
         free = SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=1)
         alone = [
             SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=0, top_k=1),
             SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=0, min_p=1.0),
         ]
         likeliest: list[float] = []
-        for token in range(0, self.vocab_size, -(-self.vocab_size // TRIED)):
+        for token in range(0, self.vocab_size, -(-self.vocab_size // PROBE_PROMPTS)):
             [[(_, expected)]] = (await self.submit([token], free).result()).top_logprobs or []
             likeliest.append(expected)
             for params in alone:
                 [reported] = (await self.submit([token], params).result()).logprobs
                 if abs(reported - expected) > 0.05:
                     return False
-        return min(likeliest) < -0.2  # a token that is certain anyway shows nothing
+        return min(likeliest) < -0.2  # a token that is certain anyway proves nothing
 
     def submit(
         self,
@@ -153,15 +149,22 @@ class VllmBackend:
         wire.check(token_ids, params, self.vocab_size, self.max_model_len)
         if params.truncates and params.logprobs is not None and not self._untruncated:
             raise InvalidRequest(
-                "logprobs: this vLLM reports them among what top_p, top_k and min_p leave alone: "
-                "leave these or logprobs out, or use another version of vLLM"
+                "logprobs: this version of vLLM reports them only after top_p, top_k and min_p. Omit these or "
+                "logprobs, or use another version"
             )
         model, pinned = self._model_for(adapter)
-        if len(self._in_flight) >= self._most:
-            raise EngineOverloaded(f"{self._most} requests are running or waiting, which is as many as may")
+        if len(self._in_flight) >= self._max_requests:
+            raise EngineOverloaded(f"{self._max_requests} requests are running or waiting, which is the limit")
         name = f"{next(self._numbers)}x"
+        headers = {}
+        if session is not None and self._replicas > 1:
+            headers["X-data-parallel-rank"] = str(zlib.crc32(session.encode()) % self._replicas)
 
         def body(stream: bool) -> bytes:
+            # A cache that survives an update must not be used by requests after it.
+            salts = [] if self._clear_cache else [str(self._version)]
+            if cache_salt is not None:
+                salts.append(blake2b(cache_salt.encode(), digest_size=16).hexdigest())
             return wire.request_body(
                 token_ids,
                 params,
@@ -169,7 +172,7 @@ class VllmBackend:
                 max_tokens=min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids)),
                 eos_token_ids=self._eos_token_ids,
                 model=model,
-                cache_salt=self._salt(cache_salt),
+                cache_salt="-".join(salts) or None,
                 urgent=urgent,
                 stream=stream,
                 logprobs=not params.truncates or self._untruncated,
@@ -177,18 +180,18 @@ class VllmBackend:
 
         held = False
 
-        async def begin() -> None:
+        async def admit() -> None:
             nonlocal held
             if not urgent:
-                held = await self._turns.acquire()
+                held = await self._permits.acquire()
             await self._settled.wait()
 
-        def over() -> None:
+        def on_end() -> None:
             del self._in_flight[name]
             if self._adapters is not None:
                 self._adapters.release(model)
             if held:
-                self._turns.release()
+                self._permits.release()
 
         if self._adapters is not None:
             self._adapters.hold(model)
@@ -198,9 +201,9 @@ class VllmBackend:
             token_ids=token_ids,
             params=params,
             body=body,
-            headers=self._headers(session),
-            begin=begin,
-            over=over,
+            headers=headers,
+            admit=admit,
+            on_end=on_end,
             dead=self._dead,
             decode=self._decode,
             version=self._version,
@@ -209,7 +212,7 @@ class VllmBackend:
         return generation
 
     def _model_for(self, adapter: str | None) -> tuple[str, bool]:
-        """What vLLM calls the model to ask, and whether it stays what it is when new weights arrive."""
+        """Return vLLM's name of the model, and whether an update of the weights leaves it unchanged."""
         policy = None if self._adapters is None else self._adapters.policy
         if adapter is None:
             return (self._model_name, False) if policy is None else (policy, True)
@@ -217,58 +220,46 @@ class VllmBackend:
             raise ModelNotFound(f"no adapter {adapter!r} is loaded")
         return self._adapters.names[adapter], False
 
-    def _salt(self, salt: str | None) -> str | None:
-        """Where a cache outlives its weights, nobody who comes later may find it."""
-        parts = [] if self._forget else [str(self._version)]
-        if salt is not None:
-            parts.append(blake2b(salt.encode(), digest_size=16).hexdigest())
-        return "-".join(parts) or None
-
-    def _headers(self, session: str | None) -> dict[str, str]:
-        if session is None or self._replicas == 1:
-            return {}
-        return {"X-data-parallel-rank": str(zlib.crc32(session.encode()) % self._replicas)}
-
     def state(self) -> EngineState:
-        found = self._metrics
-        running = min(found.running, len(self._in_flight))
+        metrics = self._metrics
+        running = min(metrics.running, len(self._in_flight))
         return EngineState(
             self._version,
             running,
             len(self._in_flight) - running,
             self._paused,
             self._capacity,
-            found.kv_usage,
-            found.tokens_sampled,
-            found.tokens_computed,
-            found.tokens_cached,
+            metrics.kv_usage,
+            metrics.tokens_sampled,
+            metrics.tokens_computed,
+            metrics.tokens_cached,
             self._preemptions.count,
-            found.finished,
+            metrics.finished,
             [] if self._adapters is None else sorted(self._adapters.names),
             self._dead.result() if self._dead.done() else None,
-            self._most,
+            self._max_requests,
             self._device_lock.is_held_by_trainer,
             self._device_lock.hand_overs,
         )
 
     async def pause(self) -> None:
         async with self._changing:
-            await self._control.pause(forget=False)
+            await self._control.pause(clear_cache=False)
             self._paused = True
 
     async def resume(self) -> None:
         async with self._changing:
             self._paused = False
-            await self._go_on()
+            await self._resume()
 
-    async def _go_on(self) -> None:
-        """Unless somebody wants it to stand still."""
+    async def _resume(self) -> None:
+        """Resume vLLM unless it is paused by an admin or for the trainer."""
         if not (self._paused or self._device_lock.is_held_by_trainer):
             await self._control.resume()
 
     async def update_weights(self, directory: Path, version: Version) -> str:
         marker = await asyncio.to_thread(read_checked_marker, directory, version)
-        # Shielded: a caller that hangs up must not leave the engine between two versions.
+        # Shielded: a disconnecting caller must not leave the engine between two versions.
         return await asyncio.shield(asyncio.create_task(self._update(directory, version, marker)))
 
     async def _update(self, directory: Path, version: Version, marker: WeightsMarker) -> str:
@@ -279,65 +270,65 @@ class VllmBackend:
                 policy = await self._adapters.load_policy(self._control, directory, version, marker.checksum)
                 self._sample_with(version, marker.checksum, policy)
             else:
-                await fetch_everywhere(self._control, directory, version, self._replicas)
+                await self._control.fetch_weights(directory, version, self._replicas)
                 await self._replace(directory, version, marker.checksum)
             if self._adapters is not None:
-                await self._adapters.sweep(self._control)
+                await self._adapters.unload_unused(self._control)
             return marker.checksum
 
     async def _replace(self, directory: Path, version: Version, checksum: str) -> None:
-        """Pause, load what was fetched, go on. What goes wrong here cannot be taken back."""
+        """Pause, load the fetched weights, resume. A failure in here cannot be undone."""
         self._settled.clear()
         try:
-            await self._control.pause(forget=self._forget)
-            if self._forget:
-                with suppress(Refusal):  # then with what it said last
-                    await self._look()
+            await self._control.pause(clear_cache=self._clear_cache)
+            if self._clear_cache:
+                with suppress(CallRefused):  # then with the last metrics
+                    await self._read_metrics()
                 self._preemptions.expect(self._metrics.running, min(self._capacity, len(self._in_flight)))
             await self._switch(directory, version, checksum)
-            await self._go_on()
+            await self._resume()
         except Exception as error:
-            self._die(f"an update failed halfway, and vLLM may be left with weights of two versions: {error}")
+            self._die(f"an update of the weights failed halfway, and vLLM may have weights of two versions: {error}")
             raise EngineStopped(self._dead.result()) from error
         finally:
             self._settled.set()
 
     async def _switch(self, directory: Path, version: Version, checksum: str) -> None:
-        """While all stands still: from here on this version samples."""
-        told = [] if self._stamps else await self._control.on_workers("sampled_tokens")
-        found = await self._control.on_workers("load_published", str(directory), str(version))
-        if set(found) != {checksum}:
-            raise EngineError(f"its workers loaded {sorted(set(found))}, not {checksum}")
+        """Load the version while vLLM is paused."""
+        counts = [] if self._stamps else await self._control.on_workers("sampled_tokens")
+        loaded = set(await self._control.on_workers("load_published", str(directory), str(version)))
+        if loaded != {checksum}:
+            raise EngineError(f"its workers loaded {sorted(loaded)}, not {checksum}")
         if self._stamps:
             await self._control.stamp(str(version))
         else:
-            self._mark(version, told[0])
+            self._mark(version, counts[0])
         self._sample_with(version, checksum, None)
         for generation in [generation for generation in self._in_flight.values() if generation.pinned]:
-            generation.fail(EngineError("the model under the adapter that it was sampled with was replaced"))
+            generation.fail(EngineError("the base model of the request's adapter was replaced"))
 
     def _sample_with(self, version: Version, checksum: str, policy: str | None) -> None:
-        """All that a new request is told by, at once: nothing may be awaited in between."""
+        """Set everything that new requests depend on, without an await in between."""
         self._version, self._checksum = version, checksum
         if self._adapters is not None:
-            self._adapters.use_policy(policy)
+            self._adapters.set_policy(policy)
 
     def _mark(self, version: Version, worker: dict[str, Any]) -> None:
-        """Note how many tokens each request has, for a vLLM that does not tell which weights sampled what."""
+        """Record each request's number of tokens, for a vLLM that does not report which weights sampled a token."""
         counts = {_own_name(name): count for name, count in worker["counts"].items()}
         ended = {_own_name(name) for name in worker["ended"]}
         for name, generation in self._in_flight.items():
             if name in counts or name not in ended:
                 generation.marks.append((version, counts.get(name, 0)))
 
-    async def _look(self) -> None:
-        """Take in what it says of itself; in a pause, what was so before its cache was emptied."""
+    async def _read_metrics(self) -> None:
+        """Read vLLM's metrics; in a pause they are those before its cache was cleared."""
         self._metrics = await self._control.metrics()
-        self._preemptions.follow(self._metrics.preemptions)
+        self._preemptions.update(self._metrics.preemptions)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         if self._adapters is None:
-            raise WeightsError("vLLM was started without adapters: set inference.vllm.max_lora_rank")
+            raise WeightsError("vLLM was started without adapters. Set inference.vllm.max_lora_rank")
         async with self._changing:
             await self._adapters.load(self._control, name, directory)
 
@@ -365,32 +356,34 @@ class VllmBackend:
         for generation in list(self._in_flight.values()):
             generation.fail(EngineStopped(self._dead.result()))
 
-    async def _watch(self) -> None:
+    async def _watch_process(self) -> None:
         self._die(await self._process.ended())
 
     async def _follow_device_lock(self) -> None:
         """One that does not stand still when it must would leave the trainer waiting for ever: that is its end."""
         try:
-            await self._device_lock.follow(self._control, self._changing, self._go_on)
-        except Exception as error:  # whatever it is, nobody would give way from here on
+            await self._device_lock.follow(self._control, self._changing, self._resume)
+        except Exception as error:  # from here on vLLM would not be paused for the trainer
             self._die(f"vLLM cannot be paused for the trainer: {error}")
 
-    async def _glance(self) -> None:
-        """Keep the metrics fresh, and unload what is no longer needed; one that is silent for long is dead."""
+    async def _poll_metrics(self) -> None:
+        """Read the metrics and unload unused adapters, periodically; declare vLLM dead after a long silence."""
         loop = asyncio.get_running_loop()
-        answered = loop.time()
+        responded = loop.time()
         while not self._dead.done():
             try:
-                await self._look()
-                answered = loop.time()
+                await self._read_metrics()
+                responded = loop.time()
                 if self._adapters is not None:
-                    await self._adapters.sweep(self._control)
-            except (Refusal, EngineStopped) as error:
-                if loop.time() - answered > SILENCE:
-                    self._die(f"vLLM has not answered for {SILENCE:g} s: {error}. {self._process.last_words()}")
-            await asyncio.sleep(GLANCES)
+                    await self._adapters.unload_unused(self._control)
+            except (CallRefused, EngineStopped) as error:
+                if loop.time() - responded > SILENCE_TIMEOUT_S:
+                    self._die(
+                        f"vLLM has not responded for {SILENCE_TIMEOUT_S:g} s: {error}. {self._process.log_tail()}"
+                    )
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def _own_name(name: str) -> str:
-    """Ours of a request, out of vLLM's, which adds something before and after."""
+    """Return our request id from vLLM's, which has a prefix and a suffix."""
     return name.removeprefix(wire.ID_PREFIX).partition("-")[0]

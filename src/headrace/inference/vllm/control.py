@@ -1,7 +1,10 @@
-"""vLLM's routes for whoever runs it, as typed calls: pause, ask all workers, stamp a version, load adapters, count."""
+"""vLLM's admin routes as typed calls: pause, worker calls, version stamps, adapters, weights, metrics."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -9,33 +12,57 @@ import msgspec
 
 from headrace.inference.backend import EngineError, EngineStopped
 from headrace.inference.client.http import HttpClient, HttpResponse, ServerUnreachable
-from headrace.inference.vllm.metrics import Metrics, read_metrics
-from headrace.inference.vllm.wire import problem_of
+from headrace.inference.vllm.wire import error_message
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.rollout.version import Version
 
-PATIENCE = 600.0
-"""Seconds that a call may take: a large model is loaded in less."""
-GLANCE = 10.0
-"""The same for its metrics."""
+CALL_TIMEOUT_S = 600.0
+"""For a call, such as loading a large model."""
+METRICS_TIMEOUT_S = 10.0
+MIN_FETCH_POLL_S, MAX_FETCH_POLL_S = 0.02, 0.5
+"""Delay between two checks whether the workers have fetched a version, the first and the longest."""
+FETCH_TIMEOUT_S = 600.0
+_METRIC = re.compile(r"vllm:(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)")
+_REASON = re.compile(r'finished_reason="(\w+)"')
 
 
-class Refusal(EngineError):
-    """vLLM answered that it cannot do what it was asked for; the message is its own."""
+class CallRefused(EngineError):
+    """vLLM responded with an error; the message is vLLM's."""
+
+
+class _NoSuchRoute(CallRefused):
+    """This version of vLLM does not have the route."""
 
 
 class _Results(msgspec.Struct):
     results: list[Any] = []
 
 
+class Metrics(msgspec.Struct):
+    """The metrics that an engine's state needs, summed over all replicas.
+
+    `preemptions` includes requests that an update of the weights preempted: see `PreemptionCounter`.
+    """
+
+    running: int = 0
+    kv_usage: float = 0.0
+    tokens_sampled: int = 0
+    tokens_computed: int = 0
+    tokens_cached: int = 0
+    preemptions: int = 0
+    finished: dict[str, int] = {}
+
+
 class Control:
-    """The line to one vLLM server. Every call raises `Refusal`, or `EngineStopped` where nobody answers."""
+    """Admin calls to one vLLM server. Every call raises `CallRefused`, or `EngineStopped` if vLLM is unreachable."""
 
     def __init__(self, http: HttpClient, url: str) -> None:
         self.http = http
         self.url = url
 
-    async def pause(self, *, forget: bool) -> None:
-        """Hold all requests. With `forget` the cache is emptied, and what they had in it is computed again later."""
-        await self._post(f"/pause?mode=keep&clear_cache={'true' if forget else 'false'}")
+    async def pause(self, *, clear_cache: bool) -> None:
+        """Suspend all requests. With `clear_cache`, their KV cache is recomputed later."""
+        await self._post(f"/pause?mode=keep&clear_cache={'true' if clear_cache else 'false'}")
 
     async def resume(self) -> None:
         await self._post("/resume")
@@ -43,16 +70,49 @@ class Control:
     async def on_workers(self, method: str, *arguments: str) -> list[Any]:
         """Call a method of our worker extension on all workers, between two steps.
 
-        Of several copies of the model, the answers of the first are returned, but a failure of any is raised.
+        Returns the results of the first replica; a failure of any replica is raised.
         """
-        answer = await self._post("/collective_rpc", {"method": method, "args": arguments})
+        response = await self._post("/collective_rpc", {"method": method, "args": arguments})
         try:
-            return msgspec.json.decode(answer.content, type=_Results).results if answer.content else []
+            return msgspec.json.decode(response.content, type=_Results).results if response.content else []
         except msgspec.DecodeError as error:
-            raise Refusal(f"vLLM's answer about {method} cannot be read: {error}") from error
+            raise CallRefused(f"vLLM's response to {method} is invalid: {error}") from error
+
+    async def fetch_weights(self, directory: Path, version: Version, replicas: int) -> None:
+        """Have every worker fetch a published version while sampling continues.
+
+        Raises `WeightsError`; the weights in use are unchanged in any case.
+        """
+        arguments = (str(directory), str(version))
+        await self.on_workers("fetch_published", *arguments)
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                await self._wait_fetched(arguments)
+        except TimeoutError as error:
+            raise WeightsUnreachable(
+                f"weights {version} did not reach vLLM's workers within {FETCH_TIMEOUT_S:g} s"
+            ) from error
+        if replicas == 1:
+            return
+        try:
+            await self.on_workers("await_published", *arguments)
+        except CallRefused as error:  # the first replica has it, so it exists
+            raise WeightsUnreachable(f"not every replica could fetch weights {version}: {error}") from error
+
+    async def _wait_fetched(self, arguments: tuple[str, str]) -> None:
+        """Wait until the workers of the first replica have it; the others' results are not visible."""
+        delay = MIN_FETCH_POLL_S
+        while True:
+            workers = await self.on_workers("has_published", *arguments)
+            if failed := next((worker for worker in workers if worker["problem"]), None):
+                raise (WeightsUnreachable if failed["unreachable"] else WeightsError)(failed["problem"])
+            if all(worker["done"] for worker in workers):
+                return
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_FETCH_POLL_S)
 
     async def stamp(self, version: str) -> bool:
-        """Have vLLM say from here on that this version sampled; False where it does not know how."""
+        """Have vLLM report this version for tokens sampled from now on; False if it does not support that."""
         try:
             await self._post("/update_weight_version", {"new_version": version})
         except _NoSuchRoute:
@@ -66,28 +126,73 @@ class Control:
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def metrics(self) -> Metrics:
-        answer = await self._ask("GET", "/metrics", None, GLANCE)
+        response = await self._call("GET", "/metrics", None, METRICS_TIMEOUT_S)
         try:
-            return read_metrics(answer.content.decode())
-        except (ValueError, OverflowError) as error:  # no text, or no numbers
-            raise Refusal(f"vLLM's metrics cannot be read: {error}") from error
+            return read_metrics(response.content.decode())
+        except (ValueError, OverflowError) as error:
+            raise CallRefused(f"vLLM's metrics are invalid: {error}") from error
 
     async def _post(self, route: str, body: Any = None) -> HttpResponse:
-        return await self._ask("POST", route, None if body is None else msgspec.json.encode(body), PATIENCE)
+        return await self._call("POST", route, None if body is None else msgspec.json.encode(body), CALL_TIMEOUT_S)
 
-    async def _ask(self, method: str, route: str, body: bytes | None, timeout: float) -> HttpResponse:
+    async def _call(self, method: str, route: str, body: bytes | None, timeout: float) -> HttpResponse:
         try:
-            answer = await self.http.request(method, self.url, route, body, timeout)
+            response = await self.http.request(method, self.url, route, body, timeout)
         except TimeoutError as error:
-            raise Refusal(f"vLLM did not answer {route} within {timeout:g} s") from error
+            raise CallRefused(f"vLLM did not respond to {route} within {timeout:g} s") from error
         except ServerUnreachable as error:
             raise EngineStopped(f"vLLM cannot be reached: {error}") from error
-        if answer.status == 404 and b'"detail"' in answer.content:  # a route, not an adapter, that does not exist
+        if response.status == 404 and b'"detail"' in response.content:  # a missing route, not a missing adapter
             raise _NoSuchRoute(f"this vLLM has no {route}")
-        if answer.status != 200:
-            raise Refusal(problem_of(answer.content))
-        return answer
+        if response.status != 200:
+            raise CallRefused(error_message(response.content))
+        return response
 
 
-class _NoSuchRoute(Refusal):
-    """This version of vLLM does not have it."""
+def read_metrics(text: str) -> Metrics:
+    """Parse Prometheus' text format."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    finished: Counter[str] = Counter()
+    engines = 0
+    for line in text.splitlines():
+        if (metric := _METRIC.match(line)) is None:
+            continue
+        name, value = metric["name"], float(metric["value"])
+        totals[name] += value
+        engines += name == "kv_cache_usage_perc"
+        if name == "request_success_total" and (reason := _REASON.search(metric["labels"])) is not None:
+            finished["cancelled" if reason[1] == "abort" else reason[1]] += int(value)
+    cached = int(totals["prefix_cache_hits_total"])
+    return Metrics(
+        running=int(totals["num_requests_running"]),
+        kv_usage=totals["kv_cache_usage_perc"] / max(engines, 1),
+        tokens_sampled=int(totals["generation_tokens_total"]),
+        tokens_computed=max(0, int(totals["prompt_tokens_total"]) - cached),
+        tokens_cached=cached,
+        preemptions=int(totals["num_preemptions_total"]),
+        finished={reason: count for reason, count in finished.items() if count},
+    )
+
+
+class PreemptionCounter:
+    """Counts requests that were preempted for lack of KV cache.
+
+    vLLM also counts requests whose cache was cleared for new weights, when the next token of each is computed. As many
+    as were running at an update are therefore subtracted from what it counts afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._total = 0
+        self._expected = 0
+
+    def expect(self, running: int, limit: int) -> None:
+        """Expect `running` preemptions by an update; with those still expected before, at most `limit`."""
+        self._expected = min(self._expected + running, limit)
+
+    def update(self, total: int) -> None:
+        """Take in vLLM's total."""
+        new, self._total = total - self._total, total
+        by_update = min(new, self._expected)
+        self._expected -= by_update
+        self.count += new - by_update

@@ -31,7 +31,7 @@ class VllmDeviceLock:
             if self._lock.is_held and self._lock.is_requested_by_trainer:
                 async with changing:
                     self.is_held_by_trainer = True
-                    await control.pause(forget=False)
+                    await control.pause(clear_cache=False)
                 self.hand_overs += 1
                 self._lock.release()
             elif not self._lock.is_held and self._lock.try_acquire():

@@ -1,7 +1,7 @@
-"""One request to vLLM under way: asked for in one piece, or as a stream where somebody wants to see it grow.
+"""One request to vLLM in progress, streamed only if its chunks are read.
 
-A stream costs vLLM's server, and us, far more per token, so it is used for nothing else. Which one it shall be shows
-when the result, or the pieces, are first asked for; a request that nobody asked about begins by itself soon after.
+A stream costs far more CPU per token in vLLM's server and here. The request is sent when its result or its chunks are
+first awaited, or shortly after its creation.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.rollout.version import Version
 
-BEGIN_BY = 0.05
-"""Seconds after which a request begins, whether or not anybody has asked about it."""
-FOREVER = 7 * 86400.0
-"""A request may wait in line, or for a pause to end, as long as its caller does."""
-DYING = 5.0
-"""Seconds that vLLM may take to end after a request has failed because its engine died."""
+SEND_DELAY_S = 0.05
+"""After which a request is sent even if neither its result nor its chunks are awaited."""
+REQUEST_TIMEOUT_S = 7 * 86400.0
+"""A request may be queued or paused for as long as its caller waits."""
+EXIT_TIMEOUT_S = 5.0
+"""For vLLM to exit after a request has failed because its engine died."""
 
 
 class VllmGeneration:
-    """A request and its result. `body(stream)` is the request in vLLM's form."""
+    """A request and its result.
+
+    `body(stream)` encodes the request, `admit` waits until it may be sent, `on_end` is called once at its end, and
+    `dead` has the reason if vLLM dies.
+    """
 
     def __init__(
         self,
@@ -36,8 +40,8 @@ class VllmGeneration:
         params: SamplingParams,
         body: Callable[[bool], bytes],
         headers: dict[str, str],
-        begin: Callable[[], Awaitable[None]],
-        over: Callable[[], None],
+        admit: Callable[[], Awaitable[None]],
+        on_end: Callable[[], None],
         dead: asyncio.Future[str],
         decode: Callable[[list[int]], str],
         version: Version,
@@ -46,35 +50,35 @@ class VllmGeneration:
         self._http, self._url = http, url
         self._token_ids, self._params = token_ids, params
         self._body, self._headers = body, headers
-        self._begin_turn, self._over, self._dead, self._decode = begin, over, dead, decode
+        self._admit, self._on_end, self._dead, self._decode = admit, on_end, dead, decode
         self.marks = [(version, 0)]
-        """Which weights were loaded when it had how many tokens, for a vLLM that does not tell."""
+        """(version, number of tokens at its load), for a vLLM that does not report versions."""
         self.pinned = pinned
-        """Whether the version that it began with samples all of it."""
-        self._pieces: list[TokenChunk] = []
+        """Whether all its tokens are sampled by the version that it started with."""
+        self._chunks: list[TokenChunk] = []
         self._news = asyncio.Event()
         self._streams = False
         self._task: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[GenerationResult] = loop.create_future()
-        self._timer = loop.call_later(BEGIN_BY, self._start)
+        self._timer = loop.call_later(SEND_DELAY_S, self._start)
 
     async def result(self) -> GenerationResult:
         self._start()
-        return await asyncio.shield(self._ended)  # whoever gives up waiting says so with `cancel`
+        return await asyncio.shield(self._ended)  # a cancelled wait does not cancel the request
 
     async def chunks(self) -> AsyncIterator[TokenChunk]:
-        self._streams |= self._task is None and self._params.prompt_logprobs is None  # which no stream carries
+        self._streams |= self._task is None and self._params.prompt_logprobs is None  # streams lack them
         self._start()
         sent = 0
         while True:
             self._news.clear()
             ended = self._ended.done()
-            while sent < len(self._pieces):
+            while sent < len(self._chunks):
                 sent += 1
-                yield self._pieces[sent - 1]
+                yield self._chunks[sent - 1]
             if ended:
-                self._ended.result()  # raises what it ended with
+                self._ended.result()  # raises its error
                 return
             await self._news.wait()
 
@@ -82,7 +86,7 @@ class VllmGeneration:
         self.fail(RequestCancelled("the request was cancelled"))
 
     def fail(self, error: EngineError) -> None:
-        """End it with an error, unless it has ended. vLLM notices that nobody listens, and gives it up."""
+        """End it with an error, unless it has ended. vLLM aborts it when the connection closes."""
         if self._task is not None:
             self._task.cancel()
         self._end(error)
@@ -94,69 +98,73 @@ class VllmGeneration:
 
     async def _run(self) -> None:
         try:
-            await self._begin_turn()
+            await self._admit()
             result = await (self._streamed() if self._streams else self._whole())
         except EngineError as error:
             self._end(error)
         except (TimeoutError, ServerUnreachable) as error:
-            self._end(await self._why(f"vLLM cannot be reached: {error}", dying=True))
-        except Exception as error:  # whatever an answer may hold: nobody shall wait for ever
-            self._end(EngineError(f"vLLM answered what it should not: {type(error).__name__}: {error}"))
+            self._end(await self._failure(f"vLLM cannot be reached: {error}", may_be_dying=True))
+        except Exception as error:  # an invalid response must end the request
+            self._end(EngineError(f"invalid response of vLLM: {type(error).__name__}: {error}"))
         else:
             self._end(result)
 
     async def _whole(self) -> GenerationResult:
-        answer = await self._http.request("POST", self._url, wire.ROUTE, self._body(False), FOREVER, self._headers)
-        if answer.status != 200:
-            problem = wire.problem_of(answer.content)
-            raise await self._why(f"vLLM refused the request: {problem}", dying=answer.status >= 500)
-        found = wire.decode_answer(answer.content)
-        [choice] = found.choices
-        self._pieces.append(wire.piece(choice, self._params))
-        return self._result(found, choice)
+        response = await self._http.request(
+            "POST", self._url, wire.ROUTE, self._body(False), REQUEST_TIMEOUT_S, self._headers
+        )
+        if response.status != 200:
+            problem = wire.error_message(response.content)
+            raise await self._failure(f"vLLM refused the request: {problem}", may_be_dying=response.status >= 500)
+        body = wire.decode_response(response.content)
+        [choice] = body.choices
+        self._chunks.append(wire.token_chunk(choice, self._params))
+        return self._result(body, choice)
 
     async def _streamed(self) -> GenerationResult:
-        events = self._http.stream("POST", self._url, wire.ROUTE, self._body(True), FOREVER, self._headers)
-        last, end = wire.Answer(), wire.Choice()
+        events = self._http.stream("POST", self._url, wire.ROUTE, self._body(True), REQUEST_TIMEOUT_S, self._headers)
+        last, end = wire.VllmResponse(), wire.Choice()
         async with contextlib.aclosing(events):
             try:
                 async for event in events:
-                    last = wire.decode_answer(event)
+                    last = wire.decode_response(event)
                     if last.error is not None:
-                        problem = wire.problem_of(event)
-                        raise await self._why(f"vLLM could not finish the request: {problem}", dying=True)
+                        problem = wire.error_message(event)
+                        raise await self._failure(f"vLLM could not finish the request: {problem}", may_be_dying=True)
                     for choice in last.choices:
                         end = choice
                         if choice.token_ids:
-                            self._pieces.append(wire.piece(choice, self._params))
+                            self._chunks.append(wire.token_chunk(choice, self._params))
                             self._news.set()
             except NotAStream as refused:
-                problem = wire.problem_of(refused.response.content)
-                dying = refused.response.status >= 500
-                raise await self._why(f"vLLM refused the request: {problem}", dying=dying) from refused
+                problem = wire.error_message(refused.response.content)
+                may_be_dying = refused.response.status >= 500
+                raise await self._failure(
+                    f"vLLM refused the request: {problem}", may_be_dying=may_be_dying
+                ) from refused
         return self._result(last, end)
 
-    def _result(self, answer: wire.Answer, choice: wire.Choice) -> GenerationResult:
-        """All of it: `answer` has the usage, `choice` how it ended."""
-        reason = wire.how_it_ended(choice)
-        tokens = [token for piece in self._pieces for token in piece.token_ids]
-        tops = [best for piece in self._pieces for best in piece.top_logprobs or []]
-        prompt, prompt_tops = wire.prompt_logprobs(answer, self._token_ids, self._params)
+    def _result(self, response: wire.VllmResponse, choice: wire.Choice) -> GenerationResult:
+        """Assemble the result; `response` has the usage and `choice` the finish reason."""
+        reason = wire.finish_reason(choice)
+        tokens = [token for chunk in self._chunks for token in chunk.token_ids]
+        tops = [best for chunk in self._chunks for best in chunk.top_logprobs or []]
+        prompt, prompt_tops = wire.prompt_logprobs(response, self._token_ids, self._params)
         spans = [] if self.pinned else wire.stamped_spans(choice)
         return GenerationResult(
             tokens,
-            [logprob for piece in self._pieces for logprob in piece.logprobs],
+            [logprob for chunk in self._chunks for logprob in chunk.logprobs],
             spans or wire.counted_spans(self.marks, len(tokens)),
             reason,
             self._stop_reason(reason, choice, tokens),
             prompt_logprobs=prompt,
             top_logprobs=tops if self._params.logprobs else None,
             prompt_top_logprobs=prompt_tops,
-            cached_tokens=answer.cached_tokens,
+            cached_tokens=response.cached_tokens,
         )
 
     def _stop_reason(self, reason: str, choice: wire.Choice, tokens: list[int]) -> int | str | None:
-        """The stop token or string that the request named. Older versions of vLLM do not say which string it was."""
+        """Return the stop token or string of the request. Older versions of vLLM do not report the string."""
         if reason != "stop" or not tokens:
             return None
         if isinstance(choice.stop_reason, str):
@@ -166,9 +174,9 @@ class VllmGeneration:
         text = self._decode(tokens) if self._params.stop else ""
         return next((stop for stop in self._params.stop if stop in text), None)
 
-    async def _why(self, problem: str, *, dying: bool) -> EngineError:
-        """A request that fails because vLLM is dying shall say so. `dying`: whether that may be what is behind it."""
-        await asyncio.wait({self._dead}, timeout=DYING if dying else 0)
+    async def _failure(self, problem: str, *, may_be_dying: bool) -> EngineError:
+        """Return the error of a failed request: `EngineStopped` if vLLM died."""
+        await asyncio.wait({self._dead}, timeout=EXIT_TIMEOUT_S if may_be_dying else 0)
         return EngineStopped(self._dead.result()) if self._dead.done() else EngineError(problem)
 
     def _end(self, outcome: GenerationResult | EngineError) -> None:
@@ -179,6 +187,6 @@ class VllmGeneration:
             self._ended.set_result(outcome)
         else:
             self._ended.set_exception(outcome)
-            self._ended.exception()  # nobody may be waiting any more
+            self._ended.exception()  # mark it as retrieved
         self._news.set()
-        self._over()
+        self._on_end()

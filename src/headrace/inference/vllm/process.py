@@ -1,8 +1,8 @@
-"""vLLM's server as a child process: its room, its start, its log, its end.
+"""vLLM's server as a child process: its directory, its start, its log, its end.
 
-It listens on a socket file in a directory that only its user can enter, so it needs no key and takes no port. It gets a
-process group of its own, and the read end of a pipe whose write end we hold: when we are gone, however that happened,
-it ends itself and everything it has started.
+It listens on a Unix socket in a directory that only its user can enter, so it needs no key and no port. It has its own
+process group and the read end of a pipe whose write end we hold: when our process ends, for any reason, it kills itself
+and everything that it has started.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from headrace.inference.client.http import UNIX, HttpClient, ServerUnreachable
 log = logging.getLogger(__name__)
 
 CHILD = "headrace.inference.vllm.child"
-LAST_LINES = 40
-"""Lines of its log that an error message shows."""
-LOOK = 0.2
-"""Seconds between two looks at whether it is up."""
-GRACE = 10.0
-"""Seconds to stop in order, before it is killed."""
-CHUNK = 1 << 16
-LONGEST_ROOT = 70
-"""Bytes of a path under which a socket's own path is not too long for the system."""
+MAX_LOG_LINES = 40
+"""Lines of its log in an error message."""
+READY_POLL_S = 0.2
+STOP_TIMEOUT_S = 10.0
+"""For a clean shutdown, before it is killed."""
+READ_BYTES = 1 << 16
+MAX_ROOT_BYTES = 70
+"""Longest path of a temporary directory in which the path of a socket is short enough for the system."""
 
 
 class VllmFailed(Failure):
     """vLLM did not start. The message has the end of its log."""
 
 
-class Room:
-    """A directory for one child: its socket, and Headrace where its interpreter finds it, with nothing else of ours."""
+class ChildDirectory:
+    """A temporary directory of one child: its socket, and an import path that contains only Headrace."""
 
     def __init__(self) -> None:
         root = tempfile.gettempdir()
-        self.directory = Path(  # which nobody else may enter
-            tempfile.mkdtemp(prefix="headrace-vllm-", dir=root if len(os.fsencode(root)) < LONGEST_ROOT else "/tmp")
+        self.directory = Path(  # with access for this user only
+            tempfile.mkdtemp(prefix="headrace-vllm-", dir=root if len(os.fsencode(root)) < MAX_ROOT_BYTES else "/tmp")
         )
         self.socket = self.directory / "socket"
         self.import_path = self.directory / "import"
@@ -62,25 +61,27 @@ class Room:
 
 
 class VllmProcess:
-    """The child, from its start to its end. Made by `start`, inside the event loop that will use it."""
+    """The child process. Create it with `start`, in the event loop that will use it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, room: Room, lifeline: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, directory: ChildDirectory, lifeline: int) -> None:
         self._process = process
-        self._room = room
+        self._directory = directory
         self._lifeline = lifeline
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._reading = asyncio.create_task(self._read_log())
         self._stopping: asyncio.Task[None] | None = None
         self.pid = process.pid
-        self.url = room.url
+        self.url = directory.url
 
     @classmethod
-    async def start(cls, room: Room, python: Path, arguments: Sequence[str], env: Mapping[str, str]) -> VllmProcess:
-        """Run vLLM's server in an interpreter that has it. The arguments are the server's."""
+    async def start(
+        cls, directory: ChildDirectory, python: Path, arguments: Sequence[str], env: Mapping[str, str]
+    ) -> VllmProcess:
+        """Run vLLM's server in the interpreter `python` with these arguments."""
         read_end, write_end = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(str(python), "-m", CHILD, str(read_end), str(room.directory), *arguments),
+                *(str(python), "-m", CHILD, str(read_end), str(directory.directory), *arguments),
                 env=env,
                 pass_fds=(read_end,),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -90,50 +91,50 @@ class VllmProcess:
             )
         except OSError as error:
             os.close(write_end)
-            room.remove()
-            raise VllmFailed(f"inference.vllm.python, {python}, cannot be run: {error.strerror}") from error
+            directory.remove()
+            raise VllmFailed(f"inference.vllm.python = {python}: cannot be run: {error.strerror}") from error
         finally:
             os.close(read_end)
-        return cls(process, room, write_end)
+        return cls(process, directory, write_end)
 
     async def ready(self, http: HttpClient, timeout: float) -> None:
-        """Wait until it answers. Raises `VllmFailed`, and it is then gone."""
+        """Wait until it responds. Raises `VllmFailed` if it ends before, or not in time."""
         deadline = asyncio.get_running_loop().time() + timeout
         ended = asyncio.create_task(self.ended())
         try:
-            while not await self._answers(http):
+            while not await self._is_healthy(http):
                 if ended.done():
                     raise VllmFailed(ended.result())
                 if asyncio.get_running_loop().time() > deadline:
                     raise VllmFailed(
-                        f"vLLM did not answer within inference.vllm.start_timeout = {timeout:g} s. {self.last_words()}"
+                        f"vLLM did not respond within inference.vllm.start_timeout = {timeout:g} s. {self.log_tail()}"
                     )
-                await asyncio.wait({ended}, timeout=LOOK)
+                await asyncio.wait({ended}, timeout=READY_POLL_S)
         finally:
             ended.cancel()
 
-    async def _answers(self, http: HttpClient) -> bool:
+    async def _is_healthy(self, http: HttpClient) -> bool:
         try:
             return (await http.request("GET", self.url, "/health", None, 5.0)).status == 200
         except (TimeoutError, ServerUnreachable):
             return False
 
     async def ended(self) -> str:
-        """Wait for its end; returns how it came to that."""
+        """Wait for its end and return a description of it."""
         status = await self._process.wait()
-        with contextlib.suppress(TimeoutError):  # its own children may hold on to the log
+        with contextlib.suppress(TimeoutError):  # its children may keep the log open
             async with asyncio.timeout(1.0):
                 await asyncio.shield(self._reading)
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        return f"vLLM {how}. {self.last_words()}"
+        return f"vLLM {how}. {self.log_tail()}"
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         if not self._lines:
             return "It wrote nothing to its log."
         return "The end of its log:\n" + "\n".join(self._lines)
 
     async def stop(self) -> None:
-        """End it, and whatever it has started. Several may ask for it."""
+        """Stop it and everything that it has started. May be called several times."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
@@ -142,29 +143,29 @@ class VllmProcess:
         if self._process.returncode is None:
             self._signal(signal.SIGTERM, group=False)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self._process.wait()
         self._signal(signal.SIGKILL, group=True)
         await self._process.wait()
         self._reading.cancel()
         os.close(self._lifeline)
-        self._room.remove()
+        self._directory.remove()
 
     def _signal(self, number: signal.Signals, *, group: bool) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says so with EPERM
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # already gone; macOS raises EPERM
             if group:
                 os.killpg(self.pid, number)
             else:
                 os.kill(self.pid, number)
 
     async def _read_log(self) -> None:
-        """Every line of it into our own log. It must be read, whatever it says, or the child would stand still."""
+        """Copy its output to our log. Unread output would block the child."""
         assert self._process.stdout is not None
         rest = b""
-        while chunk := await self._process.stdout.read(CHUNK):
+        while chunk := await self._process.stdout.read(READ_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 text = line.decode(errors="replace").rstrip()
-                if "Route: /" not in text:  # it lists all it has
+                if "Route: /" not in text:  # the list of all routes
                     self._lines.append(text)
                     log.info("vllm: %s", text)

@@ -1,28 +1,31 @@
-"""From `[inference]` to a vLLM that is up: its command line, its environment, its start."""
+"""Starts vLLM as `[inference]` configures it: command line, environment, KV cache size."""
 
 from __future__ import annotations
 
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
+from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, resolve_max_model_len
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import MAX_LOGPROBS
 from headrace.inference.vllm.adapters import Adapters, rank_for
 from headrace.inference.vllm.backend import VllmBackend
-from headrace.inference.vllm.model_facts import ModelFacts, read_facts
-from headrace.inference.vllm.process import Room, VllmFailed, VllmProcess
+from headrace.inference.vllm.process import ChildDirectory, VllmFailed, VllmProcess
 from headrace.machine import free_memory, visible_gpus
 from headrace.transport.device_lock import DeviceLock
 
 WORKER = "headrace.inference.vllm.worker.PublishedWeightsWorker"
-OURS = frozenset(
+RESERVED_ARGUMENTS = frozenset(
     {
         *("--model", "--host", "--port", "--uds", "--api-key", "--served-model-name", "--generation-config"),
         *("--logprobs-mode", "--max-logprobs", "--scheduling-policy", "--worker-extension-cls"),
@@ -30,9 +33,12 @@ OURS = frozenset(
         *("--speculative-config", "--enable-lora"),
     }
 )
-"""Arguments of vLLM that `inference.vllm.args` may not give: other keys do, or Headrace could not work with them."""
+"""Arguments that `inference.vllm.args` may not contain: other keys set them, or Headrace does not support them."""
 SERVED = "policy"
-"""What vLLM itself calls the model; its clients see another name."""
+"""vLLM's name of the model; our clients see another name."""
+CPU_BLOCK_TOKENS = 128
+"""Largest block of vLLM's KV cache on CPUs."""
+MIN_CACHE_BYTES = 64 << 20
 
 
 async def start_vllm(
@@ -43,23 +49,23 @@ async def start_vllm(
     decode: Callable[[list[int]], str],
     lock: DeviceLock | None = None,
 ) -> VllmBackend:
-    """A vLLM that samples the model in `directory`. Raises `Failure` where it does not come up.
+    """Start vLLM with the model in `directory`. Raises `Failure` if it does not start.
 
     `lock` is held: its side of the device lock, if it alternates with the trainer.
     """
-    refuse_arguments(config.vllm.args)
+    check_arguments(config.vllm.args)
     facts = read_facts(directory, eos_token_id)
     max_model_len = resolve_max_model_len(facts.positions, config.max_model_len)
     on_gpu = bool(visible_gpus())
     _allow_many_connections()
-    room = Room()
+    child = ChildDirectory()
     http = HttpClient()
     cache = cache_bytes(config, facts, max_model_len, on_gpu=on_gpu)
     process = await VllmProcess.start(
-        room,
+        child,
         config.vllm.python or Path(sys.executable),
-        arguments(config, directory, room.socket, max_model_len, cache, on_gpu=on_gpu),
-        environment(os.environ, config, room.import_path, on_gpu=on_gpu),
+        arguments(config, directory, child.socket, max_model_len, cache, on_gpu=on_gpu),
+        environment(os.environ, config, child.import_path, on_gpu=on_gpu),
     )
     try:
         await process.ready(http, config.vllm.start_timeout)
@@ -76,8 +82,8 @@ async def start_vllm(
         max_running=config.running_at_once(on_gpu=on_gpu),
         max_waiting=config.max_waiting,
         replicas=config.vllm.data_parallel_size,
-        forget=config.kv_on_update == "recompute",
-        adapters=_adapters(config, room),
+        clear_cache=config.kv_on_update == "recompute",
+        adapters=Adapters(child.directory / "adapters", rank) if (rank := config.vllm.max_lora_rank) else None,
         decode=decode,
         lock=lock,
     )
@@ -86,7 +92,7 @@ async def start_vllm(
     except BaseException as error:
         await backend.close()
         if isinstance(error, EngineError):
-            raise VllmFailed(f"vLLM came up, but does not sample: {error}. {process.last_words()}") from error
+            raise VllmFailed(f"vLLM started but does not sample: {error}. {process.log_tail()}") from error
         raise
     return backend
 
@@ -94,11 +100,11 @@ async def start_vllm(
 def arguments(
     config: InferenceConfig, model: Path, socket: Path, max_model_len: int, cache: int | None, *, on_gpu: bool
 ) -> list[str]:
-    """Of vLLM's server."""
+    """Return the command line arguments of vLLM's server."""
     vllm = config.vllm
     dtype = "bfloat16" if on_gpu else "float32"
     rank = rank_for(vllm.max_lora_rank) if vllm.max_lora_rank else None
-    given: dict[str, object] = {
+    options: dict[str, object] = {
         "--model": model.absolute(),
         "--served-model-name": SERVED,
         "--uds": socket,
@@ -126,56 +132,96 @@ def arguments(
         "--enable-lora": rank is not None,
         "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching": True,
     }
-    pairs = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    pairs = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     return [*pairs, *(name for name, wanted in flags.items() if wanted), *vllm.args]
 
 
-def environment(ours: Mapping[str, str], config: InferenceConfig, import_path: Path, *, on_gpu: bool) -> dict[str, str]:
-    """Of the child: ours without keys, which it does not need, and without our Python's own settings."""
+def environment(
+    inherited: Mapping[str, str], config: InferenceConfig, import_path: Path, *, on_gpu: bool
+) -> dict[str, str]:
+    """Return the child's environment: the inherited one without API keys and our Python's settings."""
     hidden = {config.api_key_var, config.admin_key_var, "VLLM_API_KEY", "PYTHONHOME", "PYTHONPATH"}
-    found = {name: value for name, value in ours.items() if name not in hidden}
-    found |= {
+    variables = {name: value for name, value in inherited.items() if name not in hidden}
+    variables |= {
         "PYTHONPATH": str(import_path),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a directory
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and calls on workers belong to it
+        "VLLM_SERVER_DEV_MODE": "1",  # enables pause, resume and calls on workers
         "VLLM_HOST_IP": "127.0.0.1",
     }
     if config.vllm.max_lora_rank:
-        found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not on_gpu:
-        found |= {
+        variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer has the same cores
         }
-    return found | config.vllm.env
+    return variables | config.vllm.env
 
 
 def cache_bytes(config: InferenceConfig, facts: ModelFacts, max_model_len: int, *, on_gpu: bool) -> int | None:
-    """For keys and values; None leaves it to vLLM, which knows what a GPU has left."""
+    """Return the size of the KV cache; None leaves it to vLLM, which measures the GPU's free memory."""
     if config.kv_cache_gb is not None:
         return int(config.kv_cache_gb * 2**30)
     running = config.running_at_once(on_gpu=on_gpu)
     return None if on_gpu else facts.cache_for(running, max_model_len, free_memory())
 
 
-def refuse_arguments(given: list[str]) -> None:
-    for word in given:
-        name = word.partition("=")[0].replace("_", "-")
-        if name in OURS:
-            raise ConfigError("follows from other keys, or cannot be used", key="inference.vllm.args", value=name)
-
-
-def _adapters(config: InferenceConfig, room: Room) -> Adapters | None:
-    rank = config.vllm.max_lora_rank
-    return Adapters(room.directory / "adapters", rank) if rank else None
+def check_arguments(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name in RESERVED_ARGUMENTS:
+            raise ConfigError("set by other keys or not supported", key="inference.vllm.args", value=name)
 
 
 def _allow_many_connections() -> None:
-    """Each request has a connection of its own."""
+    """Raise the limit of open files: each request has its own connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # some systems allow less than they say
+        with suppress(ValueError, OSError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class ModelFacts(msgspec.Struct):
+    """Facts about a model from its JSON files."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    positions: int | None
+    """The model's longest sequence, if its config has it."""
+    cache_bytes: int
+    """KV cache per token in float32; 0 if unknown."""
+
+    def cache_for(self, requests: int, length: int, free: int) -> int:
+        """Return the bytes for this many longest requests, at most a quarter of the free memory."""
+        needed = requests * -(-length // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS * (self.cache_bytes or 1 << 16)
+        return max(MIN_CACHE_BYTES, min(needed, free // 4))
+
+
+def read_facts(directory: Path, *eos_token_ids: int | None) -> ModelFacts:
+    """Read the facts of a model directory; `eos_token_ids` are added to its own."""
+    whole = _read_json(directory / "config.json")
+    config = whole.get("text_config") or whole
+    if not isinstance(config.get("vocab_size"), int):
+        raise BadInput("vocab_size is missing", file=directory / "config.json")
+    ends = {token for token in eos_token_ids if token is not None}
+    for source in (config, _read_json(directory / "generation_config.json", {})):
+        ids = source.get("eos_token_id")
+        ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    heads = config.get("num_attention_heads") or 0
+    head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // max(heads, 1)
+    cached = (config.get("num_hidden_layers") or 0) * (config.get("num_key_value_heads") or heads) * head_dim
+    return ModelFacts(config["vocab_size"], frozenset(ends), config.get("max_position_embeddings"), 4 * 2 * cached)
+
+
+def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        if default is None:
+            raise BadInput("no such file: its directory is not a Hugging Face model", file=path) from None
+        return default
+    except msgspec.DecodeError as error:
+        raise BadInput(str(error), file=path) from error

@@ -1,7 +1,7 @@
-"""Our requests in vLLM's form, and its answers in ours. Pure functions: nothing here waits.
+"""Conversion between our requests and results and vLLM's JSON. Pure functions.
 
-vLLM's newer versions name tokens by `token_id`, the older ones by a text, `token_id:N`; both are read. End-of-sequence
-tokens are given to vLLM as stop tokens, so that it ends a request where the embedded engine would.
+Newer versions of vLLM identify tokens by `token_id`, older ones by the text `token_id:N`; both are read.
+End-of-sequence tokens are sent as stop tokens, so that vLLM ends a request where the embedded engine would.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from headrace.rollout.version import Version
 
 ROUTE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"
-"""What vLLM writes before the ids of requests on this route."""
+"""vLLM's prefix of request ids on this route."""
 FINAL_ONLY = 2
-"""vLLM's number for outputs that come once, at the end."""
+"""vLLM's `output_kind` for a single output at the end."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""The temperatures that vLLM samples at; lower ones it would change without a word."""
-SEEDS = 2**63
-"""Seeds that it knows; -1 it would take for none."""
+"""vLLM's range; it would silently change lower temperatures."""
+MAX_SEED = 2**63
+"""Seeds are taken modulo this; vLLM treats -1 as no seed."""
 _TOKEN = "token_id:"
 
 Spans = list[tuple[Version, int, int]]
@@ -63,7 +63,7 @@ class _Span(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """What was sampled: all of it, or, in a stream, what is new."""
+    """The sampled tokens; in a stream, the new ones."""
 
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
@@ -84,8 +84,8 @@ class _PromptLogprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class Answer(msgspec.Struct):
-    """An answer, or one event of a stream."""
+class VllmResponse(msgspec.Struct):
+    """A response, or one event of a stream."""
 
     choices: list[Choice] = []
     usage: _Usage | None = None
@@ -98,7 +98,7 @@ class Answer(msgspec.Struct):
         return 0 if details is None else details.cached_tokens or 0
 
 
-decode_answer = msgspec.json.Decoder(Answer).decode
+decode_response = msgspec.json.Decoder(VllmResponse).decode
 
 
 class _Detail(msgspec.Struct):
@@ -111,7 +111,7 @@ class _Error(msgspec.Struct):
 
 
 def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
-    """Raise `InvalidRequest` for what vLLM must never see."""
+    """Raise `InvalidRequest` for requests that vLLM would fail at or change."""
     check_request(token_ids, params, vocab_size, max_model_len)
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
@@ -121,8 +121,8 @@ def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max
         )
     if params.prompt_logprobs is not None and params.temperature not in (0.0, 1.0):
         raise InvalidRequest(
-            f"prompt_logprobs: vLLM scores prompts at temperature 1 alone, and {params.temperature} was asked for; "
-            "the embedded engine does it at any"
+            f"prompt_logprobs: vLLM computes them at temperature 1 only, not {params.temperature}; the embedded engine "
+            "supports any temperature"
         )
 
 
@@ -139,7 +139,7 @@ def request_body(
     stream: bool,
     logprobs: bool,
 ) -> bytes:
-    """A request in vLLM's form. `logprobs`: whether it may be asked for any."""
+    """Encode a request. `logprobs`: whether logprobs may be requested."""
     stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else sorted(eos_token_ids))]
     sampling = {
         "temperature": params.temperature,
@@ -147,13 +147,13 @@ def request_body(
         "top_k": max(params.top_k, 0),
         "min_p": params.min_p,
         "max_tokens": max_tokens,
-        "seed": None if params.seed is None else params.seed % SEEDS,
+        "seed": None if params.seed is None else params.seed % MAX_SEED,
         "stop_token_ids": stop_ids,
         "stop": params.stop,
-        "ignore_eos": True,  # those are among the stop tokens
+        "ignore_eos": True,  # they are among the stop tokens
         "detokenize": bool(params.stop),
         "skip_special_tokens": False,
-        # One more than is asked for, since the sampled token is always one of those that come.
+        # One more than requested, since the sampled token is always among them.
         "logprobs": params.logprobs + 1 if params.logprobs else 0 if logprobs else None,
         "prompt_logprobs": params.prompt_logprobs,
     }
@@ -172,30 +172,34 @@ def request_body(
     return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
 
 
-def piece(choice: Choice, params: SamplingParams) -> TokenChunk:
-    """The tokens of a choice, with the logprobs that were asked for."""
+def token_chunk(choice: Choice, params: SamplingParams) -> TokenChunk:
+    """Return the tokens of a choice with the requested logprobs."""
     tokens = choice.token_ids or []
     content = [] if choice.logprobs is None else choice.logprobs.content or []
-    logprobs = [entry.logprob for entry in content] or [float("nan")] * len(tokens)  # those nobody asked for
+    logprobs = [entry.logprob for entry in content] or [float("nan")] * len(tokens)  # none were requested
     if len(logprobs) != len(tokens):
-        raise EngineError(f"vLLM sent {len(tokens)} tokens, and logprobs of {len(logprobs)}")
-    _refuse_broken(logprobs, tokens, "sampled")
+        raise EngineError(f"vLLM sent {len(tokens)} tokens and {len(logprobs)} logprobs")
+    _check_logprobs(logprobs, tokens, "sampled")
     if not params.logprobs:
         return TokenChunk(tokens, logprobs)
-    return TokenChunk(tokens, logprobs, [_best(_pairs(entry.top_logprobs), params.logprobs) for entry in content])
+    return TokenChunk(
+        tokens,
+        logprobs,
+        [_best([(top.id, top.logprob) for top in entry.top_logprobs], params.logprobs) for entry in content],
+    )
 
 
 def prompt_logprobs(
-    answer: Answer, token_ids: Sequence[int], params: SamplingParams
+    response: VllmResponse, token_ids: Sequence[int], params: SamplingParams
 ) -> tuple[list[float] | None, list[TopLogprobs] | None]:
-    """Of each prompt token, and of those that were likelier there; the first has none."""
+    """Return the logprobs of the prompt tokens and the most likely tokens at each position."""
     if params.prompt_logprobs is None:
         return None, None
-    tables = [table or {} for table in answer.prompt_logprobs or []]
+    tables = [table or {} for table in response.prompt_logprobs or []]
     if len(tables) != len(token_ids):
-        raise EngineError(f"vLLM sent logprobs of {len(tables)} prompt tokens, not of {len(token_ids)}")
+        raise EngineError(f"vLLM sent logprobs of {len(tables)} prompt tokens instead of {len(token_ids)}")
     chosen = [0.0, *(table[token].logprob for table, token in zip(tables[1:], token_ids[1:], strict=True))]
-    _refuse_broken(chosen, token_ids, "prompt")
+    _check_logprobs(chosen, token_ids, "prompt")
     if not params.prompt_logprobs:
         return chosen, None
     best = [
@@ -204,22 +208,22 @@ def prompt_logprobs(
     return chosen, best
 
 
-def how_it_ended(choice: Choice) -> str:
-    """`stop` or `length`; raises for a request that vLLM did not see through."""
+def finish_reason(choice: Choice) -> str:
+    """Return `stop` or `length`; raises for a request that vLLM did not finish."""
     if choice.finish_reason in ("stop", "length"):
         return choice.finish_reason
     if choice.finish_reason == "abort":
-        raise RequestCancelled("vLLM was told to give the request up")
-    raise EngineError(f"vLLM could not finish the request: it ended with {choice.finish_reason!r}")
+        raise RequestCancelled("vLLM aborted the request")
+    raise EngineError(f"vLLM could not finish the request: finish_reason is {choice.finish_reason!r}")
 
 
 def stamped_spans(choice: Choice) -> Spans:
-    """The spans that vLLM itself reports."""
+    """Return the version spans that vLLM reports."""
     return [(Version.parse(span.version), span.start, span.end) for span in choice.weight_versions or []]
 
 
 def counted_spans(marks: Iterable[tuple[Version, int]], length: int) -> Spans:
-    """The same from how many tokens there were when each version was loaded, the first at 0."""
+    """Return version spans from the number of tokens at the load of each version, the first at 0."""
     spans: Spans = []
     for version, start in marks:
         if spans and spans[-1][1] == start:
@@ -230,26 +234,22 @@ def counted_spans(marks: Iterable[tuple[Version, int]], length: int) -> Spans:
     return [span for span in spans if span[1] < span[2]]
 
 
-def problem_of(content: bytes) -> str:
-    """What an answer with an error status says."""
+def error_message(content: bytes) -> str:
+    """Return the message of an error response."""
     try:
-        found = msgspec.json.decode(content, type=_Error)
+        body = msgspec.json.decode(content, type=_Error)
     except msgspec.DecodeError:
         return content[:500].decode(errors="replace")
-    if isinstance(found.error, _Detail):
-        return found.error.message
-    return found.error or str(found.detail or content[:500].decode(errors="replace"))
+    if isinstance(body.error, _Detail):
+        return body.error.message
+    return body.error or str(body.detail or content[:500].decode(errors="replace"))
 
 
-def _refuse_broken(logprobs: Sequence[float], tokens: Sequence[int], kind: str) -> None:
-    """What cannot have been sampled must not be trained on: the weights are broken, or the sampler is."""
+def _check_logprobs(logprobs: Sequence[float], tokens: Sequence[int], kind: str) -> None:
+    """Raise `EngineError` for tokens of probability 0: weights or sampler are broken."""
     for logprob, token in zip(logprobs, tokens, strict=True):
         if logprob <= MIN_LOGPROB:
-            raise EngineError(f"vLLM gave the {kind} token {token} the logprob {logprob:g}, which is not a number")
-
-
-def _pairs(entries: Iterable[_Logprob]) -> TopLogprobs:
-    return [(entry.id, entry.logprob) for entry in entries]
+            raise EngineError(f"vLLM gave the {kind} token {token} the logprob {logprob:g}, which is not finite")
 
 
 def _best(pairs: TopLogprobs, count: int) -> TopLogprobs:
