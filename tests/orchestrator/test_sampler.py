@@ -83,7 +83,7 @@ async def test_tools_need_a_renderer_that_reads_calls():
 
 
 async def test_a_run_is_told_once_that_its_policy_sees_no_tools(caplog: pytest.LogCaptureFixture):
-    told = "the policy's chat template has no place for them"
+    told = "the policy's chat template does not show tools"
     await sampler_of(load("default"), yes(load("default"))).open("session", "episode").chat(HELLO, SCHEMAS)
     assert told not in caplog.text
     model = Model("default")

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are bytes, and some markers: for a tiny model, and for trying things without any model."""
+"""A tokenizer of bytes and some special tokens, for a tiny model and for checks without a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 BYTES = 256
-"""The ids below it are bytes; markers follow in their order."""
+"""Ids below it are bytes; special, markup and word tokens follow."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Those of Qwen3's chat format. They are text all the same: decoding keeps them, as Qwen3 does."""
+"""Tokens of Qwen3's chat format that decoding keeps as text, as Qwen3 does."""
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> Tokenizer:
-    """With the markers of Qwen3's chat format, and `words` that shall be one token each."""
+    """Return a tokenizer with the tokens of Qwen3's chat format, and one token for each of `words`."""
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory as it is, a hub name through the hub's own cache."""
+"""The directory of a model: a local path, or a hub name in the cache of `huggingface_hub`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from headrace.errors import BadInput
 
 
 class ModelNotFound(BadInput):
-    """No such model. The message says where it was looked for."""
+    """A model that is neither a local directory nor on the hub."""
 
 
 FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]
-"""What of a model on the hub is fetched."""
+"""The files of a model that are downloaded from the hub."""
 
 
 def model_directory(name: str, key: str = "model") -> Path:
@@ -44,9 +44,9 @@ def model_directory(name: str, key: str = "model") -> Path:
 
 
 def cached_model_directory(name: str, key: str = "model", *, fetch_later: bool = False) -> Path | None:
-    """Return the same without fetching anything; None where the hub has to be asked.
+    """Return the directory without a download; None where one is needed.
 
-    Where the hub is turned off that is an error, unless it is off for now alone (`fetch_later`).
+    In offline mode a needed download is an error, unless it is to follow later (`fetch_later`).
     """
     if Path(name).expanduser().is_dir() or not _may_be_on_hub(name):
         return model_directory(name, key)

@@ -1,6 +1,6 @@
-"""A model directory's tokenizer on `tokenizers` and `jinja2` alone.
+"""A model directory's tokenizer, built on `tokenizers` and `jinja2` only.
 
-transformers' own class takes seconds to import and pulls in torch; the orchestrator can afford neither.
+The class of `transformers` takes seconds to import and imports torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import tokenizers
 
 from headrace.errors import BadInput
 
-COMPOSED = 4
-"""Characters that NFC makes one of, at most."""
-LONG = 1 << 13
-"""Characters of a text, or tokens, that take so long that other threads must go on meanwhile."""
+MAX_NFC_CHARS = 4
+"""The most characters that NFC composes into one."""
+RELEASE_GIL_LENGTH = 1 << 13
+"""Texts of so many characters, and lists of so many tokens, are converted without holding the GIL."""
 
 
 class TokenizerError(BadInput):
-    """The model directory has no usable tokenizer. The message says what is missing."""
+    """A model directory without a usable tokenizer or chat template."""
 
 
 class Tokenizer:
-    """The part of a Hugging Face tokenizer that rendering needs, `renderers`' bring-your-own protocol included."""
+    """The subset of a Hugging Face tokenizer that rendering needs, including the protocol of `renderers`."""
 
     def __init__(self, directory: str | Path) -> None:
         root = Path(directory)
@@ -48,7 +48,8 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more precise
             raise TokenizerError(f"not a tokenizer: {error}", file=file) from error
-        settings = _read_json(root / "tokenizer_config.json")
+        config_file = root / "tokenizer_config.json"
+        settings = json.loads(config_file.read_text()) if config_file.is_file() else {}
         self.chat_template = _chat_template(root, settings)
         self.eos_token: str | None = _token_text(settings.get("eos_token"))
         self.bos_token: str | None = _token_text(settings.get("bos_token"))
@@ -71,7 +72,7 @@ class Tokenizer:
 
     @property
     def control_tokens(self) -> dict[int, str]:
-        """Tokens of the chat format itself, which no text should spell, by id."""
+        """Special tokens, which text should not contain, by id."""
         added = self.backend.get_added_tokens_decoder()
         return {token: entry.content for token, entry in added.items() if entry.special and token != self.unk_token_id}
 
@@ -79,38 +80,33 @@ class Tokenizer:
         return list(self._encoding(text, add_special_tokens).ids)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if len(text) < LONG:
+        if len(text) < RELEASE_GIL_LENGTH:
             return self.backend.encode(text, add_special_tokens=add_special_tokens)
-        [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)  # lets go of the GIL
+        [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)  # releases the GIL
         return encoding
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        if len(ids) < LONG:
+        if len(ids) < RELEASE_GIL_LENGTH:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
-        [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)  # lets go of the GIL
+        [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)  # releases the GIL
         return str(text)
 
     def min_tokens(self, text: str) -> int:
-        """Tokens that a text surely has, told by its length alone; 0 where the tokenizer may leave characters out."""
-        if self._longest_token is None:
+        """Return a lower bound of a text's tokens from its length; 0 where the tokenizer may drop characters."""
+        if self._max_token_chars is None:
             return 0
-        return (len(text) if text.isascii() else len(text) // COMPOSED) // self._longest_token
+        return (len(text) if text.isascii() else len(text) // MAX_NFC_CHARS) // self._max_token_chars
 
     @functools.cached_property
-    def _longest_token(self) -> int | None:
-        """The most characters that one token stands for; None where that may be any number.
-
-        A token of a byte-level vocabulary is written with a character for each byte.
-        """
-        if not _keeps_every_character(self.backend):
-            return None
-        return max(map(len, self.backend.get_vocab()))
+    def _max_token_chars(self) -> int | None:
+        """The most characters of one token (a byte-level vocabulary has a character per byte); None if unbounded."""
+        return max(map(len, self.backend.get_vocab())) if _keeps_every_character(self.backend) else None
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         if isinstance(tokens, str):
-            found = self.backend.token_to_id(tokens)
-            return self.unk_token_id if found is None else found
+            token_id = self.backend.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
@@ -164,7 +160,7 @@ class Tokenizer:
                 trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
             )
             environment.filters["tojson"] = _to_json
-            environment.globals["raise_exception"] = _raise_exception
+            environment.globals["raise_exception"] = _raise_template_error
             environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
             self._compiled = environment.from_string(self.chat_template)
         return self._compiled
@@ -175,17 +171,13 @@ class Tokenizer:
 
 @functools.lru_cache
 def shared_tokenizer(directory: Path) -> Tokenizer:
-    """Return this process's one tokenizer of a directory: a large vocabulary takes most of a second to read."""
+    """Return a cached tokenizer: a large vocabulary takes most of a second to read."""
     return Tokenizer(directory)
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _chat_template(root: Path, settings: dict[str, Any]) -> str | None:
@@ -199,21 +191,21 @@ def _chat_template(root: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _token_text(token: Any) -> str | None:
-    """Special tokens are written as text, or as a record with the text in `content`."""
+    """Return a special token's text, which may be a record with `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """transformers' `tojson`: unlike jinja2's own, it does not escape HTML."""
+    """Encode as `transformers` does: unlike jinja2's own `tojson`, without escaping HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _keeps_every_character(backend: tokenizers.Tokenizer) -> bool:
-    """Whether each character of a text is sure to be in one of its tokens: a whole byte-level vocabulary, no more."""
-    steps = list(_parts(backend.pre_tokenizer))
+    """Return whether every character of a text is in one of its tokens: true for a complete byte-level vocabulary."""
+    steps = list(_components(backend.pre_tokenizer))
     return (
         backend.truncation is None
-        and all(step["type"] == "NFC" for step in _parts(backend.normalizer))
+        and all(step["type"] == "NFC" for step in _components(backend.normalizer))
         and any(step["type"] == "ByteLevel" for step in steps)
         and all(step["type"] in ("ByteLevel", "Split", "Digits") for step in steps)
         and all(step.get("behavior") != "Removed" for step in steps)
@@ -222,15 +214,15 @@ def _keeps_every_character(backend: tokenizers.Tokenizer) -> bool:
     )
 
 
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The settings of a part of a tokenizer; of each step where it is a sequence."""
+def _components(component: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a normalizer or pre-tokenizer; of each step where it is a sequence."""
     if component is not None:
         state = json.loads(component.__getstate__())
         yield from state.get("pretokenizers", state.get("normalizers", [state]))
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text in some templates; for rendering it means nothing."""
+    """Ignores `{% generation %}`, with which some templates mark assistant text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -239,5 +231,5 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _raise_exception(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
