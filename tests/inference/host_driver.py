@@ -112,5 +112,5 @@ def use(driver: HostDriver, gpu: str = "GPU-0", replace: Callable[[Any, str, Any
     """Have this process take its CPU for a GPU, as far as sharing memory goes; `replace` may be a monkeypatch's."""
     replace(cuda_driver, "library", lambda: driver)
     replace(cuda_driver, "view", view)
-    replace(cuda_driver, "numbered", lambda device: device)
+    replace(cuda_driver, "with_index", lambda device: device)
     replace(carriers, "gpu_identity", lambda device: gpu)

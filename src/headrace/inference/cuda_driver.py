@@ -1,7 +1,7 @@
-"""The driver of GPUs, for what torch does not do: memory that another process opens, or that is given back for a while.
+"""The CUDA driver API, for what torch lacks: memory that another process opens, or that is unmapped for a while.
 
-The calls with the types of their arguments, the context they are made in, their errors, and tensors over addresses.
-Nothing here is loaded before somebody asks for it: most machines have no such driver.
+Argument types of its calls, their context and errors, and tensors over addresses. The driver library is loaded on first
+use, since most machines have none.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from headrace.errors import Failure
 
 SUCCESS, OUT_OF_MEMORY = 0, 2
 LAZY_PEER_ACCESS = 1
-"""The only flag there is for opening another process's memory; without it the driver refuses."""
+"""The required flag for opening another process's memory."""
 PINNED, ON_DEVICE, READ_AND_WRITE, MINIMUM = 1, 1, 3, 0
 _VIRTUAL_MEMORY = 102
-"""What a GPU is asked for by this number: whether memory can be moved in and out behind its address."""
+"""Device attribute: whether memory can be mapped to and unmapped from an address."""
 
 
 class DriverError(Failure):
-    """The driver cannot do what it was asked for; the message is its own."""
+    """A driver call failed; the message is the driver's."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -61,7 +61,7 @@ class Access(ctypes.Structure):
 
 @cache
 def library() -> Any:
-    """The driver's calls. Each returns a result for `expect`."""
+    """Return the driver's calls; each returns a result for `expect`."""
     driver = ctypes.CDLL("libcuda.so.1")
     number, size, flags = ctypes.c_int, ctypes.c_size_t, ctypes.c_ulonglong
     context, address, handle = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64
@@ -87,40 +87,40 @@ def library() -> Any:
     driver.cuMemUnmap.argtypes = [address, size]
     driver.cuMemRelease.argtypes = [handle]
     if driver.cuInit(0) != SUCCESS:
-        raise DriverError("the GPU's driver does not begin")
+        raise DriverError("the CUDA driver cannot be initialized")
     return driver
 
 
 def is_available() -> bool:
-    """Whether there is such a driver."""
+    """Return whether the driver can be used."""
     try:
         library()
-    except (OSError, AttributeError, DriverError):  # AttributeError: one that is too old for a call
+    except (OSError, AttributeError, DriverError):  # AttributeError: the driver is too old for a call
         return False
     return True
 
 
 def has_virtual_memory(device: torch.device) -> bool:
-    """Whether memory of this GPU can be given back while its address is kept."""
+    """Return whether memory of this GPU can be freed while its address stays reserved."""
     if not is_available():
         return False
-    answer = ctypes.c_int()
-    asked = library().cuDeviceGetAttribute(ctypes.byref(answer), _VIRTUAL_MEMORY, _number(numbered(device)))
-    return asked == SUCCESS and answer.value == 1
+    value = ctypes.c_int()
+    result = library().cuDeviceGetAttribute(ctypes.byref(value), _VIRTUAL_MEMORY, _driver_index(with_index(device)))
+    return result == SUCCESS and value.value == 1
 
 
 def expect(result: int, what: str) -> None:
-    """Raise `DriverError` unless the call did what it was asked for."""
+    """Raise `DriverError` unless a call succeeded; `what` describes the request."""
     if result != SUCCESS:
-        said = ctypes.c_char_p()
-        library().cuGetErrorString(result, ctypes.byref(said))
-        why = said.value.decode() if said.value else f"error {result}"
-        raise DriverError(f"the GPU's driver refused {what}: {why}")
+        message = ctypes.c_char_p()
+        library().cuGetErrorString(result, ctypes.byref(message))
+        reason = message.value.decode() if message.value else f"error {result}"
+        raise DriverError(f"the CUDA driver refused {what}: {reason}")
 
 
 @contextlib.contextmanager
 def context(device: torch.device) -> Iterator[None]:
-    """The context that torch has on this GPU becomes the thread's: to the driver a new thread has none."""
+    """Make torch's context on this GPU current in the thread: a new thread has none."""
     driver, before = library(), ctypes.c_void_p()
     expect(driver.cuCtxPushCurrent_v2(_primary_context(device)), f"to use {device}")
     try:
@@ -129,13 +129,13 @@ def context(device: torch.device) -> Iterator[None]:
         expect(driver.cuCtxPopCurrent_v2(ctypes.byref(before)), f"to leave {device}")
 
 
-def numbered(device: torch.device) -> torch.device:
-    """Which one it is, as threads may differ about the current one."""
+def with_index(device: torch.device) -> torch.device:
+    """Return the device with its index; threads may differ in their current device."""
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
 class Bytes:
-    """What torch makes a tensor of without copying. Every such tensor keeps it alive."""
+    """Memory at an address, which torch can view as a tensor; such tensors keep the object alive."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -148,20 +148,20 @@ class Bytes:
 
 
 def view(content: Bytes, device: torch.device) -> Tensor:
-    """The tensor over memory of that GPU."""
+    """Return a tensor over memory of this GPU, without a copy."""
     return torch.as_tensor(content, device=device)
 
 
 @cache
 def _primary_context(device: torch.device) -> ctypes.c_void_p:
-    """Held for good: with its last holder it would go, and all that was opened in it. Torch may not hold it yet."""
-    held = ctypes.c_void_p()
-    expect(library().cuDevicePrimaryCtxRetain(ctypes.byref(held), _number(device)), f"to use {device}")
-    return held
+    """Retain the GPU's primary context, so that memory opened in it stays valid; torch may not have created it yet."""
+    retained = ctypes.c_void_p()
+    expect(library().cuDevicePrimaryCtxRetain(ctypes.byref(retained), _driver_index(device)), f"to use {device}")
+    return retained
 
 
-def _number(device: torch.device) -> int:
-    """What the driver calls a GPU that torch numbers so."""
+def _driver_index(device: torch.device) -> int:
+    """Return the driver's handle of a GPU."""
     number = ctypes.c_int()
     expect(library().cuDeviceGet(ctypes.byref(number), device.index), f"to find {device}")
     return number.value

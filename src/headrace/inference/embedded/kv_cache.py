@@ -7,7 +7,7 @@ contiguous copy of their keys and values in the rows of a window (see `kv_window
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.batch = batch
         buckets = {group.bucket.length: group.bucket for group in batch.groups if group.bucket is not None}
         slots = [block * BLOCK_SIZE + offset for block in unverified_blocks for offset in range(BLOCK_SIZE)]
-        for layer in self._used_layers():
-            layer.keep_buckets(buckets)
+        for layer in self.used_layers():
+            layer.rows = {length: rows for length, rows in layer.rows.items() if length in buckets}
             if slots:
                 layer.keys[slots] = 0
                 layer.values[slots] = 0
@@ -53,10 +53,10 @@ class KVCache(Cache):  # type: ignore[misc]
                 requests = [fill.request for fill in bucket.fills]
                 longest = max(len(request.blocks) for request in requests)
                 tables = torch.from_numpy(block_tables(requests, longest))
-            for layer in self._used_layers():
+            for layer in self.used_layers():
                 layer.arrange(bucket, tables, clear=bool(slots))
 
-    def _used_layers(self) -> Iterator[_Layer]:
+    def used_layers(self) -> Iterator[_Layer]:
         """Return the layers with keys of their own: in some models layers attend to the keys of others."""
         return (layer for layer in self.layers if layer.is_initialized)
 
@@ -68,12 +68,8 @@ class KVCache(Cache):  # type: ignore[misc]
             layer.lazy_initialization(empty, empty)
         return layer
 
-    def layer_of(self, keys: Tensor) -> _Layer:
-        """Return the layer whose storage this is: a model may attend to another layer's keys."""
-        return next(layer for layer in self._used_layers() if layer.keys.data_ptr() == keys.data_ptr())
-
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for layer in self._used_layers():
+        for layer in self.used_layers():
             for states in (layer.keys, layer.values):
                 blocks = states.view(-1, BLOCK_SIZE, *states.shape[1:])
                 blocks[list(targets)] = blocks[list(sources)]
@@ -87,7 +83,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self.cache = cache
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the window by row length: [row, token, head, dimension]."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -105,14 +101,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.values.index_copy_(0, batch.slots, values)
         for group in batch.groups:
             if group.bucket is not None and group.bucket_slots is not None:
-                for rows, states in zip(self._rows[group.bucket.length], (keys, values), strict=True):
+                for rows, states in zip(self.rows[group.bucket.length], (keys, values), strict=True):
                     rows.view(-1, *rows.shape[2:]).index_copy_(0, group.bucket_slots, states[group.begin : group.end])
         return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
-
-    def keep_buckets(self, lengths: Collection[int]) -> None:
-        """Free the rows of all other buckets."""
-        if len(self._rows) > len(lengths):
-            self._rows = {length: rows for length, rows in self._rows.items() if length in lengths}
 
     def arrange(self, bucket: WindowBucket, tables: Tensor | None, *, clear: bool) -> None:
         """Copy and fill the rows of a bucket; `tables` are the blocks of the requests that are filled in.
@@ -134,20 +125,20 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def read(self, group: AttentionGroup) -> tuple[Tensor, Tensor]:
         """Return the keys and values that a group attends to: [request, token, head, dimension]."""
         if group.bucket is not None:
-            keys, values = self._rows[group.bucket.length]
+            keys, values = self.rows[group.bucket.length]
             return keys[: group.count, : group.keys], values[: group.count, : group.keys]
         assert group.blocks is not None
         return gather_blocks(self.keys, group.blocks), gather_blocks(self.values, group.blocks)
 
     def _rows_for(self, bucket: WindowBucket) -> tuple[Tensor, Tensor]:
         """Return the rows of a bucket, reallocated if they have become too few."""
-        rows = self._rows.get(bucket.length)
+        rows = self.rows.get(bucket.length)
         if rows is None or bucket.rows > len(rows[0]):
             shape = bucket.rows, bucket.length
             larger = [states.new_zeros(*shape, *states.shape[1:]) for states in (self.keys, self.values)]
             for new, old in zip(larger, rows or (), strict=False):
                 new[: len(old)] = old
-            rows = self._rows[bucket.length] = larger[0], larger[1]
+            rows = self.rows[bucket.length] = larger[0], larger[1]
         return rows
 
     def _allocate(self, like: Tensor) -> Tensor:
@@ -185,7 +176,9 @@ def paged_attention(
     """Compute the attention of the cache's batch; the model's own mask is not used."""
     if s_aux is not None:
         raise NotImplementedError("attention sinks")
-    batch, layer = paged.batch, paged.layer_of(key)
+    batch = paged.batch
+    # By its storage: a model may attend to another layer's keys.
+    layer = next(layer for layer in paged.used_layers() if layer.keys.data_ptr() == key.data_ptr())
     assert batch is not None
     queries = query[0].transpose(0, 1)
     parts = [

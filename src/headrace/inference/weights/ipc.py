@@ -25,7 +25,7 @@ class ExportedMemory:
     """At least `size` bytes of a GPU that other processes can open."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        device = cuda_driver.numbered(device)
+        device = cuda_driver.with_index(device)
         self.size = -(-size // _PAGE) * _PAGE
         driver, address, handle = cuda_driver.library(), ctypes.c_uint64(), IpcHandle()
         with cuda_driver.context(device):
@@ -46,7 +46,7 @@ class OpenedMemory:
     """Memory that another process has exported; valid until it is closed, even if the exporter ends."""
 
     def __init__(self, handle: bytes, size: int, device: torch.device) -> None:
-        self._device = cuda_driver.numbered(device)
+        self._device = cuda_driver.with_index(device)
         address = ctypes.c_uint64()
         with cuda_driver.context(self._device):
             opened = cuda_driver.library().cuIpcOpenMemHandle_v2(

@@ -75,26 +75,23 @@ class DecodeGraphs(Generic[T]):
     def capture(self, sizes: Iterable[int]) -> None:
         with gc_disabled():
             for size in sorted(sizes, reverse=True):  # small graphs reuse the memory of large ones
-                self._capture(size)
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_UP_RUNS):
+                        self._compute(size)
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may allocate during the capture.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    result = self._compute(size)
+                self._pool = graph.pool()
+                self._captured[size] = graph, result
 
     def run(self, size: int) -> T:
         graph, result = self._captured[size]
         graph.replay()
         return result
-
-    def _capture(self, size: int) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                self._compute(size)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = self._compute(size)
-        self._pool = graph.pool()
-        self._captured[size] = graph, result
 
 
 @contextmanager

@@ -150,7 +150,7 @@ class _Range:
 
     @classmethod
     def reserve(cls, size: int, device: torch.device) -> _Range:
-        device = cuda_driver.numbered(device)
+        device = cuda_driver.with_index(device)
         torch.cuda.synchronize(device)  # makes the GPU's context current in this thread
         granularity, address = ctypes.c_size_t(), ctypes.c_uint64()
         properties, driver = _properties(device.index), cuda_driver.library()
