@@ -1,4 +1,4 @@
-"""One GPU for trainer and engine: memory that goes and comes back at its address, and whole runs that alternate."""
+"""One GPU for trainer and engine: memory that is released and restored at its address, and whole runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def memory() -> DeviceMemory:
     return DeviceMemory(GIB + 12345, torch.device("cuda"))
 
 
-def test_memory_is_given_back_and_returns_at_the_same_address_as_zeros(memory: DeviceMemory) -> None:
+def test_released_memory_is_restored_at_the_same_address_as_zeros(memory: DeviceMemory) -> None:
     keys = memory.tensor(torch.bfloat16, (4, 1000, 128))
     values = memory.tensor(torch.bfloat16, (4, 1000, 128), offset=4 * 1000 * 128 * 2)
     keys.fill_(1.5)
@@ -50,7 +50,7 @@ def test_memory_is_given_back_and_returns_at_the_same_address_as_zeros(memory: D
     assert free() - taken >= GIB
     with pytest.raises(RuntimeError, match="restore"):
         memory.tensor(torch.uint8, (1,))
-    other = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")  # somebody else's meanwhile
+    other = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")  # of another owner meanwhile
     memory.restore()
     memory.restore()
     assert memory.is_mapped and keys.data_ptr() == address == memory.tensor(torch.bfloat16, (1,)).data_ptr()
@@ -60,7 +60,7 @@ def test_memory_is_given_back_and_returns_at_the_same_address_as_zeros(memory: D
     del other
 
 
-def test_a_graph_over_it_replays_after_the_memory_was_away(memory: DeviceMemory) -> None:
+def test_a_graph_over_it_replays_after_release_and_restore(memory: DeviceMemory) -> None:
     cells = memory.tensor(torch.float32, (1024, 1024))
     row = torch.arange(1024, dtype=torch.float32, device="cuda")
     stream = torch.cuda.Stream()
@@ -81,7 +81,7 @@ def test_a_graph_over_it_replays_after_the_memory_was_away(memory: DeviceMemory)
     assert total.item() == 1024 * row.sum().item()
 
 
-def test_memory_nobody_has_is_refused_with_the_numbers_and_may_be_asked_for_again(memory: DeviceMemory) -> None:
+def test_too_much_memory_is_refused_and_may_be_requested_again(memory: DeviceMemory) -> None:
     before = free()
     with pytest.raises(OutOfDeviceMemory, match="GiB"):
         DeviceMemory(before + 100 * GIB, torch.device("cuda"))

@@ -110,7 +110,7 @@ def submit_mixed(engine: Engine, rng: random.Random, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_mixed_lengths_chunks_prefixes_twins_evictions_and_cancels(
+def test_mixed_lengths_chunks_prefixes_duplicates_evictions_and_cancels(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 64)
@@ -176,7 +176,7 @@ def test_new_weights_are_used_from_the_next_token_on(kv_on_update: Any) -> None:
     assert_exact([last], models)
 
 
-def test_a_cache_that_was_given_back_comes_back_under_the_same_graphs() -> None:
+def test_a_restored_cache_works_with_the_same_graphs() -> None:
     model = make_model()
     engine = Engine(model, max_model_len=256, max_running=8, compile=False)
     rng = random.Random(3)
@@ -192,7 +192,7 @@ def test_a_cache_that_was_given_back_comes_back_under_the_same_graphs() -> None:
     assert_exact(requests, model)
 
 
-def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:
+def test_nan_logits_fail_only_their_request() -> None:
     marked = 995
     model = make_model()
     model.get_input_embeddings().register_forward_hook(

@@ -186,13 +186,13 @@ def test_an_engine_that_is_killed_while_it_reads_is_not_waited_for(
     received.release()
 
 
-def test_what_a_killed_trainer_lent_can_be_read_until_it_is_released(
+def test_memory_of_a_killed_trainer_can_be_read_until_it_is_released(
     trainers: list[SenderProcess], store: WeightStore, receiver: WeightsReceiver, files: list[Path]
 ) -> None:
     known_to(trainers[0], receiver, store, files[1])
     mortal = trainers[1]
     version = publish(mortal, files[0])
-    received = fetch(receiver, store, version)  # it was told to share, and does so from the first version on
+    received = fetch(receiver, store, version)  # it shares from the first version on, as configured
     mortal.kill()
     while_held = free_memory()
     assert_same(received, files[0])
@@ -209,7 +209,7 @@ def test_what_a_killed_trainer_lent_can_be_read_until_it_is_released(
     received.release()
 
 
-def test_a_live_engine_takes_what_it_opened(
+def test_a_live_engine_installs_borrowed_weights(
     trainers: list[SenderProcess], store: WeightStore, receiver: WeightsReceiver, files: list[Path], tmp_path: Path
 ) -> None:
     known_to(trainers[0], receiver, store, files[0])

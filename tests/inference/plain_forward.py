@@ -31,7 +31,7 @@ def kept_logprobs(models: Mapping[Version, Any], request: Request) -> torch.Tens
     found = []
     computed = 0
     for version, start, end in request.future.result(timeout=0).version_spans:
-        known = request.prompt_length + end - 1  # the last of them is computed by whoever samples the next
+        known = request.prompt_length + end - 1  # the last one is computed with the next token
         model = models[version]
         model.set_attn_implementation("eager")
         with torch.no_grad():
@@ -57,7 +57,7 @@ def run_all(engine: Engine) -> None:
 
 
 def assert_nothing_left(engine: Engine) -> None:
-    """No block is held, and nobody runs or waits."""
+    """No block is allocated, and no request runs or waits."""
     scheduler = engine.scheduler
     assert (len(scheduler.running), scheduler.num_waiting, len(scheduler.quarantine)) == (0, 0, 0)
     assert scheduler.blocks.num_free == scheduler.blocks.num_usable

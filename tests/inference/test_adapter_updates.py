@@ -183,7 +183,7 @@ def wider(adapter: Adapter) -> Adapter:
     return Adapter(adapter.config, {**adapter.layers, LAYER: Matrices(torch.ones(3, 40), adapter.layers[LAYER].b)})
 
 
-def with_stranger(adapter: Adapter) -> Adapter:
+def with_unknown_layer(adapter: Adapter) -> Adapter:
     return Adapter(
         adapter.config, {**adapter.layers, "model.layers.7.mlp.up_proj": Matrices(torch.ones(3, 32), torch.ones(64, 3))}
     )
@@ -193,7 +193,7 @@ def with_stranger(adapter: Adapter) -> Adapter:
     ("change", "message"),
     [
         (wider, rf"{LAYER}\.weight.*\[64, 40\].*\[64, 32\]"),
-        (with_stranger, r"model\.layers\.7\.mlp\.up_proj\.weight"),
+        (with_unknown_layer, r"model\.layers\.7\.mlp\.up_proj\.weight"),
     ],
 )
 def test_an_adapter_that_does_not_fit_the_base_is_refused_before_anything_changes(

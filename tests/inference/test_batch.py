@@ -77,7 +77,7 @@ def test_the_slots_of_a_chunk_follow_its_blocks() -> None:
     assert batch.slots.tolist() == [9 * 16 + 14, 9 * 16 + 15, *range(32, 48), 96, 97]
 
 
-def test_newest_tokens_attend_to_all_before_them_through_their_blocks() -> None:
+def test_decode_tokens_attend_to_all_tokens_before_them_through_their_blocks() -> None:
     batch = batch_of(chunk(20, 21, [4, 8]), chunk(2, 3, [5]))
     [group] = batch.groups
     assert (group.count, group.width, group.keys, group.is_causal) == (2, 1, 32, False)
@@ -106,7 +106,7 @@ def test_prompts_of_different_lengths_are_padded_with_their_own_last_token() -> 
     assert group.padded[group.kept].tolist() == list(range(19))
 
 
-def test_what_is_padded_after_others_counts_from_its_place_in_the_batch() -> None:
+def test_padding_indices_count_from_a_groups_place_in_the_batch() -> None:
     batch = batch_of(chunk(4, 5), chunk(0, 2))
     first, second = batch.groups
     assert (first.padded, second.begin, second.end) == (None, 1, 3)
@@ -147,7 +147,7 @@ def test_a_token_that_is_computed_twice_is_there_twice_and_attends_once() -> Non
     assert [(group.begin, group.end, group.count) for group in batch.groups] == [(0, 1, 1)]
 
 
-def test_a_last_chunk_of_one_token_attends_with_the_newest_ones() -> None:
+def test_a_last_chunk_of_one_token_is_grouped_with_decode() -> None:
     groups = [*group_by_shape([chunk(512, 513), chunk(0, 30), chunk(7, 8), chunk(0, 1)])]
     assert [(width, [(each.start, each.end) for each in alike]) for width, alike in groups] == [
         (1, [(0, 1), (7, 8), (512, 513)]),
@@ -166,7 +166,7 @@ def test_later_chunks_attend_apart_from_first_ones_and_from_those_of_another_rea
     ]
 
 
-def test_newest_tokens_of_very_different_lengths_attend_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_tokens_of_very_different_lengths_form_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "FREE_PADDING_KEYS", 100)
     lengths = [1000, 10, 12, 14, 900]
     groups = [*group_by_shape([chunk(length - 1, length) for length in lengths])]
@@ -220,7 +220,7 @@ def newest(request: Request) -> Chunk:
     return Chunk(request, len(request.tokens) - 1, len(request.tokens), is_decode=True)
 
 
-def test_newest_tokens_attend_in_their_rooms_before_all_others() -> None:
+def test_decode_tokens_attend_in_their_window_buckets_before_all_others() -> None:
     window = KVWindow(1 << 20)
     long, short = chunk(199, 200).request, chunk(4, 5).request
     prompt, alone = chunk(0, 2), chunk(8, 9)

@@ -30,7 +30,7 @@ def as_row(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def test_the_digest_is_the_one_that_is_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_matches_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     content = random.Random(0).randbytes(8 * 37)
     assert int(digest(as_row(content))) == by_hand(content)
     monkeypatch.setattr(buffers, "CPU_DIGEST_WORDS", 8)

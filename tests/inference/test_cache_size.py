@@ -1,4 +1,4 @@
-"""How much of a GPU the KV cache gets, by hand."""
+"""The size of the KV cache on a GPU, by hand."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_an_engine_with_a_gpu_of_its_own_takes_most_of_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(("free", "started"), [(22, "nothing"), (17, "a part"), (12, "all of it")])
-def test_the_trainer_finds_its_memory_whether_it_was_there_first_or_not(free: int, started: str) -> None:
+def test_memory_for_the_trainer_is_set_aside_whether_it_has_started_or_not(free: int, started: str) -> None:
     """24 GiB, of which the engine has 2 and the trainer wants 10 bytes for each of 2**30 parameters: 10.5 are left."""
     shared = ColocatedTrainer(LOCK_DIRECTORY, 10.0)
     assert gib(cache_budget(free * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(10.5 * GIB * 0.65)), started
 
 
-def test_what_others_have_is_theirs() -> None:
+def test_memory_of_other_processes_is_not_used() -> None:
     shared = ColocatedTrainer(LOCK_DIRECTORY, 10.0)
     assert gib(cache_budget(8 * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(6.5 * GIB * 0.65))
 
@@ -46,8 +46,8 @@ def test_a_trainer_that_overlaps_leaves_less() -> None:
     )
 
 
-@pytest.mark.parametrize(("free", "are_there"), [(22, "nobody"), (18, "the other server"), (8, "all"), (12, "trainer")])
-def test_several_servers_get_the_same_whoever_comes_first(free: int, are_there: str) -> None:
+@pytest.mark.parametrize(("free", "are_there"), [(22, "none"), (18, "the other server"), (8, "all"), (12, "trainer")])
+def test_several_servers_get_the_same_in_any_order_of_start(free: int, are_there: str) -> None:
     """24 GiB, of which the trainer wants 10: of the 7 for each server its weights take 2, and its work 1.5."""
     shared = ColocatedTrainer(LOCK_DIRECTORY, 10.0, 2)
     assert gib(cache_budget(free * GIB, 24 * GIB, 2 * GIB, GIB, shared)) == gib(int(3.5 * GIB * 0.65)), are_there
@@ -60,7 +60,7 @@ def test_a_gpu_that_is_too_small_for_both_is_refused_with_the_numbers() -> None:
     assert all(key in error.value.fix for key in ("trainer.lora", "offload_state", "kv_cache_gb"))
 
 
-def test_a_number_that_is_given_is_taken_and_a_cpu_gives_an_eighth(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_size_is_used_and_a_cpu_gives_an_eighth(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "free_memory", lambda: 16 * GIB)
     assert cache_memory(model, None, None) == 2 * GIB
     assert cache_memory(model, 0.5, ColocatedTrainer(LOCK_DIRECTORY, 14.0)) == 500_000_000

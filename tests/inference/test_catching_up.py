@@ -111,7 +111,7 @@ class DyingBackend(NotingBackend):
 
 
 class SlowBackend(NotingBackend):
-    """Its weights do not come, and somebody ends the server meanwhile."""
+    """Its weights do not arrive, and the server is stopped meanwhile."""
 
     async def update_weights(self, directory: Path, version: Version) -> str:
         os.kill(os.getpid(), signal.SIGTERM)

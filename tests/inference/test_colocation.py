@@ -1,4 +1,4 @@
-"""What trainer and engines of one GPU leave to each other, by hand, and that the two sides agree."""
+"""Memory budgets of trainer and engines on one GPU, by hand, and that the two sides agree."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def reserved_gib(engines: ColocatedEngines, total: int = 24, parameters: int = 1
     return round(engines.reserved_bytes(parameters * GIB, total * GIB) / GIB, 2)
 
 
-def test_engines_that_take_turns_keep_their_weights_and_what_they_work_with() -> None:
+def test_alternating_engines_keep_their_weights_and_overhead() -> None:
     assert reserved_gib(ColocatedEngines(True, 14)) == 2 + 2.25
     assert reserved_gib(ColocatedEngines(True, 14), total=80) == 2 + 80 / 16
     assert reserved_gib(ColocatedEngines(True, 14, servers=2)) == 2 * 4.25
     assert reserved_gib(ColocatedEngines(True, 14, cache_bytes=7 * GIB)) == 4.25  # which it lends
 
 
-def test_engines_that_compute_at_once_keep_their_caches_as_well() -> None:
+def test_overlapping_engines_keep_their_caches_as_well() -> None:
     assert reserved_gib(ColocatedEngines(False, 10)) == pytest.approx(4.25 + 0.3 * (24 - 4.25 - 10), abs=0.01)
     assert reserved_gib(ColocatedEngines(False, 10, servers=2)) == pytest.approx(8.5 + 0.3 * (24 - 8.5 - 10), abs=0.01)
     assert reserved_gib(ColocatedEngines(False, 18), total=20) == 4.25  # nothing is left
@@ -36,7 +36,7 @@ def test_engines_that_compute_at_once_keep_their_caches_as_well() -> None:
 
 
 @pytest.mark.parametrize("alternates", [True, False])
-def test_engines_with_a_share_of_their_own_keep_it_at_all_times(alternates: bool) -> None:
+def test_engines_with_a_fixed_share_keep_it_at_all_times(alternates: bool) -> None:
     assert reserved_gib(ColocatedEngines(alternates, 14, servers=2, share=0.2)) == 9.6  # .4 of 24
 
 
@@ -61,7 +61,7 @@ def rl_run(**sections: Any) -> RunConfig:
     )
 
 
-def test_a_trainer_knows_of_the_servers_beside_it_what_the_run_file_says() -> None:
+def test_colocated_engines_are_described_by_the_run_file() -> None:
     assert colocated_engines(rl_run(), "alternate") == ColocatedEngines(True, 18)
     shared = rl_run(inference={"kv_cache_gb": 2.5}, launch={"inference_servers": 2})
     assert colocated_engines(shared, "overlap") == ColocatedEngines(False, 18, servers=2, cache_bytes=2_500_000_000)

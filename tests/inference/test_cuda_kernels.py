@@ -41,7 +41,7 @@ def attend(
     spare: int = 4,
     launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel's result, and that of plain attention in float64. Slots that nobody has hold what is not a number."""
+    """The kernel's result, and that of plain attention in float64; unused slots are NaN."""
     torch.manual_seed(sum(lengths))
     most = -(-max(lengths) // BLOCK_SIZE)
     blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 1
@@ -91,13 +91,13 @@ def attend(
 
 @pytest.mark.parametrize("window", [0, 1, 7, 40])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_newest_tokens_attend_to_all_keys_in_their_blocks_and_to_nothing_else(window: int, softcap: float) -> None:
+def test_decode_tokens_attend_to_all_keys_in_their_blocks_and_to_nothing_else(window: int, softcap: float) -> None:
     found, expected = attend([1, 2, 16, 17, 33, 70, 5], window=window, softcap=softcap)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("window", [0, 100])
-def test_a_long_request_is_cut_and_put_together_beside_short_ones(window: int) -> None:
+def test_a_long_request_is_split_and_combined_beside_short_ones(window: int) -> None:
     found, expected = attend([3, 700, 40], spare=5, window=window)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -128,7 +128,7 @@ def test_rows_without_items_are_zeros() -> None:
     assert (output == 0).all()
 
 
-def test_new_keys_and_values_go_to_their_slots_and_those_of_nobody_nowhere() -> None:
+def test_new_keys_and_values_go_to_their_slots_unless_negative() -> None:
     torch.manual_seed(0)
     keys = torch.randn(3, 5, 24, device=DEVICE).transpose(0, 1)  # [token, head, dimension], as models have them
     values = torch.randn(5, 3, 24, device=DEVICE)
@@ -186,7 +186,7 @@ def test_the_extreme_numbers_never_choose_an_impossible_token(uniform: float) ->
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_show_in_their_own_row_alone(bad: float) -> None:
+def test_nan_logits_affect_only_their_own_row(bad: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 100)
     logits[1, 40] = bad

@@ -1,4 +1,4 @@
-"""What the engine on GPUs decides without a kernel: items, rows, sizes of batches, and settings around its graphs."""
+"""Parts of the CUDA runner without kernels: items, rows, batch sizes, and settings around graphs."""
 
 import gc
 import random
@@ -58,7 +58,7 @@ def test_sizes_of_batches_double_and_from_32_on_have_one_between() -> None:
     assert batch_sizes(96)[-1] == 96
 
 
-def test_rows_say_where_each_newest_token_is_and_that_the_others_are_nobodys() -> None:
+def test_rows_have_the_slot_of_each_last_token_and_the_rest_are_unused() -> None:
     rows = DecodeRows(4, 3, key_heads=2, device=torch.device("cpu"))
     rows.arrange([request([7] * 16 + [8], [5, 2], temperature=0.5), request([9, 10, 11], [4])], 4)
     rows.send()
@@ -73,7 +73,7 @@ def test_rows_say_where_each_newest_token_is_and_that_the_others_are_nobodys() -
     assert {item[0] for item in items[2:]} == {UNUSED}
 
 
-def test_where_a_request_leaves_the_last_takes_its_row_with_its_blocks() -> None:
+def test_the_last_row_takes_the_place_of_a_request_that_leaves() -> None:
     rows = DecodeRows(4, 3, key_heads=2, device=torch.device("cpu"))
     first, second, third = (request([number, number], [number]) for number in (1, 2, 3))
     rows.arrange([first, second, third], 4)
@@ -88,7 +88,7 @@ def test_where_a_request_leaves_the_last_takes_its_row_with_its_blocks() -> None
     assert rows.tables[:2, :2].tolist() == [[3, 9], [2, 0]]
 
 
-def test_a_request_that_lost_its_blocks_is_found_in_its_new_ones() -> None:
+def test_the_table_of_a_request_is_rewritten_after_a_reset() -> None:
     rows = DecodeRows(2, 3, key_heads=2, device=torch.device("cpu"))
     one = request([1, 2], [5])
     rows.arrange([one], 2)

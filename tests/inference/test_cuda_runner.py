@@ -1,4 +1,4 @@
-"""The GPU's way to compute steps, on a CPU through Triton's interpreter: all but graphs and compiled layers."""
+"""The CUDA runner on a CPU through Triton's interpreter: all but graphs and compiled layers."""
 
 import os
 import random
@@ -132,7 +132,7 @@ def test_new_weights_between_tokens(make_model: Any, kv_on_update: Any) -> None:
             assert_like_plain(request, models)
 
 
-def test_logits_that_are_no_numbers_end_their_request_alone(model: Any, make_model: Any) -> None:
+def test_nan_logits_fail_only_their_request(model: Any, make_model: Any) -> None:
     engine = make_engine(model, max_model_len=64, max_running=4)
     with torch.no_grad():
         model.model.embed_tokens.weight[200] = torch.nan  # tied: it is a row of the logits as well
@@ -153,7 +153,7 @@ def test_a_request_that_fails_leaves_others_exact(model: Any, make_model: Any) -
         assert_like_plain(request, make_model(0))
 
 
-def test_newest_tokens_have_nothing_of_an_adapters_prompts(make_model: Any, tmp_path: Path) -> None:
+def test_decode_does_not_use_the_adapter_of_a_prefill(make_model: Any, tmp_path: Path) -> None:
     layers = matrices(make_model(0), seed=3)
     write_adapter(tmp_path / "adapter", Adapter(CONFIG, layers))
     engine = make_engine(make_model(0), max_model_len=32, max_running=8)
@@ -218,7 +218,7 @@ def test_prompts_that_begin_in_the_cache_read_no_more_keys_at_once_than_they_may
         assert_like_plain(request, make_model(0))
 
 
-def test_a_model_that_the_gpus_way_cannot_compute_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_the_cuda_runner_does_not_support_is_left_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {**SIZES, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
     model = AutoModelForCausalLM.from_config(transformers.GptOssConfig(**sizes)).eval()
     engine = Engine(model, max_model_len=64)

@@ -1,4 +1,4 @@
-"""The embedded engine as the server knows it: from an event loop."""
+"""The embedded engine behind the server, from an event loop."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ async def backend(model: Any) -> AsyncIterator[EmbeddedBackend]:
     await backend.close()
 
 
-async def test_it_says_what_it_is(backend: EmbeddedBackend) -> None:
+async def test_it_reports_its_name_and_limits(backend: EmbeddedBackend) -> None:
     known: Backend = backend
     assert (known.name, known.max_model_len, known.vocab_size) == ("embedded", 128, 264)
     assert known.state().capacity == 4
@@ -48,10 +48,10 @@ async def test_results_and_errors_cross_to_the_event_loop(backend: EmbeddedBacke
     with pytest.raises(InvalidRequest):
         backend.submit([], LONG)
     with pytest.raises(ModelNotFound):
-        backend.submit([5], LONG, adapter="nobody")
+        backend.submit([5], LONG, adapter="missing")
 
 
-async def test_a_result_may_be_awaited_twice_and_giving_up_on_it_ends_nothing(backend: EmbeddedBackend) -> None:
+async def test_a_result_may_be_awaited_twice_and_cancelling_an_await_ends_nothing(backend: EmbeddedBackend) -> None:
     await backend.pause()
     generation = backend.submit([5], SamplingParams(max_tokens=3, ignore_eos=True))
     with pytest.raises(TimeoutError):
@@ -64,7 +64,7 @@ async def test_a_result_may_be_awaited_twice_and_giving_up_on_it_ends_nothing(ba
     assert backend.state().finished == {"length": 1}
 
 
-async def test_pieces_are_the_result_in_parts(backend: EmbeddedBackend) -> None:
+async def test_chunks_are_the_result_in_parts(backend: EmbeddedBackend) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
     generations = [backend.submit([5 + n], params) for n in range(6)]  # two of them wait at first
 
@@ -80,13 +80,13 @@ async def test_pieces_are_the_result_in_parts(backend: EmbeddedBackend) -> None:
     await asyncio.wait_for(asyncio.gather(*map(collect, generations)), WAIT)
 
 
-async def test_pieces_of_a_request_that_has_ended_come_at_once(backend: EmbeddedBackend) -> None:
+async def test_chunks_of_a_finished_request_come_at_once(backend: EmbeddedBackend) -> None:
     generation = backend.submit([5], SamplingParams(max_tokens=4, ignore_eos=True))
     result = await asyncio.wait_for(generation.result(), WAIT)
     assert [piece.token_ids async for piece in generation.chunks()] == [result.token_ids]
 
 
-async def test_pieces_end_with_the_error_of_their_request(backend: EmbeddedBackend) -> None:
+async def test_chunks_end_with_the_error_of_their_request(backend: EmbeddedBackend) -> None:
     await backend.pause()
     generation = backend.submit([5], LONG)
     following = asyncio.create_task(anext(generation.chunks()))
@@ -114,12 +114,10 @@ async def test_weights_and_pauses(
     with pytest.raises(WeightsError):
         await backend.update_weights(tmp_path, Version(0, 2))
     with pytest.raises(ModelNotFound):
-        await backend.unload_adapter("nobody")
+        await backend.unload_adapter("missing")
 
 
-async def test_a_dying_engine_is_told_to_whoever_waits_for_that(
-    backend: EmbeddedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failure_returns_when_the_engine_dies(backend: EmbeddedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(**_: Any) -> None:
         raise torch.AcceleratorError("the device is lost")
 
@@ -137,7 +135,7 @@ async def test_a_dying_engine_is_told_to_whoever_waits_for_that(
     assert "the device is lost" in (backend.state().failure or "")
 
 
-async def test_one_who_stops_waiting_for_a_failure_is_none(backend: EmbeddedBackend) -> None:
+async def test_cancelling_a_wait_for_failure_does_not_fail_the_engine(backend: EmbeddedBackend) -> None:
     waiting = asyncio.create_task(backend.failure())
     await asyncio.sleep(0)
     waiting.cancel()
@@ -157,7 +155,7 @@ async def test_closing_answers_what_is_in_flight(backend: EmbeddedBackend) -> No
             await asyncio.wait_for(generation.result(), WAIT)
 
 
-async def test_a_courier_delivers_every_call_of_every_thread_once_and_in_order() -> None:
+async def test_calls_of_every_thread_reach_the_loop_once_and_in_order() -> None:
     loop_calls = LoopCalls(asyncio.get_running_loop())
     arrived: dict[int, list[int]] = {number: [] for number in range(4)}
 
@@ -175,8 +173,8 @@ async def test_a_courier_delivers_every_call_of_every_thread_once_and_in_order()
     assert all(places == list(range(500)) for places in arrived.values())
 
 
-def test_a_courier_of_a_loop_that_has_ended_carries_nothing() -> None:
+def test_calls_to_a_closed_loop_are_dropped() -> None:
     loop = asyncio.new_event_loop()
     loop_calls = LoopCalls(loop)
     loop.close()
-    loop_calls.call(lambda: pytest.fail("nobody is there"))
+    loop_calls.call(lambda: pytest.fail("the loop is closed"))

@@ -1,4 +1,4 @@
-"""The embedded engine: who joins, who waits, how requests end, and that company changes nothing."""
+"""The embedded engine: admission, sampling and the end of requests, and independence from the batch."""
 
 import contextlib
 import copy
@@ -70,7 +70,7 @@ def test_a_decode_step_computes_live_requests_only(model: Any) -> None:
     assert counts == [3, 2, 2, 1, 1, 1]
 
 
-def test_requests_wait_in_line_beyond_max_running(model: Any) -> None:
+def test_requests_beyond_max_running_wait_in_the_queue(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=2)
     requests = [engine.submit([5, 6], SamplingParams(max_tokens=2, ignore_eos=True)) for _ in range(3)]
     engine.step()
@@ -81,7 +81,7 @@ def test_requests_wait_in_line_beyond_max_running(model: Any) -> None:
     assert requests[2].future.done()
 
 
-def test_cancelling_frees_the_place_and_leaves_others_exact(model: Any) -> None:
+def test_cancelling_admits_the_next_and_leaves_others_exact(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=3)
     rng = random.Random(3)
     requests = [engine.submit(random_prompt(rng, 5 + i), SamplingParams(max_tokens=10)) for i in range(5)]
@@ -97,7 +97,7 @@ def test_cancelling_frees_the_place_and_leaves_others_exact(model: Any) -> None:
     assert_nothing_left(engine)
 
 
-def test_a_paused_engine_holds_its_requests_and_still_lets_go_of_cancelled_ones(model: Any) -> None:
+def test_a_paused_engine_keeps_its_requests_and_drops_cancelled_ones(model: Any) -> None:
     engine = Engine(model, max_model_len=64)
     kept, dropped = (engine.submit([5, 6], SamplingParams(max_tokens=4)) for _ in range(2))
     engine.step()
@@ -113,7 +113,7 @@ def test_a_paused_engine_holds_its_requests_and_still_lets_go_of_cancelled_ones(
     assert_like_plain(kept, model)
 
 
-def test_the_same_seed_samples_the_same_alone_or_in_a_crowd(model: Any) -> None:
+def test_a_seed_samples_the_same_tokens_alone_or_in_a_batch(model: Any) -> None:
     rng = random.Random(4)
     prompt, params = random_prompt(rng, 8), SamplingParams(max_tokens=20, seed=7, ignore_eos=True)
     alone = Engine(model, max_model_len=64, seed=1)
@@ -240,7 +240,7 @@ def test_urgent_requests_go_before_those_that_wait_and_keep_their_own_order(mode
     assert ended == ["gone", "first", "urgent", "too", "second"]
 
 
-def test_an_engine_that_ends_fails_its_urgent_requests_too(model: Any) -> None:
+def test_stopping_the_engine_fails_urgent_requests_too(model: Any) -> None:
     engine = Engine(model, max_model_len=64)
     request = engine.submit([5], SamplingParams(), urgent=True)
     assert engine.has_work
@@ -269,7 +269,7 @@ def test_truncated_logprobs_are_relative_to_the_most_likely_tokens(model: Any) -
 LENGTHS = (4, 16, 33, 100)
 
 
-def sampled_in_company(model: Any, length: int, others: int, *, max_step_tokens: int) -> tuple[list[int], list[float]]:
+def sampled_in_batch(model: Any, length: int, others: int, *, max_step_tokens: int) -> tuple[list[int], list[float]]:
     """What a seeded request samples after a prompt of that length, with others around it."""
     rng = random.Random(others)
     engine = Engine(model, max_model_len=160, max_running=32, max_step_tokens=max_step_tokens)
@@ -288,19 +288,19 @@ def sampled_in_company(model: Any, length: int, others: int, *, max_step_tokens:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_seeded_request_samples_the_same_to_the_last_bit_in_any_company(
+def test_a_seeded_request_samples_the_same_to_the_last_bit_in_any_batch(
     model: Any, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 32)
     model = copy.deepcopy(model)
     lay_out_for_small_batches(model)  # as stored, some CPUs multiply two rows in another order than many
-    alone = sampled_in_company(model, length, 0, max_step_tokens=64)
+    alone = sampled_in_batch(model, length, 0, max_step_tokens=64)
     for others in (1, 5, 14):
-        assert sampled_in_company(model, length, others, max_step_tokens=64) == alone
-    assert sampled_in_company(model, length, 5, max_step_tokens=32) == alone
+        assert sampled_in_batch(model, length, others, max_step_tokens=64) == alone
+    assert sampled_in_batch(model, length, 5, max_step_tokens=32) == alone
 
 
-def test_as_many_may_wait_as_are_allowed_to_beside_those_that_can_run(model: Any) -> None:
+def test_max_waiting_bounds_the_queue_beyond_what_can_run(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=1, max_waiting=2)
     for _ in range(2):
         for _ in range(3 - len(engine.scheduler.running) - engine.scheduler.num_waiting):

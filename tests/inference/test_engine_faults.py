@@ -1,4 +1,4 @@
-"""What a request that cannot be computed costs: itself, and nobody else."""
+"""A request that cannot be computed fails alone."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from headrace.inference.schema import SamplingParams
 from tests.inference.plain_forward import assert_like_plain, assert_nothing_left, random_prompt, run_all
 
 MARKED = 200
-"""A token that no random prompt has, and which ends whoever samples it."""
+"""A token that no random prompt has, and that breaks each request with it."""
 
 
 def break_forward(model: Any, patch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
@@ -42,7 +42,7 @@ def breaking_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         yield model
 
 
-def company(engine: Engine, rng: random.Random, count: int = 6) -> list[Any]:
+def submit_others(engine: Engine, rng: random.Random, count: int = 6) -> list[Any]:
     text = random_prompt(rng, 60)
     return [
         engine.submit(
@@ -54,18 +54,18 @@ def company(engine: Engine, rng: random.Random, count: int = 6) -> list[Any]:
 
 
 @pytest.mark.parametrize(("place", "blocks"), [(0, None), (10, 8), (35, 8)])
-def test_a_prompt_that_breaks_every_forward_it_is_in_costs_itself_alone(
+def test_a_prompt_that_breaks_every_forward_fails_alone(
     breaking_model: Any, make_model: Any, place: int, blocks: int | None
 ) -> None:
     engine = Engine(breaking_model, max_model_len=80, max_step_tokens=32, kv_blocks=blocks)
     rng = random.Random(place)
-    before = company(engine, rng)
+    before = submit_others(engine, rng)
     engine.step()
     engine.step()
     prompt = random_prompt(rng, 40)
     prompt[place] = MARKED
     hapless = [engine.submit(prompt, SamplingParams(max_tokens=3, seed=seed)) for seed in (None, None, 1)]
-    after = company(engine, rng)
+    after = submit_others(engine, rng)
     run_all(engine)
     for request in hapless:
         with pytest.raises(EngineError, match="out of something"):
@@ -77,11 +77,11 @@ def test_a_prompt_that_breaks_every_forward_it_is_in_costs_itself_alone(
     assert (finished["length"] + finished.get("stop", 0), finished["error"]) == (12, 3)
 
 
-def test_a_token_that_breaks_forwards_when_it_was_sampled_costs_its_request_alone(
+def test_a_sampled_token_that_breaks_forwards_fails_only_its_request(
     model: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(model, max_model_len=80)
-    others = company(engine, random.Random(1))
+    others = submit_others(engine, random.Random(1))
     hapless = engine.submit([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -96,7 +96,7 @@ def test_a_token_that_breaks_forwards_when_it_was_sampled_costs_its_request_alon
     assert_nothing_left(engine)
 
 
-def test_a_step_that_fails_once_costs_nobody_anything(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_once_is_repeated_without_loss(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model, max_model_len=64, max_running=2)
     requests = [engine.submit([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)) for _ in range(3)]
     engine.step()
@@ -108,9 +108,7 @@ def test_a_step_that_fails_once_costs_nobody_anything(model: Any, monkeypatch: p
         assert_like_plain(request, model)
 
 
-def test_a_step_that_fails_for_each_alone_ends_them_and_the_engine_goes_on(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_fail_alone_end_and_the_engine_continues(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model, max_model_len=64, max_running=2)
     requests = [engine.submit([5, 6, 7], SamplingParams(max_tokens=4)) for _ in range(3)]
     engine.step()
@@ -158,7 +156,7 @@ def test_a_failure_while_sampling_changes_no_seeded_request(model: Any, monkeypa
 
 
 @pytest.mark.parametrize("place", [0, 20])
-def test_a_token_that_gives_no_numbers_costs_those_that_have_it(model: Any, make_model: Any, place: int) -> None:
+def test_a_token_with_nan_fails_only_requests_with_it(model: Any, make_model: Any, place: int) -> None:
     model.get_input_embeddings().register_forward_hook(
         lambda _, args, output: output.masked_fill((args[0] == MARKED)[..., None], torch.nan)
     )
@@ -170,20 +168,20 @@ def test_a_token_that_gives_no_numbers_costs_those_that_have_it(model: Any, make
     bad = [*prompt[:place], MARKED, *prompt[place + 1 :]]
     params = [SamplingParams(max_tokens=5, prompt_logprobs=scored) for scored in (None, None, 0)]
     hapless = [engine.submit(bad, each) for each in params]
-    good += company(engine, rng)
+    good += submit_others(engine, rng)
     run_all(engine)
     for request in hapless:
         with pytest.raises(EngineError, match=r"weights 0-0 at temperature 1.0 gave logits that are not finite"):
             request.future.result(timeout=0)
-    good += company(engine, rng)
+    good += submit_others(engine, rng)
     run_all(engine)
     for request in good:
         assert_like_plain(request, make_model(0))
     assert_nothing_left(engine)
 
 
-@pytest.mark.parametrize("newcomer", [1, 70])
-def test_what_a_broken_request_leaves_in_its_row_poisons_nobody(model: Any, make_model: Any, newcomer: int) -> None:
+@pytest.mark.parametrize("length", [1, 70])
+def test_nan_of_a_failed_request_does_not_spread_through_its_row(model: Any, make_model: Any, length: int) -> None:
     model.get_input_embeddings().register_forward_hook(
         lambda _, args, output: output.masked_fill((args[0] == MARKED)[..., None], torch.nan)
     )
@@ -195,7 +193,7 @@ def test_what_a_broken_request_leaves_in_its_row_poisons_nobody(model: Any, make
     for _ in range(3):
         engine.step()
     hapless.tokens[-1] = MARKED
-    others = [engine.submit(random_prompt(rng, newcomer), params)]
+    others = [engine.submit(random_prompt(rng, length), params)]
     engine.step()
     engine.step()
     with pytest.raises(EngineError, match="not finite"):
@@ -206,7 +204,7 @@ def test_what_a_broken_request_leaves_in_its_row_poisons_nobody(model: Any, make
         assert_like_plain(request, make_model(0))
 
 
-def test_broken_weights_leave_nothing_behind_for_those_who_come_after(model: Any) -> None:
+def test_nan_of_broken_weights_does_not_reach_later_requests(model: Any) -> None:
     engine = Engine(model, max_model_len=64, max_running=4, kv_blocks=4)
     good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -237,7 +235,7 @@ def test_a_decode_that_raises_costs_its_own_request_only(model: Any) -> None:
         assert_like_plain(request, model)
 
 
-def test_a_lost_device_is_not_taken_for_the_fault_of_a_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_raises_instead_of_failing_a_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model, max_model_len=64)
     request = engine.submit([5, 6, MARKED], SamplingParams(max_tokens=3))
     with monkeypatch.context() as patch:

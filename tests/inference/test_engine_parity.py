@@ -88,7 +88,7 @@ def submit_mixed(engine: Engine, rng: random.Random, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_mixed_lengths_chunks_prefixes_twins_evictions_and_cancels(architecture: str, small_chunks: None) -> None:
+def test_mixed_lengths_chunks_prefixes_duplicates_evictions_and_cancels(architecture: str, small_chunks: None) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()).eval()
     engine = Engine(model, max_model_len=80, max_running=5, max_step_tokens=24, kv_blocks=5)
@@ -178,7 +178,7 @@ def test_alternatives_are_the_likeliest_of_a_plain_forward(model: Any, small_chu
 
 
 def start(engine: Engine, **params: Any) -> list[Any]:
-    """Requests in every state: running, in the middle of a long prompt, and in line."""
+    """Requests in every state: running, in the middle of a long prompt, and waiting."""
     rng = random.Random(0)
     text = random_prompt(rng, 100)
     lengths = (1, 30, 20, 20, 90, 40)
@@ -241,8 +241,8 @@ def test_kept_keys_and_values_give_what_a_plain_cache_gives_that_is_kept(archite
         if len(result.version_spans) == 1:
             assert_like_plain(request, models)
         else:
-            anew = plain_logprobs(models[result.version_spans[-1][0]], request.tokens)[-1]
-            changed += bool((anew - result.logprobs[-1]).abs() > 1e-3)
+            recomputed = plain_logprobs(models[result.version_spans[-1][0]], request.tokens)[-1]
+            changed += bool((recomputed - result.logprobs[-1]).abs() > 1e-3)
     assert changed  # it makes a difference that they are kept
     assert_nothing_left(engine)
 
@@ -302,7 +302,9 @@ def test_cancelling_some_leaves_others_exact(model: Any, small_chunks: None) -> 
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
-def test_requests_that_outgrow_their_room_while_others_come_and_go(make_model: MakeModel, kv_on_update: Any) -> None:
+def test_requests_outgrow_their_window_bucket_while_others_come_and_go(
+    make_model: MakeModel, kv_on_update: Any
+) -> None:
     models = {Version(0, step): make_model(step) for step in range(3)}
     engine = Engine(make_model(0), max_model_len=256, max_running=5, kv_on_update=kv_on_update, compile=False)
     rng = random.Random(11)

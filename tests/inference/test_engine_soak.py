@@ -151,7 +151,7 @@ class Soak:
             raise Overloaded from error
 
     async def change_weights(self) -> None:
-        """To any version, also one that was there before; sometimes while everybody stands still."""
+        """To any version, also one that was there before; sometimes while the engine is paused."""
         version = self.rng.choice(VERSIONS)
         body = {"path": str(self._directories[version]), "incarnation": version.incarnation, "step": version.step}
         routes: list[tuple[str, Any]] = [("/update_weights", body)]

@@ -186,7 +186,7 @@ def test_a_dead_engine_refuses_everything_with_the_reason(
     dying.stop()
 
 
-def test_a_fault_of_the_engines_own_ends_it_loudly(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_engine_itself_ends_it(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     thread.pause()
     request = thread.submit([5], LONG)
     monkeypatch.setattr(thread.engine.scheduler, "schedule", lambda _: 1 / 0)

@@ -1,4 +1,4 @@
-"""Layers with kernels of our own compute what they computed before; whoever has other layers keeps them."""
+"""Fused layers compute what the model's own layers compute; unsupported layers are not fused."""
 
 import copy
 import random
@@ -30,7 +30,7 @@ def make(config: Any) -> Any:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_usual_layers_are_fused_and_others_left_alone(architecture: str) -> None:
+def test_supported_layers_are_fused_and_others_are_not(architecture: str) -> None:
     model = make(ARCHITECTURES[architecture]())
     assert fuse_layers(model) is (architecture in USUAL)
     fused = [isinstance(module.forward, FusedLayer) for module in model.modules()]
@@ -47,11 +47,11 @@ def test_usual_layers_are_fused_and_others_left_alone(architecture: str) -> None
     ],
     ids=["another activation", "other residuals", "bfloat16", "another rotation"],
 )
-def test_layers_that_only_look_usual_keep_their_own_forward(config: Any) -> None:
+def test_layers_that_compute_something_else_keep_their_own_forward(config: Any) -> None:
     assert not fuse_layers(make(config))
 
 
-def test_layers_that_somebody_has_changed_are_left_alone() -> None:
+def test_layers_with_hooks_or_a_changed_forward_are_not_fused() -> None:
     hooked, replaced = make_qwen3(0), make_qwen3(0)
     hooked.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     replaced.model.layers[0].input_layernorm.forward = lambda hidden: hidden
@@ -60,7 +60,7 @@ def test_layers_that_somebody_has_changed_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("narrow", [1, 24, 128])
-def test_long_chunks_attend_in_groups_beside_tokens_one_by_one(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_chunks_attend_in_groups_beside_single_tokens(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "MAX_SINGLE_CHUNK", narrow)
     model = make(ARCHITECTURES["mistral, sliding"]())
     engine = Engine(model, max_model_len=128, max_running=4)
@@ -73,7 +73,7 @@ def test_long_chunks_attend_in_groups_beside_tokens_one_by_one(narrow: int, monk
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_company_changes_no_bit_of_a_request_with_a_seed(threads: int) -> None:
+def test_the_batch_changes_no_bit_of_a_request_with_a_seed(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -109,7 +109,7 @@ def test_a_model_is_fused_once_and_computes_by_itself_what_it_did() -> None:
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
-def test_activations_are_right_at_the_ends_of_the_exponential_and_keep_what_is_not_a_number() -> None:
+def test_activations_are_exact_at_the_ends_of_the_exponential_and_keep_nan() -> None:
     gate = torch.tensor([[[float("nan"), -1e4, -200.0, -87.5, -1.0, 0.0, 1.0, 87.5, 200.0, 1e4]]])
     gated, ones = torch.empty_like(gate), torch.ones_like(gate)
     kernels.load_kernels().gate_with_silu(

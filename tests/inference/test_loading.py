@@ -1,4 +1,4 @@
-"""Which models the engine takes, and what it refuses at load."""
+"""Models that the engine supports, and those that it refuses at load."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_a_loaded_model_computes_what_was_saved_and_takes_updates(
         ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}, 64),
     ],
 )
-def test_positions_that_depend_on_the_longest_of_a_step_are_refused_beyond_where_they_begin_to(
+def test_length_dependent_rope_is_refused_beyond_its_original_length(
     make_model: Callable[[int], Any], rope: dict[str, Any], plain: int
 ) -> None:
     model = make_model(0)
@@ -146,7 +146,7 @@ def test_layers_with_keys_of_other_sizes_are_counted_one_by_one(model: Any) -> N
     assert kv_blocks(model, 16, 1000, 10 * block + 5) == 10
 
 
-def test_bfloat16_is_refused_on_a_cpu_that_cannot_multiply_it(
+def test_bfloat16_is_refused_on_a_cpu_without_instructions_for_it(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

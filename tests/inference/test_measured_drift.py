@@ -96,7 +96,7 @@ async def test_the_same_weights_agree_and_other_weights_show(
     with torch.no_grad():
         changed.model.layers[0].self_attn.o_proj.weight.mul_(1.1)
     engine.update_weights(publish(changed, V1), V1)
-    probe(probes, V1, trained, requests)  # a trainer that was not told
+    probe(probes, V1, trained, requests)  # a trainer that missed the update
     other = await measure(engine, model_directory, probes, requests)
     assert other["drift/engine"] > 1e-4
     assert other["drift/staleness"] == pytest.approx(other["drift/engine"], rel=0.5)

@@ -104,27 +104,27 @@ def test_an_adapter_of_another_model_is_refused_by_the_layer_that_does_not_fit(
     make_model: ModelMaker, tmp_path: Path
 ) -> None:
     engine = Engine(make_model(0), max_model_len=64)
-    stranger = {"model.layers.9.mlp.gate": Matrices(torch.zeros(4, 32), torch.zeros(32, 4))}
-    write_adapter(tmp_path / "stranger", Adapter(CONFIG, stranger))
+    unknown = {"model.layers.9.mlp.gate": Matrices(torch.zeros(4, 32), torch.zeros(32, 4))}
+    write_adapter(tmp_path / "unknown", Adapter(CONFIG, unknown))
     with pytest.raises(WeightsError, match=r"layers\.9\.mlp\.gate"):
-        engine.adapters.read("x", tmp_path / "stranger")
+        engine.adapters.read("x", tmp_path / "unknown")
     narrow = {"model.layers.0.self_attn.q_proj": Matrices(torch.zeros(4, 16), torch.zeros(64, 4))}
     write_adapter(tmp_path / "narrow", Adapter(CONFIG, narrow))
-    with pytest.raises(WeightsError, match=r"by \[64, 16\], which is \[64, 32\]"):
+    with pytest.raises(WeightsError, match=r"\[64, 16\].*\[64, 32\]"):
         engine.adapters.read("x", tmp_path / "narrow")
 
 
-def test_a_seeded_request_with_an_adapter_has_the_same_bits_in_any_company(
+def test_a_seeded_request_with_an_adapter_has_the_same_bits_in_any_batch(
     make_model: ModelMaker, directory: Path
 ) -> None:
-    def logprobs(company: int) -> list[float]:
+    def logprobs(others: int) -> list[float]:
         model = make_model(0)
         lay_out_for_small_batches(model)  # as stored, some CPUs multiply two rows in another order than many
         engine = Engine(model, max_model_len=64)
         engine.adapters.add(engine.adapters.read("wheel", directory))
         seeded = SamplingParams(max_tokens=12, ignore_eos=True, seed=4)
         request = engine.submit(PROMPT, seeded, adapter="wheel")
-        for number in range(company):
+        for number in range(others):
             engine.submit([5 + number] * 7, SAMPLING, adapter=[None, "wheel"][number // 2 % 2])
         run_all(engine)
         return request.future.result().logprobs

@@ -1,4 +1,4 @@
-"""The weights link by NCCL, on a machine with a GPU: versions arrive, and nobody dies of another one's death."""
+"""The weights link over NCCL, on a machine with a GPU: versions arrive, and each side survives the other."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import torch
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_versions_travel_between_gpus_and_a_dead_partner_costs_the_connection_alone(tmp_path: Path) -> None:
+def test_versions_travel_between_gpus_and_a_dead_peer_closes_only_the_connection(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.inference.nccl_link_program", str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]

@@ -1,4 +1,4 @@
-"""Choosing tokens, by hand-worked numbers."""
+"""Sampling, with numbers worked by hand."""
 
 import math
 from typing import Any
@@ -72,7 +72,7 @@ def test_rows_are_truncated_each_by_its_own_settings() -> None:
         ({"min_p": 0.01, "temperature": 0}, False),
     ],
 )
-def test_which_settings_take_something_away(settings: dict[str, Any], truncates: bool) -> None:
+def test_which_settings_truncate(settings: dict[str, Any], truncates: bool) -> None:
     assert SamplingParams(**settings).truncates is truncates
 
 
@@ -97,7 +97,7 @@ def test_each_row_has_its_own_settings() -> None:
     assert tokens.tolist() == [0, 1]
 
 
-def test_the_mass_that_truncation_leaves_is_told() -> None:
+def test_the_mass_left_by_truncation_is_returned() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.3, 0.1]])).repeat(6, 1)
     params = [
         SamplingParams(top_k=2),
@@ -113,7 +113,7 @@ def test_the_mass_that_truncation_leaves_is_told() -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0, top_p=0.5)])
-def test_what_is_not_truncated_pays_for_no_mass(params: SamplingParams) -> None:
+def test_no_mass_is_computed_without_truncation(params: SamplingParams) -> None:
     assert sample(torch.zeros(2, 4), [params] * 2, [0.1, 0.9]).log_mass is None
 
 
@@ -143,14 +143,14 @@ def test_no_uniform_number_draws_an_impossible_token_from_a_large_vocabulary() -
     assert (tokens == expected.clamp(max=999)).sum() >= 495  # up to rounding at the border of two
 
 
-def test_the_likeliest_tokens_come_in_order_and_as_many_as_each_row_asks_for() -> None:
+def test_top_tokens_are_in_order_and_as_many_as_each_row_requests() -> None:
     logprobs = torch.log(torch.tensor([[0.1, 0.6, 0.3], [0.7, 0.1, 0.2], [0.2, 0.3, 0.5]]))
     found = top_tokens(logprobs, [2, 0, 9])
     assert [[token for token, _ in row] for row in found] == [[1, 2], [], [2, 1, 0]]
     assert [value for _, value in found[0]] == pytest.approx([math.log(0.6), math.log(0.3)])
 
 
-def test_broken_logits_cost_their_own_row_only() -> None:
+def test_nan_logits_affect_only_their_own_row() -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = torch.nan
     tokens, logprobs, _ = sample(logits, [SamplingParams(), SamplingParams(), SamplingParams(top_k=2)], [0.3] * 3)

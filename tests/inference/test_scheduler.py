@@ -549,7 +549,7 @@ def test_waiting_requests_are_admitted_together_after_the_batching_delay():
     desk.ask("x", 4)
     for _ in range(3):  # one waiting for sixteen running is below the ratio
         assert "x" not in [name for name, _, _ in desk.step()]
-    assert desk.step()[-1] == ("x", 0, 4)  # nobody came
+    assert desk.step()[-1] == ("x", 0, 4)  # after the delay
     desk.ask("y", 4)
     desk.step()
     desk.ask("z", 4)

@@ -106,7 +106,7 @@ def test_the_first_version_is_sent_and_those_after_it_are_opened(
         received.release()
         received.release()  # once more costs nothing
         assert not driver.open
-    # Another test may have told this trainer already that there is an engine on its GPU.
+    # Another test may have registered an engine on this trainer's GPU already.
     assert opened in ([0, 1, 1, 1, 1], [1, 1, 1, 1, 1])
 
 
@@ -166,7 +166,7 @@ def test_versions_before_the_newest_can_still_be_had(
         received.release()
 
 
-def test_whoever_asks_for_another_version_is_done_with_the_last(
+def test_requesting_another_version_releases_the_last(
     trainer: SenderProcess, store: WeightStore, driver: HostDriver, receiver: WeightsReceiver, tmp_path: Path
 ) -> None:
     first = write(trainer, tmp_path, 1)
@@ -303,7 +303,7 @@ def test_whatever_ends_a_fetch_leaves_nothing_open_and_the_next_one_succeeds(
     received.release()
 
 
-def test_memory_that_the_driver_does_not_close_is_done_with_all_the_same(
+def test_memory_that_the_driver_cannot_close_counts_as_released(
     trainer: SenderProcess,
     store: WeightStore,
     driver: HostDriver,
@@ -322,7 +322,7 @@ def test_memory_that_the_driver_does_not_close_is_done_with_all_the_same(
     assert caplog.text.count("to close the memory of another process: it is refused") == 2
 
 
-def test_leaving_does_not_take_away_what_is_being_read(
+def test_closing_the_link_keeps_borrowed_memory_valid(
     trainer: SenderProcess, store: WeightStore, driver: HostDriver, tmp_path: Path
 ) -> None:
     receiver = WeightsReceiver(CPU, timeout_s=10.0)
@@ -337,7 +337,7 @@ def test_leaving_does_not_take_away_what_is_being_read(
         receiver.receive(store.path(version), version)
 
 
-def test_a_worker_of_vllm_gives_back_what_nobody_takes_and_what_does_not_fit(
+def test_a_vllm_worker_releases_versions_that_are_not_installed(
     make_model: MakeModel,
     model_directory: Path,
     trainer: SenderProcess,
@@ -402,7 +402,7 @@ def test_nothing_is_taken_of_the_gpu_until_an_engine_on_it_has_asked(driver: Hos
     sender.close()
 
 
-def test_a_row_is_lent_for_what_it_holds_and_vacant_when_nobody_reads(
+def test_a_row_is_lent_for_its_version_and_reusable_without_readers(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = WeightsSender(device=CPU, carrier="ipc")
@@ -451,7 +451,7 @@ def test_without_a_driver_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatc
     assert not cuda_driver.has_virtual_memory(CPU)
 
 
-def test_a_gpu_is_asked_whether_memory_can_be_given_back_behind_its_address(driver: HostDriver) -> None:
+def test_virtual_memory_is_an_attribute_of_the_gpu(driver: HostDriver) -> None:
     assert not cuda_driver.has_virtual_memory(CPU)
     driver.attributes[102] = 1
     assert cuda_driver.has_virtual_memory(CPU)
@@ -479,7 +479,7 @@ TRAINER = end("trainer", "GPU-0", "nccl", "ipc")
         ("ipc", end("engine", "GPU-0", "ipc"), "ipc"),
     ],
 )
-def test_the_best_way_that_both_ends_can_go_is_chosen(wanted: Any, engine: LinkPeer, expected: str) -> None:
+def test_the_best_common_carrier_is_chosen(wanted: Any, engine: LinkPeer, expected: str) -> None:
     assert choose_carrier(wanted, TRAINER, engine) == expected
 
 
@@ -492,17 +492,17 @@ def test_the_best_way_that_both_ends_can_go_is_chosen(wanted: Any, engine: LinkP
         ("ipc", end("trainer", "GPU-0", "ipc"), "same process"),
     ],
 )
-def test_a_way_that_is_asked_for_and_cannot_be_is_said(wanted: Any, engine: LinkPeer, why: str) -> None:
+def test_a_configured_carrier_that_is_unavailable_is_refused(wanted: Any, engine: LinkPeer, why: str) -> None:
     with pytest.raises(CarrierUnavailable, match=why):
         choose_carrier(wanted, TRAINER, engine)
 
 
-def test_what_ends_say_of_themselves_survives_the_way() -> None:
+def test_a_fetch_request_survives_encoding() -> None:
     ask = FetchRequest("sender", 1, 2, end("engine:7", "GPU-0", "ipc"))
     assert msgspec.json.decode(msgspec.json.encode(ask), type=FetchRequest) == ask
 
 
-def test_nonsense_in_place_of_being_done_costs_the_connection_alone(
+def test_an_unexpected_message_instead_of_a_release_closes_only_the_connection(
     driver: HostDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.trainer.shared_row.MOMENT", 0.01)

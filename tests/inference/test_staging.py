@@ -1,4 +1,4 @@
-"""Where new weights wait: on the GPU if it has plenty, and on the host when somebody else was faster."""
+"""Staging of new weights: on the GPU if they fit, and else on the host."""
 
 from collections.abc import Callable
 
@@ -37,13 +37,11 @@ def test_a_gpu_with_twice_the_room_is_used(emptied: list[None]) -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), NO_HANDLE])
-def test_memory_that_somebody_takes_meanwhile_costs_the_gpu_but_not_the_weights(
-    error: Exception, emptied: list[None]
-) -> None:
+def test_out_of_memory_on_the_gpu_falls_back_to_the_host(error: Exception, emptied: list[None]) -> None:
     assert stage(GPU, 10, failing_on_the_gpu(error)) == CPU
     assert len(emptied) == 1
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(emptied: list[None]) -> None:
+def test_other_errors_are_raised(emptied: list[None]) -> None:
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         stage(GPU, 10, failing_on_the_gpu(RuntimeError("an illegal memory access")))

@@ -21,7 +21,7 @@ def tokenizer(model_directory: Path) -> Tokenizer:
 
 
 class Dictated:
-    """An engine whose requests sample what they are told."""
+    """An engine whose requests sample a given sequence of tokens."""
 
     def __init__(self, model: Any, decode: Any, special_tokens: Collection[int] = ()) -> None:
         self.engine = Engine(model, max_model_len=128, decode=decode, special_tokens=special_tokens)
@@ -92,7 +92,7 @@ def test_a_stop_string_may_lie_around_special_tokens_or_spell_them(
     assert stopped(dictated.run(tokenizer.encode(text), stop), tokenizer) == (ending, "stop", stop[-1])
 
 
-def test_what_a_special_token_is_called_completes_no_string(dictated: Dictated, tokenizer: Tokenizer) -> None:
+def test_the_name_of_a_special_token_completes_no_string(dictated: Dictated, tokenizer: Tokenizer) -> None:
     sampled = tokenizer.encode("EN<|im_start|>")  # whose name is no text
     assert stopped(dictated.run(sampled, ["END", "start", "EN<"]), tokenizer) == ("EN<|im_start|>", "length", None)
 
@@ -151,7 +151,7 @@ def test_stop_strings_of_what_a_model_really_samples(model: Any) -> None:
         assert_like_plain(request, model)
 
 
-def test_text_is_decoded_only_where_the_newest_token_may_complete_something() -> None:
+def test_text_is_decoded_only_where_the_last_token_may_complete_something() -> None:
     decoded: list[list[int]] = []
     words = {1: "ab", 2: "c", 3: "d\ufffd", 4: "x", 5: ""}
 

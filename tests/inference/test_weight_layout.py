@@ -1,4 +1,4 @@
-"""Weights laid out for a CPU give what they gave before, in whatever form they lie."""
+"""The layout of weights on a CPU does not change what a model computes."""
 
 import copy
 
@@ -70,7 +70,7 @@ def test_layers_with_one_input_are_one_product(monkeypatch: pytest.MonkeyPatch) 
     assert products == [48, 48, 48, 80] * 2 + [48]
 
 
-def test_what_a_layer_gives_may_be_changed_in_place_without_harm_to_its_sisters(
+def test_changing_an_output_in_place_does_not_affect_layers_with_the_same_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Adapters add their part that way."""

@@ -102,7 +102,7 @@ def test_the_same_version_with_other_weights_finds_nothing_of_the_old(make_model
     assert_like_plain(later, {V1: make_model(2)})
 
 
-def test_a_prompt_that_is_half_scored_is_scored_anew_by_other_weights_of_the_same_version(
+def test_partial_prompt_logprobs_restart_with_other_weights_of_the_same_version(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 16)
@@ -144,7 +144,7 @@ def test_a_kept_request_that_loses_its_blocks_goes_on_with_the_weights_of_the_mo
     run_all(engine)
     assert engine.scheduler.preemptions == 1
     assert_close(first.future.result().logprobs, kept_logprobs(models, first))
-    # The second sampled three tokens, one of them with the kept cache, and the rest after it was computed anew.
+    # The second sampled three tokens, one of them with the kept cache, and the rest after recomputation.
     spans = second.future.result().version_spans
     assert (spans[0], {span[0] for span in spans[1:]}) == ((V0, 0, 2), {V1})
     assert_close(second.future.result().logprobs[:3], kept_logprobs(models, second)[:3])
@@ -153,7 +153,7 @@ def test_a_kept_request_that_loses_its_blocks_goes_on_with_the_weights_of_the_mo
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
-def test_a_prompt_that_is_half_computed_is_computed_anew(
+def test_a_partly_computed_prompt_is_recomputed(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, kv_on_update: Any
 ) -> None:
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 16)
@@ -168,7 +168,7 @@ def test_a_prompt_that_is_half_computed_is_computed_anew(
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_nan_of_a_request_in_mid_prompt_poisons_nobody(
+def test_nan_of_a_partly_computed_prompt_does_not_spread(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 16)
@@ -302,9 +302,7 @@ def test_weights_that_are_not_finite_cost_their_requests_and_poison_nothing_late
 
 
 @pytest.mark.parametrize("length", [14, 15, 16, 17])
-def test_a_group_that_samples_alike_shares_nothing_stale_when_it_is_computed_anew(
-    make_model: MakeModel, length: int
-) -> None:
+def test_a_group_that_samples_alike_shares_nothing_stale_when_recomputed(make_model: MakeModel, length: int) -> None:
     """All but the newest token of some may then come out of blocks that are written in the same step."""
     models = {V0: make_model(0), V1: make_model(1)}
     engine = Engine(make_model(0), max_model_len=64)
@@ -318,8 +316,8 @@ def test_a_group_that_samples_alike_shares_nothing_stale_when_it_is_computed_ane
         assert_like_plain(request, models)
 
 
-def test_blocks_of_a_kept_request_that_was_computed_anew_are_of_the_weights_that_did(make_model: MakeModel) -> None:
-    """After a failed step everybody computes with the weights of the moment, under their name."""
+def test_blocks_of_a_recomputed_kept_request_are_of_the_new_weights(make_model: MakeModel) -> None:
+    """After a failed step all requests are recomputed with the current weights, under their version."""
     models = {V0: make_model(0), V1: make_model(1), V2: make_model(2)}
     engine = Engine(make_model(0), max_model_len=64, kv_on_update="keep")
     prompt = random_prompt(random.Random(5), 40)

@@ -100,7 +100,7 @@ def test_the_connection_stays_for_the_next_version_and_for_the_one_before(
     assert len(used) == 1
 
 
-def test_an_engine_that_dies_halfway_costs_nobody_anything(
+def test_an_engine_that_dies_during_a_transfer_affects_no_other(
     make_model: MakeModel, trainer: SenderProcess, store: WeightStore, tmp_path: Path
 ) -> None:
     version = Version(4, 1)
@@ -261,11 +261,11 @@ def test_a_receiver_that_is_closed_fetches_nothing(sender: WeightsSender, tmp_pa
         receiver.receive(directory, V1)
 
 
-def test_closing_ends_a_connection_that_nobody_answers(tmp_path: Path) -> None:
+def test_closing_ends_a_connection_without_an_answer(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         with contextlib.suppress(TimeoutError):
-            while True:  # until its line is full, and further callers hear nothing
+            while True:  # until its backlog is full, and further connections get no answer
                 stack.enter_context(socket.create_connection(listener.getsockname(), 0.2))
         manifest = Manifest("127.0.0.1", listener.getsockname()[1], "x", [], 64, 64, [0])
         (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
@@ -400,9 +400,9 @@ def test_nonsense_at_the_port_is_cut_off(sender: WeightsSender, tmp_path: Path) 
     directory = publish(sender, WeightStore(tmp_path), V1, {"weight": torch.ones(3)})
     manifest = read_manifest(directory)
     for content in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 2) + b"{}", struct.pack("!I", 12) + b'{"schema":9}'):
-        with socket.create_connection((manifest.host, manifest.port), 2.0) as stranger:
-            stranger.sendall(content)
-            assert stranger.recv(1) == b""
+        with socket.create_connection((manifest.host, manifest.port), 2.0) as intruder:
+            intruder.sendall(content)
+            assert intruder.recv(1) == b""
     assert torch.equal(receive(directory, V1)["weight"], torch.ones(3))
 
 
