@@ -93,10 +93,10 @@ async def test_a_registered_environment_is_drawn_in_text_and_acted_on_by_numbers
     rollout = await play_one(
         lambda m: f"<action>{next(moves)}</action>", "gymnasium:FrozenLake-v1", max_turns=4, make={"is_slippery": False}
     )
-    told = [message["content"] for message in rollout.messages if message["role"] == "user"]
-    assert told[0].endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
-    assert told[1] == "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
-    assert told[2:4] == ["An action is a whole number from 0 to 3."] * 2
+    texts = [message["content"] for message in rollout.messages if message["role"] == "user"]
+    assert texts[0].endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
+    assert texts[1] == "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
+    assert texts[2:4] == ["An action is a whole number from 0 to 3."] * 2
     assert rollout.stop_reason == "terminated"  # into the first hole
     assert rollout.rewards == {"reward": 0.0}
 

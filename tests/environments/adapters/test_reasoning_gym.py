@@ -39,7 +39,7 @@ def request(family: str, split: str = "train", num_tasks: int = 8, seed: int = 0
 
 def tasks(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
     """As the process makes them that an environment starts, in this one."""
-    return [told.task for told in made(request(*args, **kwargs)) if isinstance(told, Made)]
+    return [line.task for line in made(request(*args, **kwargs)) if isinstance(line, Made)]
 
 
 async def played(environment: ReasoningGym, data: dict[str, Any], reply: str) -> Rollout:
@@ -145,9 +145,9 @@ def test_a_task_that_cannot_be_made_or_has_no_gold_answer_is_left_out(monkeypatc
         return plain(self, index) | ({"answer": None} if index % 5 == 1 else {})
 
     monkeypatch.setattr(kind, "__getitem__", broken)
-    *told, end = made(request("chain_sum", num_tasks=30))
-    assert len(told) == 30
-    assert all(isinstance(line, Made) and line.task["metadata"]["source_index"] % 5 > 1 for line in told)
+    *lines, end = made(request("chain_sum", num_tasks=30))
+    assert len(lines) == 30
+    assert all(isinstance(line, Made) and line.task["metadata"]["source_index"] % 5 > 1 for line in lines)
     assert end == Finished(end.left_out, "making it raises KeyError: 'no such number'")
     assert end.left_out >= 20
 

@@ -190,8 +190,8 @@ async def test_a_toolset_is_called_in_this_process():
     add = script.calls[0][1][1]["function"]
     assert add["description"] == "Add two numbers."
     assert set(add["parameters"]["properties"]) == {"a", "b"}
-    told = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert told == ["sum of 42: 42", "line 1"]
+    texts = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert texts == ["sum of 42: 42", "line 1"]
     assert rollout.metrics == {"tool_calls": 2, "tool_errors": 0, "calls": 1.0, "lines": 1.0}
     assert rollout.rewards == {"right": 1.0}
 
@@ -199,10 +199,10 @@ async def test_a_toolset_is_called_in_this_process():
 async def test_a_call_that_fails_is_told_and_changes_no_state():
     replies = (call_tool("add", a=-1), call_tool("add", a="many"), call_tool("subtract", a=1), "42")
     (rollout,) = await played("Sums", *replies)
-    told = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert told[0] == "Error executing tool add: too small"
-    assert "valid integer" in told[1]
-    assert told[2] == "error: there is no tool 'subtract'; there is diary_note, add"
+    texts = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert texts[0] == "Error executing tool add: too small"
+    assert "valid integer" in texts[1]
+    assert texts[2] == "error: there is no tool 'subtract'; there is diary_note, add"
     assert rollout.metrics == {"tool_calls": 3, "tool_errors": 3, "calls": 0.0, "lines": 0.0}
 
 
@@ -379,7 +379,7 @@ def test_unknown_arguments_are_refused_by_name(args: dict[str, Any], keys: list[
     assert [problem.key for problem in caught.value.problems] == keys
 
 
-def test_a_taskset_that_is_not_there_is_told_in_one_line():
+def test_a_taskset_that_is_not_there_is_refused_in_one_line():
     for name in ("no_such_taskset", "no.such.taskset"):
         with refused(key="environment") as caught:
             load_environment(f"verifiers:{name}", {})

@@ -1,8 +1,8 @@
-"""Environments in Gymnasium's form whose observations and actions are texts, or can be told in texts.
+"""Gymnasium environments whose observations and actions are texts, or can be rendered as texts.
 
 `id = "gymnasium:FrozenLake-v1"` makes a registered one, `id = "gymnasium:my_module:MyGame"` calls a class or a function
-of your own, for which Gymnasium need not be installed: anything with `reset(seed=...)` and `step(action)` will do. Left
-out: vectorised environments, and pictures.
+of your own with `reset(seed=...)` and `step(action)`, for which Gymnasium need not be installed. Left out: vectorised
+environments, and images.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ TAGGED = "Write your action between <{tag}> and </{tag}>."
 
 
 class BadAction(ValueError):
-    """A reply that is no action; the message is told to the model. A `parse` of your own may raise it."""
+    """A reply that is not an action; the message is sent to the model. A `parse` of your own may raise it."""
 
 
 class GymnasiumText(Environment):
-    """One episode from `reset(seed)` to the end of the game; the tasks are `num_tasks` seeds. `make` are the arguments
-    of the environment itself.
+    """Episodes from `reset(seed)` to the end of the game; the tasks are `num_tasks` seeds. `make` has the arguments of
+    the Gymnasium environment.
 
     Each observation is a message to the model, whose reply is the action: the text between tags of the name `tag`, or
-    all of it (`tag = ""`). `prompt` is said before the first observation, and the words about the tag if it is unset.
+    the whole reply (`tag = ""`). `prompt` precedes the first observation; unset, it describes the tag.
 
-    - `parse`, an import path: a function of (text, environment) that gives the action. Unset: a number for an
-      action space with `n` and `start`, as `Discrete` is, and a text for any other.
-    - `render`, an import path: a function of (observation, info, environment) that gives the text. Unset: a text as it
-      is; for any other observation what `environment.render()` gives, if that is a text, else the observation written.
+    - `parse`, an import path: a function of (text, environment) that returns the action. Unset: a number for an
+      action space with `n` and `start`, such as `Discrete`, and a text for any other.
+    - `render`, an import path: a function of (observation, info, environment) that returns a text. Unset: a text as it
+      is; for any other observation the result of `environment.render()`, if that is a text, else `str(observation)`.
 
-    The rewards of all steps are summed. A reply that is no action costs a turn and `bad_action`, and is explained to
-    the model. With `blocking` the game runs in threads: for one whose steps wait for something.
+    The rewards of all steps are summed. A reply that is not an action uses up a turn, is rewarded with `bad_action`,
+    and is explained to the model. With `blocking` the game runs in threads: for one whose steps wait for something.
     """
 
     def __init__(
@@ -79,27 +79,32 @@ class GymnasiumText(Environment):
         return [{"seed": seed} for seed in self._seeds]
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
-        game = await self._aside(self._make)
+        game = await self._call(self._make)
         try:
             return [await self._play(game, task.data["seed"], context)]
         finally:
             if hasattr(game, "close"):
-                await self._aside(game.close)
+                await self._call(game.close)
 
     async def _play(self, game: Any, seed: int, context: Context) -> Rollout:
-        observation, info = await self._aside(partial(_reset, game, seed))
+        reset = await self._call(partial(game.reset, seed=seed))
+        observation, info = _parts("reset", reset, 2, "(observation, info)")
         first = [self._prompt, self._render(observation, info, game)]
         chat = Chat(context, "\n\n".join(part for part in first if part), max_turns=self._max_turns)
         total, bad = 0.0, 0
         while reply := await chat.reply():
             try:
-                action = self._action(reply.text, game)
+                text = tagged(reply.text, self._tag) if self._tag else reply.text
+                if text is None:
+                    raise BadAction(TAGGED.format(tag=self._tag))
+                action = self._parse(text.strip(), game)
             except BadAction as error:
                 bad += 1
                 chat.say(str(error))
                 continue
-            step = await self._aside(partial(_step, game, action))
-            observation, reward, terminated, truncated, info = step
+            step = await self._call(partial(game.step, action))
+            expected = "(observation, reward, terminated, truncated, info)"
+            observation, reward, terminated, truncated, info = _parts("step", step, 5, expected)
             total += float(reward)
             if terminated or truncated:
                 chat.stop("terminated" if terminated else "time_limit")
@@ -108,18 +113,12 @@ class GymnasiumText(Environment):
         rewards = {"reward": total, **({"bad_action": self._bad_action * bad} if self._bad_action else {})}
         return chat.rollout(rewards, {"turns": len(chat.turns), "bad_actions": bad})
 
-    def _action(self, text: str, game: Any) -> Any:
-        told = tagged(text, self._tag) if self._tag else text
-        if told is None:
-            raise BadAction(TAGGED.format(tag=self._tag))
-        return self._parse(told.strip(), game)
-
-    async def _aside(self, function: Callable[[], Any]) -> Any:
+    async def _call(self, function: Callable[[], Any]) -> Any:
         return await asyncio.to_thread(function) if self._blocking else function()
 
 
 def parsed(text: str, game: Any) -> Any:
-    """The action that a text names: one of a `Discrete` space by its number, or the text itself."""
+    """Return the action that a text names: one of a `Discrete` space by its number, or the text itself."""
     space: Any = getattr(game, "action_space", None)
     if not (hasattr(space, "n") and hasattr(space, "start")):
         return text
@@ -130,24 +129,11 @@ def parsed(text: str, game: Any) -> Any:
 
 
 def rendered(observation: Any, info: Any, game: Any) -> str:
-    """What there is to see, in words."""
+    """Return an observation as text; terminal colours, which mark positions, become brackets."""
     if isinstance(observation, str):
         return observation
     drawn = game.render() if getattr(game, "render_mode", None) == "ansi" else None
-    return _in_brackets(drawn) if isinstance(drawn, str) else str(observation)
-
-
-def _in_brackets(drawn: str) -> str:
-    """A terminal's colours as brackets: they mark where something is."""
-    return _COLOUR.sub("[", drawn.replace(_PLAIN, "]")).strip("\n")
-
-
-def _reset(game: Any, seed: int) -> Any:
-    return _parts("reset", game.reset(seed=seed), 2, "(observation, info)")
-
-
-def _step(game: Any, action: Any) -> Any:
-    return _parts("step", game.step(action), 5, "(observation, reward, terminated, truncated, info)")
+    return _COLOUR.sub("[", drawn.replace(_PLAIN, "]")).strip("\n") if isinstance(drawn, str) else str(observation)
 
 
 def _parts(method: str, returned: Any, count: int, wanted: str) -> Any:
@@ -157,7 +143,7 @@ def _parts(method: str, returned: Any, count: int, wanted: str) -> Any:
 
 
 def _maker(name: str, make: dict[str, Any]) -> Callable[[], Any]:
-    """What makes a game, each episode anew; checked now."""
+    """Return a function that makes a game; the name and the arguments are checked now."""
     if ":" in name and not name.startswith("gymnasium"):
         return bound(imports.load(name, None), make, within="make.")
     gymnasium = library("gymnasium", "gymnasium")
@@ -165,11 +151,8 @@ def _maker(name: str, make: dict[str, Any]) -> Callable[[], Any]:
         specification = gymnasium.spec(name)
     except gymnasium.error.Error as error:
         raise BadInput(f"unknown environment: {error}", value=f"gymnasium:{name}") from error
-    drawn = {"render_mode": "ansi"} if _draws_text(specification) else {}
-    return lambda: gymnasium.make(name, **{"disable_env_checker": True, **drawn, **make})
-
-
-def _draws_text(specification: Any) -> bool:
     entry: Any = specification.entry_point
     kind = imports.load(entry, "environment") if isinstance(entry, str) else entry
-    return "ansi" in getattr(kind, "metadata", {}).get("render_modes", ())
+    renders_text = "ansi" in getattr(kind, "metadata", {}).get("render_modes", ())
+    render = {"render_mode": "ansi"} if renders_text else {}
+    return lambda: gymnasium.make(name, **{"disable_env_checker": True, **render, **make})

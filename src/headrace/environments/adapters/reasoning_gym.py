@@ -1,7 +1,7 @@
 """Families of reasoning-gym: `id = "reasoning-gym:knights_knaves"`, with the family's own settings among the `args`.
 
-The library itself is in no process that runs episodes. Tasks are made by a process of their own, and answers are scored
-in sandboxes: some scorers evaluate an answer as Python or as algebra, which may never return, or do anything at all.
+No process that runs episodes imports the library. Tasks are made by a separate process, and answers are scored in
+sandboxes: some scorers evaluate an answer as Python or as algebra, which may never return.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ INSTRUCTIONS = (
 class ReasoningGym(Environment):
     """Tasks of one `family`; `settings` are the family's own, for its difficulty.
 
-    The answer stands between <answer> tags, exactly once; `instructions` are what the question is followed by. With
-    `terse` the question stands alone and the whole reply is the answer. No question is in both splits.
+    The answer must be between <answer> tags, exactly once; `instructions` follow the question. With `terse` there are
+    no instructions and the whole reply is the answer. No question is in both splits.
 
-    The reward is the family's own score, from 0 to 1. An answer that its scorer cannot take, or not in time, earns 0
-    and is counted in the metric `scorer_error`.
+    The reward is the family's own score, from 0 to 1. An answer on which the scorer fails or times out scores 0 and is
+    counted in the metric `scorer_error`.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class ReasoningGym(Environment):
         return [chat.rollout({"score": score or 0.0}, metrics)]
 
     def question(self, data: dict[str, Any]) -> str:
-        """What the model is asked."""
-        asked = str(data["question"])
-        return asked if self._terse or not self._instructions else f"{asked}\n\n{self._instructions}"
+        """Return the prompt of a task."""
+        question = str(data["question"])
+        return question if self._terse or not self._instructions else f"{question}\n\n{self._instructions}"
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         return self._replied(str(task.data["answer"]))

@@ -1,7 +1,7 @@
-"""One family of reasoning-gym: its settings, its entries as JSON, its scorer. For processes that have the library.
+"""A reasoning-gym family: its settings, its entries as JSON, its scorer. For processes that import the library.
 
-An entry travels whole, so that whoever scores an answer need not make the entry again. What JSON has no form for is
-written down as what it was, because scorers tell a tuple from a list.
+A task has the whole entry, so that scoring an answer does not generate it again. Types that JSON does not have are
+encoded, because scorers distinguish a tuple from a list.
 
 Left out: mixtures ("composite"), which a run has as several environments.
 """
@@ -25,16 +25,16 @@ from headrace.errors import BadInput
 
 EXTRA = "reasoning-gym"
 OURS = {"seed": "seed", "size": "num_tasks"}
-"""Settings that every family has, and the arguments that stand for them."""
+"""Settings of every family that the environment sets, and the arguments to use instead."""
 TUPLE, DICT, SET, WHOLE = "(tuple)", "(dict)", "(set)", "(int)"
-"""Keys of an object that stands for a value which JSON does not have."""
-LARGEST = 2**63 - 1
-SLACK = 1e-6
-"""By how much a score may miss the range from 0 to 1: some are sums of fractions."""
+"""Keys of an object that encodes a type which JSON does not have."""
+MAX_INT = 2**63 - 1
+SCORE_TOLERANCE = 1e-6
+"""How far a score may be outside of 0 to 1: some are sums of fractions."""
 
 
 class Family:
-    """A family by name, with some of its settings given: `made(seed, size)` is its dataset."""
+    """A family by name, with some of its settings; `made(seed, size)` returns its dataset."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         known = library("reasoning_gym", EXTRA).factory.DATASETS
@@ -58,16 +58,15 @@ class Family:
         self._defaults = defaults
 
     def made(self, seed: int, size: int) -> Any:
-        """A dataset of so many entries; entry `i` of some families depends on nothing but `seed + i`."""
+        """Return a dataset of `size` entries; entry `i` of some families depends only on `seed + i`."""
         try:
-            given = {name: _shaped(value, self._defaults[name]) for name, value in self._settings.items()}
-            config = self._config(**given, seed=seed, size=size)
+            settings = {name: _shaped(value, self._defaults[name]) for name, value in self._settings.items()}
+            config = self._config(**settings, seed=seed, size=size)
             if hasattr(config, "validate"):
                 config.validate()
             return self._dataset(config)
         except Exception as error:
-            words = str(error) or type(error).__name__
-            fact = f"refused by reasoning-gym:{self.name}: {words}"
+            fact = f"refused by reasoning-gym:{self.name}: {str(error) or type(error).__name__}"
             raise BadInput(fact, key="args", value=self._settings) from error
 
 
@@ -77,19 +76,19 @@ def _scorer(family: str, settings: bytes) -> Any:
 
 
 def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, Any]) -> float:
-    """What the family's own scorer makes of an answer: from 0 to 1, or an exception."""
+    """Return the score of an answer by the family's scorer, from 0 to 1. Raises whatever the scorer raises."""
     scorer = _scorer(family, msgspec.json.encode(settings, order="deterministic"))
     entry = {**task, "metadata": restored(task["metadata"])}
     with contextlib.redirect_stdout(None):  # some of them print
         value = scorer.score_answer(answer, entry)
     number = float(value)
-    if not -SLACK <= number <= 1 + SLACK:
+    if not -SCORE_TOLERANCE <= number <= 1 + SCORE_TOLERANCE:
         raise ValueError(f"the scorer gave {value!r}, which is not from 0 to 1")
     return min(1.0, max(0.0, number))
 
 
 def as_task(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of a dataset as JSON."""
+    """Return an entry of a dataset as JSON."""
     answer = entry["answer"]
     return {
         "question": str(entry["question"]),
@@ -99,7 +98,7 @@ def as_task(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def portable(value: Any) -> Any:
-    """The value in JSON, from which `restored` makes it again; what was numpy's is plain then, and a set frozen."""
+    """Return a value as JSON; `restored` is the inverse, except that numpy types become plain and sets frozen."""
     match value:
         case None | bool():
             return value
@@ -108,7 +107,7 @@ def portable(value: Any) -> Any:
         case str():
             return str.__str__(value)
         case int():
-            return int(value) if abs(value) <= LARGEST else {WHOLE: str(int(value))}
+            return int(value) if abs(value) <= MAX_INT else {WHOLE: str(int(value))}
         case float():
             return float(value)
         case list():
@@ -125,7 +124,7 @@ def portable(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """What `portable` was given."""
+    """Return the value that `portable` encoded."""
     match value:
         case list():
             return [restored(entry) for entry in value]
@@ -146,7 +145,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _shaped(value: Any, like: Any) -> Any:
-    """A setting of a run file in the type of the family's default: what is a list there may be a tuple here."""
+    """Return a setting of a run file in the type of the family's default, such as a list as a tuple."""
     if isinstance(value, list) and isinstance(like, list | tuple):
         return type(like)(_shaped(entry, like[0] if like else None) for entry in value)
     if isinstance(value, dict) and dataclasses.is_dataclass(like) and not isinstance(like, type):
@@ -159,7 +158,7 @@ def _shaped(value: Any, like: Any) -> Any:
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    """Say which one may have been meant, and list all."""
+    """Return a hint with the closest name and all names."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(sorted(known)) or 'none'}."

@@ -1,9 +1,9 @@
 """Games of textarena: `id = "textarena:TicTacToe-v0"`.
 
 Games for one player, and games for two: the policy plays both seats, each its own rollout, or one of them against an
-opponent that is not trained. A seat's conversation has what the game shows it since its last move, so that a whole game
-stays one sample; the observation wrappers of textarena, which repeat the history in every prompt, are passed by. Left
-out: games for three and more, and everything online.
+opponent that is not trained. A message to a seat has what the game shows it since its last move, so that a whole game
+stays one sample; textarena's observation wrappers, which repeat the history in every prompt, are bypassed. Left out:
+games for three and more, and everything online.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ log = logging.getLogger(__name__)
 
 RANDOM = "random"
 FORFEIT = -1.0
-"""What it is worth to have no move: as much as textarena gives for a move that is against the rules."""
+"""Reward of a seat without a move: that of textarena for an invalid move."""
 MOVE = re.compile(r"\[[\w+-][^\[\]\n]{0,39}\]")
-LONGEST_PROBLEM = 300
+MAX_PROBLEM_CHARACTERS = 300
 NOTHING_NEW = "It is your turn."
 
 Opponent = Callable[[str, random.Random], str]
 
 
 class TextArena(Environment):
-    """The tasks are `num_tasks` seeds; `make` are the arguments of the game. `max_turns` bounds the moves of a seat.
+    """A textarena game; the tasks are `num_tasks` seeds, `make` has the arguments of the game.
 
-    `opponent` plays the other seat of a game for two, the policy having the seat that the seed says: "random", which
-    takes any of the moves in brackets that it was shown last, or the import path of a function of (text, rng) that
-    gives a move. Unset: the policy plays both, as `player_0` and `player_1`, each with its own reward.
+    `max_turns` limits the moves of a seat. `opponent` plays the other seat of a game for two, the policy's seat being
+    the seed's parity: "random", which takes any of the moves in brackets that it was shown last, or the import path of
+    a function of (text, rng) that returns a move. Unset: the policy plays both, as `player_0` and `player_1`, each with
+    its own reward.
 
-    A seat without a move (the reply was cut off, no room is left, `max_turns` are over, the game breaks down over what
-    was said) loses the game.
+    A seat without a move (the reply was truncated, the context is full, `max_turns` are over, the game raises on the
+    reply) loses the game.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class TextArena(Environment):
         ]
 
     async def _move(self, chat: Chat | None, text: str, rng: random.Random) -> str | None:
-        """Of the policy, or of the opponent; None where there is none."""
+        """Return the move of the policy or of the opponent; None if there is none."""
         if chat is None:
-            assert self._opponent is not None, "who is not the policy is the opponent"
+            assert self._opponent is not None, "a seat without a chat is the opponent's"
             return self._opponent(text, rng)
         chat.say(text)
         reply = await chat.reply()
@@ -109,52 +110,46 @@ class TextArena(Environment):
 
 
 class Game:
-    """One game, with chances of its own: textarena draws all of them from the process's only source."""
+    """One game with its own random state: textarena uses the global one of the process."""
 
     def __init__(self, textarena: ModuleType, name: str, args: dict[str, Any], seats: int, seed: int) -> None:
         self._seats = seats
-        self._dice = _Dice(seed)
+        self._random = _RandomState(seed)
         self._forfeited: int | None = None
         self._crashed = False
-        with self._dice.used():
+        with self._random.used():
             self._game = textarena.make(name, **args)
             self._game.reset(num_players=seats, seed=seed % 2**32)
         self._inside = self._game
         while isinstance(self._inside, textarena.Wrapper):
             self._inside = self._inside.env
-        self._single = textarena.SinglePlayerState
+        self.is_for_one = isinstance(self._inside.state, textarena.SinglePlayerState)
         self._own_move = textarena.ObservationType.PLAYER_ACTION
 
-    @property
-    def is_for_one(self) -> bool:
-        return isinstance(self._inside.state, self._single)
-
     def shown(self) -> tuple[int, str]:
-        """Whose turn it is, and what that seat has not seen yet, but for its own moves."""
-        with self._dice.used():
+        """Return the seat to act and what it has not seen yet, without its own moves."""
+        with self._random.used():
             seat, observations = self._inside.get_observation()
         roles = self._inside.state.role_mapping
-        told = []
+        texts = []
         for sender, *rest in observations:
             if sender == seat and self._own_move in rest:
                 continue
             text = next((part for part in rest if isinstance(part, str)), "")  # some games mix up the order
-            said = isinstance(sender, int) and sender >= 0
-            told.append(f"[{roles.get(sender, f'Player {sender}')}] {text}" if said else text)
+            is_player = isinstance(sender, int) and sender >= 0
+            texts.append(f"[{roles.get(sender, f'Player {sender}')}] {text}" if is_player else text)
         if seat not in range(self._seats):
-            raise EpisodeError("environment", f"it is the turn of {seat!r}, who is not in the game", place="no seat")
-        return seat, "\n".join(told).strip("\n") or NOTHING_NEW
+            raise EpisodeError("environment", f"the seat to act is {seat!r}, which is not in the game", place="no seat")
+        return seat, "\n".join(texts).strip("\n") or NOTHING_NEW
 
     def play(self, move: str) -> bool:
-        """Whether the game is over with it. One that a game breaks down over is as good as none."""
+        """Return whether the game is over after this move. A move on which the game raises is forfeited."""
         seat = self._inside.state.current_player_id
         try:
-            with self._dice.used():
+            with self._random.used():
                 over, _ = self._game.step(action=move)
         except Exception as error:
-            log.info(
-                "%s broke down over the move %r: %s", type(self._inside).__name__, move[:200], fault_of(error).text
-            )
+            log.info("%s failed on the move %r: %s", type(self._inside).__name__, move[:200], fault_of(error).text)
             self._crashed = True
             self.forfeit(seat)
             return True
@@ -164,26 +159,26 @@ class Game:
         self._forfeited = seat
 
     def outcomes(self) -> dict[int, float]:
-        """What the game is worth to each seat. Some games give words for an invalid move where a number belongs."""
+        """Return the reward of each seat. Some games have a text in place of a number for an invalid move."""
         if self._forfeited is not None:
             return {seat: FORFEIT if seat == self._forfeited else -FORFEIT for seat in range(self._seats)}
         rewards, _ = self._game.close()
         if rewards is None:
             raise EpisodeError("environment", "the game ended without an outcome", place="no outcome")
-        given = {seat: rewards.get(seat, 0.0) for seat in range(self._seats)}
-        return {seat: FORFEIT if isinstance(reward, str) else float(reward) for seat, reward in given.items()}
+        by_seat = {seat: rewards.get(seat, 0.0) for seat in range(self._seats)}
+        return {seat: FORFEIT if isinstance(reward, str) else float(reward) for seat, reward in by_seat.items()}
 
     def metrics(self, seat: int) -> dict[str, float]:
-        known = self._inside.state.game_info.get(seat, {})
+        info = self._inside.state.game_info.get(seat, {})
         return {
-            "invalid_move": float(bool(known.get("invalid_move"))),
+            "invalid_move": float(bool(info.get("invalid_move"))),
             "forfeited": float(self._forfeited == seat),
             "game_crashed": float(self._crashed),
         }
 
 
-class _Dice:
-    """A source of chance for one game, which takes the place of the process's own while the game computes."""
+class _RandomState:
+    """The random state of one game, which replaces the global one while the game computes."""
 
     def __init__(self, seed: int) -> None:
         self._plain = random.Random(seed).getstate()
@@ -203,13 +198,13 @@ class _Dice:
 
 
 def random_move(text: str, rng: random.Random) -> str:
-    """One of the moves in brackets in the last paragraph that has any."""
+    """Return one of the moves in brackets in the last paragraph that has any."""
     for paragraph in reversed(text.split("\n\n")):
         if moves := MOVE.findall(paragraph):
             return str(rng.choice(moves))
     raise EpisodeError(
         "no_random_move",
-        f'this game shows no moves in brackets: opponent must be a function of your own, not "{RANDOM}"',
+        f'this game shows no moves in brackets; set opponent to a function of your own, not "{RANDOM}"',
         place="random_move",
     )
 
@@ -222,9 +217,8 @@ def _opponent(name: str | None) -> Opponent | None:
 
 
 def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
-    """How many play it; tried with a game, which also tells whether it can be played here at all."""
-    known = textarena.envs.registration.ENV_REGISTRY
-    if name not in known:
+    """Return the number of players by starting a game, which also checks that it can be played here."""
+    if name not in textarena.envs.registration.ENV_REGISTRY:
         fix = "textarena.pprint_registry_detailed() lists the games."
         raise BadInput("unknown game", value=f"textarena:{name}", fix=fix)
     problem: Exception | None = None
@@ -232,20 +226,16 @@ def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
         try:
             game = Game(textarena, name, args, seats, seed=0)
             game.shown()
-        except Exception as error:  # also how textarena says that the number is wrong
+        except Exception as error:  # textarena also raises for a wrong number of players
             problem = error
         else:
             if game.is_for_one == (seats == 1):
                 return seats
+    reason = "it takes other numbers of players" if problem is None else fault_of(problem).text
+    reason = " ".join(reason.replace("*", " ").split())[:MAX_PROBLEM_CHARACTERS].rstrip(".")
     raise BadInput(
-        f"cannot be played here, by one or by two: {_line(problem)}",
+        f"cannot be played here, by one or by two: {reason}",
         value=f"textarena:{name}",
         fix="Choose another game. Some fetch word lists, call other models, are for more than two, or need a newer "
         "Python.",
     ) from problem
-
-
-def _line(problem: Exception | None) -> str:
-    """The first words of what may be a page."""
-    told = "it takes other numbers of players" if problem is None else fault_of(problem).text
-    return " ".join(told.replace("*", " ").split())[:LONGEST_PROBLEM].rstrip(".")
