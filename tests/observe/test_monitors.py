@@ -17,7 +17,14 @@ import pytest
 from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.observe.history import Record
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.monitors import Forwarder, MonitorError, as_text, forwarding, read_samples, spread_over
+from headrace.observe.monitors import (
+    Forwarder,
+    MonitorError,
+    SampleReader,
+    format_messages,
+    forwarding,
+    spread_over,
+)
 from headrace.rollout.types import Rollout, RolloutError, Sample
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RolloutKind, RunDir
@@ -299,7 +306,7 @@ def test_no_rollouts_are_shown_when_none_are_asked_for(tmp_path: Path) -> None:
 def test_samples_are_spread_over_rewards_and_leave_out_what_failed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     dump(run, 1, rewards=(0.0,) * 30 + (1.0,) * 2)
-    samples = read_samples(run.rollouts / "step-00000001.parquet", 4, seed=1)
+    ((_, samples, _),) = SampleReader(run.rollouts, 4, interval=1).read()
     assert [sample["reward"] for sample in samples] == [0.0, 0.25, 1.0, 1.0]  # 0, 1/3, 2/3 and 1, or what is nearest
 
 
@@ -324,7 +331,7 @@ def test_rewards_are_chosen_evenly_from_the_lowest_to_the_highest(
 def test_messages_become_text_and_tool_calls_stay_json() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": "[2, 2]"}]}
     messages = [{"role": "system", "content": "Be brief."}, call, {"role": "tool", "content": "4"}]
-    assert as_text(messages) == (
+    assert format_messages(messages) == (
         "system: Be brief.\n\n"
         'assistant: {"tool_calls":[{"name":"add","arguments":"[2, 2]"}]}\n\n'
         "tool: 4"

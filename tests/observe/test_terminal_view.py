@@ -78,7 +78,7 @@ def test_the_live_view_shows_progress_reward_speed_and_who_waits_for_whom() -> N
 def test_plain_lines_come_once_per_step_and_eval_and_are_never_wrapped(
     pipe: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "PLAIN_INTERVAL", 0.0)
+    monkeypatch.setattr(terminal, "PLAIN_INTERVAL_S", 0.0)
     view = PlainView(50, pipe)
     seen = History(history(3).steps.values())  # batches are ahead of the trainer
     view.show(seen, {})
@@ -208,7 +208,7 @@ def test_how_far_a_step_has_come_is_shown_and_since_when() -> None:
 
 def test_a_process_that_has_finished_is_not_expected_to_report() -> None:
     assert activity(ProcessStatus("trainer", 1, 100.0, "finished"), 130.0) == "finished"
-    assert activity(ProcessStatus("trainer", 1, 100.0, "idle"), 130.0) == "idle (no sign of life for 30 s)"
+    assert activity(ProcessStatus("trainer", 1, 100.0, "idle"), 130.0) == "idle (no heartbeat for 30 s)"
 
 
 def test_a_run_that_retries_says_since_when_and_why_and_has_no_countdown() -> None:

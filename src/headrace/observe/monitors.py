@@ -1,10 +1,9 @@
-"""Hands the run's metrics, and a few of its rollouts, on to Weights & Biases and TensorBoard.
+"""Forwarding of a run's metrics, and a few of its rollouts, to Weights & Biases and TensorBoard.
 
-One thread follows `metrics.jsonl`, into which every process of the run writes, so that one monitor run shows them all
-and no process waits for a monitor. Tables of rollouts come from the Parquet files of the steps and of the evaluations;
-so does the histogram of a step's advantages, of which `metrics.jsonl` has quantiles. How far each monitor has come is
-kept in the run directory: a restart goes on from there. Only a kill between handing something on and noting it makes
-the last of it appear twice, at the same step. An evaluation that is made again is not shown again.
+One thread per monitor follows `metrics.jsonl`, which all processes of the run write, so one monitor run shows them all
+and no process waits for a monitor. Tables of rollouts, and histograms of advantages, come from the rollout files of
+steps and evaluations. The position of each monitor is saved in the run directory, and a restart continues from there;
+a kill between sending and saving repeats the last records at the same step. Repeated evaluations are not sent again.
 
 Left out on purpose: system statistics.
 """
@@ -36,25 +35,25 @@ from headrace.transport.run_dir import RolloutKind, RunDir
 
 log = logging.getLogger(__name__)
 
-INTERVAL = 2.0
-"""Seconds between two looks for news."""
+POLL_INTERVAL_S = 2.0
 MODE_VARIABLE = "WANDB_MODE"
 MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "run": "online", "dryrun": "offline"}
-"""What the variable may hold, older names of W&B included, and what it means."""
+"""Modes by the values of the variable, older names of W&B included."""
+SAMPLE_OPTIONS = {"samples", "samples_interval", "eval_samples"}
 NOT_METRICS = frozenset({"step", "time", "process"})
 SAMPLE_COLUMNS = ("env", "reward", "advantage_mean", "drop_reason", "stop_reason", "messages")
 GAUGES = ("dispatcher/", "event_loop_lag/")
-"""What is measured every few seconds, however long a step takes."""
+"""Prefixes of metrics that are recorded every few seconds, independent of steps."""
 ELAPSED = "time/elapsed"
-"""The axis of the gauges: seconds since the run's first record."""
+"""X axis of the gauges: seconds since the run's first record."""
 
 
 class MonitorError(BadInput):
-    """A monitor cannot be used. The message says what to do about it."""
+    """A monitor cannot be used."""
 
 
 class Monitor(Protocol):
-    """Where records go. Both ways of sending return once what was sent will survive the end of this process."""
+    """Destination of records. The send methods return once the data survives the end of this process."""
 
     def send(self, records: list[Record]) -> None: ...
 
@@ -67,26 +66,24 @@ class Monitor(Protocol):
 
 @contextmanager
 def forwarding(run: RunDir, wandb: WandbConfig | None, tensorboard: TensorboardConfig | None) -> Iterator[None]:
-    """While inside, metrics and samples are handed on to the monitors that are configured."""
+    """Forward metrics and samples to the configured monitors while inside."""
     with ExitStack() as stack:
         if tensorboard is not None and tensorboard.enabled:
-            stack.enter_context(_forwarder(run, "tensorboard", Tensorboard(run.root / "tensorboard"), tensorboard))
+            options = tensorboard.model_dump(include=SAMPLE_OPTIONS)
+            monitor = Tensorboard(run.root / "tensorboard")
+            stack.enter_context(Forwarder(run, "tensorboard", monitor, **options))
         if wandb is not None and wandb_mode(wandb) != "disabled":
-            stack.enter_context(_forwarder(run, "wandb", Wandb(run, wandb), wandb))
+            options = wandb.model_dump(include=SAMPLE_OPTIONS)
+            stack.enter_context(Forwarder(run, "wandb", Wandb(run, wandb), **options))
         yield
 
 
 def wandb_mode(config: WandbConfig) -> str:
-    """Return the mode: an exported `WANDB_MODE`, or else that of the run file."""
+    """Return the mode: that of the environment variable `WANDB_MODE`, or else of the run file."""
     mode = os.environ.get(MODE_VARIABLE) or config.mode
     if mode not in MODES:
         raise MonitorError("no such mode", key=MODE_VARIABLE, value=mode, fix=f"Use one of {', '.join(MODES)}.")
     return MODES[mode]
-
-
-def _forwarder(run: RunDir, name: str, monitor: Monitor, config: WandbConfig | TensorboardConfig) -> Forwarder:
-    options = config.model_dump(include={"samples", "samples_interval", "eval_samples"})
-    return Forwarder(run, name, monitor, **options)
 
 
 class Forwarder:
@@ -97,7 +94,7 @@ class Forwarder:
         run: RunDir,
         name: str,
         monitor: Monitor,
-        interval: float = INTERVAL,
+        interval: float = POLL_INTERVAL_S,
         *,
         samples: int = 0,
         samples_interval: int = 1,
@@ -127,8 +124,8 @@ class Forwarder:
             while not self._closed.wait(self._interval):
                 self._forward()
             self._forward()
-        except Exception:  # a run is worth more than its monitor; a restart hands on what is missing
-            log.exception("%s: no more metrics are handed on in this process", self._name)
+        except Exception:  # does not end the run; a restart sends what is missing
+            log.exception("%s: no more metrics are sent by this process", self._name)
 
     def _forward(self) -> None:
         if records := self._tail.read():
@@ -146,10 +143,7 @@ class Forwarder:
 
 
 class SampleReader:
-    """Hands out the steps whose files have appeared since the last call.
-
-    Of each the mean advantages of its rollouts, and of every `interval`-th one up to `count` rollouts.
-    """
+    """Reads new rollout files: the mean advantages of every step, and up to `count` rollouts of every `interval`-th."""
 
     def __init__(self, directory: Path, count: int, interval: int, step: int = 0) -> None:
         self._directory, self._count, self._interval = directory, count, interval
@@ -162,25 +156,25 @@ class SampleReader:
             self._step = step
             count = 0 if step % self._interval else self._count
             try:
-                samples = read_samples(path, count, seed=step) if count else []
-                advantages = read_advantages(path)
+                samples = _select_samples(_read_table(path), count, seed=step) if count else []
+                means = _read_table(path, ["advantage_mean"]).column("advantage_mean").to_pylist()
             except FileNotFoundError:
-                log.info("%s: not shown, keep_rollouts had it deleted first", path)
+                log.info("%s: not sent, deleted by keep_rollouts before", path)
                 continue
-            yield step, samples, advantages
+            yield step, samples, np.array([mean for mean in means if mean is not None], np.float64)
 
 
 class EvalSampleReader:
-    """Hands out rollouts of every evaluated version and environment that is not in `shown`, and adds it there.
+    """Reads rollouts of every evaluated version and environment that is not in `shown`, and adds it there.
 
-    A version's file grows as its environments end their evaluations, in any order.
+    The file of a version is rewritten as the evaluations of its environments end, in any order.
     """
 
     def __init__(self, directory: Path, count: int, shown: set[tuple[int, str]]) -> None:
         self._directory, self._count = directory, count
         self.shown = shown
         self._times: dict[Path, int] = {}
-        """When each file that has been read was last written."""
+        """Modification times of the files that were read."""
 
     def read(self) -> Iterator[tuple[int, str, list[Record]]]:
         for step, path in RolloutKind.EVAL.files(self._directory).items() if self._count else ():
@@ -190,25 +184,14 @@ class EvalSampleReader:
                     continue
                 table = _read_table(path)
             except FileNotFoundError:
-                log.info("%s: not shown, keep_rollouts had it deleted first", path)
+                log.info("%s: not sent, deleted by keep_rollouts before", path)
                 continue
             self._times[path] = written
             envs = np.array(table.column("env").to_pylist(), object)
             for env in dict.fromkeys(envs):
                 if (step, env) not in self.shown:
                     self.shown.add((step, env))
-                    yield step, env, _samples_in(table.take(np.flatnonzero(envs == env)), self._count, seed=step)
-
-
-def read_samples(path: Path, count: int, seed: int) -> list[Record]:
-    """Some rollouts of a step, worst reward first, messages as text. Those that failed have no reward and stay out."""
-    return _samples_in(_read_table(path), count, seed)
-
-
-def read_advantages(path: Path) -> np.ndarray:
-    """Return the mean advantage of every rollout of a step that was credited."""
-    known = _read_table(path, ["advantage_mean"]).column("advantage_mean").to_pylist()
-    return np.array([value for value in known if value is not None], np.float64)
+                    yield step, env, _select_samples(table.take(np.flatnonzero(envs == env)), self._count, seed=step)
 
 
 def _read_table(path: Path, columns: Sequence[str] = SAMPLE_COLUMNS) -> pa.Table:
@@ -216,14 +199,15 @@ def _read_table(path: Path, columns: Sequence[str] = SAMPLE_COLUMNS) -> pa.Table
         return file.read(columns=list(columns))
 
 
-def _samples_in(table: pa.Table, count: int, seed: int) -> list[Record]:
+def _select_samples(table: pa.Table, count: int, seed: int) -> list[Record]:
+    """Return up to `count` rollouts that did not fail, lowest reward first, with their messages as text."""
     rewards = np.array(table.column("reward").to_pylist(), np.float64)
     samples = [table.slice(row, 1).to_pylist()[0] for row in spread_over(rewards, count, seed)]
-    return [{**sample, "messages": as_text(msgspec.json.decode(sample["messages"]))} for sample in samples]
+    return [{**sample, "messages": format_messages(msgspec.json.decode(sample["messages"]))} for sample in samples]
 
 
 def spread_over(rewards: np.ndarray, count: int, seed: int) -> list[int]:
-    """Indices of rewards that lie evenly between the lowest and the highest; which of several equal ones is chance."""
+    """Return indices of rewards spread evenly between the lowest and the highest; ties are broken at random."""
     left = np.random.default_rng(seed).permutation(np.flatnonzero(np.isfinite(rewards)))
     if not len(left):
         return []
@@ -235,19 +219,19 @@ def spread_over(rewards: np.ndarray, count: int, seed: int) -> list[int]:
     return sorted(chosen, key=lambda index: float(rewards[index]))
 
 
-def as_text(messages: list[dict[str, Any]]) -> str:
-    """Messages as one reads them. What is not plain text, such as a tool call, stays JSON."""
-    return "\n\n".join(f"{message.get('role', 'unknown')}: {_content(message)}" for message in messages)
-
-
-def _content(message: dict[str, Any]) -> str:
-    rest = {key: value for key, value in message.items() if key != "role" and value is not None}
-    text = rest.pop("content") if isinstance(rest.get("content"), str) else ""
-    return f"{text} {msgspec.json.encode(rest).decode()}".strip() if rest else text
+def format_messages(messages: list[dict[str, Any]]) -> str:
+    """Return messages as text. Everything but plain text, such as a tool call, is JSON."""
+    paragraphs = []
+    for message in messages:
+        rest = {key: value for key, value in message.items() if key != "role" and value is not None}
+        text = rest.pop("content") if isinstance(rest.get("content"), str) else ""
+        content = f"{text} {msgspec.json.encode(rest).decode()}".strip() if rest else text
+        paragraphs.append(f"{message.get('role', 'unknown')}: {content}")
+    return "\n\n".join(paragraphs)
 
 
 class Tensorboard:
-    """Event files in RUN/tensorboard, written by tensorboard's own writer: torch is not needed."""
+    """Event files in RUN/tensorboard, written with tensorboard's own writer, without torch."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -283,7 +267,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """One Weights & Biases run for all processes, continued by every restart."""
+    """One Weights & Biases run for all processes, continued by restarts."""
 
     def __init__(self, run: RunDir, config: WandbConfig) -> None:
         try:
@@ -291,15 +275,20 @@ class Wandb:
         except ImportError as error:
             raise _missing("wandb") from error
         mode = wandb_mode(config)
+        id_file = run.root / "monitors" / "wandb.id"
+        if not id_file.exists():
+            write_atomically(id_file, uuid.uuid4().hex[:12].encode())
+        if config.dir is not None:
+            config.dir.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
                 project=config.project,
                 name=config.name or run.root.resolve().name,
                 entity=config.entity,
                 mode=mode,  # type: ignore[arg-type]
-                id=_run_id(run.root / "monitors" / "wandb.id"),
+                id=id_file.read_text(),
                 resume="allow" if mode == "online" else None,
-                dir=str(_made(config.dir) if config.dir is not None else run.root),
+                dir=str(config.dir or run.root),
                 config=read_toml(run.config) if run.config.exists() else {},
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
@@ -310,7 +299,7 @@ class Wandb:
                 value=mode,
                 fix="Log in with `wandb login`, or use mode offline or disabled.",
             ) from error
-        # Records of several processes arrive out of order, which W&B's own step does not allow.
+        # Records of several processes are not in order, which W&B's own step requires.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric(ELAPSED)
@@ -324,7 +313,10 @@ class Wandb:
             self._started = float(next(read_metrics(self._metrics))["time"])
         for record in records:
             numbers = _numbers(record)
-            self._put_on_time_axis({name for name in numbers if name.startswith(GAUGES)})
+            gauges = {name for name in numbers if name.startswith(GAUGES)}
+            for name in gauges - self._gauges:  # by full name: of two patterns that match, W&B uses either
+                self._run.define_metric(name, step_metric=ELAPSED)
+            self._gauges |= gauges
             self._run.log({**numbers, "step": record["step"], ELAPSED: record["time"] - self._started})
 
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
@@ -334,39 +326,16 @@ class Wandb:
     def send_histogram(self, name: str, step: int, values: np.ndarray) -> None:
         self._run.log({name: self._histogram(values), "step": step})
 
-    def _put_on_time_axis(self, gauges: set[str]) -> None:
-        """By full name: of two patterns that match, such as `dispatcher/*` and `*`, W&B takes either."""
-        for name in gauges - self._gauges:
-            self._run.define_metric(name, step_metric=ELAPSED)
-        self._gauges |= gauges
-
     def close(self) -> None:
         self._run.finish()
 
 
-def _made(directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
 def _read_mark(path: Path) -> int:
-    """How far a monitor has come."""
     return int(path.read_text()) if path.exists() else 0
 
 
-def _run_id(path: Path) -> str:
-    """The id under which this run directory is known to W&B."""
-    if not path.exists():
-        write_atomically(path, uuid.uuid4().hex[:12].encode())
-    return path.read_text()
-
-
 def _numbers(record: Record) -> dict[str, float]:
-    return {key: value for key, value in record.items() if key not in NOT_METRICS and _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    return {key: value for key, value in record.items() if key not in NOT_METRICS and isinstance(value, int | float)}
 
 
 def _missing(package: str) -> MonitorError:

@@ -1,7 +1,7 @@
-"""What each process is doing right now: one small file each, rewritten as it changes, read by whoever watches.
+"""Status of each process of a run: a small file that is rewritten as it changes, and read by the terminal view.
 
-Heartbeats are these files' times. A process that waits says for what and from whom; after a minute it also says so in
-its log, then at growing intervals.
+The time of the file is the heartbeat. A process that waits shows for what and from which component; after a minute it
+also logs that, then at growing intervals.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FIRST_NOTICE_S = 60.0
 
 
 class WaitTimeout(Failure):
-    """A wait passed its deadline. The message names what was awaited from whom."""
+    """A wait passed its deadline. The message names what was awaited and from which component."""
 
 
 class Progress(msgspec.Struct):
-    """How far a process has come in what it is doing: "micro-batch 3 of 7"."""
+    """Progress within the current state: "micro-batch 3 of 7"."""
 
     what: str
     done: int
     total: int
     since: float
-    """The time of the last change."""
+    """Time of the last change."""
 
     def __str__(self) -> str:
         return f"{self.what} {self.done:,} of {self.total:,}"
@@ -53,17 +53,16 @@ class ProcessStatus(msgspec.Struct):
     waiting_for: str = ""
     waiting_since: float = 0.0
     progress: Progress | None = None
-    """Within the state."""
     problem: str = ""
-    """Why the run gets no further although the process works, and what to change."""
+    """Why the run does not advance although the process works, and what to change."""
     problem_since: float = 0.0
     gauges: dict[str, Any] = msgspec.field(default_factory=dict)
     notices: list[str] = msgspec.field(default_factory=list)
-    """What its user should know, in the order in which it was said."""
+    """Messages for the user, oldest first."""
 
 
 class Status:
-    """This process's status file. A background thread keeps it fresh, so a stale one means a dead or stuck process."""
+    """The status file of this process. A thread rewrites it regularly: a stale file means a dead or stuck process."""
 
     def __init__(self, directory: Path, process: str, interval: float = 1.0) -> None:
         self.path = directory / f"{process}.json"
@@ -79,32 +78,32 @@ class Status:
         self._thread.start()
 
     def set(self, state: str | None = None, **gauges: Any) -> None:
-        """Change what the next beat says; `state` changes are written at once."""
+        """Update the status; changes of `state` are written at once, gauges with the next heartbeat."""
         self.current.gauges.update(gauges)
         if state is not None and state != self.current.state:
             self.current.state, self.current.progress = state, None
             self._write()
 
     def advance(self, what: str, done: int, total: int) -> None:
-        """Show how far the current state has come, from the next beat on."""
+        """Set the progress of the current state, shown from the next heartbeat on."""
         shown = self.current.progress
         if shown is None or (shown.what, shown.done, shown.total) != (what, done, total):
             self.current.progress = Progress(what, done, total, time.time())
 
     def set_problem(self, problem: str) -> None:
-        """Show why the run gets no further; an empty text takes it back. The time is that of the first text."""
+        """Set why the run does not advance; empty clears it. The time is that of the first non-empty text."""
         if problem and not self.current.problem:
             self.current.problem_since = time.time()
         self.current.problem = problem
 
     def notify(self, sentence: str, level: int = logging.WARNING) -> None:
-        """Say something in the log of this process, and through its status on the terminal of the run."""
+        """Log a message and show it on the terminal of the run."""
         log.log(level, "%s", sentence)
         self.current.notices.append(sentence)
         self._write()
 
     def begin_wait(self, what: str) -> int:
-        """Show that something is awaited; returns the key with which `end_wait` takes it back."""
+        """Show what is awaited, the longest wait first; return a key for `end_wait`."""
         self._wait_key += 1
         self._waits[self._wait_key] = (what, time.time())
         self._show_wait()
@@ -115,7 +114,6 @@ class Status:
         self._show_wait()
 
     def _show_wait(self) -> None:
-        """Of several waits, the longest is shown."""
         waits = list(self._waits.values())
         self.current.waiting_for, self.current.waiting_since = waits[0] if waits else ("", 0.0)
 
@@ -131,12 +129,12 @@ class Status:
         while not self._closed.wait(self._interval):
             try:
                 self._write()
-            except OSError as error:  # a full disk ends the process where it matters; here it only ends the heartbeat
+            except OSError as error:  # a full disk ends the process elsewhere; here it only ends the heartbeat
                 log.error("no more heartbeats: cannot write %s: %s", self.path, error)
                 return
 
     def _write(self) -> None:
-        # Not fsynced: a status is worth nothing after a power loss.
+        # Not fsynced: a status is useless after a power loss.
         with self._lock:
             self.current.time = time.time()
             temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
@@ -145,55 +143,55 @@ class Status:
 
 
 def read_status(directory: Path) -> dict[str, ProcessStatus]:
-    """The status of every process that has one."""
-    found = {}
+    """Return the status of every process that has a status file."""
+    statuses = {}
     for path in sorted(directory.glob("*.json")):
         try:
             content = path.read_bytes()
-        except FileNotFoundError:  # removed since we looked: its process has ended
+        except FileNotFoundError:  # removed meanwhile: its process has ended
             continue
         status = msgspec.json.decode(content, type=ProcessStatus)
-        found[status.process] = status
-    return found
+        statuses[status.process] = status
+    return statuses
 
 
-class _Patience:
-    """Tells, from the time a wait began, when to speak up again and when to give up."""
+class _WaitTimer:
+    """Logs a wait at growing intervals, and raises `WaitTimeout` at its deadline."""
 
-    def __init__(self, what: str, whom: str, deadline: float | None) -> None:
-        self.what, self.whom, self.deadline = what, whom, deadline
+    def __init__(self, subject: str, deadline: float | None) -> None:
+        self.subject, self.deadline = subject, deadline
         self.started = time.monotonic()
         self.next_notice = FIRST_NOTICE_S
 
     def check(self) -> None:
         waited = time.monotonic() - self.started
         if self.deadline is not None and waited > self.deadline:
-            raise WaitTimeout(f"gave up after {waited:.0f} s of waiting for {self.what} from {self.whom}")
+            raise WaitTimeout(f"gave up after {waited:.0f} s of waiting for {self.subject}")
         if waited > self.next_notice:
-            log.warning("has been waiting for %s from %s for %.0f s", self.what, self.whom, waited)
+            log.warning("has been waiting for %s for %.0f s", self.subject, waited)
             self.next_notice *= 2
 
 
 def wait_until(
     ready: Callable[[], bool],
     what: str,
-    whom: str,
+    source: str,
     status: Status,
     *,
     poll: float = 0.02,
     deadline: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Block until `ready`; False if `stopped` was true first. Says what it waits for, and gives up at the deadline."""
+    """Block until `ready` and return True; return False if `stopped` first; raise `WaitTimeout` at the deadline."""
     if ready():
         return True
-    patience = _Patience(what, whom, deadline)
-    key = status.begin_wait(f"{what} from {whom}")
+    timer = _WaitTimer(f"{what} from {source}", deadline)
+    key = status.begin_wait(timer.subject)
     try:
         while not ready():
             if stopped():
                 return False
-            patience.check()
+            timer.check()
             time.sleep(poll)
         return True
     finally:
@@ -201,18 +199,18 @@ def wait_until(
 
 
 async def wait_for(
-    awaitable: Awaitable[T], what: str, whom: str, status: Status, *, deadline: float | None = None
+    awaitable: Awaitable[T], what: str, source: str, status: Status, *, deadline: float | None = None
 ) -> T:
-    """Await something, saying after a minute what it is and from whom; cancelled at the deadline."""
+    """Return the result of an awaitable; log waits of more than a minute; raise `WaitTimeout` at the deadline."""
     task = asyncio.ensure_future(awaitable)
-    patience = _Patience(what, whom, deadline)
-    key = status.begin_wait(f"{what} from {whom}")
+    timer = _WaitTimer(f"{what} from {source}", deadline)
+    key = status.begin_wait(timer.subject)
     try:
         while True:
             done, _ = await asyncio.wait({task}, timeout=1.0)
             if done:
                 return task.result()
-            patience.check()
+            timer.check()
     finally:
         status.end_wait(key)
         task.cancel()

@@ -1,4 +1,4 @@
-"""What a run came to: a few numbers for people and for scripts, `summary.md` and the reward plot."""
+"""Summary of a run: a few numbers for the terminal and for scripts, `summary.md` and the reward chart."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.observe.chart import reward_chart
-from headrace.observe.environments import EnvironmentReport, dropped_text, ends, failures, report, table
+from headrace.observe.environments import EnvironmentReport, dropped_text, ends, failures, report_environments, table
 from headrace.observe.history import History, Tail
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
 
 class Summary(msgspec.Struct):
-    """The numbers of `headrace summary --json`. None: the run has not reported it."""
+    """The numbers of `headrace summary --json`. None: not reported by the run."""
 
     steps: int
     reward_start: float | None
     reward_end: float | None
     reward_from: str
-    """`held-out` (first and last evaluation), `train` (mean of the first and last five steps, in a short run of its
-    halves) or `none`."""
+    """`held-out` (first and last evaluation), `train` (mean of the first and last five steps, or of the halves of a
+    short run) or `none`."""
     loss_end: float | None
     seconds: float
     rollouts: int
@@ -31,18 +31,18 @@ class Summary(msgspec.Struct):
     tokens_trained: int
     dropped: dict[str, int]
     skipped: int = 0
-    """Steps that changed nothing, since their gradient was not finite."""
+    """Steps without an update, since their gradient was not finite."""
     environments: list[EnvironmentReport] = msgspec.field(default_factory=list)
 
 
 class NoRun(BadInput):
-    """The directory holds no metrics. The message says what was looked for."""
+    """The directory has no metrics."""
 
 
 def read_history(run: RunDir) -> History:
-    """Everything that the run has reported so far."""
+    """Return everything that the run has recorded so far."""
     if not run.metrics.is_file():
-        raise NoRun(f"no {run.metrics.name} in it: not a run, or one that has not reported anything", value=run.root)
+        raise NoRun(f"it has no {run.metrics.name}: not a run, or one without metrics yet", value=run.root)
     return History(Tail(run.metrics).read())
 
 
@@ -52,7 +52,12 @@ def summarize(run: RunDir) -> Summary:
 
 def summary_of(run: RunDir, history: History) -> Summary:
     latest, loss = history.latest, history.loss()
-    start, end, source = _rewards(history)
+    start = end = None
+    source = "none"
+    if held_out := history.held_out():
+        start, end, source = held_out[0][1], held_out[-1][1], "held-out"
+    elif train := history.train_reward():
+        (start, end), source = ends(train), "train"
     prefix = "progress/dropped/"
     return Summary(
         steps=history.step,
@@ -66,20 +71,12 @@ def summary_of(run: RunDir, history: History) -> Summary:
         tokens_trained=int(latest.get("progress/tokens_trained", 0)),
         dropped={key.removeprefix(prefix): int(n) for key, n in latest.items() if key.startswith(prefix) and n},
         skipped=int(latest.get("optim/skipped") or 0),
-        environments=report(run, history),
+        environments=report_environments(run, history),
     )
 
 
-def _rewards(history: History) -> tuple[float | None, float | None, str]:
-    if held_out := history.held_out():
-        return held_out[0][1], held_out[-1][1], "held-out"
-    if train := history.train_reward():
-        return *ends(train), "train"
-    return None, None, "none"
-
-
 def write_summary(run: RunDir, history: History | None = None) -> Summary:
-    """Write `summary.md`, and `reward.svg` if there was any reward, into the run directory."""
+    """Write `summary.md`, and `reward.svg` if there are rewards, into the run directory."""
     history = read_history(run) if history is None else history
     summary = summary_of(run, history)
     if summary.reward_end is not None:
@@ -94,10 +91,10 @@ def title(run: RunDir) -> str:
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
-    """The summary as labels and values for people."""
+    """Return the summary as labels and values."""
     result = [("steps", f"{summary.steps} in {duration(summary.seconds)}")]
     if summary.skipped:
-        result.append(("skipped", f"{summary.skipped} of these changed nothing: their gradient was not finite"))
+        result.append(("skipped", f"{summary.skipped} of these had no update: their gradient was not finite"))
     if summary.reward_start is not None and summary.reward_end is not None:
         gain = summary.reward_end - summary.reward_start
         value = f"{summary.reward_start:.3f} → {summary.reward_end:.3f} ({gain:+.3f})"
@@ -116,7 +113,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def places(run: RunDir) -> list[tuple[str, Path]]:
-    """What there is to look at in the run directory, as far as it exists."""
+    """Return the files of the run directory that exist, with labels."""
     candidates = [
         ("model", run.final_model),
         ("plot", run.plot),
@@ -131,7 +128,7 @@ def places(run: RunDir) -> list[tuple[str, Path]]:
 
 
 def text(run: RunDir, summary: Summary) -> str:
-    """The summary as a small table for the terminal, with where the plot and the model are."""
+    """Return the summary as a table for the terminal, with the paths of the chart and the model."""
     shown = [*rows(summary), *((label, str(path)) for label, path in places(run) if label in ("model", "plot"))]
     width = max(len(label) for label, _ in shown)
     lines = [title(run), *(f"  {label:<{width}}  {value}" for label, value in shown)]
@@ -143,7 +140,7 @@ def text(run: RunDir, summary: Summary) -> str:
 
 
 def page(run: RunDir, summary: Summary) -> str:
-    """`summary.md`."""
+    """Return the content of `summary.md`."""
     where = [(label, path.relative_to(run.root)) for label, path in places(run) if path != run.summary]
     lines = [
         f"# {title(run)}",
@@ -165,7 +162,7 @@ def page(run: RunDir, summary: Summary) -> str:
 
 
 def _environments(summary: Summary) -> list[str]:
-    """The part of `summary.md` about them, if there are several or one of them failed."""
+    """Return the part of `summary.md` about environments, if there are several or one has failures."""
     entries = summary.environments
     if len(entries) < 2 and not failures(entries):
         return []
@@ -182,7 +179,7 @@ def _environments(summary: Summary) -> list[str]:
 
 
 def _settings(run: RunDir) -> list[tuple[str, Any]]:
-    """The few keys of the saved configuration that identify the run; the rest is in the file."""
+    """Return the few keys of the saved configuration that identify the run."""
     from headrace.config.files import read_toml
 
     if not run.config.is_file():
@@ -201,7 +198,7 @@ def _settings(run: RunDir) -> list[tuple[str, Any]]:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3:07` or `2:03:07`."""
+    """Return seconds as `45 s`, `3:07` or `2:03:07`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

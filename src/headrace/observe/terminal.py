@@ -1,6 +1,6 @@
-"""The run as it is seen from the terminal: a compact live view, or plain lines where there is no terminal.
+"""Terminal view of a run: a compact live view, or plain lines if the output is not a terminal.
 
-Everything shown comes from `metrics.jsonl` and the status files, so the view costs the run nothing.
+Everything comes from `metrics.jsonl` and the status files, so the view does not slow down the run.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from headrace.observe.summary import duration
 Statuses = Mapping[str, ProcessStatus]
 
 SPARKS = "▁▂▃▄▅▆▇█"
-REFRESH = 0.5
-"""Seconds between two pictures."""
-GAUGES = 4
-"""How many of a process's gauges fit beside what it is doing."""
-GAUGES_WIDTH = 80
-"""Columns from which on they are shown: in a narrower terminal they would take most of the lines."""
+REFRESH_S = 0.5
+MAX_GAUGES = 4
+"""Gauges of a process that are shown beside its activity."""
+MIN_GAUGES_WIDTH = 80
+"""Terminal width from which on gauges are shown."""
 LABEL_WIDTH = len("orchestrator") + 2
 BAR_WIDTH = 28
 SPARK_WIDTH = 30
-SHOWN_SECONDS = 5
-"""From which on the time since the last progress is shown."""
-PLAIN_INTERVAL = 1.0
-"""Least seconds between two step lines."""
-PROBLEM_NOTICE = 30.0
-"""Seconds that a problem lasts until plain output has a line about it; then at growing intervals."""
+MIN_SHOWN_S = 5
+"""Time since the last progress from which on it is shown."""
+PLAIN_INTERVAL_S = 1.0
+"""Minimum time between two step lines."""
+PROBLEM_NOTICE_S = 30.0
+"""Duration of a problem after which plain output has a line about it; then at growing intervals."""
 
 
 class View(Protocol):
-    """What the launcher shows. `say` is for lines that stay."""
+    """The output of the launcher. `say` prints permanent lines."""
 
     def show(self, history: History, statuses: Statuses) -> None: ...
 
@@ -54,14 +53,14 @@ class View(Protocol):
 
 
 def make_view(title: str, max_steps: int, console: Console | None = None) -> View:
-    """Live on a terminal, plain lines otherwise."""
+    """Return the live view on a terminal, plain lines otherwise."""
     console = console or Console()
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveView(title, max_steps, console) if live else PlainView(max_steps, console)
 
 
 class LiveView:
-    """A few lines that are redrawn in place."""
+    """A view of a few lines that are redrawn in place."""
 
     def __init__(self, title: str, max_steps: int, console: Console) -> None:
         self._title, self._max_steps = title, max_steps
@@ -71,40 +70,40 @@ class LiveView:
 
     def show(self, history: History, statuses: Statuses) -> None:
         if time.monotonic() >= self._next:
-            self._next = time.monotonic() + REFRESH
-            self._region.draw(self._picture(history, statuses))
+            self._next = time.monotonic() + REFRESH_S
+            self._region.draw(self._render(history, statuses))
 
     def say(self, message: str) -> None:
         self._region.say(message)
 
     def close(self, history: History, statuses: Statuses) -> None:
-        self._region.close(self._picture(history, statuses))
+        self._region.close(self._render(history, statuses))
 
-    def _picture(self, history: History, statuses: Statuses) -> RenderableType:
+    def _render(self, history: History, statuses: Statuses) -> RenderableType:
         width = self._region.console.width
         return render(self._title, self._max_steps, history, statuses, self._started, time.time(), width)
 
 
 class PlainView:
-    """One line per step, at most one a second, one per evaluation, and problems that last: for log files and pipes."""
+    """Plain lines for log files and pipes: steps (at most one a second), evaluations, and lasting problems."""
 
     def __init__(self, max_steps: int, console: Console) -> None:
         self._max_steps, self._console = max_steps, console
         self._next = 0.0
         self._step: int | None = None
         self._evals: dict[str, dict[int, float]] = {}
-        self._problem_notice = PROBLEM_NOTICE
+        self._problem_notice = PROBLEM_NOTICE_S
 
     def show(self, history: History, statuses: Statuses) -> None:
         self._show_evals(history)
-        if self._step is None:  # what a resumed run did before is old news
+        if self._step is None:  # steps before a resume are not shown
             self._step = history.step
         if history.step != self._step and time.monotonic() >= self._next:
             self._show_step(history)
         self._show_problem(statuses)
 
     def say(self, message: str) -> None:
-        # Not wrapped: one line of a log file or a pipe stays one line.
+        # Not wrapped: a message is one line of the log file.
         self._console.print(Text(message), soft_wrap=True)
 
     def close(self, history: History, statuses: Statuses) -> None:
@@ -114,7 +113,7 @@ class PlainView:
 
     def _show_step(self, history: History) -> None:
         self._step = history.step
-        self._next = time.monotonic() + PLAIN_INTERVAL
+        self._next = time.monotonic() + PLAIN_INTERVAL_S
         self.say(
             "  ".join([f"step {history.step}/{self._max_steps}", *facts(history), *_left(history, self._max_steps)])
         )
@@ -122,7 +121,7 @@ class PlainView:
     def _show_problem(self, statuses: Statuses) -> None:
         now, affected = time.time(), _with_problem(statuses)
         if affected is None:
-            self._problem_notice = PROBLEM_NOTICE
+            self._problem_notice = PROBLEM_NOTICE_S
         elif now - affected.problem_since >= self._problem_notice:
             self._problem_notice = 2 * (now - affected.problem_since)
             self.say(problem(affected, now))
@@ -131,19 +130,21 @@ class PlainView:
         for name, versions in history.evals.items():
             for version in sorted(versions.keys() - self._evals.get(name, {}).keys()):
                 if self._step is not None or version >= history.step:
-                    self.say(f"eval at step {version}: {name} {versions[version]:.3f}{_failed(history, name, version)}")
+                    share = history.eval_failures[name][version]
+                    failed = f" ({share:.0%} of its episodes failed)" if share else ""
+                    self.say(f"eval at step {version}: {name} {versions[version]:.3f}{failed}")
         self._evals = {name: dict(versions) for name, versions in history.evals.items()}
 
 
 def render(
     title: str, max_steps: int, history: History, statuses: Statuses, started: float, now: float, width: int
 ) -> RenderableType:
-    """Return the live view: progress, reward or loss, speeds, and what each process is doing.
+    """Return the live view: progress, reward or loss, throughput, and the activity of each process.
 
-    No line is wider than `width`. What is a number or a curve is shortened to fit; what is a sentence is wrapped.
+    No line is wider than `width`: numbers and curves are shortened, sentences are wrapped.
     """
     affected = _with_problem(statuses)
-    left = [] if affected else _left(history, max_steps)  # a step that does not come has no countdown
+    left = [] if affected else _left(history, max_steps)  # no estimate while no step completes
     clock = ", ".join([f"{duration(now - started)} elapsed", *left])
 
     body = Table.grid(padding=(0, 2))
@@ -153,13 +154,17 @@ def render(
     for label, value in (*_curves(history, curve_width), *_speeds(history.latest)):
         body.add_row(label, value)
     for name, status in statuses.items():
-        body.add_row(name, _activity_text(status, now, with_gauges=width >= GAUGES_WIDTH))
+        line = Text(activity(status, now))
+        if status.state != "finished" and width >= MIN_GAUGES_WIDTH:
+            gauges = [(key.rpartition("/")[2].replace("_", " "), value) for key, value in status.gauges.items()]
+            line.append("  " + ", ".join(f"{key} {number(value)}" for key, value in gauges[:MAX_GAUGES]), "dim")
+        body.add_row(name, line)
     head = _head(title, min(history.step, max_steps), max_steps, clock, width)
     return Group(head, *([] if affected is None else [Text(problem(affected, now), style="yellow")]), body)
 
 
 def _head(title: str, step: int, max_steps: int, clock: str, width: int) -> RenderableType:
-    """One line, or where that is too long for `width`, one each for the title, the steps and the time."""
+    """Return title, steps and time in one line, or in three if that is wider than `width`."""
     steps = f"step {step}/{max_steps}"
     bar = ProgressBar(total=max_steps, completed=step, width=BAR_WIDTH, complete_style="cyan")
     name, time_text = Text(title, style="bold", overflow="fold"), Text(clock, style="dim")
@@ -175,7 +180,7 @@ def _head(title: str, step: int, max_steps: int, clock: str, width: int) -> Rend
 
 
 def problem(status: ProcessStatus, now: float) -> str:
-    """Why the run gets no further, and since when."""
+    """Return why the run does not advance, and since when."""
     since = time.strftime("%H:%M:%S", time.localtime(status.problem_since))
     return f"no progress since {since} ({duration(now - status.problem_since)}): {status.problem}"
 
@@ -185,30 +190,23 @@ def _with_problem(statuses: Statuses) -> ProcessStatus | None:
 
 
 def activity(status: ProcessStatus, now: float) -> str:
-    """What a process is doing, in words: its state, how far it has come, and what it waits for from whom."""
+    """Return what a process is doing: its state, its progress, and what it waits for."""
     words = status.state
     if status.progress is not None:
         words += f": {status.progress}"
-        if not status.waiting_for and now - status.progress.since >= SHOWN_SECONDS:
+        if not status.waiting_for and now - status.progress.since >= MIN_SHOWN_S:
             words += f" ({now - status.progress.since:.0f} s)"
     if status.waiting_for:
         since = max(0.0, now - status.waiting_since)
         wait = f"waiting for {status.waiting_for}" + (f" ({since:.0f} s)" if since >= 1 else "")
         words = wait if words.startswith("waiting") else f"{words}, {wait}"
     if now - status.time > 10 and status.state != "finished":
-        words += f" (no sign of life for {now - status.time:.0f} s)"
+        words += f" (no heartbeat for {now - status.time:.0f} s)"
     return words
 
 
-def _activity_text(status: ProcessStatus, now: float, *, with_gauges: bool) -> Text:
-    if status.state == "finished" or not with_gauges:
-        return Text(activity(status, now))
-    gauges = [(name.rpartition("/")[2].replace("_", " "), value) for name, value in status.gauges.items()][:GAUGES]
-    return Text(activity(status, now)).append("  " + ", ".join(f"{name} {number(v)}" for name, v in gauges), "dim")
-
-
 def facts(history: History) -> list[str]:
-    """The numbers of the newest trained step as short phrases. Batches may be ahead of it."""
+    """Return the numbers of the newest trained step as short phrases. Shipped batches may be ahead of it."""
     step = {**history.steps.get(history.step, {}), **history.trained.get(history.step, {})}
     if held_out := history.held_out():
         step["held-out"] = held_out[-1][1]
@@ -220,24 +218,19 @@ def facts(history: History) -> list[str]:
         "perf/trained_tokens_per_second": "trained {:,.0f} tokens/s",
         "off_policy/staleness/mean": "staleness {:.2f}",
     }
-    if "loss" in step and step["loss"] is None:  # JSON knows no such numbers
+    if "loss" in step and step["loss"] is None:  # JSON has no NaN
         step["loss"] = math.nan
     return [form.format(step[key]) for key, form in forms.items() if step.get(key) is not None] + _skipped(step)
 
 
 def _skipped(record: Record) -> list[str]:
-    """Steps that changed nothing, if there were any."""
+    """Return a phrase about steps without an update, if there were any."""
     count = int(record.get("optim/skipped") or 0)
     return [f"{count:,} update{'s' * (count > 1)} skipped: gradients not finite"] if count else []
 
 
-def _failed(history: History, env: str, version: int) -> str:
-    share = history.eval_failures[env][version]
-    return f" ({share:.0%} of its episodes failed)" if share else ""
-
-
 def _curves(history: History, width: int) -> list[tuple[str, Text]]:
-    """Rows with sparklines of at most `width` cells."""
+    """Return rows with sparklines of at most `width` characters."""
     rows = []
     if reward := history.train_reward():
         text = Text(f"{reward[-1][1]:.3f}  ").append(sparkline([value for _, value in reward], width), style="cyan")
@@ -266,18 +259,18 @@ def _speeds(latest: Record) -> list[tuple[str, Text]]:
 
 
 def _left(history: History, max_steps: int) -> list[str]:
-    """The time that the remaining steps will take at the recent pace, once there is one."""
+    """Return the estimated time left at the recent pace, once there are enough steps."""
     times = [float(record["time"]) for record in history.trained.values()][-20:]
     remaining = max_steps - history.step
     if len(times) < 3 or remaining <= 0:
         return []
-    # The median: a pause between two launches is not the pace.
+    # The median, to ignore pauses between two launches.
     pace = statistics.median(later - earlier for earlier, later in pairwise(times))
     return [f"{duration(pace * remaining)} left"]
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """A curve in one line: block characters between the smallest and the largest value, averaged to `width`."""
+    """Return a curve as block characters between the smallest and the largest value, averaged to `width`."""
     if not values:
         return ""
     cells = min(width, len(values))
@@ -288,7 +281,7 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
 
 
 def number(value: object) -> str:
-    """Short for people: `1.2M`, `9.8k`, `0.91`, `12`; what is not a number as it is."""
+    """Return a number in short form (`1.2M`, `9.8k`, `0.91`, `12`); anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):

@@ -1,10 +1,10 @@
-"""The tokens of an exported step, for people: the ones with the largest gradients, or a sample from end to end."""
+"""Terminal view of the tokens of an exported step: those with the largest gradients, or a whole sample."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +17,6 @@ from rich.text import Text
 from headrace.errors import BadInput
 from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
 
-Row = dict[str, Any]
-
 NUMBERS = {
     "advantage": ("advantages", "{:+.3f}"),
     "trainer": ("trainer_logprobs", "{:.3f}"),
@@ -27,53 +25,54 @@ NUMBERS = {
     "gradient": ("gradient", "{:+.1e}"),
     "share": ("share", "{:.2%}"),
 }
-"""By heading, the column with the number and how it is shown."""
+"""Column and format of each number, by heading."""
 
 
 def read_tokens(exports: TokenExports, step: int | None, sample: int | None = None) -> tuple[ExportHeader, pa.Table]:
-    """Read an exported step, the newest by default; all of it, or one sample."""
-    known = exports.steps()
-    if not known:
+    """Read an exported step, the newest by default: all of it, or one sample."""
+    steps = exports.steps()
+    if not steps:
         raise BadInput(
             f"{exports.directory} has no tokens of any step",
             key="trainer.token_export",
             fix="Train with trainer.token_export.sample above 0 (20 by default), or choose steps or an interval.",
         )
-    if step not in (None, *known):
+    if step not in (None, *steps):
         raise BadInput(
-            f"{exports.directory} has the tokens of other steps: {', '.join(map(str, known))}",
+            f"{exports.directory} has the tokens of other steps: {', '.join(map(str, steps))}",
             key="STEP",
             value=step,
-            fix="Choose one of these; trainer.token_export.steps and .interval say which steps a run exports.",
+            fix="Choose one of these; trainer.token_export.steps and .interval select the steps that a run exports.",
         )
-    path = exports.path(known[-1] if step is None else step)
+    path = exports.path(steps[-1] if step is None else step)
     table = pq.read_table(path, filters=None if sample is None else pc.field("sample") == sample)
     header = read_header(table.schema.metadata, str(path))
     if table.num_rows == 0:
-        there = pc.unique(pq.read_table(path, columns=["sample"])["sample"]).to_pylist()
-        known_samples = f"0 to {max(there)}" if header.sequences is None else ", ".join(map(str, there))
-        raise BadInput(f"{path} has samples {known_samples}", key="--sample", value=sample, fix="Choose one of these.")
+        samples = pc.unique(pq.read_table(path, columns=["sample"])["sample"]).to_pylist()
+        choices = f"0 to {max(samples)}" if header.sequences is None else ", ".join(map(str, samples))
+        raise BadInput(f"{path} has samples {choices}", key="--sample", value=sample, fix="Choose one of these.")
     return header, table
 
 
 def largest(table: pa.Table, count: int) -> pa.Table:
-    """The trained tokens with the largest gradients, whatever the sign; those that are no numbers before all."""
+    """Return the trained tokens with the largest absolute gradients, NaN first."""
     trained = table.filter(pc.is_valid(table["gradient"]))
     sizes = np.nan_to_num(np.abs(trained["gradient"].to_numpy()), nan=math.inf)
     return trained.take(np.argsort(-sizes, kind="stable")[:count])
 
 
 def render(header: ExportHeader, rows: pa.Table, text_of: Callable[[int], str]) -> RenderableType:
-    """What is true of the step, and a line for each token."""
+    """Return facts of the step, and a line for each token."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("env", "sample", "position", "token", "loss", *NUMBERS):
         side: Literal["left", "right"] = "left" if name in ("env", "token", "loss") else "right"
-        # Where a terminal is narrow, names break into lines before digits are lost.
+        # In a narrow terminal, names are wrapped before digits are lost.
         table.add_column(name, justify=side, no_wrap=name not in ("env", "loss"), max_width=24)
     for row in rows.to_pylist():
-        place = row["env"], str(row["sample"]), str(row["position"])
-        numbers = (_number(row[column], form) for column, form in NUMBERS.values())
-        cells = (*place, repr(text_of(row["token_id"])), _losses(row, header), *numbers)
+        numbers = ("" if row[key] is None else form.format(row[key]) for key, form in NUMBERS.values())
+        losses = " ".join(f"[{name}]" if row[f"{name}_masked"] else name for name in header.counts if row[f"in_{name}"])
+        token = repr(text_of(row["token_id"]))
+        cells = (row["env"], str(row["sample"]), str(row["position"]), token, losses, *numbers)
         table.add_row(*map(Text, cells), style="dim" if row["gradient"] is None else None)
     return Group(Text(headline(header)), table)
 
@@ -89,15 +88,6 @@ def headline(header: ExportHeader) -> str:
     return (
         f"step {header.step}; tokens trained: {losses or 'none'}\n"
         f"{sampled}"
-        "loss: those that train the token, in brackets if they masked it\n"
+        "loss: the losses that train the token, in brackets if they masked it\n"
         f"gradient: dL/dt, where t is the trainer's logprob; share: of the sum of all |dL/dt|, which is {total}\n"
     )
-
-
-def _losses(row: Row, header: ExportHeader) -> str:
-    inside = (name for name in header.counts if row[f"in_{name}"])
-    return " ".join(f"[{name}]" if row[f"{name}_masked"] else name for name in inside)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)

@@ -3,7 +3,8 @@
 import itertools
 import re
 
-from headrace.tools.evaluate.charts import CHARACTER, accuracy_chart, frontier, length_chart, spread
+from headrace.observe.chart import Box, spread_labels
+from headrace.tools.evaluate.charts import CHARACTER, accuracy_chart, frontier, length_chart
 from headrace.tools.evaluate.estimates import Estimate
 
 LABEL = re.compile(r'<text x="([\d.-]+)" y="([\d.-]+)"[^>]*text-anchor="(\w+)"[^>]*>([^<]*)</text>')
@@ -62,5 +63,6 @@ def test_the_frontier_has_the_models_that_none_beats_in_both():
 
 
 def test_labels_move_as_little_as_it_takes():
-    assert spread([10.0, 12.0, 100.0], 10, 200) == [10.0, 25.0, 100.0]
-    assert spread([190.0, 195.0, 199.0], 10, 200) == [170.0, 185.0, 200.0]
+    box = Box(0, 10, 100, 200)
+    assert spread_labels([10.0, 12.0, 100.0], box) == [10.0, 25.0, 100.0]
+    assert spread_labels([190.0, 195.0, 199.0], box) == [170.0, 185.0, 200.0]

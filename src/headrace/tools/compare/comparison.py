@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.config.files import read_toml
 from headrace.errors import BadInput
-from headrace.observe.environments import ENDS
+from headrace.observe.environments import END_STEPS
 from headrace.observe.history import Curve, History, Record, Tail
 from headrace.tools.compare.difference import Difference, Side, difference
 from headrace.tools.compare.examples import Scores, read_own_scores, read_scores
@@ -183,7 +183,7 @@ def curve_of(records: Iterable[Record], history: History, metric: str) -> Curve:
 def ending(curve: Curve, at: int, *, single: bool) -> float:
     """What a curve has come to at a step: its last value, or unless `single` the mean of its last few."""
     values = [value for step, value in curve if step <= at] or [curve[0][1]]
-    ends = values[-1:] if single else values[-ENDS:]
+    ends = values[-1:] if single else values[-END_STEPS:]
     return math.fsum(ends) / len(ends)
 
 
