@@ -62,15 +62,15 @@ def test_requests_are_paused_for_the_trainer_and_continue_after(
     thread: EngineThread, trainer: DeviceLock, model: Any
 ) -> None:
     request = thread.submit([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
-    until(lambda: request.piece(0).token_ids, "nothing is sampled")
+    until(lambda: request.sampled_since(0).token_ids, "nothing is sampled")
     take(trainer)
     assert thread.state().stands_still and thread.state().hand_overs == 1
-    sampled = len(request.piece(0).token_ids)
+    sampled = len(request.sampled_since(0).token_ids)
     assert 0 < sampled < 40
     late = thread.submit([7], SamplingParams(max_tokens=2))  # waits in the queue
     thread.pause()  # the thread has polled the lock by now
     thread.resume()
-    assert len(request.piece(0).token_ids) == sampled and not late.future.done()
+    assert len(request.sampled_since(0).token_ids) == sampled and not late.future.done()
     assert (thread.state().running, thread.state().waiting) == (1, 1)
     trainer.release()
     for each in (request, late):
@@ -190,7 +190,7 @@ def test_the_cache_is_released_if_memory_is_short_and_restored_for_the_next_requ
     lending: EngineThread, trainer: DeviceLock, model: Any, needed: int | None, lent: bool
 ) -> None:
     request = lending.submit([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
-    until(lambda: request.piece(0).token_ids, "nothing is sampled")
+    until(lambda: request.sampled_since(0).token_ids, "nothing is sampled")
     trainer.request_memory(needed)
     take(trainer)
     assert trainer.any_cache_is_resident is not lent

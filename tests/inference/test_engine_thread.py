@@ -214,7 +214,7 @@ def test_tokens_are_announced_as_they_come(thread: EngineThread) -> None:
     seen: list[int] = []
     thread.pause()
     request = thread.submit([5], SamplingParams(max_tokens=4, ignore_eos=True))
-    request.on_tokens = lambda: seen.append(len(request.piece(0).token_ids))
+    request.on_tokens = lambda: seen.append(len(request.sampled_since(0).token_ids))
     thread.resume()
     request.future.result(timeout=30)
     assert seen == [1, 2, 3]  # the last one comes with the result

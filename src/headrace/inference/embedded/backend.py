@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from headrace.inference.backend import EngineState, EngineStopped, GenerationResult, TokenChunk
 from headrace.inference.embedded.request import Request
-from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.embedded.thread import SHUTTING_DOWN, EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
@@ -76,7 +76,7 @@ class EmbeddedBackend:
 
     async def _run_admin(self, call: Callable[[], T]) -> T:
         if self._closed:
-            raise EngineStopped("the engine is shutting down")
+            raise EngineStopped(SHUTTING_DOWN)
         return await asyncio.get_running_loop().run_in_executor(self._admin, call)
 
 
@@ -102,10 +102,10 @@ class EmbeddedGeneration:
             ended = self._ended.done()
             if ended:
                 self._ended.result()  # raises its error
-            piece = self._request.piece(sent)
-            if piece.token_ids:
-                sent += len(piece.token_ids)
-                yield piece
+            chunk = self._request.sampled_since(sent)
+            if chunk.token_ids:
+                sent += len(chunk.token_ids)
+                yield chunk
             elif ended:
                 return
             else:

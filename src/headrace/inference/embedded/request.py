@@ -159,7 +159,7 @@ class Request:
             self._stopped_by = self._stop_strings.find_completed(self.params.stop, self.tokens, self.prompt_length)
         return self._stopped_by is not None or token in self.stop_ids or len(self.logprobs) >= self.max_new_tokens
 
-    def piece(self, start: int) -> TokenChunk:
+    def sampled_since(self, start: int) -> TokenChunk:
         """Return what was sampled from token `start` on."""
         end = len(self.logprobs)
         return TokenChunk(

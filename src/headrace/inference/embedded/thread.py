@@ -27,6 +27,8 @@ from headrace.transport.device_lock import POLL_S, DeviceLock
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+SHUTTING_DOWN = "the engine is shutting down"
+
 
 class _PartialInstall(EngineError):
     """The model has tensors of two versions: nothing more may be sampled from it."""
@@ -153,10 +155,10 @@ class EngineThread:
         if self.failure.done():
             raise EngineStopped(self.failure.result())
         if self._stopping:
-            raise EngineStopped("the engine is shutting down")
+            raise EngineStopped(SHUTTING_DOWN)
 
     def _run(self) -> None:
-        why = "the engine is shutting down"
+        failure: str | None = None
         try:
             while not self._stopping:
                 while self._calls:
@@ -169,17 +171,17 @@ class EngineThread:
                     self._wake.wait_for(self._has_something_to_do, None if self._device_lock is None else POLL_S)
         except Exception as error:  # every caller would wait forever if the thread ended here
             log.exception("the engine failed; all its requests end with an error")
-            why = f"the engine died: {type(error).__name__}: {error}"
+            failure = f"the engine died: {type(error).__name__}: {error}"
         with self._wake:  # requests and calls are refused from here on
             self._stopping = True
-            if why.startswith("the engine died"):
-                self.failure.set_result(why)
+            if failure is not None:
+                self.failure.set_result(failure)
         # A failed engine keeps its memory, and so the lock, until its process ends.
-        if self._device_lock is not None and not self.failure.done():
+        if self._device_lock is not None and failure is None:
             self._device_lock.close()
         while self._calls:
             self._calls.popleft()()
-        self.engine.fail_all(EngineStopped(why))
+        self.engine.fail_all(EngineStopped(failure or SHUTTING_DOWN))
 
     def _has_something_to_do(self) -> bool:
         may_compute = self._device_lock is None or self._device_lock.may_compute
