@@ -15,7 +15,7 @@ from headrace.config.orchestrator import OrchestratorConfig
 from headrace.runfile.reading import load, validate
 from headrace.runfile.reference import with_algorithms_table
 from headrace.runfile.run import RunConfig
-from headrace.tools.check_algorithm.stage import SEQ_LEN, StandIn
+from headrace.tools.check_algorithm.fixtures import SEQ_LEN, FakeModel
 from tests.algorithms.groups import advantages, make_group
 from tests.algorithms.test_rae import group_of
 
@@ -95,7 +95,7 @@ async def test_the_worked_examples_come_to_these_numbers(row: list[str]):
     settings, rewards, tokens, credit = row
     section = {"type": "grpo", **tomllib.loads(settings.strip("`"))}
     config, _ = validate(OrchestratorConfig, {"seq_len": SEQ_LEN, "algo": section}, "docs")
-    algorithm = make_algorithm(config.algo, seq_len=1000, connect=lambda _: StandIn())
+    algorithm = make_algorithm(config.algo, seq_len=1000, connect=lambda _: FakeModel())
     group = make_group(numbers(rewards), [int(length) for length in numbers(tokens)])
     await algorithm.score_group(group)
     assert advantages(group) == pytest.approx(numbers(credit), abs=1e-5)
@@ -106,7 +106,7 @@ async def test_the_worked_examples_of_several_agents_come_to_these_numbers(row: 
     settings, agents, rewards, credit = row
     section = tomllib.loads(f"algo = {{ {settings.strip('`')} }}")["algo"]
     config, _ = validate(OrchestratorConfig, {"seq_len": SEQ_LEN, "algo": section}, "docs")
-    algorithm = make_algorithm(config.algo, seq_len=SEQ_LEN, connect=lambda _: StandIn())
+    algorithm = make_algorithm(config.algo, seq_len=SEQ_LEN, connect=lambda _: FakeModel())
     episodes = [n for n, episode in enumerate(agents.split(";")) for _ in episode.split(",")]
     names = agents.replace(";", ",").replace(" ", "").split(",")
     group = group_of(*zip(names, numbers(rewards.replace(";", ",")), strict=True), episodes=episodes)

@@ -10,7 +10,7 @@ from headrace.algorithms import opsd
 from headrace.algorithms.hints import RENDER_AT_ONCE, Hints
 from headrace.algorithms.opsd import Opsd, demonstration
 from headrace.rollout.types import Task
-from headrace.tools.check_algorithm.settings import algorithm_config
+from headrace.tools.check_algorithm.fixtures import algorithm_config
 from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
 from tests.refusals import refused
 

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.declaration import declared, make_algorithm
-from headrace.tools.check_algorithm.settings import algorithm_config
+from headrace.tools.check_algorithm.fixtures import algorithm_config
 from tests.algorithms.teachers import Teacher
 from tests.refusals import refused
 

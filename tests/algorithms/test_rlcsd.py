@@ -18,7 +18,7 @@ from headrace.algorithms.rlcsd import BATCHES_WITHOUT_CONTRAST, Rlcsd
 from headrace.algorithms.siblings import response_text
 from headrace.rollout.contrast import fold, modulate
 from headrace.rollout.types import Rollout
-from headrace.tools.check_algorithm.settings import algorithm_config
+from headrace.tools.check_algorithm.fixtures import algorithm_config
 from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
 from tests.refusals import refused
 

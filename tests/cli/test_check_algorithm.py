@@ -1,4 +1,4 @@
-"""`headrace check-algorithm`: whom it takes, what it prints, what it refuses and with which exit code."""
+"""`headrace check-algorithm`: accepted algorithms, output, refusals and exit codes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def half(group, share=0.5):
 
 
 @pytest.fixture(autouse=True)
-def own_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run file's folder becomes importable, here and for processes: for one test alone."""
+def restore_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the import paths that a run file extends."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
 
 
 @pytest.fixture
 def mine(tmp_path: Path) -> str:
-    """A file of one's own, under a name that no other test has imported."""
+    """A user file with a module name that no other test imports."""
     file = tmp_path / f"mine_{tmp_path.name}.py"
     file.write_text(MINE)
     yield str(file)
@@ -50,7 +50,7 @@ def mine(tmp_path: Path) -> str:
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """By check, the first line that is said about it."""
+    """By check: the first line of its result."""
     shown = capsys.readouterr().out
     return {line[:16].strip(): line[16:].strip() for line in shown.splitlines() if line[:1] not in ("", " ")}
 
@@ -68,7 +68,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert re.fullmatch(r"rlcsd, on \d+ groups", lines[0])
-    assert lines[-1] == "all that applies holds"
+    assert lines[-1] == "all checks that apply hold"
     assert [line.split()[-1] for line in lines if line.startswith("worked numbers  holds")] == ["(3)"]
 
 
@@ -90,7 +90,7 @@ def test_a_finding_names_the_line_and_the_exit_code_says_so(mine: str, capsys: p
     shown = capsys.readouterr().out
     assert "score_group on 'one member': ZeroDivisionError: float division by zero" in " ".join(shown.split())
     assert f"{mine}:10" in "".join(shown.split())  # a long path goes over several lines
-    assert shown.splitlines()[-1] == "does not hold: every group"
+    assert shown.splitlines()[-1] == "failed: every group"
 
 
 def test_a_class_is_a_type_and_a_function_is_custom(mine: str):
@@ -139,13 +139,13 @@ def test_an_environment_of_a_run_file_has_its_own(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", ["opd", "sft"])
-def test_a_teacher_that_nobody_named_is_stood_in_for(kind: str, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_teacher_is_replaced_by_a_fake(kind: str, capsys: pytest.CaptureFixture[str]):
     assert main(["check-algorithm", kind]) == 0
     assert lines_of(capsys)["worked numbers"].startswith("holds")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["grppo"], 'algo.type = "grppo"'),
         (["grpo", "--algo.nrmalize", "std"], "algo.nrmalize: unknown key. Did you mean algo.normalize?"),
@@ -155,11 +155,9 @@ def test_a_teacher_that_nobody_named_is_stood_in_for(kind: str, capsys: pytest.C
         (["grpo", "--config", "nowhere.toml"], "nowhere.toml: no such file"),
     ],
 )
-def test_what_cannot_be_checked_is_refused_in_a_sentence(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["check-algorithm", *words]) == 2
-    assert told in capsys.readouterr().err
+def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["check-algorithm", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_imported_is_refused_with_the_place(mine: str):
@@ -171,11 +169,11 @@ def test_a_file_that_cannot_be_imported_is_refused_with_the_place(mine: str):
         read_section(f"{mine}:Half", None, [])
 
 
-def test_which_algorithm_of_a_file_must_be_said(mine: str):
+def test_a_file_without_a_name_is_refused(mine: str):
     with pytest.raises(BadInput, match=r"which algorithm of it\? Write .*:Name"):
         read_section(mine, None, [])
 
 
-def test_options_and_keys_are_told_apart():
+def test_options_and_algorithm_keys_are_separated():
     arguments = parse(["check-algorithm", "grpo", "--config", "a.toml", "--algo.normalize", "std"])
     assert (arguments.config, arguments.overrides) == (Path("a.toml"), ["--algo.normalize", "std"])

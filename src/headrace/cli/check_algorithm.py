@@ -29,15 +29,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from headrace.tools.check_algorithm.checking import check_algorithm
-    from headrace.tools.check_algorithm.report import view
-    from headrace.tools.check_algorithm.settings import algorithm_config
+    from headrace.tools.check_algorithm.fixtures import algorithm_config
+    from headrace.tools.check_algorithm.invariants import check_algorithm
+    from headrace.tools.check_algorithm.report import render_report
 
     section = read_section(arguments.algorithm, arguments.config, arguments.overrides, arguments.env)
     config = algorithm_config(section, str(arguments.config or "command line"))
     logging.getLogger("headrace").addHandler(logging.NullHandler())  # what goes wrong is meant to
     report = asyncio.run(check_algorithm(config))
-    Console(highlight=False).print(view(report))
+    Console(highlight=False).print(render_report(report))
     return 0 if report.passed else 1
 
 

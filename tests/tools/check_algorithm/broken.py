@@ -1,4 +1,4 @@
-"""Algorithms that are wrong in one way each, and right in all others; some are right in all, in an unusual way."""
+"""Algorithms that each break one invariant, and some that are correct in an unusual way."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from headrace.rollout.credit import center
 
 
 class Sound(Algorithm):
-    """The group's mean as a baseline; what the others get wrong, it gets right."""
+    """Subtracts the group's mean as a baseline; correct in every respect."""
 
     async def score_group(self, group):
         for rollout, advantage in zip(group, self.credit(np.array([r.reward for r in group])), strict=True):
@@ -52,7 +52,7 @@ class Rounding(Sound):
 
 
 class RoundingMadeLarge(Sound):
-    """What is left over of equal rewards is divided by what is left over."""
+    """Divides the rounding error of equal rewards by a rounding error."""
 
     promises = ("zero_sum",)
 
@@ -74,7 +74,7 @@ class Dice(Sound):
 
 class LonelyFails(Sound):
     def credit(self, rewards):
-        second = rewards[1]  # there may be none
+        second = rewards[1]  # may not exist
         return center(rewards) + 0 * second
 
 
@@ -93,7 +93,7 @@ class OnPrompts(Sound):
 
 
 class Nothing(Algorithm):
-    """It credits nobody, so the tokens have no loss."""
+    """Assigns no credit, so the tokens have no loss."""
 
 
 class NoReference(Algorithm):
@@ -101,7 +101,7 @@ class NoReference(Algorithm):
 
 
 class LastToken(Algorithm):
-    """Nothing wrong: it imitates the last token of each sample alone."""
+    """Correct: imitates the last token of each sample alone."""
 
     action_loss_type = "ce"
 
@@ -125,7 +125,7 @@ class Meddling(Sound):
 
 
 class Adviser(Sound):
-    """Asks the policy about each sample, and trusts it to answer."""
+    """Requests logprobs from the policy and does not handle failures."""
 
     async def score_batch(self, batch):
         for survivor in batch:
@@ -134,7 +134,7 @@ class Adviser(Sound):
 
 
 class Inventive(Algorithm):
-    """Where the policy fails, it makes the scores up."""
+    """Invents logprobs when a request to the policy fails."""
 
     action_loss_type = "ref_kl"
 
@@ -149,7 +149,7 @@ class Inventive(Algorithm):
 
 
 class CountingOnAll(Sound):
-    """Trusts in `score_batch` that nobody of a group was filtered."""
+    """Assumes in `score_batch` that no member of a group was filtered."""
 
     def __init__(self):
         self.sizes = {}
@@ -173,7 +173,7 @@ class SignsTurned(Rlcsd):
 
 
 class Counting(Sound):
-    """Divides by the number of groups so far; `load_state` forgets it."""
+    """Divides by the number of groups so far; `load_state` does not restore it."""
 
     def __init__(self):
         self.groups = 0
@@ -190,7 +190,7 @@ class Counting(Sound):
 
 
 class CountingLate(Counting):
-    """Nothing wrong: it has a state once it has seen a group."""
+    """Correct: it has a state after its first group."""
 
     def state(self):
         return self.groups or None
@@ -208,7 +208,7 @@ class CountingBatches(Counting):
 
 
 class HiddenBaseline(Algorithm):
-    """Learns from group to group, and has no state that would survive a restart."""
+    """Updates a baseline from group to group without a state that survives a restart."""
 
     def __init__(self):
         self.baseline = 0.0
@@ -220,7 +220,7 @@ class HiddenBaseline(Algorithm):
 
 
 class FirstOfTask(Algorithm):
-    """The baseline is the first reward that any instance has seen of the task."""
+    """The baseline is the first reward of the task in any instance."""
 
     SEEN: ClassVar[dict[str, float]] = {}
 
@@ -230,7 +230,7 @@ class FirstOfTask(Algorithm):
 
 
 class Interrupted(Algorithm):
-    """Keeps the baseline in itself while it waits, and another group may come meanwhile."""
+    """Keeps the baseline in an attribute across an await, where another group may overwrite it."""
 
     async def score_group(self, group):
         self.baseline = max(rollout.reward for rollout in group)
@@ -253,7 +253,7 @@ class SmallerFromBatchToBatch(Sound):
 
 
 class RandomSibling(Algorithm):
-    """Nothing wrong: the baseline is a sibling's reward, drawn by the group's name."""
+    """Correct: the baseline is a sibling's reward, drawn with the group's id as seed."""
 
     promises = ("shift",)
 
@@ -265,7 +265,7 @@ class RandomSibling(Algorithm):
 
 
 class SeededByTask(Algorithm):
-    """Nothing wrong: the task's name has a part in the credit."""
+    """Correct: the credit depends on the task's key."""
 
     async def score_group(self, group):
         scale = random.Random(group[0].task.key).random()
@@ -274,7 +274,7 @@ class SeededByTask(Algorithm):
 
 
 class Exponential(Algorithm):
-    """Nothing wrong, as long as rewards are of an ordinary size."""
+    """Correct as long as rewards are of an ordinary size."""
 
     async def score_group(self, group):
         for rollout in group:

@@ -1,5 +1,5 @@
-"""Does an algorithm keep its word? Worked numbers and invariants for those that ship and for anybody's own.
+"""Conformance checks of algorithms: worked numbers and invariants, for shipped algorithms and users' own.
 
-Everything happens in memory, in a second or two: no model is loaded, and nobody is contacted. Left out on purpose:
-whether an algorithm learns anything. Only a run can say that.
+All checks run in memory in a second or two: no model is loaded and no request is sent. They do not tell whether an
+algorithm learns; only a run does.
 """

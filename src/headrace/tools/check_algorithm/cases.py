@@ -1,4 +1,4 @@
-"""Groups to try an algorithm on: plain ones from a seed, and the odd ones that a long run meets sooner or later."""
+"""Groups to test an algorithm on: plain ones from a seed, and edge cases that occur in long runs."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import numpy as np
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import ROLES, Message, Rollout, Task, Turn
 from headrace.text.prompt import Prompt
-from headrace.tools.check_algorithm.stage import END, SEQ_LEN, Stage
+from headrace.tools.check_algorithm.fixtures import END, SEQ_LEN, Fixtures
 
 HUGE = 1e6
-"""The score of a game, say."""
+"""As large as the score of a game."""
 HUGE_REWARDS = "huge rewards"
 TWINS = "seven alike"
-"""Every member said the same, and earned the same."""
+"""The case whose members have the same completion and the same reward."""
 VERSION = 3
-"""Of the policy that sampled it all."""
+"""The weights version of the policy that sampled all tokens."""
 TOOL = ROLES.index("tool")
 ANSWER = {"question": "What is 6 times 7?", "answer": "42", "demonstration": "6 times 7 is 42."}
-"""What every task has."""
+"""Task info that every case has."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One group, finished and not yet credited."""
+    """One finished group without credit."""
 
     name: str
     task: Task
     rollouts: list[Rollout]
     plain: bool = False
-    """Whether every member said something and earned something ordinary."""
+    """Whether every member has a completion and an ordinary reward."""
 
     def shifted(self, by: float) -> Case:
-        """Every reward higher by as much."""
+        """Return the case with `by` added to every reward."""
         rollouts = [msgspec.structs.replace(rollout, **_rewards(rollout.reward + by)) for rollout in self.rollouts]
         return Case(self.name, self.task, rollouts, self.plain)
 
     def mirrored(self) -> Case:
-        """Another group of the same task: who did best did worst there, and the other way round."""
+        """Return another group of the same task with the rewards' order reversed: the best becomes the worst."""
         rewards = [rollout.reward for rollout in self.rollouts]
         ends, group = min(rewards) + max(rewards), f"{self.rollouts[0].group_id}, mirrored"
         rollouts = [
@@ -50,29 +50,30 @@ class Case(msgspec.Struct, frozen=True):
         ]
         return Case(self.name, self.task, rollouts, self.plain)
 
-    def of_task(self, key: str) -> Case:
-        """The same group of a task by another name."""
+    def with_task_suffix(self, suffix: str) -> Case:
+        """Return the same group under another task key."""
+        key = f"{self.task.key}, {suffix}"
         rollouts = [msgspec.structs.replace(rollout, task_key=key) for rollout in self.rollouts]
         return Case(self.name, msgspec.structs.replace(self.task, key=key), rollouts, self.plain)
 
-    def members(self, places: Sequence[int]) -> Case:
-        """These alone, in this order."""
-        return Case(self.name, self.task, [self.rollouts[place] for place in places], self.plain)
+    def members(self, indices: Sequence[int]) -> Case:
+        """Return the case with only these rollouts, in this order."""
+        return Case(self.name, self.task, [self.rollouts[index] for index in indices], self.plain)
 
     def copied(self) -> Case:
         return Case(self.name, _copied(self.task), _copied(self.rollouts), self.plain)
 
 
-def make_cases(stage: Stage, data: dict[str, Any], seed: int = 0) -> list[Case]:
-    """`data` is what tasks have besides `ANSWER`."""
-    author = Author(stage, seed)
+def make_cases(fixtures: Fixtures, data: dict[str, Any], seed: int = 0) -> list[Case]:
+    """Return all cases; the info of their tasks is `ANSWER` and `data`."""
+    author = Author(fixtures, seed)
     rng = random.Random(seed)
 
     def case(name: str, rollouts: list[Rollout], *, plain: bool = False, agents: int = 1) -> Case:
         task = Task("env", {**ANSWER, **data}, f"task-{name}")
-        for place, rollout in enumerate(rollouts):
+        for index, rollout in enumerate(rollouts):
             rollout.env, rollout.task_key, rollout.group_id = task.env, task.key, f"group-{name}"
-            rollout.episode = place // agents
+            rollout.episode = index // agents
         return Case(name, task, rollouts, plain)
 
     def answers(name: str, rewards: Sequence[float], *, plain: bool = False) -> Case:
@@ -111,46 +112,46 @@ def make_cases(stage: Stage, data: dict[str, Any], seed: int = 0) -> list[Case]:
 
 
 class Author:
-    """Writes episodes as the sampler records them: exact tokens, the roles of prompts, logprobs and versions."""
+    """Makes rollouts as the sampler records them: token ids, prompt roles, logprobs and weights versions."""
 
-    def __init__(self, stage: Stage, seed: int) -> None:
-        self._stage = stage
+    def __init__(self, fixtures: Fixtures, seed: int) -> None:
+        self._fixtures = fixtures
         self._rng = random.Random(seed)
-        self._end = stage.tokenizer.convert_tokens_to_ids(END)
+        self._end = fixtures.tokenizer.convert_tokens_to_ids(END)
 
     def answer(self, reward: float, text: str | None = None, agent: str = "policy") -> Rollout:
-        """One question, one answer; without a text, some words of any length. An empty one has no token at all."""
+        """Return a rollout of one turn; the completion is random text if `text` is None, no token if it is empty."""
         messages: list[Message] = [{"role": "user", "content": ANSWER["question"]}]
         reply = self._words() if text is None else text
-        turn = self._turn(self._stage.prompts.render(messages, []), reply)
-        return _finished(reward, [turn], [*messages, _said(reply)], agent)
+        turn = self._turn(self._fixtures.prompts.render(messages, []), reply)
+        return _finished(reward, [turn], [*messages, _assistant(reply)], agent)
 
     def talk(self, reward: float) -> Rollout:
-        """A tool answers, and then a user: one sample of three turns."""
-        heard: list[Message] = [{"role": "tool", "content": "42", "name": "multiply", "tool_call_id": "0"}]
-        heard.append({"role": "user", "content": "Are you sure?"})
+        """Return a rollout with a tool message and a user message: one sample of three turns."""
+        replies: list[Message] = [{"role": "tool", "content": "42", "name": "multiply", "tool_call_id": "0"}]
+        replies.append({"role": "user", "content": "Are you sure?"})
         messages: list[Message] = [{"role": "system", "content": "Be brief."}]
         messages.append({"role": "user", "content": ANSWER["question"]})
-        turns = [self._turn(self._stage.prompts.render(messages, []), reply := self._words())]
-        messages.append(_said(reply))
-        for message in heard:
-            prompt = self._stage.prompts.extend(turns[-1], [message], [])
-            assert prompt is not None, "the chat format keeps what was said"
+        turns = [self._turn(self._fixtures.prompts.render(messages, []), reply := self._words())]
+        messages.append(_assistant(reply))
+        for message in replies:
+            prompt = self._fixtures.prompts.extend(turns[-1], [message], [])
+            assert prompt is not None, "the chat format can extend a conversation"
             turns.append(self._turn(prompt, reply := self._words()))
-            messages += [message, _said(reply)]
+            messages += [message, _assistant(reply)]
         return _finished(reward, turns, messages)
 
     def rewritten(self, reward: float) -> Rollout:
-        """Each turn is asked anew, so that each is a sample of its own."""
+        """Return a rollout of two turns with separate prompts, so that each turn is its own sample."""
         turns, messages = [], []
         for question in ("What is 6 times 7?", "And 7 times 6?"):
-            asked: list[Message] = [{"role": "user", "content": question}]
-            turns.append(self._turn(self._stage.prompts.render(asked, []), reply := self._words()))
-            messages += [*asked, _said(reply)]
+            prompt: list[Message] = [{"role": "user", "content": question}]
+            turns.append(self._turn(self._fixtures.prompts.render(prompt, []), reply := self._words()))
+            messages += [*prompt, _assistant(reply)]
         return _finished(reward, turns, messages)
 
     def _turn(self, prompt: Prompt, reply: str) -> Turn:
-        ids = [*self._stage.tokenizer.encode(reply), self._end] if reply else []
+        ids = [*self._fixtures.tokenizer.encode(reply), self._end] if reply else []
         logprobs = [-self._rng.random() - 0.01 for _ in ids]
         return Turn(
             prompt.array, np.array(ids), np.array(logprobs), np.full(len(ids), VERSION), 1.0, prompt_roles=prompt.roles
@@ -170,16 +171,16 @@ def bare_rollout(
     agent: str = "policy",
     episode: int = 0,
 ) -> Rollout:
-    """For worked numbers: after a prompt of one token, `length` sampled ones in all, and tools between the turns."""
-    context, roles, made = [0], [0], []
+    """Return a rollout with a prompt of 1 token, `length` sampled tokens, and `tool_tokens` between turns."""
+    context, roles, finished = [0], [0], []
     for turn in range(turns):
         if turn:
             context, roles = context + [7] * tool_tokens, roles + [TOOL] * tool_tokens
         sampled = length // turns if turn < turns - 1 else length - length // turns * (turns - 1)
         completion, logprobs, versions = np.ones(sampled), -np.ones(sampled), np.full(sampled, VERSION)
-        made.append(Turn(np.array(context), completion, logprobs, versions, 1.0, prompt_roles=np.array(roles)))
+        finished.append(Turn(np.array(context), completion, logprobs, versions, 1.0, prompt_roles=np.array(roles)))
         context, roles = context + [1] * sampled, roles + [ROLES.index("assistant")] * sampled
-    return msgspec.structs.replace(_finished(reward, made, [_said("some words")], agent), episode=episode)
+    return msgspec.structs.replace(_finished(reward, finished, [_assistant("some words")], agent), episode=episode)
 
 
 def _finished(reward: float, turns: list[Turn], messages: list[Message], agent: str = "policy") -> Rollout:
@@ -191,12 +192,12 @@ def _rewards(reward: float) -> dict[str, Any]:
     return {"reward": float(reward), "rewards": {"right": float(reward)}}
 
 
-def _said(text: str) -> Message:
+def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
 def _copied(value: Any) -> Any:
-    """All the way down, in a third of the time that `copy.deepcopy` takes."""
+    """Return a deep copy, in a third of the time that `copy.deepcopy` takes."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, msgspec.Struct):

@@ -1,7 +1,7 @@
-"""What must hold of every algorithm, and what only of those that promise it: one function for each.
+"""The invariants of algorithms, one function each: those of every algorithm, and those that an algorithm promises.
 
-A check looks at what the algorithm left behind on all cases, or plays some again: in another order, with other rewards,
-with members missing, with a model that fails. Whatever a hook raises meanwhile is for the caller.
+A check reads the results of all cases, or runs some again: in another order, with other rewards, with members missing,
+with a failing model.
 """
 
 from __future__ import annotations
@@ -14,282 +14,344 @@ import numpy as np
 
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.declaration import ORDER, SHIFT, SIGNS, ZERO_SUM
+from headrace.config.algorithms import AlgorithmConfig
 from headrace.tools.check_algorithm.cases import HUGE, HUGE_REWARDS, TWINS, Case
-from headrace.tools.check_algorithm.comparing import (
+from headrace.tools.check_algorithm.fixtures import FailingModel, Fixtures, make_fixtures
+from headrace.tools.check_algorithm.golden import worked_numbers
+from headrace.tools.check_algorithm.report import CheckResult, ConformanceReport, Verdict
+from headrace.tools.check_algorithm.results import (
     ROUNDING,
+    alignment_problems,
     close,
     credit,
-    difference,
+    differing_path,
+    differing_stream,
     final_credit,
     group_credit,
+    invented_logprobs,
     mean,
-    named_streams,
-    unlike,
+    routing_problem,
 )
-from headrace.tools.check_algorithm.memory import traces_of_memory
-from headrace.tools.check_algorithm.playing import COMPONENTS, HookFailed, Played, is_aligned
-from headrace.tools.check_algorithm.report import Verdict
-from headrace.tools.check_algorithm.shipping import invented_scores, misfits, misrouted
-from headrace.tools.check_algorithm.stage import Failing
-from headrace.tools.check_algorithm.trial import Trial
+from headrace.tools.check_algorithm.runner import (
+    COMPONENTS,
+    AlgorithmRunner,
+    CaseResult,
+    HookFailed,
+    is_aligned,
+    make_factory,
+)
 
-Check = Callable[[Trial], Awaitable[Verdict]]
+Check = Callable[[AlgorithmRunner], Awaitable[Verdict]]
 SHIFTS = (0.25, -3.0)
 NOISE = 1e-6
-"""Credit below that is what a subtraction has left over."""
-NO_CREDIT = "it gives no credit"
-NOT_REPEATABLE = "it is not repeatable"
+"""Smaller credit is the rounding error of a subtraction."""
+NO_CREDIT = "the algorithm gives no credit"
+NOT_REPEATABLE = "the algorithm is not repeatable"
 
 
-async def every_group(trial: Trial) -> Verdict:
-    found = [str(failure) for failure in trial.failures if failure is not trial.alone[HUGE_REWARDS]]
-    huge = [str(failure) for failure in trial.failures if failure is trial.alone[HUGE_REWARDS]]
-    for played in trial.played():
-        (huge if played.case.name == HUGE_REWARDS else found).extend(_infinite(played))
-    if huge and not found:
-        return Verdict("noted", f"but for rewards as large as {HUGE:g}: {huge[0]}")
-    return _judged(found + huge)
+async def every_group(runner: AlgorithmRunner) -> Verdict:
+    problems = [str(failure) for failure in runner.failures if failure is not runner.alone[HUGE_REWARDS]]
+    huge = [str(failure) for failure in runner.failures if failure is runner.alone[HUGE_REWARDS]]
+    for result in runner.results():
+        (huge if result.case.name == HUGE_REWARDS else problems).extend(_infinite_values(result))
+    if huge and not problems:
+        return Verdict("noted", f"except for rewards as large as {HUGE:g}: {huge[0]}")
+    return _verdict(problems + huge)
 
 
-async def alignment(trial: Trial) -> Verdict:
-    return _judged([problem for played in trial.played() for problem in misfits(played)])
+async def alignment(runner: AlgorithmRunner) -> Verdict:
+    return _verdict([problem for result in runner.results() for problem in alignment_problems(result)])
 
 
-async def read_only(trial: Trial) -> Verdict:
-    found = []
-    for played in trial.played():
-        was, now = played.case, played.credited
-        place = difference(was.task, now.task, "task") or difference(was.rollouts, now.rollouts, "rollouts")
-        if place:
-            found.append(f"{was.name!r}: {place} is not what it was")
-    return _judged(found)
+async def read_only(runner: AlgorithmRunner) -> Verdict:
+    problems = []
+    for result in runner.results():
+        before, after = result.case, result.credited
+        path = differing_path(before.task, after.task, "task")
+        if path := path or differing_path(before.rollouts, after.rollouts, "rollouts"):
+            problems.append(f"{before.name!r}: {path} was changed")
+    return _verdict(problems)
 
 
-async def routing(trial: Trial) -> Verdict:
-    async with trial.session() as session:
+async def routing(runner: AlgorithmRunner) -> Verdict:
+    async with runner.session() as session:
         component = session.algorithm.action_loss_type
     if component not in COMPONENTS:
         return Verdict("fails", f"action_loss_type is {component!r}: it must be one of {', '.join(COMPONENTS)}")
-    found = [
-        f"{played.case.name!r}: {problem}"
-        for played in trial.played()
-        for sample, written in played.shipped_samples()
-        if is_aligned(sample) and (problem := misrouted(sample, written, component))
+    problems = [
+        f"{result.case.name!r}: {problem}"
+        for result in runner.results()
+        for sample, written in result.shipped_samples()
+        if is_aligned(sample) and (problem := routing_problem(sample, written, component))
     ]
-    return _judged(found)
+    return _verdict(problems)
 
 
-async def repeatable(trial: Trial) -> Verdict:
-    if isinstance(trial.together, HookFailed) or isinstance(trial.again, HookFailed):
+async def repeatable(runner: AlgorithmRunner) -> Verdict:
+    if isinstance(runner.together, HookFailed) or isinstance(runner.repeated, HookFailed):
         return Verdict("does not apply", "the batch failed")
-    found = []
-    for first, second in zip(trial.together, trial.again, strict=True):
-        if name := unlike(first.written, second.written, exactly=True):
-            found.append(f"{first.case.name!r}: another instance gave other {name}")
+    problems = []
+    for first, second in zip(runner.together, runner.repeated, strict=True):
+        if name := differing_stream(first.streams, second.streams, exactly=True):
+            problems.append(f"{first.case.name!r}: another instance wrote other {name}")
         elif first.drops != second.drops:
-            found.append(f"{first.case.name!r}: another instance dropped others")
-    return _judged(found)
+            problems.append(f"{first.case.name!r}: another instance dropped other rollouts")
+    return _verdict(problems)
 
 
-async def order(trial: Trial) -> Verdict:
-    if (await repeatable(trial)).kind != "holds":
+async def order(runner: AlgorithmRunner) -> Verdict:
+    if (await repeatable(runner)).kind != "holds":
         return Verdict("does not apply", NOT_REPEATABLE)
-    if trial.kind.keeps_state():
-        return Verdict("does not apply", "it learns from each rollout, in their order")
-    found = []
-    for case in trial.plain_cases:
-        places = list(range(len(case.rollouts)))
-        for moved in (places[::-1], random.Random(case.name).sample(places, len(places))):
-            (again,) = await trial.play([case.members(moved)])
-            expected = [trial.played_alone(case).written[place] for place in moved]
-            if name := unlike(expected, again.written):
-                found.append(f"{case.name!r}: members in another order have other {name}")
-    return _judged_as_promised(trial, ORDER, found)
+    if runner.kind.keeps_state():
+        return Verdict("does not apply", "its state depends on the order of rollouts")
+    problems = []
+    for case in runner.plain_cases:
+        indices = list(range(len(case.rollouts)))
+        for permuted in (indices[::-1], random.Random(case.name).sample(indices, len(indices))):
+            (result,) = await runner.run([case.members(permuted)])
+            expected = [runner.result_alone(case).streams[index] for index in permuted]
+            if name := differing_stream(expected, result.streams):
+                problems.append(f"{case.name!r}: members in another order have other {name}")
+    return _promise_verdict(runner, ORDER, problems)
 
 
-async def equal_rewards(trial: Trial) -> Verdict:
-    if not trial.promises.reward_alone:
-        return Verdict("does not apply", "equal rewards may have unequal credit here")
-    if not _credited(trial):
+async def equal_rewards(runner: AlgorithmRunner) -> Verdict:
+    if not runner.promises.reward_alone:
+        return Verdict("does not apply", "equal rewards may have unequal credit")
+    if not _credited_cases(runner):
         return Verdict("does not apply", NO_CREDIT)
-    found = []
-    for case in _of_equal_rewards(trial):
-        sizes = np.abs(np.concatenate(credit(trial.played_alone(case))))
-        # Nothing tells twins apart: if their credit sums to zero, each has none.
-        none = case.name == TWINS and ZERO_SUM in trial.promises.kept
-        noise = sizes[(sizes > 0) & (none | (sizes < NOISE))]
+    problems = []
+    for case in _equal_reward_cases(runner):
+        sizes = np.abs(np.concatenate(credit(runner.result_alone(case))))
+        # The twins are identical: if their credit sums to zero, each has zero.
+        must_be_zero = case.name == TWINS and ZERO_SUM in runner.promises.kept
+        noise = sizes[(sizes > 0) & (must_be_zero | (sizes < NOISE))]
         if len(noise):
-            found.append(f"{case.name!r} leave {noise.max():.1g}; headrace.rollout.credit.center leaves 0")
-    return _judged(found)
+            problems.append(f"{case.name!r} leave {noise.max():.1g}; headrace.rollout.credit.center leaves 0")
+    return _verdict(problems)
 
 
-async def shift(trial: Trial) -> Verdict:
+async def shift(runner: AlgorithmRunner) -> Verdict:
     async def changed(case: Case) -> str:
-        before = credit(trial.played_alone(case))
+        before = credit(runner.result_alone(case))
         for by in SHIFTS:
-            (played,) = await trial.play([case.shifted(by)])
-            for old, new in zip(before, credit(played), strict=True):
+            (result,) = await runner.run([case.shifted(by)])
+            for old, new in zip(before, credit(result), strict=True):
                 if old.shape != new.shape or not close(old, new):
                     return f"{case.name!r}: with {by:+g} on every reward, {mean(old):.6g} becomes {mean(new):.6g}"
         return ""
 
-    # Equal rewards of one size may round, and of another not; who fails on some of them has failed already.
-    return await _promised(trial, SHIFT, changed, [] if trial.failures else _of_equal_rewards(trial))
+    # Equal rewards may round at one size and not at another; a failure of a hook is reported by another check.
+    return await _check_promise(runner, SHIFT, changed, [] if runner.failures else _equal_reward_cases(runner))
 
 
-async def zero_sum(trial: Trial) -> Verdict:
-    over_tokens = trial.promises.length_weighted
+async def zero_sum(runner: AlgorithmRunner) -> Verdict:
+    over_tokens = runner.promises.length_weighted
 
     async def remainder(case: Case) -> str:
         weights = [rollout.completion_tokens if over_tokens else 1 for rollout in case.rollouts]
-        shares = [w * mean(values) for w, values in zip(weights, credit(trial.played_alone(case)), strict=True)]
+        shares = [w * mean(values) for w, values in zip(weights, credit(runner.result_alone(case)), strict=True)]
         if abs(math.fsum(shares)) <= ROUNDING * max(1.0, *map(abs, shares)):
             return ""
-        return f"{case.name!r}: it sums to {math.fsum(shares):.6g}{' over its tokens' if over_tokens else ''}"
+        return f"{case.name!r}: credit sums to {math.fsum(shares):.6g}{' over its tokens' if over_tokens else ''}"
 
-    return await _promised(trial, ZERO_SUM, remainder)
+    return await _check_promise(runner, ZERO_SUM, remainder)
 
 
-async def signs(trial: Trial) -> Verdict:
-    async def turned(case: Case) -> str:
-        played = trial.played_alone(case)
-        for number, (base, final) in enumerate(zip(group_credit(played), final_credit(played), strict=True)):
+async def signs(runner: AlgorithmRunner) -> Verdict:
+    async def flipped(case: Case) -> str:
+        result = runner.result_alone(case)
+        for number, (base, final) in enumerate(zip(group_credit(result), final_credit(result), strict=True)):
             if base.shape == final.shape and np.any(np.where(base >= 0, final < 0, final > 0)):
-                return f"{case.name!r}: score_batch turns the sign of a token of rollout {number}"
+                return f"{case.name!r}: score_batch flips the sign of a token of rollout {number}"
         return ""
 
-    changed = any(unlike(p.by_group, p.by_algorithm, exactly=True, only="advantages") for p in trial.played())
-    if not changed and SIGNS not in trial.promises.kept and SIGNS not in trial.promises.reasons:
+    changed = any(
+        differing_stream(p.after_group, p.after_batch, exactly=True, only="advantages") for p in runner.results()
+    )
+    if not changed and SIGNS not in runner.promises.kept and SIGNS not in runner.promises.reasons:
         return Verdict("does not apply", "score_batch changes no credit")
-    return await _promised(trial, SIGNS, turned)
+    return await _check_promise(runner, SIGNS, flipped)
 
 
-async def filters(trial: Trial) -> Verdict:
-    if trial.kind.score_batch is Algorithm.score_batch:
-        return Verdict("does not apply", "it has no score_batch, which alone sees it")
-    found = []
-    fits = (await alignment(trial)).kind == "holds"  # else it has been told
+async def filters(runner: AlgorithmRunner) -> Verdict:
+    if runner.kind.score_batch is Algorithm.score_batch:
+        return Verdict("does not apply", "it has no score_batch, the only hook after filters")
+    problems = []
+    aligned = (await alignment(runner)).kind == "holds"  # else the alignment check has reported it
     for kept, left in ((slice(None, None, 2), "every other member"), (slice(-1, None), "one member")):
-        async with trial.session() as session:
-            credited = [await session.credit(case) for case in trial.sound_cases]
-            batch = [played.members(range(len(played.by_group))[kept]) for played in credited]
+        async with runner.session() as session:
+            credited = [await session.credit(case) for case in runner.sound_cases]
+            batch = [result.members(range(len(result.after_group))[kept]) for result in credited]
             try:
                 await session.ship(batch)
             except HookFailed as failure:
-                found.append(f"with {left} of each group left: {failure}")
+                problems.append(f"with {left} of each group left: {failure}")
                 continue
-        problems = [problem for played in batch for problem in _infinite(played)]
-        problems += [problem for played in batch for problem in misfits(played) if fits]
-        found += [f"with {left} of each group left: {problem}" for problem in problems]
-    return _judged(found)
+        details = [detail for result in batch for detail in _infinite_values(result)]
+        details += [detail for result in batch for detail in alignment_problems(result) if aligned]
+        problems += [f"with {left} of each group left: {detail}" for detail in details]
+    return _verdict(problems)
 
 
-async def state(trial: Trial) -> Verdict:
-    if not trial.kind.keeps_state():
-        batch = await _repeatable_batch(trial)
-        return _judged(await traces_of_memory(trial, batch)) if batch else Verdict("does not apply", NOT_REPEATABLE)
-    half = len(trial.sound_cases) // 2
-    async with trial.session() as first, trial.session() as second:
-        batch = [await first.credit(case) for case in trial.sound_cases[:half]]
+async def state(runner: AlgorithmRunner) -> Verdict:
+    if not runner.kind.keeps_state():
+        batch = await _repeatable_batch(runner)
+        return _verdict(await _hidden_state(runner, batch)) if batch else Verdict("does not apply", NOT_REPEATABLE)
+    half = len(runner.sound_cases) // 2
+    async with runner.session() as first, runner.session() as second:
+        batch = [await first.credit(case) for case in runner.sound_cases[:half]]
         halfway = await first.state()
         await second.load_state(halfway)
-        found = []
-        for case in trial.sound_cases[half:]:
+        problems = []
+        for case in runner.sound_cases[half:]:
             here, there = await first.credit(case), await second.credit(case)
             batch.append(here)
-            if name := unlike(here.written, there.written, exactly=True):
-                found.append(f"{case.name!r}: once the state is loaded, it has other {name}")
+            if name := differing_stream(here.streams, there.streams, exactly=True):
+                problems.append(f"{case.name!r}: after load_state, it has other {name}")
         credited = await first.state()
         if credited != await second.state():
-            found.append("a state that is loaded goes on to another")
+            problems.append("after load_state and the same groups, the state differs")
         await first.ship(batch)
         if credited != await first.state():
-            found.append("score_batch changes the state, which score_group alone may")
-    return _judged(found)
+            problems.append("score_batch changes the state; only score_group may")
+    return _verdict(problems)
 
 
-async def failing_model(trial: Trial) -> Verdict:
-    if not trial.asked:
-        return Verdict("does not apply", "it asks no other model")
-    found = []
-    healthy = await _repeatable_batch(trial)
+async def failing_model(runner: AlgorithmRunner) -> Verdict:
+    if not runner.model_requests:
+        return Verdict("does not apply", "it sends no request to another model")
+    problems = []
+    healthy = await _repeatable_batch(runner)
     for each, when in ((1, "always"), (2, "every other time")):
         try:
-            batch = await trial.play(trial.sound_cases, Failing(each))
+            batch = await runner.run(runner.sound_cases, FailingModel(each))
         except HookFailed as failure:
-            found.append(f"a model that fails {when}: {failure}")
+            problems.append(f"with a model that fails {when}: {failure}")
         else:
-            problems = [problem for played in batch for problem in misfits(played)]
+            details = [detail for result in batch for detail in alignment_problems(result)]
             pairs = zip(batch, healthy, strict=True) if healthy else ()
-            problems += [problem for pair in pairs for problem in invented_scores(*pair)]
-            found += [f"a model that fails {when}: {problem}" for problem in problems]
-    return _judged(found)
+            details += [detail for pair in pairs for detail in invented_logprobs(*pair)]
+            problems += [f"with a model that fails {when}: {detail}" for detail in details]
+    return _verdict(problems)
 
 
 CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("every group", "any group is credited, with finite numbers", every_group),
     ("alignment", "one value per token, 0 on prompts, none missing", alignment),
-    ("read only", "tasks, rewards and tokens stay as they are", read_only),
-    ("routing", "sampled tokens go to the loss that it declares", routing),
-    ("repeatable", "two fresh instances give the same bits", repeatable),
-    ("order", "members in another order have the same credit", order),
-    ("equal rewards", "they leave no rounding error behind as credit", equal_rewards),
+    ("read only", "tasks, rewards and tokens are not changed", read_only),
+    ("routing", "sampled tokens go to the declared loss", routing),
+    ("repeatable", "two new instances write the same bits", repeatable),
+    ("order", "credit does not depend on the order of members", order),
+    ("equal rewards", "equal rewards leave no rounding error as credit", equal_rewards),
     ("shift", "a constant on all rewards changes no credit", shift),
     ("zero sum", "the credit of a group sums to zero", zero_sum),
-    ("signs", "the batch stage turns no sign of the group's credit", signs),
-    ("filters", "members that filters took away are not missed", filters),
-    ("state", "all that it remembers is in state(), as JSON", state),
+    ("signs", "score_batch flips no sign of the group's credit", signs),
+    ("filters", "score_batch handles groups with filtered members", filters),
+    ("state", "everything it remembers is in state(), as JSON", state),
     ("failing model", "costs drops or a fallback, never an exception", failing_model),
 )
-"""By name, with what each says in a line."""
+"""Name, description and function of each check."""
 
 
-async def _repeatable_batch(trial: Trial) -> list[Played]:
-    """All sound cases in one batch; none if that does not come out alike each time."""
-    if isinstance(trial.together, HookFailed) or (await repeatable(trial)).kind != "holds":
+async def check_algorithm(config: AlgorithmConfig, fixtures: Fixtures | None = None) -> ConformanceReport:
+    """Run worked numbers and all invariants; raises `BadInput` if the config does not name an algorithm."""
+    fixtures = fixtures or make_fixtures()
+    try:
+        worked = CheckResult("worked numbers", "match numbers worked by hand", await worked_numbers(config, fixtures))
+        runner = await AlgorithmRunner.create(config, fixtures)
+    except HookFailed as failure:
+        failed = CheckResult("every group", CHECKS[0][1], Verdict("fails", str(failure)))
+        return ConformanceReport(make_factory(config).name, 0, [failed])
+    results = []
+    for name, description, check in CHECKS:
+        if not runner.sound_cases and check is not every_group:
+            verdict = Verdict("does not apply", "no group could be credited")
+        else:
+            try:
+                verdict = await check(runner)
+            except HookFailed as failure:
+                verdict = Verdict("fails", str(failure))
+        results.append(CheckResult(name, description, verdict))
+    return ConformanceReport(runner.factory.name, len(runner.cases), [worked, *results])
+
+
+async def _repeatable_batch(runner: AlgorithmRunner) -> list[CaseResult]:
+    """Return the results of all sound cases in one batch, or an empty list if they are not repeatable."""
+    if isinstance(runner.together, HookFailed) or (await repeatable(runner)).kind != "holds":
         return []
-    return trial.together
+    return runner.together
 
 
-async def _promised(
-    trial: Trial, name: str, problem_of: Callable[[Case], Awaitable[str]], more: Sequence[Case] = ()
+async def _check_promise(
+    runner: AlgorithmRunner, name: str, problem_of: Callable[[Case], Awaitable[str]], more: Sequence[Case] = ()
 ) -> Verdict:
-    """Tried on the plain cases with credit, and on `more`."""
-    if name in trial.promises.reasons:
-        return Verdict("does not apply", trial.promises.reasons[name])
-    cases = _credited(trial)
+    """Check a promise on the plain cases with credit and on `more`."""
+    if name in runner.promises.reasons:
+        return Verdict("does not apply", runner.promises.reasons[name])
+    cases = _credited_cases(runner)
     if not cases:
         return Verdict("does not apply", NO_CREDIT)
-    found = [problem for case in (*cases, *more) if (problem := await problem_of(case))]
-    return _judged_as_promised(trial, name, found)
+    problems = [problem for case in (*cases, *more) if (problem := await problem_of(case))]
+    return _promise_verdict(runner, name, problems)
 
 
-def _judged_as_promised(trial: Trial, name: str, found: Sequence[str]) -> Verdict:
-    """A failure where it was promised; else it is told how it is."""
-    if name in trial.promises.kept:
-        return _judged(found)
-    return Verdict("noted", f"not promised, and not so: {found[0]}" if found else "it is so, though not promised")
+def _promise_verdict(runner: AlgorithmRunner, name: str, problems: Sequence[str]) -> Verdict:
+    """Return a failure only if the algorithm promises the invariant; otherwise note whether it holds."""
+    if name in runner.promises.kept:
+        return _verdict(problems)
+    return Verdict("noted", f"does not hold and is not promised: {problems[0]}" if problems else "holds, not promised")
 
 
-def _credited(trial: Trial) -> list[Case]:
-    """The plain cases in which anybody has any credit."""
-    return [case for case in trial.plain_cases if any(map(len, credit(trial.played_alone(case))))]
+def _credited_cases(runner: AlgorithmRunner) -> list[Case]:
+    """Return the plain cases in which any token has credit."""
+    return [case for case in runner.plain_cases if any(map(len, credit(runner.result_alone(case))))]
 
 
-def _of_equal_rewards(trial: Trial) -> list[Case]:
-    return [case for case in trial.sound_cases if len({rollout.reward for rollout in case.rollouts}) == 1]
+def _equal_reward_cases(runner: AlgorithmRunner) -> list[Case]:
+    return [case for case in runner.sound_cases if len({rollout.reward for rollout in case.rollouts}) == 1]
 
 
-def _infinite(played: Played) -> Iterator[str]:
-    for number, name, values in named_streams(played):
-        if not np.isfinite(values).all():
-            bad = values[~np.isfinite(values)].flat[0]
-            yield f"{played.case.name!r}: rollout {number} has {bad} in its {name}"
+def _infinite_values(result: CaseResult) -> Iterator[str]:
+    for number, streams in enumerate(result.streams):
+        for name, values in (stream for sample in streams for stream in sample.items()):
+            if not np.isfinite(values).all():
+                bad = values[~np.isfinite(values)].flat[0]
+                yield f"{result.case.name!r}: rollout {number} has {bad} in its {name}"
 
 
-def _judged(found: Sequence[str]) -> Verdict:
-    if not found:
+def _verdict(problems: Sequence[str]) -> Verdict:
+    if not problems:
         return Verdict("holds")
-    distinct = list(dict.fromkeys(found))
+    distinct = list(dict.fromkeys(problems))
     more = f" (and {len(distinct) - 1} more)" if len(distinct) > 1 else ""
     return Verdict("fails", distinct[0] + more)
+
+
+async def _hidden_state(runner: AlgorithmRunner, together: Sequence[CaseResult]) -> list[str]:
+    """Return signs that an algorithm without `state` remembers earlier groups, which a restart would lose.
+
+    `together` are the results of all sound cases in one batch.
+    """
+    alone = [runner.result_alone(case) for case in runner.sound_cases]
+    async with runner.session() as session:
+        concurrent = await session.credit_concurrently(runner.sound_cases)
+    problems = [
+        f"{expected.case.name!r}: credited {when} other groups, it has other {name}"
+        for results, when in ((together, "after"), (concurrent, "at the same time as"))
+        for expected, result in zip(alone, results, strict=True)
+        if (name := differing_stream(expected.after_group, result.after_group, exactly=True))
+    ]
+    # Use task keys that no instance has seen, to detect state of the class; if credit depends on the key, keep it.
+    cases = runner.sound_cases
+    renamed = await runner.run([case.with_task_suffix("renamed") for case in cases])
+    if not any(differing_stream(a.streams, b.streams, exactly=True) for a, b in zip(together, renamed, strict=True)):
+        cases = [case.with_task_suffix("unseen") for case in cases]
+    async with runner.session() as session:
+        for batch in ([case.mirrored() for case in cases], cases):
+            credited = [await session.credit(case) for case in batch]
+            await session.ship(credited)
+    for before, after in zip(together, credited, strict=True):
+        if name := differing_stream(before.streams, after.streams, exactly=True):
+            problems.append(f"{before.case.name!r}: after another group of its task, it has other {name}")
+    return problems

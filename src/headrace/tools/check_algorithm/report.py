@@ -1,4 +1,4 @@
-"""What a check found, and how it is shown."""
+"""The results of the checks of an algorithm, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -14,51 +14,48 @@ COLOURS: dict[Kind, str] = {"holds": "green", "fails": "red", "does not apply": 
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`detail` says what was seen, or why it does not apply."""
-
     kind: Kind
     detail: str = ""
+    """What was observed, or why the check does not apply."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     check: str
-    says: str
+    description: str
     verdict: Verdict
 
 
-class Report(msgspec.Struct, frozen=True):
+class ConformanceReport(msgspec.Struct, frozen=True):
     algorithm: str
     cases: int
-    rows: list[Row]
+    checks: list[CheckResult]
 
     @property
     def passed(self) -> bool:
-        return all(row.verdict.kind != "fails" for row in self.rows)
+        return all(check.verdict.kind != "fails" for check in self.checks)
 
 
-def view(report: Report) -> RenderableType:
+def render_report(report: ConformanceReport) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")  # a long path must not be cut short
-    for row in report.rows:
-        verdict = Text(row.verdict.kind, COLOURS[row.verdict.kind])
-        table.add_row(Text(row.check), verdict, _told(row))
-    failed = [row.check for row in report.rows if row.verdict.kind == "fails"]
-    end = Text(f"does not hold: {', '.join(failed)}", "red") if failed else Text("all that applies holds", "green")
+    table.add_column(overflow="fold")  # do not cut long paths
+    for result in report.checks:
+        verdict = Text(result.verdict.kind, COLOURS[result.verdict.kind])
+        table.add_row(Text(result.check), verdict, _describe(result))
+    failed = [result.check for result in report.checks if result.verdict.kind == "fails"]
+    end = Text(f"failed: {', '.join(failed)}", "red") if failed else Text("all checks that apply hold", "green")
     return Group(Text(f"{report.algorithm}, on {report.cases} groups"), Text(), table, Text(), end)
 
 
-def _told(row: Row) -> Text:
-    """What the check says, and what was seen; of one that does not apply, why."""
-    seen = _printable(row.verdict.detail)
-    if row.verdict.kind == "does not apply":
-        return Text(seen, "dim")
-    if row.verdict.kind == "holds":
-        return Text(f"{row.says} ({seen})" if seen else row.says)
-    return Text.assemble(row.says, "\n", (seen, "red" if row.verdict.kind == "fails" else "dim"))
-
-
-def _printable(text: str) -> str:
-    """What a terminal would obey rather than show, escaped."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+def _describe(result: CheckResult) -> Text:
+    """Return the check's description and detail, with control characters escaped."""
+    letters = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in result.verdict.detail)
+    detail = "".join(letters)
+    match result.verdict.kind:
+        case "does not apply":
+            return Text(detail, "dim")
+        case "holds":
+            return Text(f"{result.description} ({detail})" if detail else result.description)
+        case kind:
+            return Text.assemble(result.description, "\n", (detail, "red" if kind == "fails" else "dim"))
