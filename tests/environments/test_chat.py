@@ -206,12 +206,12 @@ async def test_what_goes_wrong_with_a_call_is_told_and_counted():
     line = script(call_tool("double", n=100), call_tool("triple", n=1), call_tool("double", n="x"), unread, "sorry")
     chat = Chat(line, "hello", tools=[double])
     await chat.act()
-    told = [message["content"] for message in chat.messages if message["role"] == "tool"]
-    assert told[0] == "Error: too much"
-    assert told[1] == "Error: there is no tool 'triple'; there is double"
-    assert told[2].startswith("Error: the arguments of double do not fit: n: ")
-    assert told[3] == "Error: the tool call is not valid JSON"
-    assert "name" not in chat.messages[-2]  # nobody knows which tool was meant
+    results = [message["content"] for message in chat.messages if message["role"] == "tool"]
+    assert results[0] == "Error: too much"
+    assert results[1] == "Error: there is no tool 'triple'; there is double"
+    assert results[2].startswith("Error: the arguments of double do not fit: n: ")
+    assert results[3] == "Error: the tool call is not valid JSON"
+    assert "name" not in chat.messages[-2]  # the tool is unknown
     assert chat.rollout({}, {"turns": 5}).metrics == {"tool_calls": 4, "tool_errors": 4, "turns": 5}
 
 
@@ -266,13 +266,13 @@ async def test_a_made_up_name_that_could_be_markup_is_in_no_message_of_a_tool():
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(TypeError, match="two tools have the name double"):
+    with pytest.raises(TypeError, match="double"):
         Chat(script(), "hello", tools=[double, Tool(double)])
 
 
 async def test_a_reply_of_no_tokens_cannot_be_asked_for():
     line = Small(9)
     for none in (0, -1):
-        with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        with pytest.raises(ValueError, match="max_tokens"):
             await Chat(line, "hello").reply(none)
     assert line.asked == []

@@ -57,9 +57,9 @@ async def test_gold_replies_play_a_tool_episode_to_its_reward():
 
 def test_demonstrations_are_gold_episodes_with_their_tools():
     for shown in islice(demonstrate(Doubling(), seed=1), 20):
-        asked, call, told, said = shown.messages
+        asked, call, result, said = shown.messages
         assert call["tool_calls"][0]["function"] == {"name": "double", "arguments": {"n": int(asked["content"])}}
-        assert said["content"] == told["content"] == str(2 * int(asked["content"]))
+        assert said["content"] == result["content"] == str(2 * int(asked["content"]))
         assert shown.tools[0]["function"]["name"] == "double"
 
 

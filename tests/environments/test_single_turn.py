@@ -77,7 +77,7 @@ def test_the_best_answer_is_the_rows_answer_unless_gold_says_otherwise():
 
 
 def test_without_answer_or_gold_the_message_says_what_to_implement():
-    with pytest.raises(NotImplementedError, match=r"shout has no gold replies: implement gold\(task, messages\)"):
+    with pytest.raises(NotImplementedError, match=r"shout.*gold"):
         shout().gold(Task("any", {"word": "a"}), [])
 
 

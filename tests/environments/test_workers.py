@@ -259,7 +259,7 @@ async def test_an_episode_stuck_in_synchronous_code_is_ended_by_killing_its_work
         stuck.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stuck
-        with pytest.raises(EpisodeError, match=r"a cancelled episode did not stop within 0\.2 s") as failure:
+        with pytest.raises(EpisodeError, match=r"within 0\.2 s") as failure:
             await other
         assert failure.value.reason == "worker"
         assert await pid_of(workers) != before
@@ -393,7 +393,7 @@ async def test_a_pool_closed_while_a_worker_starts_closes_the_environment_there_
 
 
 async def test_an_environment_that_takes_too_long_to_load_is_named():
-    with pytest.raises(WorkersFailed, match=r"did not load the environment within 0\.5 s"):
+    with pytest.raises(WorkersFailed, match=r"within 0\.5 s"):
         async with pool(1, f"{OTHERS}:Slow", {"home": os.getpid()}, start_timeout=0.5):
             pass
 
@@ -421,7 +421,7 @@ async def test_closing_ends_a_worker_that_is_stuck_with_all_it_has_started(tmp_p
         deed = task("spin_until", started=str(started), path=str(tmp_path / "never"))
         episode = asyncio.create_task(workers.run(deed, Echo()))
         await until(started.exists)
-    with pytest.raises(EpisodeError, match=r"did not end within 0\.2 s"):
+    with pytest.raises(EpisodeError, match=r"within 0\.2 s"):
         await episode
     wait_for_lock(lock)
 

@@ -58,8 +58,8 @@ class Deeds(Environment):
         return [{"do": "answer"}]
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
-        told = await getattr(self, task.data["do"])(context, **task.data.get("with", {}))
-        return told or [Rollout(metrics={"pid": os.getpid()})]
+        rollouts = await getattr(self, task.data["do"])(context, **task.data.get("with", {}))
+        return rollouts or [Rollout(metrics={"pid": os.getpid()})]
 
     async def nothing(self, context: Context) -> None:
         pass
@@ -70,8 +70,8 @@ class Deeds(Environment):
         for _ in range(turns):
             replies.append(await context.chat(messages))
             messages += [replies[-1].message, {"role": "user", "content": str(len(messages))}]
-        told = [reply.turn for reply in replies]
-        return [Rollout(rewards={"length": float(len(messages))}, messages=messages, turns=told, stop_reason="told")]
+        turns = [reply.turn for reply in replies]
+        return [Rollout(rewards={"length": float(len(messages))}, messages=messages, turns=turns, stop_reason="done")]
 
     async def ask_at_once(self, context: Context) -> list[Rollout]:
         replies = await asyncio.gather(*(context.chat([{"role": "user", "content": str(n)}]) for n in range(5)))

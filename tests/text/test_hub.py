@@ -47,10 +47,10 @@ def test_an_unreachable_hub_is_an_error_that_names_the_model(tmp_path: Path):
     # in a process of its own: the hub's library reads these variables when it is imported
     code = (
         "from headrace.text.hub import ModelNotFound, model_directory\n"
-        "try: model_directory('nobody/no-such-model')\n"
+        "try: model_directory('no-one/no-such-model')\n"
         "except ModelNotFound as error: print(error.value, error.fix)"
     )
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("nobody/no-such-model ")
+    assert done.stdout.startswith("no-one/no-such-model ")
     assert "hub" in done.stdout

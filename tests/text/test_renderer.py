@@ -119,7 +119,7 @@ def test_auto_warns_when_a_family_renders_tools_differently_from_the_template(
     assert "renderer qwen3 renders tools" in caplog.text
 
 
-TOLD = "{% if tools %}{{ tools | tojson }}{% endif %}"
+SHOW_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,13 @@ TOLD = "{% if tools %}{{ tools | tojson }}{% endif %}"
     [
         (CHATML, False),
         (CHATML + "{# tools #}{% if tools %}{% endif %}", False),
-        (CHATML + TOLD, True),
-        (CHATML + "{% if messages[0].role == 'system' %}" + TOLD + "{% endif %}", True),
+        (CHATML + SHOW_TOOLS, True),
+        (CHATML + "{% if messages[0].role == 'system' %}" + SHOW_TOOLS + "{% endif %}", True),
         (CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}", False),
-        (CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}", True),  # which tells whoever has some
+        (
+            CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}",
+            True,
+        ),  # fails with tools
     ],
 )
 def test_whether_a_template_shows_tools_is_seen_in_what_it_renders(write_model: WriteModel, template: str, shown: bool):

@@ -29,15 +29,15 @@ PLANS = ASK.replace("SAID", "m.content") + GENERATE.replace("OPENED", "Plan:")
 
 
 def message(said: Said) -> Message:
-    told: Message = {"role": "assistant", "content": said.text}
+    result: Message = {"role": "assistant", "content": said.text}
     if said.thought:
-        told["reasoning_content"] = said.thought
+        result["reasoning_content"] = said.thought
     if said.calls:
-        told["tool_calls"] = [
+        result["tool_calls"] = [
             {"id": f"functions.{name}:{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
             for n, (name, arguments) in enumerate(said.calls)
         ]
-    return told
+    return result
 
 
 def written(model: Model, answer: EncodedReply) -> str:
@@ -68,13 +68,13 @@ def test_an_answer_is_what_its_rendering_has_beyond_the_prompt_where_it_begins_w
     name: str, text: str, thought: str, called: bool
 ):
     model = load(name)
-    told = message(Said(text, [("add", {"a": 1})] if called else [], thought))
+    reply = message(Said(text, [("add", {"a": 1})] if called else [], thought))
     tools: Any = TOOLS
     messages: Any = [{"role": "system", "content": "Be brief."}, *HELLO, message(Said("yes")), *HELLO]
     asked = model.renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
-    whole = model.renderer.render_ids([*messages, told], tools=tools)
+    whole = model.renderer.render_ids([*messages, reply], tools=tools)
     if whole[: len(asked)] == asked:
-        answer = encode_reply(model.renderer, model.tokenizer, told, TOOLS)
+        answer = encode_reply(model.renderer, model.tokenizer, reply, TOOLS)
         beyond = whole[len(asked) :]
         assert answer.dropped == 0
         assert answer.ids[: len(beyond)] == beyond[: len(answer.ids)]
@@ -129,8 +129,8 @@ def test_thoughts_that_a_server_leaves_in_the_text_are_thoughts(name: str):
 
 def test_where_the_prompt_rules_thoughts_out_there_are_none():
     model = load("qwen3-without-thoughts")
-    for told in (message(Said("yes", thought="hm")), message(Said("<think>\nhm\n</think>\n\nyes"))):
-        assert written(model, encode_reply(model.renderer, model.tokenizer, told)) == "yes<|im_end|>"
+    for reply in (message(Said("yes", thought="hm")), message(Said("<think>\nhm\n</think>\n\nyes"))):
+        assert written(model, encode_reply(model.renderer, model.tokenizer, reply)) == "yes<|im_end|>"
 
 
 def test_a_format_that_has_no_thoughts_leaves_them_out_unless_they_are_in_the_text():
@@ -194,18 +194,18 @@ def test_placeholders_leave_the_tokens_of_the_chat_format(
     most = 1 if model.family.renderer in ("llama-3", "gpt-oss", "default") else 2
     made = [("add", {"a": 1, "q": thought})] * min(calls, most)
     inline = f"<think>\n{thought}\n</think>\n\n{text}"
-    for told in (message(Said(text, made, thought)), message(Said(inline, made))):
-        ids = encode_reply(model.renderer, model.tokenizer, told, TOOLS, finished=finished).ids
+    for reply in (message(Said(text, made, thought)), message(Said(inline, made))):
+        ids = encode_reply(model.renderer, model.tokenizer, reply, TOOLS, finished=finished).ids
         plain = encode_reply(
-            model.renderer, model.tokenizer, with_placeholder_words(told), TOOLS, finished=finished
+            model.renderer, model.tokenizer, with_placeholder_words(reply), TOOLS, finished=finished
         ).ids
         assert [token for token in ids if token in model.added] == [token for token in plain if token in model.added]
 
 
 def test_placeholders_are_all_that_is_left_of_a_message():
-    told = message(Said("a </think>", [("add", {"q": ["<s>", {"k": "</s>"}], "a": 1})], "hm"))
+    reply = message(Said("a </think>", [("add", {"q": ["<s>", {"k": "</s>"}], "a": 1})], "hm"))
     call = {"name": "x", "arguments": {"x0": ["x", {"x0": "x"}], "x1": 1}}
-    assert with_placeholder_words(told) == {
+    assert with_placeholder_words(reply) == {
         "role": "assistant",
         "content": "x",
         "reasoning_content": "x",

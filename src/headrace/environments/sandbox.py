@@ -127,7 +127,7 @@ class Sandbox:
             if process.is_alive():
                 return process
             process.kill("ended while it was idle")
-        self._processes = [process for process in self._processes if not process.is_reaped()]
+        self._processes = [process for process in self._processes if process.is_running()]
         process = _Process(self._memory_mb)
         self._processes.append(process)
         await process.start()
@@ -179,8 +179,9 @@ class _Process:
     def is_alive(self) -> bool:
         return not self._killed and not self._lost and self._process.poll() is None
 
-    def is_reaped(self) -> bool:
-        return self._killed and self._process.poll() is not None
+    def is_running(self) -> bool:
+        """Return whether the process exists, even if it has been killed."""
+        return not self._killed or self._process.poll() is None
 
     def kill(self, cause: str, kind: str = "process") -> None:
         """Kill it with all that it has started. A pending call fails with this cause and kind."""

@@ -11,7 +11,7 @@ import itertools
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from headrace.environments.fault import CANCELLED_ITSELF, fault_of
 from headrace.environments.registry import load_environment
 from headrace.observe.logs import setup_logging
 from headrace.rollout.checks import checked_rollouts, normalize_fields
-from headrace.rollout.types import Message, Rollout, Task, printable
+from headrace.rollout.types import Message, Rollout, printable
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +85,9 @@ class Worker:
         match message:
             case Load():
                 self._loading = asyncio.create_task(self._load(message))
-            case Run(job, task):
-                self._begin(job, partial(self._run, task, WorkerContext(self, job)))
-            case Score(job, rollouts):
-                self._begin(job, partial(self._score, rollouts))
+            case Run(job) | Score(job):
+                task = self._jobs[job] = asyncio.create_task(self._execute(message))
+                task.add_done_callback(partial(self._ended, job))
             case Cancel(job):
                 if job in self._jobs:  # else its result is on the way
                     self._jobs[job].cancel()
@@ -117,17 +116,32 @@ class Worker:
         else:
             self.channel.send(Ready())
 
-    def _begin(self, job: int, work: Callable[[], Awaitable[Any]]) -> None:
-        task = self._jobs[job] = asyncio.create_task(self._work(job, work))
-        task.add_done_callback(partial(self._ended, job))
-
-    async def _work(self, job: int, work: Callable[[], Awaitable[Any]]) -> None:
+    async def _execute(self, request: Run | Score) -> None:
+        """Run an episode or score a group, and send the outcome."""
+        assert self._environment is not None, "the pool sends jobs once it is loaded"
+        result: list[Rollout] | list[Scores]
         try:
-            self.channel.send(Result(job, msgspec.Raw(encode(await work()))))
+            if isinstance(request, Run):
+                context = WorkerContext(self, request.job)
+                result = rollouts = checked_rollouts(await self._environment.run(request.task, context))
+                for rollout in rollouts:
+                    normalize_fields(rollout)
+            else:
+                await self._environment.score_group(request.rollouts)
+                for rollout in request.rollouts:
+                    normalize_fields(rollout)
+                result = [Scores(rollout.rewards, rollout.metrics, rollout.error) for rollout in request.rollouts]
+            self.channel.send(Result(request.job, msgspec.Raw(encode(result))))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit() in a checker fails its episode, not the worker
-            self.channel.send(_failure(job, error))
+            fault = fault_of(error)
+            if isinstance(error, EpisodeError):
+                failed = Failed(request.job, printable(str(error.reason)), fault.message, call=error.call)
+            else:
+                call = error.call if isinstance(error, ChatFailed) else None
+                failed = Failed(request.job, "environment", fault.text, fault.place, fault.traceback, call)
+            self.channel.send(failed)
 
     def _ended(self, job: int, task: asyncio.Task[None]) -> None:
         del self._jobs[job]
@@ -135,20 +149,6 @@ class Worker:
             self.channel.send(Failed(job, "environment", CANCELLED_ITSELF))
         elif (error := task.exception()) is not None:  # the failure could not be encoded in full
             self.channel.send(Failed(job, "environment", fault_of(error).text))
-
-    async def _run(self, task: Task, context: WorkerContext) -> list[Rollout]:
-        assert self._environment is not None, "the pool sends jobs once it is loaded"
-        rollouts = checked_rollouts(await self._environment.run(task, context))
-        for rollout in rollouts:
-            normalize_fields(rollout)
-        return rollouts
-
-    async def _score(self, rollouts: list[Rollout]) -> list[Scores]:
-        assert self._environment is not None, "the pool sends jobs once it is loaded"
-        await self._environment.score_group(rollouts)
-        for rollout in rollouts:
-            normalize_fields(rollout)
-        return [Scores(rollout.rewards, rollout.metrics, rollout.error) for rollout in rollouts]
 
 
 class WorkerContext:
@@ -172,14 +172,6 @@ class WorkerContext:
             raise
         finally:
             del self._worker.calls[call]
-
-
-def _failure(job: int, error: BaseException) -> Failed:
-    fault = fault_of(error)
-    if isinstance(error, EpisodeError):
-        return Failed(job, printable(str(error.reason)), fault.message, call=error.call)
-    call = error.call if isinstance(error, ChatFailed) else None
-    return Failed(job, "environment", fault.text, fault.place, fault.traceback, call)
 
 
 def _chat_exception(message: ChatError) -> Exception:

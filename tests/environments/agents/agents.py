@@ -52,8 +52,8 @@ async def use_tools(data: dict[str, Any], base_url: str, api_key: str, model: st
             return message.content
         messages.append(message)
         for call in message.tool_calls:
-            told = json.loads(call.function.arguments).get("a", 0) + 1  # type: ignore[union-attr]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(told)})
+            result = json.loads(call.function.arguments).get("a", 0) + 1  # type: ignore[union-attr]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 
 
 async def delegate(data: dict[str, Any], base_url: str, api_key: str, model: str) -> str | None:
@@ -66,8 +66,8 @@ async def delegate(data: dict[str, Any], base_url: str, api_key: str, model: str
         messages += [first, {"role": "user", "content": "again"}]
         return str((await client.chat.completions.create(model=model, messages=messages)).choices[0].message.content)
 
-    told = await asyncio.gather(sub("left"), sub("right"))
-    messages: Any = [{"role": "user", "content": " ".join(told)}]
+    replies = await asyncio.gather(sub("left"), sub("right"))
+    messages: Any = [{"role": "user", "content": " ".join(replies)}]
     return (await client.chat.completions.create(model=model, messages=messages)).choices[0].message.content
 
 

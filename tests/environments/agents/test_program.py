@@ -106,8 +106,8 @@ async def test_settings_of_an_agents_own_are_ignored_and_named_once(caplog: pyte
         async with started("ask") as environment:
             for _ in range(3):
                 await environment.run(TASK, says("x"))
-    (told,) = [record.message for record in caplog.records if "an agent sets" in record.message]
-    assert "temperature, seed" in told
+    (warning,) = [record.message for record in caplog.records if "an agent sets" in record.message]
+    assert "temperature, seed" in warning
 
 
 class Small:
@@ -267,7 +267,7 @@ def gone(pids: Path) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Whether it is alive and no zombie that somebody else has to bury."""
+    """Return whether it is alive and not a zombie."""
     status = Path(f"/proc/{pid}/stat")
     return is_alive(pid) and not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
 
@@ -328,7 +328,7 @@ async def test_tasks_come_from_a_file(tmp_path: Path):
     [
         ({}, "agent"),
         ({"agent": f"{AGENTS}:ask", "command": ["python"]}, "agent"),
-        ({"agent": f"{AGENTS}:nobody"}, "agent"),
+        ({"agent": f"{AGENTS}:missing"}, "agent"),
         ({"agent": f"{AGENTS}:ADD"}, "agent"),
         ({"command": "python agent.py"}, "command"),
         ({"command": ["no-such-program"]}, "command"),

@@ -35,7 +35,7 @@ def calling(arguments: str) -> dict[str, Any]:
 
 
 class Client:
-    """An agent's memory of one conversation, which writes what it was told in any of the ways that agents do."""
+    """An agent's copy of one conversation, which it sends back in any of the ways that agents do."""
 
     def __init__(self, episode: Episode, rng: Random, system: str, tools: bool = True) -> None:
         self.episode = episode
@@ -52,12 +52,12 @@ class Client:
         request = msgspec.convert({"messages": self.messages, "tools": self.tools}, ChatRequest)
         (choice,) = choices = await self.episode.reply(request)
         self.turns.append(choice.reply.turn)
-        told = json.loads(msgspec.json.encode(response_body(request, choices, "policy")))["choices"][0]["message"]
-        calls = told.get("tool_calls", [])
+        received = json.loads(msgspec.json.encode(response_body(request, choices, "policy")))["choices"][0]["message"]
+        calls = received.get("tool_calls", [])
         if calls and self.rng.random() < 0.3:  # a framework with ids of its own
             for call in calls:
                 call["id"] = f"own-{self.rng.random()}"
-        self.messages.append(self.rewritten(told))
+        self.messages.append(self.rewritten(received))
         for call in calls:
             result = {
                 "role": "tool",
@@ -69,9 +69,11 @@ class Client:
             self.messages.append({"role": "user", "content": "and?"})
         self.messages = [self.again(message) for message in self.messages]
 
-    def rewritten(self, told: dict[str, Any]) -> dict[str, Any]:
+    def rewritten(self, received: dict[str, Any]) -> dict[str, Any]:
         """The reply as an agent keeps it."""
-        kept = {name: value for name, value in told.items() if name != "reasoning_content" or self.rng.random() < 0.3}
+        kept = {
+            name: value for name, value in received.items() if name != "reasoning_content" or self.rng.random() < 0.3
+        }
         content = kept["content"]
         if not content:
             kept["content"] = self.rng.choice(["", None])
