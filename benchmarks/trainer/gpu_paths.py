@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from headrace.trainer.memory_plan import MODES, Mode
 from headrace.trainer.model import PackedModel
-from headrace.trainer.plan import LADDER, Mode
-from headrace.trainer.row import Kernel, Row
+from headrace.trainer.packed_row import Kernel, PackedRow
 
 DEVICE = torch.device("cuda")
 LM_HEAD_CHUNK = 4096
@@ -51,7 +51,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {"one": ("flash", "cudnn"), "mixed": ("
 
 
 def ways(row: str) -> Iterator[Way]:
-    for checkpointing in reversed(LADDER):
+    for checkpointing in reversed(MODES):
         yield Way("sdpa", False, checkpointing)
         for kernel in KERNELS[row]:
             yield Way(kernel, False, checkpointing)
@@ -103,7 +103,7 @@ def model_of(directory: Path, way: Way, dtype: torch.dtype = torch.bfloat16) -> 
     )
 
 
-def logprobs(model: PackedModel, row: Row) -> Tensor:
+def logprobs(model: PackedModel, row: PackedRow) -> Tensor:
     """Of a random label for each place."""
     places = 1 + max(int(each.max()) for each in row.places)  # what comes behind is padding
     labels = torch.randint(0, 150_000, (places,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
@@ -111,7 +111,7 @@ def logprobs(model: PackedModel, row: Row) -> Tensor:
     return model.score(row, predictors, labels, torch.ones(places, device=DEVICE), LM_HEAD_CHUNK).logprobs
 
 
-def step(model: PackedModel, row: Row) -> Tensor:
+def step(model: PackedModel, row: PackedRow) -> Tensor:
     given = logprobs(model, row)
     given.mean().backward()  # type: ignore[no-untyped-call]
     model.module.zero_grad(set_to_none=True)
@@ -132,7 +132,7 @@ def qwen3_600m() -> Qwen3Config:
     )
 
 
-def seconds(model: PackedModel, row: Row) -> float:
+def seconds(model: PackedModel, row: PackedRow) -> float:
     """For one step."""
     torch.cuda.synchronize()
     start = time.perf_counter()

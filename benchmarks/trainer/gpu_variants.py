@@ -26,8 +26,8 @@ from torch import Tensor
 from headrace.trainer import lm_head
 from headrace.trainer.attention import packed_attention
 from headrace.trainer.lm_head import label_logprobs
-from headrace.trainer.plan import LADDER
-from headrace.trainer.row import Kernel, make_row
+from headrace.trainer.memory_plan import MODES
+from headrace.trainer.packed_row import Kernel, make_row
 
 DEVICE = torch.device("cuda")
 TOKENS, HIDDEN, VOCABULARY = 16384, 1024, 151_936
@@ -240,10 +240,7 @@ def modes() -> Variants:
 
     one = CASES["one-16k"]
     return [
-        *(
-            (f"recomputes {mode or 'nothing'}", partial(measured, one, activation_checkpointing=mode))
-            for mode in LADDER
-        ),
+        *((f"recomputes {mode or 'nothing'}", partial(measured, one, activation_checkpointing=mode)) for mode in MODES),
         ("attention, logits not kept", partial(measured, one, activation_checkpointing="attention", memory=16 * GIB)),
         ("full, offload", partial(measured, one, activation_checkpointing="full", activation_offload=True)),
     ]

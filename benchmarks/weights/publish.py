@@ -68,8 +68,8 @@ class Trainer:
             self._senders[carrier] = WeightsSender(carrier=carrier, device=torch.device(DEVICE))
         sender = self._senders[carrier]
         sender.keep([Version(version.incarnation, version.step - 1)])
-        row = sender.vacant_row(lambda: size_of(self._content.values()))
-        snapshot = take_snapshot(self._content.items(), row=row)
+        row = sender.writable_buffer(lambda: size_of(self._content.values()))
+        snapshot = take_snapshot(self._content.items(), buffer=row)
         self._store.publish(version, lambda draft: sender.offer(version, snapshot, draft))
 
     def follow_orders(self, change: Callable[[Tensors], None] = lambda content: None) -> None:

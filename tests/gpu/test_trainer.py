@@ -17,12 +17,12 @@ from headrace.trainer import lm_head
 from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.lora import merged_parameters
 from headrace.trainer.loss import ce_loss
+from headrace.trainer.memory_plan import MODES, Mode
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
-from headrace.trainer.plan import LADDER, Mode
-from headrace.trainer.rehearsal import rows_of
 from headrace.trainer.step import TrainStep, _Sums
 from headrace.trainer.tokens import COMPONENTS, StepTokens
+from headrace.trainer.warmup import warmup_rows
 from tests.trainer.losses import default_loss
 from tests.trainer.training_samples import Gradients, make_sample, write_random_model
 
@@ -95,7 +95,7 @@ def gradients(directory: Path, samples: list[Sample], **settings: Any) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("mode", "compile"), [*((mode, False) for mode in LADDER), ("attention", True), ("selective", True)]
+    ("mode", "compile"), [*((mode, False) for mode in MODES), ("attention", True), ("selective", True)]
 )
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_in_bfloat16_has_the_gradients_of_one_in_float32(directory: Path, name: str, mode: Mode, compile: bool):
@@ -148,13 +148,13 @@ def test_the_head_on_a_gpu_is_that_of_float64(chunk: int, is_frozen: bool):
     assert is_frozen == (weight.grad is None)
 
 
-def test_every_row_runs_the_program_of_the_rehearsal(directory: Path):
+def test_every_row_runs_the_program_of_the_warmup(directory: Path):
     model = PackedModel(directory, dtype=torch.bfloat16, compile=True, activation_checkpointing="attention", longest=64)
     step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=512)
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
-    for samples in rows_of(VOCABULARY, 1024, tokens=4096):
-        step.rehearse(pack(samples, 1024))
+    for samples in warmup_rows(VOCABULARY, 1024, tokens=4096):
+        step.warm_up(pack(samples, 1024))
     programs = counters["unique_graphs"]
     rng = np.random.default_rng(0)
     for seed in range(4):

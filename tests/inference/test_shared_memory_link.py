@@ -373,8 +373,8 @@ def test_a_gpu_without_room_has_versions_go_through_the_host(
     driver.room = 1 << 20
     sender = WeightsSender(device=CPU, carrier="ipc")
     for _ in range(2):
-        assert sender.vacant_row(lambda: 3 << 20) is None
-    assert caplog.text.count("engines on this GPU get their weights through the host") == 1
+        assert sender.writable_buffer(lambda: 3 << 20) is None
+    assert caplog.text.count("through the host") == 1
     assert "0.0042 GB of memory: out of memory" in caplog.text
     sender.close()
 
@@ -383,22 +383,22 @@ def test_memory_is_taken_at_once_where_engines_are_known_to_be_on_the_gpu(driver
     sender = WeightsSender(device=CPU)
     sender.share(100)
     assert len(driver.open) == 1
-    row = sender.vacant_row(lambda: 0)
+    row = sender.writable_buffer(lambda: 0)
     assert row is not None and len(driver.open) == 1
     sender.close()
     for carrier in ("stream", "nccl"):
         other = WeightsSender(device=CPU, carrier=carrier)  # type: ignore[arg-type]
         other.share(100)
-        assert other.vacant_row(lambda: 100) is None
+        assert other.writable_buffer(lambda: 100) is None
         other.close()
     assert len(driver.open) == 1
 
 
 def test_nothing_is_taken_of_the_gpu_until_an_engine_on_it_has_asked(driver: HostDriver) -> None:
     sender = WeightsSender(device=CPU)
-    assert sender.vacant_row(lambda: 100) is None
-    sender._answer(FetchRequest(sender._id, 0, 1, LinkPeer("another", "GPU-1", ["stream", "ipc"])))
-    assert sender.vacant_row(lambda: 100) is None
+    assert sender.writable_buffer(lambda: 100) is None
+    sender._respond(FetchRequest(sender._id, 0, 1, LinkPeer("another", "GPU-1", ["stream", "ipc"])))
+    assert sender.writable_buffer(lambda: 100) is None
     sender.close()
 
 
@@ -407,19 +407,19 @@ def test_a_row_is_lent_for_its_version_and_reusable_without_readers(
 ) -> None:
     sender = WeightsSender(device=CPU, carrier="ipc")
     tensors = {"a": torch.arange(7.0), "b": torch.arange(100, dtype=torch.int16)}
-    row = sender.vacant_row(lambda: size_of(tensors.values()))
+    row = sender.writable_buffer(lambda: size_of(tensors.values()))
     assert row is not None and size_of(tensors.values()) == 32 + 208
     assert len(row.bytes) == 1 << 21  # whole pages
-    first = take_snapshot(tensors.items(), bucket_size=64, row=row)
-    monkeypatch.setattr("headrace.trainer.shared_row.MOMENT", 0.01)
+    first = take_snapshot(tensors.items(), bucket_size=64, buffer=row)
+    monkeypatch.setattr("headrace.trainer.shared_buffer.READERS_TIMEOUT_S", 0.01)
     with first.lent() as one, first.lent() as two:
         assert one == two and one is not None
-        assert not row.vacate()
-    assert sender.vacant_row(lambda: 0) is row
+        assert not row.begin_write()
+    assert sender.writable_buffer(lambda: 0) is row
     with first.lent() as one:
         assert one is None  # it is being written
     tensors["a"].zero_()
-    second = take_snapshot(tensors.items(), bucket_size=64, row=row)
+    second = take_snapshot(tensors.items(), bucket_size=64, buffer=row)
     with first.lent() as one, second.lent() as two:
         assert one is None and two is not None
     assert torch.equal(torch.cat(first.buckets)[:28].view(torch.float32), torch.arange(7.0))  # kept on the host
@@ -429,9 +429,9 @@ def test_a_row_is_lent_for_its_version_and_reusable_without_readers(
 
 def test_tensors_that_a_row_has_no_room_for_are_refused(driver: HostDriver) -> None:
     sender = WeightsSender(device=CPU, carrier="ipc")
-    row = sender.vacant_row(lambda: 64)
+    row = sender.writable_buffer(lambda: 64)
     with pytest.raises(ValueError, match="do not fit into the 2097152 bytes"):
-        take_snapshot([("big", torch.zeros((1 << 21) + 8, dtype=torch.uint8))], row=row)
+        take_snapshot([("big", torch.zeros((1 << 21) + 8, dtype=torch.uint8))], buffer=row)
     sender.close()
 
 
@@ -505,20 +505,20 @@ def test_a_fetch_request_survives_encoding() -> None:
 def test_an_unexpected_message_instead_of_a_release_closes_only_the_connection(
     driver: HostDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.trainer.shared_row.MOMENT", 0.01)
-    sender = WeightsSender(device=CPU, carrier="ipc", patience=2.0)
+    monkeypatch.setattr("headrace.trainer.shared_buffer.READERS_TIMEOUT_S", 0.01)
+    sender = WeightsSender(device=CPU, carrier="ipc", timeout_s=2.0)
     store, version = WeightStore(tmp_path / "weights"), Version(0, 1)
     tensors = {"weight": torch.ones(3)}
-    snapshot = take_snapshot(tensors.items(), row=sender.vacant_row(lambda: size_of(tensors.values())))
+    snapshot = take_snapshot(tensors.items(), buffer=sender.writable_buffer(lambda: size_of(tensors.values())))
     store.publish(version, lambda draft: sender.offer(version, snapshot, draft))
     manifest = read_manifest(store.path(version))
     confused = connect(manifest.host, manifest.port, "the trainer", 2.0)
     confused.send(FetchRequest(manifest.sender, 0, 1, LinkPeer("another", "GPU-0", ["ipc"])))
     assert confused.receive(FetchResponse, "the answer").memory
-    assert not sender._row.vacate()  # type: ignore[union-attr]
+    assert not sender._buffer.begin_write()  # type: ignore[union-attr]
     confused.send_bytes(memoryview(b"GET / HTTP/1.1\r\n\r\n"), "nonsense")
     while sender._connections:
         threading.Event().wait(0.01)
-    assert sender._row.vacate()  # type: ignore[union-attr]
+    assert sender._buffer.begin_write()  # type: ignore[union-attr]
     confused.close()
     sender.close()

@@ -168,7 +168,7 @@ def test_a_trainer_that_hangs_is_given_up_at_the_deadline(
 
 @pytest.fixture
 def sender() -> Iterator[WeightsSender]:
-    sender = WeightsSender(patience=0.2)
+    sender = WeightsSender(timeout_s=0.2)
     yield sender
     sender.close()
 
@@ -237,7 +237,7 @@ def test_another_trainer_on_the_same_port_is_not_taken_for_the_one_that_publishe
 ) -> None:
     directory = publish(sender, WeightStore(tmp_path), V1, {"weight": torch.ones(3)})
     edit_manifest(directory, sender="of another time")
-    with pytest.raises(WeightsUnreachable, match="another trainer listens there now"):
+    with pytest.raises(WeightsUnreachable, match="another trainer"):
         receive(directory, V1)
 
 
@@ -345,7 +345,7 @@ def test_an_engine_that_takes_nothing_is_given_up_and_named_in_the_log(
     manifest = read_manifest(directory)
     hanging = connect(manifest.host, manifest.port, "the trainer", 10.0)
     hanging.send(FetchRequest(manifest.sender, 0, 1))
-    while sender._connections or "is cut" not in caplog.text:
+    while sender._connections or "is closed" not in caplog.text:
         threading.Event().wait(0.01)
     assert "waited 0.2 s for the engine at 127.0.0.1" in caplog.text
     assert receive(directory, V1)["big"].shape == (1 << 25,)
@@ -373,7 +373,7 @@ def test_an_engine_that_there_is_no_thread_for_is_turned_away_and_may_come_back(
     def no_more_threads(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("headrace.trainer.weights_link.RETRY", 0.0)
+    monkeypatch.setattr("headrace.trainer.weights_link.ACCEPT_RETRY_S", 0.0)
     directory = publish(sender, WeightStore(tmp_path), V1, {"weight": torch.ones(3)})
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)

@@ -55,8 +55,8 @@ def main(weights: str, carrier: Any, device: str, shared: str | None = None) -> 
         name, file = line.split()
         version = Version.parse(name)
         tensors = load_file(file, device)
-        row = sender.vacant_row(lambda: size_of(tensors.values()))  # noqa: B023
-        snapshot = take_snapshot(tensors.items(), row=row)
+        row = sender.writable_buffer(lambda: size_of(tensors.values()))  # noqa: B023
+        snapshot = take_snapshot(tensors.items(), buffer=row)
         marker = store.publish(version, lambda draft: sender.offer(version, snapshot, draft))  # noqa: B023
         print(marker.checksum, flush=True)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headrace.trainer import attention
-from headrace.trainer.row import Row, make_row
+from headrace.trainer.packed_row import PackedRow, make_row
 from tests.trainer.training_samples import ARCHITECTURES
 
 
@@ -33,7 +33,7 @@ def sequences_that_share(scale: int = 1) -> list[np.ndarray]:
     return [*sequences, rng.integers(0, 96, 40 * scale)]
 
 
-def row_that_shares() -> Row:
+def row_that_shares() -> PackedRow:
     return make_row(sequences_that_share(), torch.device("cpu"))
 
 
@@ -47,12 +47,12 @@ def assert_similar(given: dict[str, Tensor], expected: dict[str, Tensor], tolera
         assert error < tolerance, f"{name}: {error}"
 
 
-def hidden_states(module: Any, row: Row) -> Tensor:
+def hidden_states(module: Any, row: PackedRow) -> Tensor:
     output = module.model(input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout)
     return output.last_hidden_state[0]
 
 
-def backward_through(module: Any, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
+def backward_through(module: Any, row: PackedRow) -> tuple[Tensor, dict[str, Tensor]]:
     """The row's hidden states, and the gradients of a fixed function of them."""
     module.zero_grad()
     hidden = hidden_states(module, row)

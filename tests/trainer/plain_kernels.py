@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.trainer import run_attention
-from headrace.trainer.run_attention import _Reading
+from headrace.trainer import varlen_attention
+from headrace.trainer.varlen_attention import _Arguments
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_attention, "_flash_forward", flash_forward)
-    monkeypatch.setattr(run_attention, "_flash_backward", flash_backward)
-    monkeypatch.setattr(run_attention, "_cudnn_forward", cudnn_forward)
-    monkeypatch.setattr(run_attention, "_cudnn_backward", cudnn_backward)
+    monkeypatch.setattr(varlen_attention, "_flash_forward", flash_forward)
+    monkeypatch.setattr(varlen_attention, "_flash_backward", flash_backward)
+    monkeypatch.setattr(varlen_attention, "_cudnn_forward", cudnn_forward)
+    monkeypatch.setattr(varlen_attention, "_cudnn_backward", cudnn_backward)
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Reading) -> tuple[Tensor, Tensor]:
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Arguments) -> tuple[Tensor, Tensor]:
     outputs, sums = [], []
     for own, seen in _runs(query, key, row):
         scores = _scores(query[own], key[seen], row)
@@ -28,7 +28,7 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Reading) -> t
 
 
 def flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, row: _Reading
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, row: _Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_query, of_key, of_value = (torch.zeros_like(states) for states in (query, key, value))
     for own, seen in _runs(query, key, row):
@@ -51,14 +51,14 @@ def cudnn_backward(*tensors_and_scaling: Any) -> tuple[Tensor, Tensor, Tensor]:
     return flash_backward(*tensors, _whole(tensors[0], scaling))
 
 
-def _whole(states: Tensor, scaling: float) -> _Reading:
+def _whole(states: Tensor, scaling: float) -> _Arguments:
     """One sequence."""
     places = len(states)
     starts = torch.tensor([0, places], dtype=torch.int32)
-    return _Reading(torch.arange(places), starts, starts, places, places, True, scaling, None)
+    return _Arguments(torch.arange(places), starts, starts, places, places, True, scaling, None)
 
 
-def _runs(query: Tensor, key: Tensor, row: _Reading) -> Iterator[tuple[slice, slice]]:
+def _runs(query: Tensor, key: Tensor, row: _Arguments) -> Iterator[tuple[slice, slice]]:
     assert row.longest_query == row.query_starts.diff().max()
     assert row.longest_key == row.key_starts.diff().max()
     assert (len(query), len(key)) == (row.query_starts[-1], row.key_starts[-1])
@@ -67,10 +67,10 @@ def _runs(query: Tensor, key: Tensor, row: _Reading) -> Iterator[tuple[slice, sl
         yield own, seen
 
 
-def _scores(query: Tensor, key: Tensor, row: _Reading) -> Tensor:
+def _scores(query: Tensor, key: Tensor, row: _Arguments) -> Tensor:
     """[heads, queries, keys] of one sequence, which asks with its last tokens."""
     distance = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
-    hidden = (distance < 0) | (distance >= (row.felt_window or len(key)))
+    hidden = (distance < 0) | (distance >= (row.effective_window or len(key)))
     return (row.scaling * torch.einsum("qhd,khd->hqk", query, _for_all(key, query))).masked_fill(hidden, -torch.inf)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.trainer import run_attention
+from headrace.trainer import varlen_attention
 from headrace.trainer.attention import (
     Choice,
     UnavailableAttention,
@@ -14,8 +14,8 @@ from headrace.trainer.attention import (
     available_kernel,
     packed_attention,
 )
-from headrace.trainer.row import Kernel, Row, make_row
-from headrace.trainer.run_attention import _Reading
+from headrace.trainer.packed_row import Kernel, PackedRow, make_row
+from headrace.trainer.varlen_attention import _Arguments
 from tests.refusals import refused
 from tests.trainer.packed_modules import assert_similar, on_gpu, sequences_that_share
 from tests.trainer.plain_kernels import cudnn_forward, use_plain_kernels
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 KERNELS: tuple[Kernel, ...] = ("sdpa", "cudnn", "flash")
 
 
-def rows(device: str, kernel: Kernel) -> dict[str, Row]:
+def rows(device: str, kernel: Kernel) -> dict[str, PackedRow]:
     rng = np.random.default_rng(0)
     sequences = {
         "one": [rng.integers(0, 96, 700)],
@@ -34,7 +34,7 @@ def rows(device: str, kernel: Kernel) -> dict[str, Row]:
     return {name: make_row(each, torch.device(device), kernel) for name, each in sequences.items()}
 
 
-def attend(row: Row, dtype: torch.dtype, window: int | None = None) -> dict[str, Tensor]:
+def attend(row: PackedRow, dtype: torch.dtype, window: int | None = None) -> dict[str, Tensor]:
     """Output and gradients for the same random numbers, of 4 heads that ask and 2 that answer."""
     device, places = row.token_ids.device, 1 + max(int(each.max()) for each in row.places)
     padding = row.token_ids.shape[1] - places
@@ -80,7 +80,7 @@ def test_sequences_back_to_back_are_computed_as_in_blocks(
 def test_cudnn_reads_rows_of_one_sequence_alone(monkeypatch: pytest.MonkeyPatch):
     use_plain_kernels(monkeypatch)
     asked = []
-    monkeypatch.setattr(run_attention, "_cudnn_forward", lambda *a: asked.append(len(a[0])) or cudnn_forward(*a))
+    monkeypatch.setattr(varlen_attention, "_cudnn_forward", lambda *a: asked.append(len(a[0])) or cudnn_forward(*a))
     for name in ("several", "shared", "one"):
         attend(rows("cpu", "cudnn")[name], torch.float32)
     attend(rows("cpu", "cudnn")["one"], torch.float32, window=7)
@@ -93,13 +93,13 @@ def test_kernels_of_a_gpu_take_what_they_are_given(window: int | None):
     """By what this torch says of their shapes, without a GPU."""
     query, key = (torch.empty(size, 2, 64, dtype=torch.bfloat16, device="meta") for size in (100, 160))
     starts = torch.empty(6, dtype=torch.int32, device="meta")
-    row = _Reading(starts, starts, starts, 30, 50, False, 0.125, window)
-    output, logsumexp = run_attention._flash_forward(query, key, key, row)
-    gradients = run_attention._flash_backward(output, query, key, key, output, logsumexp, row)
+    row = _Arguments(starts, starts, starts, 30, 50, False, 0.125, window)
+    output, logsumexp = varlen_attention._flash_forward(query, key, key, row)
+    gradients = varlen_attention._flash_backward(output, query, key, key, output, logsumexp, row)
     assert [output.shape, logsumexp.shape] == [query.shape, (2, 100)]
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, key.shape]
-    output, logsumexp = run_attention._cudnn_forward(query, query, query, 0.125)
-    gradients = run_attention._cudnn_backward(output, query, query, query, output, logsumexp, 0.125)
+    output, logsumexp = varlen_attention._cudnn_forward(query, query, query, 0.125)
+    gradients = varlen_attention._cudnn_backward(output, query, query, query, output, logsumexp, 0.125)
     assert [output.shape, logsumexp.shape] == [query.shape, (2, 100)]
     assert {gradient.shape for gradient in gradients} == {query.shape}
 
@@ -151,5 +151,5 @@ def test_other_kinds_of_attention_are_refused():
     with pytest.raises(UnsupportedModel, match="does not pass `layout` on"):
         packed_attention(module, states, states, states, None)
     module.is_causal = False
-    with pytest.raises(UnsupportedModel, match="tokens that follow"):
+    with pytest.raises(UnsupportedModel, match="not causal"):
         packed_attention(module, states, states, states, None, layout=row.layout)

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headrace.trainer import memory
-from headrace.trainer.compiling import compile_layers
 from headrace.trainer.lora import add_lora
 from headrace.trainer.memory import checkpoint_layers, offload_activations
+from headrace.trainer.packed_row import make_row
+from headrace.trainer.parallelize import compile_layers
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.row import make_row
 from tests.trainer.packed_modules import (
     assert_similar,
     backward_through,

@@ -190,7 +190,7 @@ def test_a_step_with_a_broken_gradient_is_skipped_counted_and_said(
     with caplog.at_level(logging.WARNING):
         assert not math.isfinite(optimizer.step(LR))
     assert optimizer.skipped == 1
-    assert "changes nothing (1 skipped so far)" in caplog.text
+    assert "(1 skipped so far)" in caplog.text
     assert all(value.grad is None for value in optimizer.parameters.values())
     train(optimizer, 2, 2)  # neither parameters nor moments have seen it
     train(untouched, 2, 2)

@@ -11,7 +11,7 @@ from headrace.config.model import ModelConfig
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.model import PackedModel, hidden_states, initial_model
-from headrace.trainer.row import make_row
+from headrace.trainer.packed_row import make_row
 from tests.trainer.training_samples import ARCHITECTURES, SIZES, write_random_model
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.errors import DataError
 from headrace.rollout.types import Message
-from headrace.trainer.rows import Rows, load_rows, read_rows
+from headrace.trainer.sft_data import Rows, load_rows, read_rows
 from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]

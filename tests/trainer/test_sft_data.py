@@ -10,7 +10,14 @@ from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import DataError
 from headrace.rollout.types import Sample
 from headrace.text.sft_conversation import SftConversation
-from headrace.trainer.sft_data import Conversations, Cuts, drawn, from_environment, from_rows, hold_out
+from headrace.trainer.sft_data import (
+    Conversations,
+    TruncationMonitor,
+    fixed_sample,
+    from_environment,
+    from_rows,
+    hold_out,
+)
 from tests.trainer.training_samples import make_sample
 
 
@@ -64,11 +71,11 @@ def test_holding_out_everything_is_refused(count: int, fraction: float):
 
 def test_at_most_so_many_are_drawn_all_different_and_always_the_same():
     rows = numbered(30)
-    few = numbers(drawn(rows, 10))
+    few = numbers(fixed_sample(rows, 10))
     assert (len(few), len(set(few))) == (10, 10)
     assert few != list(range(10))
-    assert numbers(drawn(rows, 10)) == few
-    assert sorted(numbers(drawn(rows, 100))) == list(range(30))
+    assert numbers(fixed_sample(rows, 10)) == few
+    assert sorted(numbers(fixed_sample(rows, 100))) == list(range(30))
 
 
 def example(prompt: int, length: int) -> Sample:
@@ -76,28 +83,28 @@ def example(prompt: int, length: int) -> Sample:
 
 
 def test_examples_that_are_cut_are_counted_and_said_once(caplog: pytest.LogCaptureFixture):
-    cuts = Cuts(seq_len=8)
+    cuts = TruncationMonitor(seq_len=8)
     with caplog.at_level(logging.WARNING):
-        assert cuts.of([example(4, 8)]) == {"data/truncated": 0, "data/not_learned": 0}
+        assert cuts.count([example(4, 8)]) == {"data/truncated": 0, "data/not_learned": 0}
         assert not caplog.messages
         # 9 tokens of which the last is cut; 12 of which 8 are prompt; 10 of which one learned token is left
-        counts = cuts.of([example(4, 9), example(8, 12), example(7, 10), example(2, 3)])
+        counts = cuts.count([example(4, 9), example(8, 12), example(7, 10), example(2, 3)])
         assert counts == {"data/truncated": 3, "data/not_learned": 1}
-        cuts.of([example(4, 9)])
+        cuts.count([example(4, 9)])
     assert len(caplog.messages) == 1
     assert "3 of 4 examples" in caplog.messages[0]
 
 
 def test_examples_that_are_all_cut_to_nothing_are_an_error_with_the_length_that_they_need():
-    cuts = Cuts(seq_len=8)
-    cuts.of([example(8, 12)] * (Cuts.ENOUGH - 1))
+    cuts = TruncationMonitor(seq_len=8)
+    cuts.count([example(8, 12)] * (TruncationMonitor.MIN_EXAMPLES - 1))
     with pytest.raises(DataError) as refusal:
-        cuts.of([example(9, 20)])
+        cuts.count([example(9, 20)])
     assert (refusal.value.key, refusal.value.value) == ("seq_len", 8)
     assert "20" in str(refusal.value.fix)
-    few = Cuts(seq_len=8)
-    few.of([example(8, 12)])
+    few = TruncationMonitor(seq_len=8)
+    few.count([example(8, 12)])
     with pytest.raises(DataError):
         few.refuse_if_nothing_is_learned()
-    few.of([example(2, 3)])
+    few.count([example(2, 3)])
     few.refuse_if_nothing_is_learned()

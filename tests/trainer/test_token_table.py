@@ -25,7 +25,7 @@ from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import TrainStep
-from headrace.trainer.token_table import COLUMNS, remove_samples, write_token_table
+from headrace.trainer.token_table import COLUMNS, delete_sampled_exports, write_token_table
 from headrace.trainer.tokens import COMPONENTS, StepTokens
 from headrace.transport.run_dir import RunDir
 from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
@@ -346,7 +346,7 @@ def test_only_samples_are_removed_and_not_those_to_keep(directory: Path, tmp_pat
     exports, step = TokenExports(tmp_path), train_step(directory, Gradients)
     for number, limit in ((1, 1), (2, None), (10, 1), (20, 1)):
         export(step, random_samples(1, 2), exports.path(number), limit)
-    remove_samples(exports, keep=(1, 20))
+    delete_sampled_exports(exports, keep=(1, 20))
     assert exports.steps() == [1, 2, 20]
     assert len(list(tmp_path.iterdir())) == 3
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headrace.launch.lifeline import PARENT, TORCHRUN
-from headrace.trainer.torchrun import Ending, ended_like
+from headrace.trainer.torchrun import RankExit, joint_exit_code
 
 KILLED, TERMINATED, STOPPED = -9, -15, 143
 
@@ -27,7 +27,7 @@ KILLED, TERMINATED, STOPPED = -9, -15, 143
     ],
 )
 def test_the_cause_of_several_endings_is_the_ending_of_all(endings: list[tuple[int, int]], expected: int):
-    assert ended_like([Ending(*ending) for ending in endings]) == expected
+    assert joint_exit_code([RankExit(*ending) for ending in endings]) == expected
 
 
 def test_a_rank_whose_parent_was_gone_before_it_looked_ends_at_once():

@@ -14,12 +14,12 @@ from headrace.cli.main import main
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput
 from headrace.rollout.batch import SchemaError
-from headrace.trainer import checkpoint, rehearsal
+from headrace.trainer import checkpoint, warmup
 from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.learner import Learner, ResumeError, starting_point
-from headrace.trainer.plan import Plan
+from headrace.trainer.memory_plan import MemoryPlan
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.rehearsal import rehearse, row_tokens
+from headrace.trainer.warmup import warm_up, warmup_tokens
 from headrace.transport.files import MARKER, write_directory
 from tests.refusals import refused
 from tests.trainer.losses import default_loss
@@ -87,31 +87,31 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(make_learner: MakeLearner
         make_learner()
 
 
-def test_a_rehearsed_learner_learns_the_same(
+def test_a_learner_after_warmup_learns_the_same(
     make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(rehearsal, "MOST_TOKENS", 300)
-    plain, rehearsed = make_learner(directory=tmp_path / "plain"), make_learner(directory=tmp_path / "rehearsed")
-    rehearse(rehearsed)
-    for learner in (plain, rehearsed):
+    monkeypatch.setattr(warmup, "MAX_WARMUP_TOKENS", 300)
+    plain, warmed_up = make_learner(directory=tmp_path / "plain"), make_learner(directory=tmp_path / "warmed_up")
+    warm_up(warmed_up)
+    for learner in (plain, warmed_up):
         learn(learner, 1, 2)
     for name, parameter in plain.model.tensors().items():
-        assert torch.equal(parameter, rehearsed.model.tensors()[name]), name
+        assert torch.equal(parameter, warmed_up.model.tensors()[name]), name
 
 
 @pytest.mark.parametrize(("bytes", "tokens"), [(0, 4096), (16384 << 18, 4096), (16384 << 21, 2048)])
-def test_rows_of_a_rehearsal_leave_memory_to_the_engine(bytes: int, tokens: int):
-    assert row_tokens(Plan((), keeps_logits=False, row_tokens=16384, bytes=bytes)) == tokens
+def test_rows_of_a_warmup_leave_memory_to_the_engine(bytes: int, tokens: int):
+    assert warmup_tokens(MemoryPlan((), keeps_logits=False, row_tokens=16384, bytes=bytes)) == tokens
 
 
-def test_a_rehearsal_that_runs_out_of_memory_is_given_up(make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch):
+def test_a_warmup_that_runs_out_of_memory_is_given_up(make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch):
     learner = make_learner()
 
     def fail(_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(learner, "rehearse", fail)
-    rehearse(learner)
+    monkeypatch.setattr(learner, "warm_up", fail)
+    warm_up(learner)
     assert all(parameter.grad is None for parameter in learner.model.named_parameters().values())
 
 

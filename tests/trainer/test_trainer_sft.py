@@ -26,7 +26,7 @@ from headrace.rollout.version import Version
 from headrace.text.sft_conversation import SftConversation
 from headrace.trainer import checkpoint, sft
 from headrace.trainer.checkpoint import TrainState
-from headrace.trainer.rows import read_rows
+from headrace.trainer.sft_data import read_rows
 from headrace.transport.run_dir import RunDir
 from tests.observe.metrics_page import undocumented
 
@@ -230,7 +230,7 @@ def test_changed_data_is_told_once_and_only_where_it_is_learned(tmp_path: Path, 
         ([0, 1, 2, 3, 5, 4], {}),
     ):
         write_answers(path, numbers, **more)
-        sft.tell_changed_rows(read_rows(path), state, status)
+        sft.notify_changed_rows(read_rows(path), state, status)
         said.append(len(status.current.notices))
     assert said == [0, 0, 1, 1]
     assert "still 6 examples" in status.current.notices[0]

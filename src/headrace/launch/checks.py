@@ -51,8 +51,7 @@ from headrace.text.renderer import make_renderer
 from headrace.text.sft_conversation import SftConversation
 from headrace.text.tokenizer import shared_tokenizer
 from headrace.trainer.losses.custom import CustomLossConfig
-from headrace.trainer.rows import sample_rows
-from headrace.trainer.sft_data import from_environment
+from headrace.trainer.sft_data import from_environment, sample_rows
 from headrace.trainer.tiny import write_tiny_settings
 
 SLOW_S = 2.0

@@ -1,8 +1,7 @@
-"""Attention over a row of packed sequences, as an attention function of transformers.
+"""Attention over a row of packed sequences, registered as an attention function of transformers.
 
-Which kernel computes it is part of the row's layout. On a GPU sequences are read back to back, as the row has them
-(`run_attention.py`). Anywhere, `sdpa` gathers them into padded batches. Left out on purpose: dropout, and every kind
-of attention that is not causal.
+The row's layout names the kernel. GPU kernels read sequences back to back (`varlen_attention.py`); `sdpa` runs
+everywhere and gathers them into padded blocks. Left out on purpose: dropout, and attention that is not causal.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from headrace.errors import BadInput
-from headrace.trainer.row import Blocks, Kernel, Layout
-from headrace.trainer.run_attention import attention_in_runs
+from headrace.trainer.packed_row import Kernel, PaddedBlocks, RowLayout
+from headrace.trainer.varlen_attention import varlen_attention
 
 NAME = "headrace_packed"
 Choice = Kernel | Literal["auto"]
 
 
 class UnsupportedModel(BadInput):
-    """The model computes something that packed training would get wrong. The message says what."""
+    """The model computes something that packed training does not support."""
 
 
 class UnavailableAttention(BadInput):
-    """The kernel that was asked for does not run here. The message says why."""
+    """The configured kernel does not run here."""
 
 
 def available_kernel(choice: Choice, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The choice, if it can compute here; `auto` is the fastest that can."""
+    """Return the configured kernel, for `auto` the fastest that runs here; raise if it does not run here."""
     if choice == "sdpa":
         return choice
     choices: list[Kernel] = ["cudnn", "flash"] if choice == "auto" else [choice]
@@ -71,25 +70,32 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    layout: Layout | None = None,
+    layout: RowLayout | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, heads, places, dim] in, [1, places, heads, dim] out."""
+    """Attend within packed sequences: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    name = type(module).__name__
     if layout is None:
         raise UnsupportedModel(
-            "does not pass `layout` on to its attention: it cannot be packed", key="model", value=type(module).__name__
+            "does not pass `layout` on to its attention, so it cannot be packed", key="model", value=name
         )
-    _refuse_other_kinds(module, options)
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModel("its attention is not causal, which packed attention needs", key="model", value=name)
+    for option in ("softcap", "s_aux", "position_bias"):
+        if options.get(option) is not None:
+            raise UnsupportedModel(
+                f"uses {option!r} in its attention, which packed attention does not compute", key="model", value=name
+            )
     window = sliding_window or getattr(module, "sliding_window", None)
-    # Norms and rotation may have widened the others; values come straight from a matrix product.
+    # Norms and rotary embeddings may return float32; values come directly from a matrix product.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if isinstance(layout.sequences, Blocks):
+    if isinstance(layout.sequences, PaddedBlocks):
         if window is not None and window >= layout.longest:
             window = None
         return _in_blocks(query, key, value, layout.sequences, scaling, window), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     cudnn = layout.kernel == "cudnn"
-    return attention_in_runs(q, k, v, layout.sequences, cudnn=cudnn, scaling=scaling, window=window)[None], None
+    return varlen_attention(q, k, v, layout.sequences, cudnn=cudnn, scaling=scaling, window=window)[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -100,14 +106,14 @@ def _in_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    blocks: Blocks,
+    blocks: PaddedBlocks,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Not compiled: every number of blocks would be another program."""
+    """Attend in padded blocks. Not compiled: every number of blocks would be another program."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    if q.is_cuda:  # of its kernels only flash knows grouped heads, and that takes neither masks nor float32
-        k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
+    if q.is_cuda:  # of its kernels only flash has grouped-query attention, but neither masks nor float32
+        k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
     outputs: list[torch.Tensor] = []
     for block, visible in zip(blocks.blocks, blocks.visible(window), strict=True):
         output = F.scaled_dot_product_attention(
@@ -124,25 +130,9 @@ def _in_blocks(
     return joined.index_select(0, blocks.outputs)[None]
 
 
-def _expanded(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """[places, fewer heads, dim] with each head as often as queries ask for it."""
-    return states.repeat_interleave(heads // states.shape[1], 1)
-
-
-def _gather(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[places, heads, dim] gives [*places' shape, heads, dim]."""
+def _gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Select [tokens, heads, dim] by indices of any shape: [*shape, heads, dim]."""
     heads, dim = states.shape[1:]
     # As rows of heads * dim: selecting and its gradient then move whole rows.
-    rows = states.reshape(-1, heads * dim).index_select(0, places.flatten())
-    return rows.view(*places.shape, heads, dim)
-
-
-def _refuse_other_kinds(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    name = type(module).__name__
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedModel("sees the tokens that follow, which packed attention does not", key="model", value=name)
-    for option in ("softcap", "s_aux", "position_bias"):
-        if options.get(option) is not None:
-            raise UnsupportedModel(
-                f"uses {option!r} in its attention, which packed attention does not compute", key="model", value=name
-            )
+    rows = states.reshape(-1, heads * dim).index_select(0, indices.flatten())
+    return rows.view(*indices.shape, heads, dim)

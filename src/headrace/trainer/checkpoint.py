@@ -1,8 +1,8 @@
 """Checkpoints: `step-00000050/` with every tensor of model and optimizer, the model's other files and the counters.
 
-Everything that decides the next step is in there, so a resumed run repeats an uninterrupted one bit for bit on a CPU.
-The learning rate is a function of the step and needs no state of its own. Each rank writes what it has, beside
-training, as safetensors that say which part of a tensor they hold: any number of ranks reads them. No pickle.
+A resumed run repeats an uninterrupted one bit for bit on a CPU. The learning rate is a function of the step and has no
+state. Each rank writes its shards asynchronously as safetensors with their offsets, which any number of ranks can read.
+No pickle.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PERMANENT = "permanent"
 
 
 class TrainState(msgspec.Struct):
-    """What has been done so far. `examples` is the position in the data of supervised training, `data` its rows."""
+    """Progress of training. `examples` is the position in the data of SFT, `data` the fingerprint of its rows."""
 
     step: int = 0
     incarnation: int = 0
@@ -52,21 +52,21 @@ class _Marker(msgspec.Struct):
 
 
 class Checkpoints:
-    """The `checkpoints/` of a run. Every rank has one and makes the same calls; one checkpoint is written at a time."""
+    """The `checkpoints/` directory of a run. Every rank makes the same calls; one checkpoint is written at a time."""
 
     def __init__(self, directory: Path, ranks: Ranks, *, keep_last: int, permanent_interval: int | None = None) -> None:
         self.directory = directory
         self.ranks = ranks
         self.keep_last = keep_last
         self.permanent_interval = permanent_interval
-        self._group = ranks.group_beside()
+        self._group = ranks.new_cpu_group()
         self._unfinished: _Unfinished | None = None
         if ranks.first:
             sweep(directory)
             sweep(directory / PERMANENT)
 
     def begin(self, tensors: dict[str, Tensor], write_files: Callable[[Path], None], state: TrainState) -> None:
-        """Copy the tensors, then write them beside whatever comes next. Waits for the checkpoint before this one."""
+        """Copy the tensors and start to write them asynchronously, after the previous checkpoint is complete."""
         self.finish(wait=True)
         draft = self.directory / f".{_name(state.step)}.tmp"
         if self.ranks.first:
@@ -77,7 +77,7 @@ class Checkpoints:
         self._unfinished = _Unfinished(state.step, draft, tensors, self._group)
 
     def finish(self, *, wait: bool = False) -> int | None:
-        """Complete the checkpoint that is being written, if all ranks have written theirs. Returns its step."""
+        """Complete the checkpoint that is being written, if all ranks have written their shards; return its step."""
         unfinished = self._unfinished
         if unfinished is None or not (wait or self.ranks.all(unfinished.written.done())):
             return None
@@ -90,14 +90,14 @@ class Checkpoints:
         return unfinished.step
 
     def _complete(self, step: int, draft: Path) -> None:
-        """Make a draft visible, whole or not at all; then delete all but the newest few."""
+        """Publish a draft atomically; then delete all but the newest `keep_last`."""
         (draft / MARKER).write_bytes(msgspec.json.encode(_Marker(step)))
         for path in (*draft.rglob("*"), draft):
-            if path.parent.name != TENSORS:  # those were made durable as they were written
+            if path.parent.name != TENSORS:  # tensors are fsynced when written
                 sync(path)
         final = self.directory / _name(step)
         if self.permanent_interval is not None and step % self.permanent_interval == 0:
-            # First: what is complete is continued from, and never saved again.
+            # Before the rename: a complete checkpoint is never saved again.
             link_tree(draft, self.directory / PERMANENT / final.name)
         if final.exists():
             _delete(final)
@@ -108,7 +108,7 @@ class Checkpoints:
 
 
 class _Unfinished:
-    """A checkpoint whose tensors are being written by a thread, from a copy."""
+    """A checkpoint whose tensors are being written by a thread from a copy."""
 
     def __init__(self, step: int, draft: Path, tensors: dict[str, Tensor], group: Any) -> None:
         self.step, self.draft = step, draft
@@ -127,46 +127,43 @@ class _Unfinished:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what a trainer left behind that was killed while saving a checkpoint or deleting an old one."""
+    """Delete incomplete checkpoints left by a killed trainer."""
     for path in (*directory.glob(".step-*"), *directory.glob("step-*")):
         if path.name.startswith(".") or not (path / MARKER).is_file():
             shutil.rmtree(path)
 
 
 def complete(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return complete checkpoints, oldest first."""
     return sorted(path for path in directory.glob("step-*") if (path / MARKER).is_file())
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint, if there is one."""
+    """Return the newest complete checkpoint, if there is one."""
     return max(complete(directory), default=None)
 
 
 def read_state(checkpoint: Path) -> TrainState:
-    """The counters of a complete checkpoint."""
+    """Return the state of a complete checkpoint."""
     if not (checkpoint / MARKER).is_file():
-        raise FileNotFoundError(f"{checkpoint} has no {MARKER}: it is not a checkpoint, or not a complete one")
+        raise FileNotFoundError(f"{checkpoint} has no {MARKER}: it is not a checkpoint, or incomplete")
     return decode_versioned((checkpoint / STATE).read_bytes(), TrainState, str(checkpoint / STATE))
 
 
 def saved_names(checkpoint: Path) -> Collection[str]:
-    """The tensors of a checkpoint."""
+    """Return the names of a checkpoint's tensors."""
     try:
         return HuggingFaceStorageReader(str(checkpoint / TENSORS)).read_metadata().state_dict_metadata.keys()
     except SafetensorError as error:
         raise BadInput(
-            f"the checkpoint is damaged ({error})",
+            f"the checkpoint is damaged: {error}",
             file=checkpoint,
-            fix="Move it away, and --resume goes on from the one before it.",
+            fix="Move it away to resume from the checkpoint before it.",
         ) from error
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Read tensors in place, each rank the parts that it has; every one of them must be in the checkpoint.
-
-    Every rank must call it.
-    """
+    """Read tensors in place, each rank its shards; all must be in the checkpoint. Every rank must call it."""
     load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint / TENSORS)))
 
 
@@ -175,5 +172,5 @@ def _name(step: int) -> str:
 
 
 def _delete(checkpoint: Path) -> None:
-    (checkpoint / MARKER).unlink()  # first, so that a half-deleted one is not taken for complete
+    (checkpoint / MARKER).unlink()  # first, so that a partly deleted checkpoint is incomplete
     shutil.rmtree(checkpoint)

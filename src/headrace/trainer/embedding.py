@@ -1,14 +1,12 @@
-"""Looking tokens up in the embedding table, with a gradient that adds up in place.
+"""Embedding lookup whose gradient is accumulated in place.
 
-The gradient of a table is as large as the table and zero but for the rows of a batch's tokens; autograd would make such
-a tensor for each micro-batch, and for a table that is also the head it would keep the head's part aside meanwhile. Left
-out on purpose: tables of sharded models, whose gradients belong to whoever shards, and embeddings that compute more
-than a lookup.
+The gradient of a table is as large as the table and zero except for the tokens of a batch; autograd would allocate such
+a tensor for each micro-batch, and a second one for a table that is also the lm-head. Left out on purpose: tables of
+sharded models, and embeddings that compute more than a lookup.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +15,17 @@ from torch.nn import Embedding
 from torch.nn.functional import embedding
 
 
-def add_up_in_place(table: torch.nn.Module) -> None:
-    """Let a plain embedding that is trained add its gradients to those that it has."""
+def accumulate_in_place(table: torch.nn.Module) -> None:
+    """Replace the forward of a plain, trained embedding; other modules are unchanged."""
     if type(table) is Embedding and table.weight.requires_grad and not (table.max_norm or table.scale_grad_by_freq):
-        table.forward = partial(_look_up, table)  # type: ignore[method-assign]
+
+        def forward(input: Tensor) -> Tensor:
+            return _Lookup.apply(input, table.weight, table.padding_idx)  # type: ignore[no-any-return, no-untyped-call]
+
+        table.forward = forward  # type: ignore[method-assign]
 
 
-def _look_up(table: Embedding, tokens: Tensor) -> Tensor:
-    return _LookUp.apply(tokens, table.weight, table.padding_idx)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _LookUp(torch.autograd.Function):
+class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         context.save_for_backward(tokens)
@@ -37,10 +35,10 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[None, None, None]:
         (tokens,) = context.saved_tensors
-        weight, changes = context.weight, grad.flatten(0, -2)
-        if context.padding is not None:  # it never learns, as in torch's own
-            changes = changes.masked_fill(tokens.flatten()[:, None] == context.padding, 0.0)
+        weight, gradients = context.weight, grad.flatten(0, -2)
+        if context.padding is not None:  # not trained, as in torch
+            gradients = gradients.masked_fill(tokens.flatten()[:, None] == context.padding, 0.0)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, tokens.flatten(), changes.to(weight.dtype))
+        weight.grad.index_add_(0, tokens.flatten(), gradients.to(weight.dtype))
         return None, None, None

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face directory, made on demand."""
+"""Export of a checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from headrace.transport.files import write_directory
 def export(
     source: Path, target: Path, dtype: str = "auto", *, adapter_only: bool = False, trust_remote_code: bool = False
 ) -> None:
-    """Write the model of a complete checkpoint; `auto` is the type that it was in before it was trained.
+    """Write the model of a complete checkpoint; dtype `auto` is that of the model before training.
 
-    An adapter is merged into the model it was trained on, or written by itself.
+    An adapter is merged into its base model, or with `adapter_only` written by itself.
     """
     checkpoint.read_state(source)
     files = source / checkpoint.MODEL
     if adapter_only and not is_adapter(files):
-        raise BadInput("has no adapter: the run trained the whole model", key="--adapter", value=source)
+        raise BadInput("has no adapter: the run trained all parameters", key="--adapter", value=source)
     model = _model(files, trust_remote_code)
     checkpoint.load_tensors(source, prefixed(MODEL, model.learned()))
     if adapter_only:
@@ -40,13 +40,13 @@ def export(
 
 
 def _model(files: Path, trust_remote_code: bool) -> PackedModel:
-    """The model that a checkpoint's tensors belong to; of one with an adapter, the base comes from where it was."""
-    alone = Ranks(torch.device("cpu"))  # a GPU may be somebody else's
+    """Return the model to load a checkpoint's tensors into; with an adapter, its base model is loaded."""
+    ranks = Ranks(torch.device("cpu"))  # GPUs may be in use
     if not is_adapter(files):
-        return PackedModel(files, alone, load=False, trust_remote_code=trust_remote_code)
+        return PackedModel(files, ranks, load=False, trust_remote_code=trust_remote_code)
     adapter = read_config(files / CONFIG)
     if adapter.base_model_name_or_path is None:
-        raise BadInput("does not say which model the adapter belongs to", file=files / CONFIG)
+        raise BadInput("has no base_model_name_or_path", file=files / CONFIG)
     lora = {
         "r": adapter.r,
         "alpha": adapter.lora_alpha,
@@ -54,4 +54,4 @@ def _model(files: Path, trust_remote_code: bool) -> PackedModel:
         "use_rslora": adapter.use_rslora,
     }
     base = model_directory(adapter.base_model_name_or_path)
-    return PackedModel(base, alone, lora=lora, trust_remote_code=trust_remote_code)
+    return PackedModel(base, ranks, lora=lora, trust_remote_code=trust_remote_code)

@@ -1,12 +1,13 @@
-"""What learns: a model with its optimizer, its position in the run, and where both are saved.
+"""The learner: a model with its optimizer, its position in the run, and its checkpoints.
 
-Shared by reinforcement learning and supervised training, which differ in where samples come from and where weights go.
+Shared by RL and SFT, which differ in the source of samples and the destination of weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,15 +32,15 @@ from headrace.trainer.step import StepResult, TrainStep
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-"""What a checkpoint's tensors are called before their own names."""
+"""Prefixes of tensor names in a checkpoint."""
 
 
 class ResumeError(BadInput):
-    """The run cannot start as asked. The message says what is in the way."""
+    """The run cannot start or resume from this checkpoint."""
 
 
 class Learner:
-    """Starts from a checkpoint if there is one, else from the configured model."""
+    """A model in training, from a checkpoint if there is one, else from the configured model."""
 
     def __init__(
         self,
@@ -48,24 +49,24 @@ class Learner:
         checkpoints: Path,
         resume: str | None = None,
         *,
-        joined: bool = True,
+        packed: bool = True,
         engines: ColocatedEngines | None = None,
     ) -> None:
-        """`joined` is whether several samples may share a forward pass; `engines` are those on the same device."""
+        """`packed`: several samples may share a forward pass; `engines` are those on the same device."""
         if config.output_dir is None or config.max_steps is None or config.seq_len is None:
             raise ValueError("output_dir, max_steps and seq_len must be set to train")
         self.config = config
         self.max_steps, self.seq_len = config.max_steps, config.seq_len
         self.ranks = Ranks()
         start = starting_point(checkpoints, resume)
-        self.ranks.wait_for_all()  # before any of them changes what the others look at
+        self.ranks.wait_for_all()  # before one of them changes the directory that the others read
         self.checkpoints = Checkpoints(
             checkpoints,
             self.ranks,
             keep_last=config.ckpt.keep_last,
             permanent_interval=config.ckpt.permanent_interval,
         )
-        adapts = config.lora is not None  # then a checkpoint has the adapter alone
+        adapts = config.lora is not None  # then a checkpoint has only the adapter
         self.model = PackedModel(
             start / checkpoint.MODEL if start and not adapts else initial_model(config.model),
             self.ranks,
@@ -102,16 +103,16 @@ class Learner:
             self.optimizer,
             losses,
             lm_head_chunk=config.lm_head_chunk,
-            micro_batch_tokens=None if joined else 1,
+            micro_batch_tokens=None if packed else 1,
         )
 
     def _load(self, start: Path) -> TrainState:
-        """Continue from a checkpoint, whatever number of ranks wrote it."""
+        """Load a checkpoint, written by any number of ranks."""
         _check_adapter(start / checkpoint.MODEL, self.model.adapter)
         names = checkpoint.saved_names(start)
         model = prefixed(MODEL, self.model.learned())
-        known = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
-        unused = sorted(name for name in names if name not in model and name not in known)
+        state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
+        unused = sorted(name for name in names if name not in model and name not in state)
         if unused:
             raise ResumeError(
                 f"the checkpoint has {unused[0]}, which this run does not use: it was saved for another model or "
@@ -120,8 +121,8 @@ class Learner:
                 value=start,
                 fix="Resume with the model and the optim.type that it was saved with.",
             )
-        checkpoint.load_tensors(start, {**model, **known})
-        self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in known.items()})
+        checkpoint.load_tensors(start, {**model, **state})
+        self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in state.items()})
         return checkpoint.read_state(start)
 
     @property
@@ -130,7 +131,7 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         scheduler = self.config.scheduler
         factor = learning_rate_factor(
             self.state.step + 1,
@@ -149,13 +150,13 @@ class Learner:
         stopped: Callable[[], bool],
         on_micro_batch: Callable[[int, int], None] = lambda number, total: None,
     ) -> StepResult | None:
-        """One optimizer step on all samples; None, with nothing changed, if it was stopped.
+        """Run one optimizer step on all samples; return None, with nothing changed, if stopped.
 
-        Raises when too many in a row have changed nothing, since their gradients were not finite.
+        Raises Failure after too many updates in a row were skipped because of gradients that are not finite.
         """
         skipped = self.optimizer.skipped
         result = self._step.run(
-            self._bins(samples),
+            self._pack(samples),
             self.learning_rate,
             envs=envs,
             traced=traced,
@@ -166,28 +167,25 @@ class Learner:
             self.state.step += 1
             self.state.tokens_trained += result.tokens
             self.state.skipped_steps += self.optimizer.skipped - skipped
-            self._refuse_to_stand_still(result)
+            problem = self._skipped.record(self.state.step, result.grad_norm, result.metrics.get("loss", math.nan))
+            if problem is not None:
+                self.checkpoints.finish(wait=True)  # one that is still being written is from before them
+                raise Failure(f"{problem}. A resumed run continues after step {self._saved_step}")
         return result
 
-    def _refuse_to_stand_still(self, result: StepResult) -> None:
-        story = self._skipped.look(self.state.step, result.grad_norm, result.metrics.get("loss", math.nan))
-        if story is not None:
-            self.checkpoints.finish(wait=True)  # one that is still being written is from before them
-            raise Failure(f"{story}. A resume goes on after step {self._saved_step}, as it was saved")
+    def warm_up(self, bins: list[Bin]) -> None:
+        """Compile the programs of a step on bins of these shapes, without changing anything."""
+        self._step.warm_up(bins)
 
-    def rehearse(self, bins: list[Bin]) -> None:
-        """Compile what a step on bins like these takes; nothing is changed."""
-        self._step.rehearse(bins)
-
-    def _bins(self, samples: list[Sample]) -> list[Bin]:
-        """This rank's share of a step."""
+    def _pack(self, samples: list[Sample]) -> list[Bin]:
+        """Return this rank's bins of a step."""
         if self.ranks.size == 1:
             return pack(samples, self.seq_len)
         self._check_agreement(samples)
         return pack_for_worker(self.ranks.index, samples, self.seq_len, self.ranks.size, self.model.cost)
 
     def _check_agreement(self, samples: list[Sample]) -> None:
-        """Each rank takes its share of what it believes all have: it must be the same."""
+        """Raise unless all ranks have the same samples: each packs its own share of them."""
         digest = hashlib.blake2b(digest_size=7)
         for sample in samples:
             digest.update(sample.token_ids.tobytes())
@@ -196,11 +194,11 @@ class Learner:
             raise BadInput(
                 f"the ranks have different examples for step {self.state.step + 1}",
                 key="data",
-                fix="Make the environment's data the same in every process: the order of a set, for example, is not.",
+                fix="Make the environment's data deterministic across processes (the order of a set is not).",
             )
 
     def metrics(self, result: StepResult, lr: float, seconds: float) -> dict[str, float]:
-        """The record of a step that took `seconds` in all."""
+        """Return the metrics of a step that took `seconds`."""
         return {
             **result.metrics,
             "optim/lr": lr,
@@ -215,9 +213,9 @@ class Learner:
 
     @property
     def is_checkpoint_due(self) -> bool:
-        """One that falls among skipped updates waits for their end, so that a run that ends of them has not lost those.
+        """Whether to save now. A checkpoint is postponed during skipped updates, so that a resume can repeat them.
 
-        Those that have their step from others, the permanent ones and the last, do not wait.
+        Permanent checkpoints and the last one are not postponed.
         """
         step, ckpt = self.state.step, self.config.ckpt
         if any(step % interval == 0 for interval in (ckpt.permanent_interval or self.max_steps, self.max_steps)):
@@ -225,7 +223,7 @@ class Learner:
         return not self._skipped.in_a_row and step // ckpt.interval > self._saved_step // ckpt.interval
 
     def begin_checkpoint(self) -> None:
-        """Save the state as it is now; the writing goes on beside the steps that follow."""
+        """Start to save the current state; it is written asynchronously."""
         tensors = {
             **prefixed(MODEL, self.model.learned()),
             **prefixed(OPTIMIZER, self.optimizer.state_tensors()),
@@ -234,14 +232,14 @@ class Learner:
         self._saved_step = self.state.step
 
     def save_final_model(self, path: Path) -> None:
-        """A plain model, an adapter merged; where there is one, it is written beside, too."""
+        """Write the model with a merged adapter, if any, and the adapter itself next to it."""
         self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
         if self.model.adapter is not None:
             self.ranks.write_directory(path.with_name("adapter"), self.model.save_for_engine)
 
 
 def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
-    """The checkpoint to start from: none, the newest one, or the one that `resume` names."""
+    """Return the checkpoint to start from: None, the newest one, or the one that `resume` names."""
     newest = checkpoint.latest(checkpoints)
     if resume is None:
         if newest is not None:
@@ -267,11 +265,11 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
 
 
 def _check_adapter(saved_in: Path, own: AdapterConfig | None) -> None:
-    """What is learned must be what was learned before."""
+    """Raise unless the saved adapter has the shape of this run's adapter."""
     saved = read_config(saved_in / CONFIG) if is_adapter(saved_in) else None
     if _shape(saved) != _shape(own):
         raise ResumeError(
-            f"{saved_in.parent} was saved with {_shape(saved)}, and this run has {_shape(own)}",
+            f"{saved_in.parent} was saved with {_shape(saved)}, but this run has {_shape(own)}",
             key="lora",
             fix="Resume with the settings that it was saved with.",
         )
@@ -287,3 +285,20 @@ def _shape(adapter: AdapterConfig | None) -> str:
 
 def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+class Stopwatch:
+    """Seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._started = self._lapped = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Record the time since the last lap under a name."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._lapped
+        self._lapped = now
+
+    def total(self) -> float:
+        return time.perf_counter() - self._started

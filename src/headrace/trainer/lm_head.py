@@ -1,13 +1,13 @@
-"""The log-probability of each label, from hidden states, without ever holding the logits of all tokens.
+"""Logprobs of labels from hidden states in chunks, without materializing the logits of all tokens.
 
-Logits of `chunk` tokens exist at once; the backward pass computes them again, but for those of the last chunk, which
-wait for it in the memory that it needs anyway. Written by hand because the softmax's gradient is known in closed form:
-that is one matrix product less than checkpointing, and keeps no graph. On a GPU everything between two matrix products
-is one pass over the logits (`lm_head_kernels.py`).
+Logits of `chunk` tokens exist at a time; the backward pass recomputes them, except for those of the last chunk, which
+are kept in the buffer that it needs anyway. Written by hand because the softmax's gradient is known in closed form:
+one matrix product less than checkpointing, and no graph. On a GPU everything between two matrix products is one pass
+over the logits (`lm_head_kernels.py`).
 
-Where the head is frozen, its own gradient is not wanted, and that of the hidden states is linear in what comes from
-above, token by token: the forward pass computes it for 1, and the backward pass scales it. Left out on purpose: the
-same for a head that learns, since its gradient adds up over tokens and must know their scales first.
+If the head is frozen, only the gradient of the hidden states is needed, which is linear in the incoming gradient per
+token: the forward pass computes it for 1, and the backward pass scales it. Left out on purpose: the same for a trained
+head, whose gradient is a sum over tokens and needs their scales first.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def label_logprobs(
     fp32: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Per token the log-softmax of logits / temperature at the label, and the entropy, which has no gradient.
+    """Return per token the log-softmax of logits / temperature at the label, and the entropy, which has no gradient.
 
     `hidden` is [tokens, hidden], `weight` the output embedding [vocabulary, hidden]; the rest is [tokens]. Logits are
-    products in the type of `hidden`, or with `fp32` in float32; either way the softmax is at least float32. `in_place`
-    adds the gradient of the weight, a parameter, to its `.grad` without a copy of that size.
+    computed in the dtype of `hidden`, or with `fp32` in float32; the softmax is always at least float32. `in_place`
+    accumulates the gradient of the weight, a parameter, in its `.grad` without a temporary of that size.
     """
     if fp32:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
@@ -59,15 +59,15 @@ class _LabelLogprobs(torch.autograd.Function):
         logits = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         for part in _chunks(len(hidden), chunk):
             values = torch.mm(hidden[part], narrow.t(), out=logits[: len(labels[part])])
-            given = values, labels[part], temperatures[part]
-            logprobs[part], normalizers[part], entropy[part] = passes.score(*given)
+            inputs = values, labels[part], temperatures[part]
+            logprobs[part], normalizers[part], entropy[part] = passes.score(*inputs)
             if unit is not None:
                 ones = torch.ones_like(logprobs[part])
-                gradient = passes.gradient(*given, logprobs[part], normalizers[part], ones)
+                gradient = passes.gradient(*inputs, logprobs[part], normalizers[part], ones)
                 torch.mm(gradient, narrow, out=unit[part])
         context.save_for_backward(hidden, narrow, labels, temperatures, logprobs, normalizers, unit)
         context.weight = weight if learns else None
-        context.logits = logits if learns else None  # of the last chunk, for the first that goes back
+        context.logits = logits if learns else None  # of the last chunk, with which backward begins
         context.chunk, context.in_place = chunk, in_place
         context.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -81,16 +81,22 @@ class _LabelLogprobs(torch.autograd.Function):
             return None, None, None, None, None, None
         passes = _passes(hidden.device.type, logprobs.dtype)
         grad_hidden = torch.empty_like(hidden) if context.needs_input_grad[0] else None
-        grad_weight = _sum_for(context.weight, context.in_place)
+        if context.in_place:
+            if context.weight.grad is None:
+                context.weight.grad = torch.zeros_like(context.weight)
+            grad_weight = context.weight.grad
+        else:  # at least float32: a sum of many small parts
+            wide = torch.promote_types(context.weight.dtype, torch.float32)
+            grad_weight = torch.zeros_like(context.weight, dtype=wide)
         logits, context.logits = context.logits, None
-        is_there = logits is not None
-        if logits is None:  # a second time through the same graph
+        is_computed = logits is not None
+        if logits is None:  # a second backward pass through the same graph
             logits = hidden.new_empty(min(context.chunk, len(hidden)), len(narrow))
         for part in reversed(_chunks(len(hidden), context.chunk)):
             values = logits[: len(labels[part])]
-            if not is_there:
+            if not is_computed:
                 torch.mm(hidden[part], narrow.t(), out=values)
-            is_there = False
+            is_computed = False
             gradient = passes.gradient(
                 values, labels[part], temperatures[part], logprobs[part], normalizers[part], grad[part]
             )
@@ -102,12 +108,12 @@ class _LabelLogprobs(torch.autograd.Function):
 
 
 class _Passes(NamedTuple):
-    """What is computed of a chunk's logits, given labels and temperatures. Logits may be overwritten by the second."""
+    """Functions of a chunk's logits, labels and temperatures; `gradient` may overwrite the logits."""
 
     score: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """Log-softmax at the label, its normalizer, and the entropy."""
+    """Returns log-softmax at the label, its normalizer, and the entropy."""
     gradient: Callable[..., Tensor]
-    """The gradient of the logits, given what was scored and the gradient of the logprobs, in the logits' type."""
+    """Returns the gradient of the logits, from the scores and the gradient of the logprobs, in the logits' dtype."""
 
 
 @cache
@@ -120,10 +126,10 @@ def _passes(device: str, dtype: torch.dtype) -> _Passes:
 
 
 def _score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Everything is measured from the largest logit, as in `lm_head_kernels`.
+    """Compute relative to the largest logit, as in `lm_head_kernels`.
 
-    Then no term of the entropy, log(sum) - sum(p * x) with log(sum) >= 0 and x <= 0, is below 0. The difference of the
-    normalizer and the mean logit would be, by rounding, where the model is nearly certain.
+    Then no term of the entropy, log(sum) - sum(p * x) with log(sum) >= 0 and x <= 0, is negative. The difference of the
+    normalizer and the mean logit could be negative by rounding where the model is nearly certain.
     """
     scaled = logits / temperatures[:, None]
     largest = scaled.amax(-1)
@@ -147,17 +153,8 @@ def _gradient(
     return gradient.scatter_(-1, labels[:, None], at_label.to(logits.dtype))
 
 
-def _sum_for(weight: Tensor, in_place: bool) -> Tensor:
-    """Zeros, or what the gradient of the weight has come to so far. At least float32: many small parts add up."""
-    if not in_place:
-        return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    return weight.grad
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a sum that may be of a wider type, and is not rounded to the narrower one then."""
+    """Add a matrix product to a sum of a possibly wider dtype without rounding it to the narrower one."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif _widens(total.device, left.dtype):
@@ -170,7 +167,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @cache
 def _widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a product of narrow matrices to a float32 one."""
+    """Whether this torch supports addmm of narrow matrices into float32."""
     if device.type != "cuda":
         return False
     narrow, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)

@@ -1,12 +1,11 @@
-"""LoRA: a frozen model whose linear layers learn a difference of low rank, `scaling * B @ A`.
+"""LoRA: a frozen model whose linear layers train a low-rank difference, `scaling * B @ A`.
 
-Layers are replaced in place by ones with the same parameters under the same names plus `lora_A` and `lora_B`, in
-float32. So a model can still be written under its original names, and whatever shards, compiles or recomputes linear
-layers works as before. The adapter goes to disk in PEFT's format (`transport/adapter.py`).
+Layers are replaced in place by ones with the same parameter names plus `lora_A` and `lora_B`, in float32. So a model is
+saved under its original names, and sharding, compiling and recomputing work as before. The adapter is saved in PEFT's
+format (`transport/adapter.py`).
 
-What is written comes from named tensors that the caller has made whole: nothing here talks to other ranks. Left out on
-purpose: dropout (a policy must give the logprobs it was sampled with), adapters of embeddings, of the head, and of
-experts that are stacked in one parameter.
+Functions here take full tensors and do not communicate with other ranks. Left out on purpose: dropout (a policy must
+reproduce the logprobs it sampled with), adapters of embeddings, of the head, and of experts stacked in one parameter.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _A, _B = ".lora_A", ".lora_B"
 
 
 class LoraLinear(Linear):
-    """A linear layer's own, frozen parameters and the two matrices of its difference, which is nothing at first."""
+    """A linear layer with frozen parameters and two trained matrices, whose product is 0 at first."""
 
     def __init__(self, base: Linear, r: int, scaling: float, generator: torch.Generator) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
         self.weight, self.bias = base.weight, base.bias
         a, b = torch.empty(r, base.in_features), torch.zeros(base.out_features, r)
-        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # on the CPU: the same on every device
+        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # on the CPU: independent of the device
         self.lora_A = Parameter(a.to(base.weight.device))
         self.lora_B = Parameter(b.to(base.weight.device))
         self.scaling = scaling
@@ -53,12 +52,15 @@ def add_lora(
     seed: int = 0,
     base: str | None = None,
 ) -> AdapterConfig:
-    """Freeze a Hugging Face model and let its linear layers learn a difference; before it is sharded or compiled.
+    """Freeze a Hugging Face model and add LoRA matrices to its linear layers, before it is sharded or compiled.
 
-    The same seed gives the same matrices on every rank. `base` is the name under which others find the model.
+    The same seed gives the same matrices on every rank. `base` is the name of the base model in the adapter's config.
     """
     chosen = _targets(model, target_modules)
-    config = AdapterConfig(r, alpha, _short_names(model, chosen), use_rslora, base)
+    # PEFT matches layers by suffix: the last part of a name, or the full name if other layers have the same suffix.
+    others = {_last(name) for name, _ in model.named_modules() if name not in chosen}
+    names = sorted({name if _last(name) in others else _last(name) for name in chosen})
+    config = AdapterConfig(r, alpha, names, use_rslora, base)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, layer in chosen.items():
@@ -67,13 +69,13 @@ def add_lora(
 
 
 def adapter_layers(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:
-    """The matrices of each adapted layer, out of a model's parameters by name."""
+    """Return the LoRA matrices by layer, from a model's parameters by name."""
     layers = [name.removesuffix(_A) for name in parameters if name.endswith(_A)]
     return {layer: Matrices(parameters[layer + _A], parameters[layer + _B]) for layer in layers}
 
 
 def merged_parameters(parameters: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
-    """The parameters of a model without adapter that computes the same, in float32 where they differ from the base."""
+    """Return parameters with the adapter merged; merged ones are float32."""
     result = {name: tensor for name, tensor in parameters.items() if not name.endswith((_A, _B))}
     for layer, matrices in adapter_layers(parameters).items():
         result[f"{layer}.weight"] = merged(result[f"{layer}.weight"], matrices, scaling)
@@ -81,11 +83,11 @@ def merged_parameters(parameters: Mapping[str, Tensor], scaling: float) -> dict[
 
 
 def _targets(model: Any, wanted: str | Sequence[str]) -> dict[str, Linear]:
-    """The linear layers to adapt: all but the head, or those whose name ends in one of those wanted."""
+    """Return the linear layers to adapt: all but the head, or those whose names end in a wanted suffix."""
     head = model.get_output_embeddings()
     layers = {name: part for name, part in model.named_modules() if type(part) is Linear and part is not head}
     if not layers:
-        raise BadInput(f"{type(model).__name__} has no linear layers that could be adapted", key="lora")
+        raise BadInput(f"{type(model).__name__} has no linear layers to adapt", key="lora")
     if wanted == ALL_LINEAR:
         return layers
     suffixes = [wanted] if isinstance(wanted, str) else wanted
@@ -98,12 +100,6 @@ def _targets(model: Any, wanted: str | Sequence[str]) -> dict[str, Linear]:
             fix=f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}.",
         )
     return {name: part for name, part in layers.items() if any(_ends_in(name, suffix) for suffix in suffixes)}
-
-
-def _short_names(model: torch.nn.Module, chosen: Mapping[str, Linear]) -> list[str]:
-    """Names by which PEFT finds exactly the chosen layers: their last parts, or in full where others have the same."""
-    others = {_last(name) for name, _ in model.named_modules() if name not in chosen}
-    return sorted({name if _last(name) in others else _last(name) for name in chosen})
 
 
 def _ends_in(name: str, suffix: str) -> bool:

@@ -1,27 +1,27 @@
-"""Less memory for activations, applied from outside to a model's decoder layers.
+"""Activation checkpointing and offload, applied from outside to a model's decoder layers.
 
-Checkpointing computes activations again in the backward pass; offload keeps them in CPU memory until then. Both wrap a
+Checkpointing recomputes activations in the backward pass; offload keeps them in CPU memory until then. Both wrap a
 layer's `forward`, inside of its hooks, so that a layer that is sharded afterwards gathers its parameters as usual. The
-order is checkpoint, compile, offload, shard: a compiler must see what is checkpointed, and must not see offload's
-streams. Left out on purpose: offload of what selective checkpointing keeps, unless the layer is compiled; without a
-compiler it does not pass through autograd.
+order is checkpoint, compile, offload, shard: the compiler must see checkpointing, and must not see offload's streams.
+Left out on purpose: offload of what selective checkpointing keeps, unless the layer is compiled; without a compiler it
+does not pass through autograd.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from headrace.trainer import run_attention  # noqa: F401 (registers an operator that is named below)
+from headrace.trainer import varlen_attention  # noqa: F401 (registers an operator)
 
 Checkpointing = Literal["full", "attention", "selective"]
-"""What is computed again: all of a layer, all but attention, or all but attention and matrix products."""
+"""What is recomputed: all of a layer, all but attention, or all but attention and matrix products."""
 
 _aten = torch.ops.aten
 _ATTENTION = {
@@ -33,56 +33,45 @@ _ATTENTION = {
 }
 _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 
-OFFLOADED_BYTES = 1 << 20
-"""Smaller tensors stay on the GPU: moving them costs more than they hold."""
+MIN_OFFLOADED_BYTES = 1 << 20
+"""Smaller tensors stay on the GPU: the copy would cost more than it saves."""
 
 
 def checkpoint_layers(layers: Iterable[torch.nn.Module], mode: Checkpointing) -> None:
-    """Compute layers again in the backward pass, but for what the mode keeps."""
-    options = {
-        "full": {},
-        "attention": {"context_fn": _keeping_attention},
-        "selective": {"context_fn": _keeping_products},
-    }
+    """Recompute layers in the backward pass, except for what the mode keeps."""
+    policies = {"attention": _save_attention, "selective": _save_attention_and_products}
+    options: dict[str, Any] = {}
+    if mode != "full":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policies[mode])
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward, options[mode])
+        layer.forward = _checkpointed(layer.forward, options)
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # No layer draws random numbers: there is no dropout.
+        # There is no dropout, so no RNG state to preserve.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
     return wrapped
 
 
-def _keeping_attention() -> Any:
-    return create_selective_checkpoint_contexts(_attention_is_kept)  # type: ignore[no-untyped-call]
-
-
-def _keeping_products() -> Any:
-    return create_selective_checkpoint_contexts(_products_are_kept)  # type: ignore[no-untyped-call]
-
-
-def _attention_is_kept(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+def _save_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _products_are_kept(_: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    keep = operator in _ATTENTION or (operator in _MATRIX_PRODUCTS and _is_costly(*args[-2:]))
+def _save_attention_and_products(_: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    keep = operator in _ATTENTION
+    if operator in _MATRIX_PRODUCTS:
+        left, right = args[-2:]
+        keep = 16 * left.shape[1] > right.shape[1]  # a short inner dimension, as of an adapter, is cheap to recompute
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_costly(left: Tensor, right: Tensor) -> bool:
-    """Whether a product is cheaper to keep than to compute: not so where the inner side is short, as an adapter's."""
-    return 16 * left.shape[1] > right.shape[1]
+def offload_activations(layers: Iterable[torch.nn.Module], smallest: int = MIN_OFFLOADED_BYTES) -> None:
+    """Keep tensors that layers save for the backward pass in CPU memory; parameters stay on the GPU.
 
-
-def offload_activations(layers: Iterable[torch.nn.Module], smallest: int = OFFLOADED_BYTES) -> None:
-    """Keep what the layers save for the backward pass in CPU memory; parameters stay where they are.
-
-    Copies overlap with the layers that follow, and in the backward pass with those before. On a CPU nothing moves.
+    Copies overlap with the following layers, and in the backward pass with the preceding ones. No effect on a CPU.
     """
     chain = _Chain()
     for number, layer in enumerate(layers):
@@ -105,20 +94,20 @@ def _offloaded(layer: torch.nn.Module, chain: _Chain, first: bool, smallest: int
 
 
 class _Pack:
-    """Gives a stage what a layer saves, but for what is not its own: parameters, and what all layers are given."""
+    """Moves tensors that a layer saves to a stage, except for parameters and inputs that all layers share."""
 
     def __init__(self, stage: _Stage, parameters: list[Tensor], shared: list[Tensor], smallest: int) -> None:
         self._stage = stage
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *shared)}
-        # Autocast saves narrower copies of parameters, which it holds anyway.
+        # Autocast saves narrower copies of parameters, which it keeps alive anyway.
         self._shapes = {shape for parameter in parameters for shape in (parameter.shape, parameter.shape[::-1])}
         self._smallest = smallest
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: Tensor) -> Tensor | _Saved:
         small = tensor.nbytes < self._smallest or not tensor.is_floating_point()
-        foreign = tensor.shape in self._shapes or tensor.untyped_storage().data_ptr() in self._storages
-        return tensor if small or foreign else self._stage.put(tensor)
+        shared = tensor.shape in self._shapes or tensor.untyped_storage().data_ptr() in self._storages
+        return tensor if small or shared else self._stage.put(tensor)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -135,7 +124,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _Chain:
-    """The newest stage of a pass over the layers. Only what autograd saved holds stages, and goes with it."""
+    """The newest stage of a pass over the layers. Stages are kept alive only by autograd's saved tensors."""
 
     def __init__(self) -> None:
         self._newest: Callable[[], _Stage | None] = lambda: None
@@ -147,9 +136,9 @@ class _Chain:
 
 
 class _Stage:
-    """What one layer saved. Its tensors leave the GPU when the second layer after it starts: copies have that long.
+    """The saved tensors of one layer. They are freed on the GPU when the second layer after it starts.
 
-    So the last two layers keep theirs, which are what the backward pass wants first.
+    So the last two layers keep theirs, which the backward pass needs first.
     """
 
     def __init__(self, device: torch.device, before: _Stage | None) -> None:
@@ -162,10 +151,10 @@ class _Stage:
         self._copied: torch.cuda.Event | None = None
         self._loaded: torch.cuda.Event | None = None
         if before is not None and before._before is not None:
-            before._before._leave()
+            before._before._free()
 
     def put(self, tensor: Tensor) -> _Saved:
-        """Start to copy a tensor; what several operators save is copied once."""
+        """Start to copy a tensor to the host; a tensor that several operators save is copied once."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
@@ -180,27 +169,27 @@ class _Stage:
         return _Saved(self, self._numbers[key])
 
     def close(self) -> None:
-        """The layer is done: nothing more is saved."""
+        """End the layer's forward pass."""
         self._numbers.clear()
         if self._moves:
             self._copied = _streams(self._device).to_host.record_event()
 
     def take(self, number: int) -> Tensor:
-        """The tensor, on the GPU again; those of the layer before start to come back, too."""
-        self._return()
+        """Return the tensor on the GPU, and start to load those of the layer before."""
+        self._load()
         if self._before is not None:
-            self._before._return()
+            self._before._load()
         if self._loaded is not None:
             torch.cuda.current_stream(self._device).wait_event(self._loaded)
         assert self._tensors is not None
         return self._tensors[number]
 
-    def _leave(self) -> None:
+    def _free(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._tensors = None
 
-    def _return(self) -> None:
+    def _load(self) -> None:
         if self._tensors is not None:
             return
         stream = _streams(self._device).to_device
@@ -213,7 +202,7 @@ class _Stage:
 
 
 class _Saved(NamedTuple):
-    """A tensor that a stage has."""
+    """Reference to a tensor of a stage."""
 
     stage: _Stage
     number: int

@@ -1,9 +1,9 @@
-"""Any Hugging Face causal language model, run on packed rows, on one device or spread over ranks.
+"""A Hugging Face causal language model that runs on packed rows, on one device or sharded over ranks.
 
-Parameters that learn are float32, whatever the files hold: the optimizer's small steps vanish in anything narrower.
-Compute may be bfloat16, and then so is the frozen base of an adapter. How much of the layers is computed again in the
-backward pass may be left to a plan (`plan.py`), which is made for the memory that is free when the first row comes.
-Left out on purpose: dropout (a policy must give the logprobs it was sampled with) and models with images or sound.
+Trained parameters are float32, whatever the files contain: small optimizer steps would vanish in narrower formats.
+Compute may be bfloat16, and then so is the frozen base of an adapter. How much is recomputed in the backward pass
+may be left to a memory plan (`memory_plan.py`), made for the memory that is free when the first row is computed. Left
+out on purpose: dropout (a policy must reproduce the logprobs it sampled with) and multimodal models.
 """
 
 from __future__ import annotations
@@ -27,42 +27,40 @@ from headrace.rollout.packing import Cost, cost_of_model
 from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
-from headrace.trainer.compiling import compile_layers
-from headrace.trainer.embedding import add_up_in_place
+from headrace.trainer.embedding import accumulate_in_place
 from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
 from headrace.trainer.memory import checkpoint_layers, offload_activations
+from headrace.trainer.memory_plan import MAX_ROW_TOKENS, MemoryPlan, Mode, ModelSizes, make_memory_plan
 from headrace.trainer.model_files import ModelFiles, whole, write_tensors
-from headrace.trainer.parallel import shard
-from headrace.trainer.plan import MOST_TOKENS, Mode, Plan, Sizes, make_plan
+from headrace.trainer.packed_row import PackedRow, make_row
+from headrace.trainer.parallelize import compile_layers, shard
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.row import Row, make_row
 from headrace.transport.adapter import Adapter, write_adapter, write_config
 
 log = logging.getLogger(__name__)
 
-COMPILED_FROM = 50_000_000
-"""Parameters of the layers from which compiling, about a minute, is worth its time on a GPU."""
-USED_OF_FREE = 0.95
-"""Of a GPU's free memory: what is left over is lost between allocations."""
-ACTIVATIONS_ON_CPU = 1 << 30
-"""Bytes of activations up to which short sequences are joined into one row on a CPU."""
+MIN_COMPILED_PARAMETERS = 50_000_000
+"""Parameters of the layers from which compiling, which takes about a minute, pays off on a GPU."""
+USED_SHARE_OF_FREE = 0.95
+"""Of a GPU's free memory; the rest is for fragmentation."""
+MAX_CPU_ACTIVATION_BYTES = 1 << 30
+"""Bytes of activations of a row on a CPU."""
 
-_NOT_COMPUTED_HERE = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
+_UNSUPPORTED_OPTIONS = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
 
 
 def initial_model(config: ModelConfig) -> Path:
-    """The directory of the model that a configuration names."""
+    """Return the directory of the configured model."""
     if config.name is None:
         raise ValueError("model.name is not set: the launcher turns model.init and model.sft into a directory")
     return model_directory(config.name)
 
 
 class PackedModel:
-    """A causal language model that scores the labels of a row.
+    """A causal language model that returns logprobs of the labels of a packed row; sharded if there are several ranks.
 
-    With several ranks it is spread over them. `load` says whether to read the directory's tensors: a checkpoint brings
-    its own.
+    `load`: whether to read the directory's tensors; a checkpoint is loaded later.
     """
 
     def __init__(
@@ -79,15 +77,15 @@ class PackedModel:
         lm_head_chunk: int = 4096,
         memory: int | None = None,
         engines: ColocatedEngines | None = None,
-        longest: int = MOST_TOKENS,
+        longest: int = MAX_ROW_TOKENS,
         trust_remote_code: bool = False,
         load: bool = True,
         lora: Mapping[str, Any] | None = None,
     ) -> None:
-        """`memory` is what a step may take of a GPU, bytes, parameters and all; None: what is free.
+        """`memory`: bytes of the GPU that a step may use, parameters included; None for the free memory.
 
-        What `engines` on the same GPU keep is left to them, be they up already or not. `longest` is the most tokens of
-        a sequence.
+        The memory of `engines` on the same GPU is left to them, also before they start. `longest`: maximum tokens of a
+        sequence.
         """
         self.directory = directory
         self.ranks = ranks = ranks or Ranks()
@@ -97,14 +95,14 @@ class PackedModel:
         base_dtype = dtype if lora is not None and ranks.size == 1 else torch.float32
         self.module = _make(directory, trust_remote_code, load, base_dtype)
         if ranks.size == 1:
-            self.module.to(self.device)  # else each layer goes there when it is sharded: no device may hold them all
+            self.module.to(self.device)  # otherwise sharding moves each layer
         if load:
             self._check_packing()
         else:
             self.module.set_attn_implementation(PACKED)
         self.kernel = available_kernel(attention, self.device, dtype, _head_dim(self.module.config))
         self.adapter = None if lora is None else add_lora(self.module, **lora, base=str(directory))
-        if base_dtype != torch.float32:  # the stream between layers is float32 all the same
+        if base_dtype != torch.float32:  # the residual stream is float32 nevertheless
             self.module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
         self.module.train()
         self._layers = list(_layers(self.module))
@@ -112,20 +110,23 @@ class PackedModel:
         self._recomputed: Mode | Literal["auto"] = activation_checkpointing
         self._offloads, self._chunk, self._memory, self._longest = activation_offload, lm_head_chunk, memory, longest
         self._engines = engines
-        self.compiles = self._compiles(compile)
+        if compile == "auto":
+            size = sum(parameter.numel() for layer in self._layers for parameter in layer.parameters())
+            compile = self.device.type == "cuda" and size >= MIN_COMPILED_PARAMETERS
+        self.compiles = compile
         """Whether layers are compiled at their first forward pass."""
         if ranks.size == 1:
-            add_up_in_place(self.module.get_input_embeddings())
+            accumulate_in_place(self.module.get_input_embeddings())
         self._scorer = _Scorer(self.module, dtype, lm_head_fp32, in_place=ranks.size == 1)
-        self._autocast = dtype == torch.bfloat16 and ranks.size == 1  # sharded parameters arrive in the compute type
+        self._autocast = dtype == torch.bfloat16 and ranks.size == 1
         if ranks.size > 1:
-            _ = self.plan  # what wraps the layers comes before what shards them
+            _ = self.plan  # wraps the layers, which must come before sharding
             shard(self._layers, self._scorer, ranks.mesh(), dtype)
 
     @cached_property
-    def plan(self) -> Plan:
-        """What is kept and what is computed again. Made, and applied to the layers, when it is first asked for."""
-        plan = self._planned()
+    def plan(self) -> MemoryPlan:
+        """The memory plan, made and applied to the layers at the first access."""
+        plan = self._make_plan()
         for mode in set(plan.modes):
             if mode:
                 pairs = zip(self._layers, plan.modes, strict=False)
@@ -139,55 +140,55 @@ class PackedModel:
             log.info("%s", plan)
         return plan
 
-    def row(self, sequences: list[np.ndarray]) -> Row:
-        """Sequences laid out as this model computes them."""
+    def row(self, sequences: list[np.ndarray]) -> PackedRow:
+        """Pack sequences for this model's device and kernel."""
         return make_row(sequences, self.device, self.kernel)
 
     def score(
-        self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
     ) -> Scores:
-        """Logprob and entropy of `labels`, each read off the place of the row that predicts it."""
+        """Return logprob and entropy of `labels`; `predictors` are the row indices that predict them."""
         _ = self.plan
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             return self._scorer(row, predictors, labels, temperatures, chunk)  # type: ignore[no-any-return]
 
     def logprobs(
-        self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
     ) -> torch.Tensor:
-        """Like `score`, for the logprobs alone, without gradients. Every rank must call it, with the same row."""
-        # Compiled layers compute as if gradients were wanted, which is the program that training has compiled already.
+        """Return logprobs as `score` does, without gradients. Every rank must call it with the same row."""
+        # Compiled layers run with gradients enabled: training has compiled that program already.
         with torch.set_grad_enabled(self.compiles and self.ranks.size == 1):
             logprobs = self.score(row, predictors, labels, temperatures, chunk).logprobs.detach()
         if isinstance(self._scorer, FSDPModule):
-            self._scorer.reshard()  # no backward pass follows that would do it
+            self._scorer.reshard()  # the backward pass would do it, but there is none
         return logprobs
 
     @property
     def cost(self) -> Cost:
-        """What its sequences cost to train on, for balancing."""
+        """The cost of training on a sequence, for load balancing."""
         return cost_of_model(**_sizes(self.module.config))
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the model is made of, as this rank has it. Tied parameters are listed once, and tied again on load."""
+        """Return this rank's parameters and buffers. Tied parameters are listed once, and tied again on load."""
         parameters: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.module.named_parameters()}
         stored = self.module.state_dict().keys()
         return parameters | {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
 
     def learned(self) -> dict[str, torch.Tensor]:
-        """What training changes, and a checkpoint has to hold: of a model with an adapter, the adapter alone."""
+        """Return the trained tensors, which a checkpoint contains: with an adapter only its tensors."""
         return self.tensors() if self.adapter is None else {n: p.detach() for n, p in self.named_parameters().items()}
 
     def write_files(self, directory: Path) -> None:
-        """Write what a checkpoint needs beside the tensors."""
+        """Write the files of a checkpoint other than tensors."""
         self.files.write(directory)
         if self.adapter is not None:
             write_config(directory, self.adapter)
 
     def save_for_engine(self, directory: Path) -> None:
-        """Write what an engine loads: the adapter, or the model in the type it computes in. Every rank must call it."""
+        """Write the adapter, or the model in its compute dtype, for engines. Every rank must call it."""
         if self.adapter is None:
             self.save(directory, self.dtype)
             return
@@ -196,49 +197,43 @@ class PackedModel:
             write_adapter(directory, Adapter(self.adapter, adapter_layers(matrices)))
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write a Hugging Face directory; every rank must call it, and finds it complete when it returns.
+        """Write a Hugging Face directory, complete on return. Every rank must call it.
 
-        An adapter is merged into what it was trained on.
+        An adapter is merged into the base model.
         """
         if self.ranks.first:
             self.files.write(directory, dtype)
         self.ranks.wait_for_all()
-        finished = partial(merged_parameters, scaling=1.0 if self.adapter is None else self.adapter.scaling)
-        write_tensors(directory, self.module, self.tensors(), dtype, self.ranks, finished)
+        merge = partial(merged_parameters, scaling=1.0 if self.adapter is None else self.adapter.scaling)
+        write_tensors(directory, self.module, self.tensors(), dtype, self.ranks, merge)
 
-    def _compiles(self, choice: bool | Literal["auto"]) -> bool:
-        if choice != "auto":
-            return choice
-        size = sum(parameter.numel() for layer in self._layers for parameter in layer.parameters())
-        return self.device.type == "cuda" and size >= COMPILED_FROM
-
-    def _planned(self) -> Plan:
-        """On a CPU, where memory is no concern, nothing is computed again unless it was asked for."""
+    def _make_plan(self) -> MemoryPlan:
+        """Return a plan for the free memory; on a CPU nothing is recomputed unless configured."""
         config, choice = self.module.config, self._recomputed
         if self.device.type != "cuda":
-            bytes_per_token = 34 * 4 * config.num_hidden_layers * config.hidden_size  # a rough count
-            tokens = max(self._longest, min(MOST_TOKENS, ACTIVATIONS_ON_CPU // bytes_per_token))
-            return Plan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
-        sizes = Sizes(**_sizes(config), compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
+            bytes_per_token = 34 * 4 * config.num_hidden_layers * config.hidden_size  # rough estimate
+            tokens = max(self._longest, min(MAX_ROW_TOKENS, MAX_CPU_ACTIVATION_BYTES // bytes_per_token))
+            return MemoryPlan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
+        sizes = ModelSizes(**_sizes(config), compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
         limit = self._memory
         if limit is None:
             free, total = torch.cuda.mem_get_info(self.device)
-            room = free + torch.cuda.memory_reserved(self.device)
+            available = free + torch.cuda.memory_reserved(self.device)
             if self._engines is not None:
-                room = min(room, total - self._engines.reserved_bytes(self.module.num_parameters(), total))
-            limit = int(USED_OF_FREE * room)
+                available = min(available, total - self._engines.reserved_bytes(self.module.num_parameters(), total))
+            limit = int(USED_SHARE_OF_FREE * available)
         limit = -self.ranks.most(-limit)
         state = self._state // self.ranks.size
         learns = self.module.get_output_embeddings().weight.requires_grad
-        plan = make_plan(
+        plan = make_memory_plan(
             sizes, limit, state=state, chunk=self._chunk, longest=self._longest, mode=choice, head_learns=learns
         )
         if plan.bytes > limit:
-            log.warning("a step may not fit the %.1f GiB that it may take: %s", limit / 2**30, plan)
+            log.warning("a step may not fit into its %.1f GiB: %s", limit / 2**30, plan)
         return plan
 
     def _check_packing(self) -> None:
-        """Sequences with a common start, packed, must give the logits that the model itself gives for each alone."""
+        """Raise unless packed sequences with a shared prefix give the logits of separate forward passes."""
         sequences = [np.array([1, 2, 3, 4, 5, 6, 7]), np.array([1, 2, 3, 4, 5, 9]), np.array([8, 2])]
         device = self.module.device
         with torch.no_grad():
@@ -255,9 +250,8 @@ class PackedModel:
             tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
             if not error <= tolerance * expected.abs().max() + 1e-6:
                 raise UnsupportedModel(
-                    f"{type(self.module).__name__} gives other logits for packed sequences than for each alone (by up "
-                    f"to {error:.1g}): its layers or its head do more than causal attention and a linear map, and "
-                    "packed training would be wrong",
+                    f"{type(self.module).__name__} gives other logits for packed sequences than for separate ones "
+                    f"(by up to {error:.1g}): its layers or head compute more than causal attention and a linear map",
                     key="model.name",
                     value=self.directory,
                 )
@@ -266,12 +260,12 @@ class PackedModel:
 class Scores(NamedTuple):
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    nothing: torch.Tensor
-    """A zero whose gradient reaches every parameter: ranks without a member run backward all the same."""
+    zero: torch.Tensor
+    """A zero that depends on every parameter, so that ranks without trained tokens run backward, too."""
 
 
 class _Scorer(torch.nn.Module):
-    """The model and its loss head as one module, since parameters are whole only inside a module's forward pass."""
+    """The model and its lm-head as one module: FSDP gathers parameters only inside a module's forward pass."""
 
     def __init__(self, model: Any, dtype: torch.dtype, fp32: bool, in_place: bool) -> None:
         super().__init__()
@@ -281,7 +275,7 @@ class _Scorer(torch.nn.Module):
         self.keeps_logits = False
 
     def forward(
-        self, row: Row, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
     ) -> Scores:
         hidden = hidden_states(self.model, row).to(self._dtype)
         head = self.model.get_output_embeddings().weight
@@ -297,8 +291,8 @@ class _Scorer(torch.nn.Module):
         return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum())
 
 
-def hidden_states(model: Any, row: Row) -> torch.Tensor:
-    """The last hidden state of each place in the row."""
+def hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
+    """Return the last hidden state of each token of the row: [tokens, hidden]."""
     output = model.base_model(
         input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
     )
@@ -323,13 +317,13 @@ def _sizes(config: Any) -> dict[str, int]:
 
 
 def _layers(model: Any) -> Iterable[Any]:
-    """The decoder's layers: the first list of as many modules as it says it has layers."""
+    """Return the decoder's layers: the first ModuleList with the configured number of layers."""
     lists = (part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList))
     return next((part for part in lists if len(part) == model.config.num_hidden_layers), ())
 
 
 def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dtype) -> Any:
-    """The module on the CPU, without dropout; with the directory's tensors, or with whatever is in memory."""
+    """Return the module on the CPU, without dropout, with the directory's tensors or uninitialized."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     _refuse_unsupported(config, directory)
@@ -355,7 +349,7 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on a GPU; on a CPU float32, since few have fast bfloat16."""
+    """Return the compute dtype; `auto` is bfloat16 on a GPU, float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -370,7 +364,7 @@ def _refuse_unsupported(config: Any, directory: Path) -> None:
             value=directory,
             fix="Extract its language model first.",
         )
-    for name in _NOT_COMPUTED_HERE:
+    for name in _UNSUPPORTED_OPTIONS:
         if getattr(config, name, None) is not None:
             raise UnsupportedModel(
                 f"{config.model_type} uses {name}, which packed training does not compute",

@@ -1,7 +1,7 @@
-"""A model as a Hugging Face directory, written by all ranks together: each one file of whole tensors.
+"""A model as a Hugging Face directory, written by all ranks: each writes one file of full tensors.
 
-Parameters that are spread over ranks are made whole one decoder layer at a time, on every rank, since that takes all of
-them; one rank keeps the result. With a single rank the directory has one file and no index.
+Sharded parameters are gathered one decoder layer at a time, which involves every rank; one rank keeps the result. With
+a single rank the directory has one file and no index.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 class ModelFiles:
-    """What is not tensors: configuration, tokenizer, chat template, code. In memory: the directory may go."""
+    """The files other than tensors: config, tokenizer, chat template, code; in memory, since the directory may go."""
 
     def __init__(self, directory: Path) -> None:
         skipped = {path.name for pattern in _NOT_COPIED for path in directory.glob(pattern)}
-        found = [path for pattern in _COPIED for path in directory.glob(pattern)]
-        self._content = {path.name: path.read_bytes() for path in found if path.name not in skipped}
+        paths = [path for pattern in _COPIED for path in directory.glob(pattern)]
+        self._content = {path.name: path.read_bytes() for path in paths if path.name not in skipped}
 
     def write(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Every file as the model came with it; where there are tensors the configuration says of which type."""
+        """Write the files unchanged; with `dtype`, set it in config.json."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._content.items():
             (directory / name).write_bytes(content)
@@ -55,14 +55,14 @@ def write_tensors(
     tensors: Tensors,
     dtype: torch.dtype,
     ranks: Ranks,
-    finished: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    transform: Callable[[Tensors], Tensors] = lambda tensors: tensors,
 ) -> None:
-    """Called on every rank with the tensors of `module` by name; returns when all files are there.
+    """Write the tensors of `module`; called on every rank, returns when all files are complete.
 
-    `finished` makes what is written out of the whole tensors of a layer.
+    `transform` is applied to the full tensors of a layer.
     """
     mine: Tensors = {}
-    for layer in whole_layers(module, tensors, dtype, keeper=ranks.index, keepers=ranks.size, finished=finished):
+    for layer in whole_layers(module, tensors, dtype, keeper=ranks.index, keepers=ranks.size, transform=transform):
         mine |= {name: tensor.contiguous().cpu() for name, tensor in layer.items()}
     if ranks.size == 1:
         _write(directory / "model.safetensors", mine)
@@ -82,28 +82,29 @@ def whole_layers(
     *,
     keeper: int | None,
     keepers: int = 1,
-    finished: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    transform: Callable[[Tensors], Tensors] = lambda tensors: tensors,
 ) -> Iterator[Tensors]:
-    """Called on every rank: the tensors as a file would have them, layer by layer, one of which is whole at a time.
+    """Yield full tensors in the format of files, one layer at a time; called on every rank.
 
-    Those that fall to number `keeper` of so many `keepers`; None keeps nothing, and only takes part.
+    Yields the share of number `keeper` of `keepers`; None yields nothing, and only takes part in gathering.
     """
     for names, owner in _shares(tensors, keepers):
         layer = {name: whole(tensors[name]) for name in names}
         if owner == keeper:
-            ready = {name: _in_type(tensor, dtype) for name, tensor in finished(layer).items()}
-            yield revert_weight_conversion(module, ready)
+            full = transform(layer).items()
+            converted = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in full}
+            yield revert_weight_conversion(module, converted)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with the parts that other ranks have, who must ask for it at the same time."""
+    """Return the full tensor, gathered from all ranks, which must all call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _shares(tensors: Tensors, ranks: int) -> list[tuple[list[str], int]]:
-    """The tensors by layer, each with the rank that writes it: always the one with the least to write so far.
+    """Return the tensor names of each layer with the rank that writes them: the one with the least so far.
 
-    By layer, because transformers may store some of a layer's tensors as one.
+    By layer, because transformers may store several tensors of a layer as one.
     """
     layers: dict[str, list[str]] = {}
     for name in tensors:
@@ -116,10 +117,6 @@ def _shares(tensors: Tensors, ranks: int) -> list[tuple[list[str], int]]:
         loads[owner] += sum(tensors[name].numel() for name in names)
         shares.append((names, owner))
     return shares
-
-
-def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _write(path: Path, tensors: Tensors) -> None:

@@ -1,12 +1,12 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices of hidden layers.
+"""Muon: momentum with an orthogonalized update, for the matrices of hidden layers.
 
     m = momentum * m + (1 - momentum) * g,    u = momentum * m + (1 - momentum) * g  (Nesterov; else m)
     p = (1 - lr * weight_decay) * p - lr * 0.2 * sqrt(max(rows, columns)) * orthogonal(u)
 
-The scale gives an update the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training"), so that its learning
-rate fits. Written by hand because torch.optim.Muon iterates in bfloat16 everywhere, which takes a CPU without such
-instructions 20 seconds a step for the tiny model, and because it takes no stacks of matrices (experts). Left out on
-purpose: sharing the iteration among ranks; each computes all of it.
+The scale gives an update the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training"), so that the same
+learning rate fits. Written by hand because torch.optim.Muon iterates in bfloat16 everywhere, which takes a CPU without
+such instructions 20 seconds a step for the tiny model, and because it does not support stacks of matrices (experts).
+Left out on purpose: sharing the iteration among ranks; each computes all of it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: the steepest at zero, where small singular values are
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at zero, for small singular values
 
 
 class Muon(torch.optim.Optimizer):
-    """Over parameters of two dimensions, or of three: then each of the matrices in the stack by itself."""
+    """Muon over parameters with two dimensions, or three for a stack of matrices."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """About U V^T where the matrix is U S V^T, by Newton-Schulz iterations that take singular values near 1."""
-    if isinstance(matrix, DTensor):  # a rank's rows alone have other singular values
-        whole = orthogonal(matrix.full_tensor(), steps)
-        everywhere = [Replicate()] * matrix.device_mesh.ndim
-        return DTensor.from_local(whole, matrix.device_mesh, everywhere).redistribute(placements=matrix.placements)
+    """Return about U V^T of a matrix U S V^T, by Newton-Schulz iterations that move singular values near 1."""
+    if isinstance(matrix, DTensor):  # a shard has other singular values
+        full = orthogonal(matrix.full_tensor(), steps)
+        replicated = [Replicate()] * matrix.device_mesh.ndim
+        return DTensor.from_local(full, matrix.device_mesh, replicated).redistribute(placements=matrix.placements)
     a, b, c = _COEFFICIENTS
     x: Tensor = matrix / matrix.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     x = x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)

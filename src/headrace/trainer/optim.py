@@ -1,8 +1,8 @@
-"""The optimizers, and the rule that a broken gradient is never applied.
+"""Optimizers. A gradient that is not finite is never applied.
 
-An update rule makes torch optimizers for parameters by name. Every rule treats each parameter by itself, which is why
-its state can be named, saved and brought to the GPU by parameter. Left out on purpose: a learning rate per kind of
-parameter, since Muon's updates are scaled to fit AdamW's.
+An update rule makes torch optimizers for parameters by name. Every rule treats each parameter separately, so that its
+state can be saved and moved to the GPU by parameter. Left out on purpose: a learning rate per kind of parameter, since
+Muon's updates have the scale of AdamW's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def muon(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the `hidden` matrices, AdamW for the rest."""
+    """Return Muon for the `hidden` matrices and AdamW for the rest."""
     matrices = [parameter for name, parameter in parameters.items() if name in hidden]
     rest = {name: parameter for name, parameter in parameters.items() if name not in hidden}
     others = adamw(rest, weight_decay=weight_decay, betas=betas, eps=eps)
@@ -81,7 +81,7 @@ def sgd(
 
 
 def update_rule(kind: str, module: torch.nn.Module, **settings: Any) -> UpdateRule:
-    """The rule by its name in the configuration, with its settings bound."""
+    """Return the rule of a config's `optim.type` with its settings bound."""
     if kind == "muon":
         return partial(muon, hidden=hidden_matrices(module), **settings)
     rules: dict[str, Callable[..., list[torch.optim.Optimizer]]] = {"adamw": adamw, "sgd": sgd}
@@ -89,7 +89,7 @@ def update_rule(kind: str, module: torch.nn.Module, **settings: Any) -> UpdateRu
 
 
 def hidden_matrices(module: torch.nn.Module) -> set[str]:
-    """The matrices of a Hugging Face model, and its stacks of them, that are neither an embedding nor the head."""
+    """Return the names of a Hugging Face model's matrices, and stacks of them, except for embeddings and head."""
     other = [part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.Conv1d)]
     other.append(module.get_output_embeddings())  # type: ignore[operator]
     tables = {parameter for part in other for parameter in part.parameters()}
@@ -97,7 +97,7 @@ def hidden_matrices(module: torch.nn.Module) -> set[str]:
 
 
 class Optimizer:
-    """An update rule over named parameters. A step whose gradient is not finite is skipped, counted and said.
+    """An update rule over named parameters. A step whose gradient is not finite is skipped, counted and logged.
 
     With `offload_state` the state is in CPU memory between steps, and on the GPU for one parameter at a time.
     """
@@ -119,10 +119,10 @@ class Optimizer:
         self._part_of = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
 
     def step(self, lr: float) -> float:
-        """Apply the gradients that have accumulated, and clear them. Returns their norm before clipping."""
+        """Apply the accumulated gradients and clear them; return their norm before clipping."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = get_total_norm(gradients, foreach=True)
-        if hasattr(norm, "full_tensor"):  # parameters that are spread over ranks have a norm that is, too
+        if hasattr(norm, "full_tensor"):  # of sharded parameters
             norm = norm.full_tensor()
         value = float(norm)
         if math.isfinite(value):
@@ -131,19 +131,19 @@ class Optimizer:
             self._update(lr)
         else:
             self.skipped += 1
-            log.warning("the gradient's norm is %s: this step changes nothing (%d skipped so far)", value, self.skipped)
+            log.warning("the gradient norm is %s: this update is skipped (%d skipped so far)", value, self.skipped)
         self.discard()
         return value
 
     def discard(self) -> None:
-        """Forget the gradients that have accumulated."""
+        """Clear the accumulated gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The state by parameter name; empty before the first step."""
+        """Return the state by parameter name; empty before the first step."""
         if self._offloads:
-            torch.accelerator.synchronize()  # the copies to the CPU are not waited for
+            torch.accelerator.synchronize()  # copies to the CPU are asynchronous
         return {
             f"{name}.{key}": value
             for name, parameter in self.parameters.items()
@@ -151,7 +151,7 @@ class Optimizer:
         }
 
     def empty_state(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Tensors to read a saved state into: those of `names` that a state of these parameters would have."""
+        """Return tensors to load a saved state into: those of `names` that belong to these parameters."""
         wanted = set(names)
         return {
             f"{name}.{key}": torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
@@ -161,19 +161,19 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over a state; it must be that of this rule for these parameters."""
+        """Load a state, which must be of this rule for these parameters."""
         left = dict(tensors)
         for name, parameter in self.parameters.items():
             part = self._part_of[parameter]
             keys = _STATE[type(part)]
-            found = {key: left.pop(f"{name}.{key}") for key in keys if f"{name}.{key}" in left}
-            if found and len(found) < len(keys):
-                missing = [key for key in keys if key not in found]
+            state = {key: left.pop(f"{name}.{key}") for key in keys if f"{name}.{key}" in left}
+            if state and len(state) < len(keys):
+                missing = [key for key in keys if key not in state]
                 raise BadInput(f"the checkpoint's optimizer state has no {', '.join(missing)} of it", key=name)
-            if found:  # a parameter that never had a gradient has no state
-                # `step` too goes beside the parameter, as the fused kernel wants it.
+            if state:  # a parameter that never had a gradient has no state
+                # `step` is on the same device, as the fused kernel requires.
                 device = torch.device("cpu") if self._offloads else parameter.device
-                part.state[parameter] = {key: value.to(device) for key, value in found.items()}
+                part.state[parameter] = {key: value.to(device) for key, value in state.items()}
         if left:
             raise BadInput(
                 f"the checkpoint's optimizer state has {min(left)}, which this optimizer does not use: it was saved "
@@ -194,7 +194,7 @@ class Optimizer:
 
 
 def _move_state(part: torch.optim.Optimizer, device: torch.device | None) -> None:
-    """To a device, or beside its parameter. Not waited for: work that follows on the GPU is queued behind it."""
+    """Move the state to a device, or to that of its parameter, asynchronously on the GPU's stream."""
     for parameter, state in part.state.items():
         for key, value in state.items():
             state[key] = value.to(device or parameter.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How versions leave the trainer: as files that every rank writes a part of, or from the memory of the first rank."""
+"""Publishing of versions: as files written by all ranks, or from the memory of the first rank over the link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.trainer.learner import Learner, ResumeError
 from headrace.trainer.lora import merged_parameters
 from headrace.trainer.model import PackedModel
 from headrace.trainer.model_files import Tensors, whole_layers
-from headrace.trainer.snapshot import Snapshot, size_of, take_snapshot
+from headrace.trainer.snapshot import size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import WeightStore
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Every rank has one, and all must call it alike.
+    """Publishes the weights of a model. Every rank has one, and all must make the same calls.
 
-    `host` and `port` are where engines reach the first rank over the link; without a host there are only files. An
-    adapter is always a file: it is small. `shared`: engines are on this GPU, and the memory that versions are laid out
-    in for them is taken at once, so that the plan of a step, which is made later, is for what is left.
+    `host` and `port`: address of the first rank for engines over the link; without a host, versions are files. Adapters
+    are always files: they are small. `shared`: engines are on this GPU; the memory shared with them is allocated at
+    once, so that the memory plan, made later, accounts for it.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class Publisher:
                 self._sender.share(self._size())
 
     def check_embedded(self) -> None:
-        """Refuse a model that the embedded engine could not update, which looks tensors up by their names in memory.
+        """Raise if the embedded engine, which finds tensors by their names in memory, cannot load this model.
 
-        Versions have the names that files have. They differ where transformers makes one tensor of many, as of experts.
+        Versions have the names of files, which differ where transformers fuses tensors, as of experts.
         """
         model = self._model
-        loaded = merged_parameters(self._outlines(), scaling=1.0)
+        loaded = merged_parameters(self._meta_tensors(), scaling=1.0)
         layers = whole_layers(model.module, loaded, model.dtype, keeper=0)
         problem = find_mismatch(loaded, {name: tensor for layer in layers for name, tensor in layer.items()})
         if problem is not None:
             raise UnsupportedModel(
-                f"the embedded engine cannot take {type(model.module).__name__} from the trainer: {problem}",
+                f"the embedded engine cannot load {type(model.module).__name__} from the trainer: {problem}",
                 key="model.name",
                 value=model.directory,
                 fix='Set inference.engine = "vllm", or choose a model without experts.',
             )
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
-        """Make the model's weights visible as `version`; `lasting`: so that they can be had without this process."""
+        """Publish the current weights as `version`; `lasting`: as files, available after this process has ended."""
         if self._linked and not lasting:
             self._offer(version)
         elif self._first:
@@ -81,7 +81,7 @@ class Publisher:
             self._model.save_for_engine(self._weights.draft(version))
 
     def retire(self, keep_last: int) -> None:
-        """Let go of versions that every engine has moved past."""
+        """Delete versions that no engine needs any more."""
         if not self._first:
             return
         self._weights.retire(keep_last)
@@ -89,38 +89,39 @@ class Publisher:
             self._sender.keep(self._weights.published())
 
     def close(self) -> None:
-        """Versions that are not lasting can no longer be had."""
+        """Stop serving versions from memory."""
         if self._sender is not None:
             self._sender.close()
 
     def _offer(self, version: Version) -> None:
         model = self._model
         layers = whole_layers(model.module, model.tensors(), model.dtype, keeper=0 if self._first else None)
-        tensors = (pair for layer in layers for pair in layer.items())  # one layer is whole at a time
+        tensors = (pair for layer in layers for pair in layer.items())  # gathered one layer at a time
         if self._sender is None:
-            deque(tensors, maxlen=0)  # takes part in making them whole
+            deque(tensors, maxlen=0)  # takes part in gathering
             return
-        snapshot = take_snapshot(tensors, row=self._sender.vacant_row(self._size))
-        self._weights.publish(version, lambda draft: self._write(draft, version, snapshot))
+        snapshot = take_snapshot(tensors, buffer=self._sender.writable_buffer(self._size))
+        sender = self._sender
 
-    def _outlines(self) -> Tensors:
-        """The model's tensors without their values."""
+        def write(draft: Path) -> None:
+            model.files.write(draft, model.dtype)
+            sender.offer(version, snapshot, draft)
+
+        self._weights.publish(version, write)
+
+    def _meta_tensors(self) -> Tensors:
+        """Return the model's tensors as meta tensors."""
         tensors = self._model.tensors().items()
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors}
 
     def _size(self) -> int:
-        """Bytes of a version."""
-        layers = whole_layers(self._model.module, self._outlines(), self._model.dtype, keeper=0)
+        """Return the bytes of a version."""
+        layers = whole_layers(self._model.module, self._meta_tensors(), self._model.dtype, keeper=0)
         return size_of(tensor for layer in layers for tensor in layer.values())
-
-    def _write(self, draft: Path, version: Version, snapshot: Snapshot) -> None:
-        assert self._sender is not None
-        self._model.files.write(draft, self._model.dtype)
-        self._sender.offer(version, snapshot, draft)
 
 
 def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, resuming: bool) -> None:
-    """After a restart take an incarnation that nobody has seen, and publish the loaded version under it."""
+    """After a restart, choose a new incarnation and publish the loaded version under it."""
     published = run.weights.published() if learner.ranks.first else []
     seen = [version.incarnation for version in published]
     if not resuming and seen:
@@ -139,6 +140,6 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
     if learner.ranks.first:
         run.batches.delete_through(learner.state.step)
         run.weights.sweep()
-    # Nothing follows the last version: whoever wants it may come when this process is gone.
+    # The last version must be available after this process has ended.
     publisher.publish(learner.version, lasting=learner.state.step >= learner.max_steps)
     log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)

@@ -1,9 +1,9 @@
-"""The trainer of an RL run: batches in, published weights out, checkpoints on the way.
+"""The trainer of an RL run: reads batches, publishes weights, writes checkpoints.
 
-Batch n trains version n-1 and makes version n. After a restart, steps since the checkpoint are trained again under a
+Batch n trains version n-1 and produces version n. After a restart, steps since the checkpoint are trained again under a
 higher incarnation, and the loaded version is published first, so that the engine follows. Left out on purpose: waiting
-until the engine has taken a version before making the next; the orchestrator bounds how far batches run ahead of it.
-Where engines are on the same device, the trainer holds the device lock while it computes.
+until the engine has loaded a version before training the next; the orchestrator bounds how far batches run ahead.
+If engines are on the same device, the trainer holds the device lock while it computes.
 """
 
 from __future__ import annotations
@@ -11,27 +11,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from headrace.config.loss import LossConfig
-from headrace.config.trainer import TrainerConfig, WeightsConfig
+from headrace.config.trainer import TrainerConfig
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
-from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
-from headrace.trainer.learner import Learner
+from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import Loss, ce_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
 from headrace.trainer.publisher import Publisher, enter_incarnation
-from headrace.trainer.ranks import Ranks
-from headrace.trainer.rehearsal import rehearse
-from headrace.trainer.stopwatch import Stopwatch
-from headrace.trainer.token_table import remove_samples, write_token_table
+from headrace.trainer.step import StepResult
+from headrace.trainer.token_table import delete_sampled_exports, write_token_table
+from headrace.trainer.warmup import warm_up
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import AcknowledgementMonitor
 
@@ -49,185 +45,185 @@ def train(
 ) -> None:
     """Train to `max_steps`, or until `stopped`. `resume` is a checkpoint, or "latest" for the newest, if any.
 
-    `engines` are those of the run that are on this device, too; `embedded`: the run's engine is the embedded one.
+    `engines` are those of the run on this device; `embedded`: the run's engine is the embedded one.
     """
-    if config.output_dir is None:
-        raise ValueError("output_dir must be set to train")
-    run = RunDir(config.output_dir)
-    status.set("loading model")
-    learner = Learner(config, losses(config), run.checkpoints, resume, engines=engines)
-    publisher = make_publisher(config.weights, run, learner, shared=engines is not None)
-    if embedded:
-        publisher.check_embedded()
-    acknowledgements = AcknowledgementMonitor(run.weights, config.weights.ack_timeout or None)
-    enter_incarnation(learner, run, publisher, resuming=resume is not None)
-    alternates = engines is not None and engines.alternates
-    device_lock = TrainerDeviceLock(run.device_lock if alternates else None, learner.model.device, status)
-    metrics = MetricsLog(run.metrics, "trainer")
-    if learner.model.compiles and learner.model.device.type == "cuda" and learner.state.step < learner.max_steps:
-        compile_now(learner, status)
-    watch, first = Stopwatch(), learner.state.step + 1
-    while (step := learner.state.step + 1) <= learner.max_steps:
-        status.set(f"waiting for batch {step}", step=step - 1, max_steps=learner.max_steps)
-        if not wait_for_batch(learner.ranks, run, acknowledgements, step, status, stopped):
-            break
-        batch = run.batches.read(step)
-        watch.lap("time/wait_for_batch")
+    RlTrainer(config, status, stopped, resume, engines, embedded).run()
 
-        lr = learner.learning_rate
-        samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
-        traced = config.token_export.includes(step, learner.max_steps)
-        learn = partial(
-            learner.learn,
-            samples,
-            envs=envs,
-            traced=traced,
-            stopped=stopped.is_set,
-            on_micro_batch=partial(status.advance, "micro-batch"),
+
+class RlTrainer:
+    """The training loop of one process (rank) of an RL run."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        status: Status,
+        stopped: threading.Event,
+        resume: str | None,
+        engines: ColocatedEngines | None,
+        embedded: bool,
+    ) -> None:
+        if config.output_dir is None:
+            raise ValueError("output_dir must be set to train")
+        self.config, self.status, self.stopped = config, status, stopped
+        self.run_dir = run = RunDir(config.output_dir)
+        status.set("loading model")
+        self.learner = learner = Learner(config, losses(config), run.checkpoints, resume, engines=engines)
+        weights, on_gpu = config.weights, learner.model.device.type == "cuda"
+        linked = engines is not None and on_gpu if weights.transport == "auto" else weights.transport == "link"
+        self.publisher = Publisher(
+            run.weights,
+            learner.model,
+            host=weights.host if linked else None,
+            port=weights.port,
+            carrier=weights.carrier,
+            shared=engines is not None,
         )
-        with device_lock.hold(stopped.is_set) as is_held:
-            if alternates:
-                watch.lap("time/wait_for_turn")
-            status.set(f"training step {step}")
-            result = (
-                device_lock.run_with_oom_retry(learn, learner.optimizer.discard, stopped.is_set) if is_held else None
-            )
+        if embedded:
+            self.publisher.check_embedded()
+        self.acknowledgements = AcknowledgementMonitor(run.weights, weights.ack_timeout or None)
+        enter_incarnation(learner, run, self.publisher, resuming=resume is not None)
+        self.alternates = engines is not None and engines.alternates
+        lock = run.device_lock if self.alternates else None
+        self.device_lock = TrainerDeviceLock(lock, learner.model.device, status)
+        self.metrics = MetricsLog(run.metrics, "trainer")
+        if learner.model.compiles and on_gpu and learner.state.step < learner.max_steps:
+            status.set("compiling")  # ahead of the first step, without the device lock: engines start meanwhile
+            start = time.monotonic()
+            warm_up(learner)
+            torch.cuda.empty_cache()
+            log.info("compiled in %.1f s", time.monotonic() - start)
+        self.first_step = learner.state.step + 1
+        self.watch = Stopwatch()
+
+    def run(self) -> None:
+        learner = self.learner
+        while (step := learner.state.step + 1) <= learner.max_steps:
+            if not self._wait_for_batch(step):
+                break
+            batch = self.run_dir.batches.read(step)
+            self.watch.lap("time/wait_for_batch")
+            lr = learner.learning_rate
+            result = self._train_step(step, batch)
             if result is None:
                 break
-            watch.lap("time/forward_backward")
-            if step == first:
-                tell_zero_gradient(step, result.grad_norm, samples, config.loss, status)
-            if config.probe_tokens:  # before the new weights are out: who loads them finds it
-                probe(config, run, learner, batch)
-                watch.lap("time/probe")
+            self._export_tokens(step, batch, result)
+            # Before the checkpoint: a step that is trained again is recorded again, a saved one would never be.
+            self._record(step, result, lr)
+            self.watch = Stopwatch()  # saving counts as time of the next step
+            self._save(step)
+        self._finish_checkpoint(wait=True)
+        if learner.state.step == learner.max_steps:
+            self.status.set("saving the final model")
+            learner.save_final_model(self.run_dir.final_model)
+        self.publisher.close()
+
+    def _wait_for_batch(self, step: int) -> bool:
+        """Wait until every rank can read the batch; return False on all ranks once one is stopped."""
+        ranks = self.learner.ranks
+        self.status.set(f"waiting for batch {step}", step=step - 1, max_steps=self.learner.max_steps)
+
+        def exists() -> bool:
+            if ranks.first:
+                self.acknowledgements.check()
+            return self.run_dir.batches.exists(step)
+
+        return wait_until(
+            lambda: ranks.all(exists()),
+            f"batch {step}",
+            "the orchestrator",
+            self.status,
+            stopped=lambda: ranks.any(self.stopped.is_set()),
+        )
+
+    def _train_step(self, step: int, batch: Batch) -> StepResult | None:
+        """Train on the batch, write the probe and publish the new version, all but the last; None if stopped."""
+        learner, lock, stopped = self.learner, self.device_lock, self.stopped.is_set
+        learn = partial(
+            learner.learn,
+            [entry.sample for entry in batch.samples],
+            envs=[entry.env for entry in batch.samples],
+            traced=self.config.token_export.includes(step, learner.max_steps),
+            stopped=stopped,
+            on_micro_batch=partial(self.status.advance, "micro-batch"),
+        )
+        with lock.hold(stopped) as is_held:
+            if self.alternates:
+                self.watch.lap("time/wait_for_turn")
+            self.status.set(f"training step {step}")
+            result = lock.run_with_oom_retry(learn, learner.optimizer.discard, stopped) if is_held else None
+            if result is None:
+                return None
+            self.watch.lap("time/forward_backward")
+            if step == self.first_step:
+                self._check_gradient(step, result.grad_norm, batch)
+            if self.config.probe_tokens:  # before the weights are published: the probe must exist when they are loaded
+                write_probe(
+                    self.run_dir.probes,
+                    learner.version,
+                    batch,
+                    learner.model,
+                    tokens=self.config.probe_tokens,
+                    seq_len=learner.seq_len,
+                    chunk=self.config.lm_head_chunk,
+                )
+                self.watch.lap("time/probe")
             if step < learner.max_steps:
-                publisher.publish(learner.version)
-                publisher.retire(config.keep_weights)
-                watch.lap("time/publish")
-        if result.trace is not None:
-            limit = config.token_export.limit
-            write_token_table(run.tokens.path(step), result.trace, batch, learner.ranks, limit)
-            if limit is not None and learner.ranks.first:
-                remove_samples(run.tokens, keep=(1, step))
-            watch.lap("time/token_export")
-        # Before the checkpoint: a step that is trained again is recorded again, one that is saved never would be.
-        record = {**learner.metrics(result, lr, watch.total()), **watch.laps}
-        tell(step, record, metrics if learner.ranks.first else None, status)
-        watch = Stopwatch()  # saving counts as time of the step after it
-        complete_checkpoint(learner, run, wait=False)
+                self.publisher.publish(learner.version)
+                self.publisher.retire(self.config.keep_weights)
+                self.watch.lap("time/publish")
+        return result
+
+    def _check_gradient(self, step: int, grad_norm: float, batch: Batch) -> None:
+        """Notify if the gradient is 0 although samples have advantages: the loss may be a constant."""
+        advantages = [stream for e in batch.samples if (stream := e.sample.streams.get("advantages")) is not None]
+        if grad_norm != 0 or not any(values.any() for values in advantages):
+            return
+        self.status.notify(
+            f"the gradient of step {step} is 0 although its samples have advantages: nothing was learned. Check that "
+            f"the loss {self.config.loss.label!r} depends on the logprobs and does not mask every token"
+        )
+
+    def _export_tokens(self, step: int, batch: Batch, result: StepResult) -> None:
+        if result.trace is None:
+            return
+        tokens, limit = self.run_dir.tokens, self.config.token_export.limit
+        write_token_table(tokens.path(step), result.trace, batch, self.learner.ranks, limit)
+        if limit is not None and self.learner.ranks.first:
+            delete_sampled_exports(tokens, keep=(1, step))
+        self.watch.lap("time/token_export")
+
+    def _record(self, step: int, result: StepResult, lr: float) -> None:
+        record = {**self.learner.metrics(result, lr, self.watch.total()), **self.watch.laps}
+        if self.learner.ranks.first:
+            self.metrics.log(step, record)
+        speed = record["perf/trained_tokens_per_second"]
+        self.status.set(step=step, tokens_per_second=speed)
+        log.info("step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), speed)
+
+    def _save(self, step: int) -> None:
+        """Start a checkpoint if one is due; after the last step, wait for it and publish the final version."""
+        learner = self.learner
+        self._finish_checkpoint(wait=False)
         if learner.is_checkpoint_due:
-            status.set(f"saving the checkpoint of step {step}")
+            self.status.set(f"saving the checkpoint of step {step}")
             learner.begin_checkpoint()
-            watch.lap("time/save_ckpt")
-        if step == learner.max_steps:  # after its checkpoint: whoever sees the last version may take the run for saved
-            complete_checkpoint(learner, run, wait=True)
-            publisher.publish(learner.version, lasting=True)
-            publisher.retire(config.keep_weights)
-    complete_checkpoint(learner, run, wait=True)
-    if learner.state.step == learner.max_steps:
-        status.set("saving the final model")
-        learner.save_final_model(run.final_model)
-    publisher.close()
+            self.watch.lap("time/save_ckpt")
+        if step == learner.max_steps:  # after its checkpoint: the final version implies that the run is saved
+            self._finish_checkpoint(wait=True)
+            self.publisher.publish(learner.version, lasting=True)
+            self.publisher.retire(self.config.keep_weights)
 
-
-def compile_now(learner: Learner, status: Status) -> None:
-    """Compile the first step's code ahead of it, without the device lock: engines may start meanwhile."""
-    status.set("compiling")
-    start = time.monotonic()
-    rehearse(learner)
-    torch.cuda.empty_cache()
-    log.info("compiled in %.1f s", time.monotonic() - start)
-
-
-def probe(config: TrainerConfig, run: RunDir, learner: Learner, batch: Batch) -> None:
-    """Write down what the trainer makes of a few of the batch's sequences with its new weights."""
-    write_probe(
-        run.probes,
-        learner.version,
-        batch,
-        learner.model,
-        tokens=config.probe_tokens,
-        seq_len=learner.seq_len,
-        chunk=config.lm_head_chunk,
-    )
-
-
-def make_publisher(weights: WeightsConfig, run: RunDir, learner: Learner, *, shared: bool) -> Publisher:
-    """`shared`: engines are on the trainer's device."""
-    return Publisher(
-        run.weights,
-        learner.model,
-        host=weights.host if is_linked(weights, learner, shared=shared) else None,
-        port=weights.port,
-        carrier=weights.carrier,
-        shared=shared,
-    )
-
-
-def is_linked(weights: WeightsConfig, learner: Learner, *, shared: bool) -> bool:
-    """Whether versions leave from memory: where nobody says, on a GPU that has the engines, too."""
-    if weights.transport == "auto":
-        return shared and learner.model.device.type == "cuda"
-    return weights.transport == "link"
+    def _finish_checkpoint(self, *, wait: bool) -> None:
+        """Delete the batches that a complete checkpoint covers."""
+        covered = self.learner.checkpoints.finish(wait=wait)
+        if covered is not None and self.learner.ranks.first:
+            self.run_dir.batches.delete_through(covered)
 
 
 def losses(config: TrainerConfig) -> dict[str, Loss]:
-    """The loss of each component, with its settings bound."""
+    """Return the loss of each component with its settings bound."""
     return {
         "rl": config.loss.make(),
         "ce": ce_loss,
         "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump()),
     }
-
-
-def wait_for_batch(
-    ranks: Ranks,
-    run: RunDir,
-    acknowledgements: AcknowledgementMonitor,
-    step: int,
-    status: Status,
-    stopped: threading.Event,
-) -> bool:
-    """Until every rank sees it; False, on all of them, as soon as one is asked to stop."""
-
-    def is_there() -> bool:
-        if ranks.first:
-            acknowledgements.check()
-        return run.batches.exists(step)
-
-    return wait_until(
-        lambda: ranks.all(is_there()),
-        f"batch {step}",
-        "the orchestrator",
-        status,
-        stopped=lambda: ranks.any(stopped.is_set()),
-    )
-
-
-def tell_zero_gradient(
-    step: int, grad_norm: float, samples: Sequence[Sample], loss: LossConfig, status: Status
-) -> None:
-    """Say it unless the samples have no advantages. A loss that is a constant shows in the first step already."""
-    advantages = [sample.streams["advantages"] for sample in samples if "advantages" in sample.streams]
-    if grad_norm != 0 or not any(values.any() for values in advantages):
-        return
-    status.notify(
-        f"the gradient of step {step} is 0 although its samples have advantages, so that nothing was learned: is the "
-        f"loss {loss.label!r} a constant, or does it mask every token?"
-    )
-
-
-def tell(step: int, record: dict[str, float], metrics: MetricsLog | None, status: Status) -> None:
-    """What came of a step, to whoever watches; one rank alone writes it down."""
-    speed = record["perf/trained_tokens_per_second"]
-    if metrics is not None:
-        metrics.log(step, record)
-    status.set(step=step, tokens_per_second=speed)
-    log.info("step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), speed)
-
-
-def complete_checkpoint(learner: Learner, run: RunDir, *, wait: bool) -> None:
-    """Batches that a complete checkpoint covers are not needed again."""
-    covered = learner.checkpoints.finish(wait=wait)
-    if covered is not None and learner.ranks.first:
-        run.batches.delete_through(covered)

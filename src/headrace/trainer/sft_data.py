@@ -1,39 +1,45 @@
-"""Which conversation comes when in supervised training, and which are kept for validation: a seed fixes both.
+"""SFT data: rows of files or datasets as conversations, their order in training, and the validation set.
 
-A stream is endless and can start anywhere: example number n is the same whoever asks, so a resumed run sees exactly the
-examples that an uninterrupted one would have seen.
+Rows come from JSONL and Parquet files, a directory of them, or a Hugging Face dataset. A seed fixes their order and
+which are held out. The stream of examples is endless and can start anywhere, so a resumed run trains on exactly the
+examples of an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from headrace.environments.base import Environment
+from headrace.environments.data.tables import Table, dataset_table, dataset_title, directory_tables, file_table
 from headrace.errors import DataError
+from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Sample
-from headrace.text.sft_conversation import SftConversation
+from headrace.text.sft_conversation import SftConversation, parse_row, row_columns
 
 log = logging.getLogger(__name__)
 
 VALIDATION_SEED = 2**31 - 1
-"""Of what has a source of its own: the same examples whatever the seed of the run, so that runs can be compared."""
+"""Seed of a validation set with its own source: independent of the run's seed, so that runs are comparable."""
 
 
 class Conversations(Protocol):
-    """So many conversations, by number: `Rows`, some of them, or a list."""
+    """A sequence of conversations: `Rows`, some of them, or a list."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int, /) -> SftConversation: ...
 
 
-class Chosen:
-    """Some of the conversations."""
+class Subset:
+    """Some of the conversations, by index."""
 
     def __init__(self, rows: Conversations, numbers: np.ndarray) -> None:
         self._rows = rows
@@ -46,14 +52,90 @@ class Chosen:
         return self._rows[int(self._numbers[number])]
 
 
+class Rows:
+    """The conversations of several tables, concatenated.
+
+    Every row is checked before training starts, so that an invalid one cannot end a run after hours. Rows are not kept
+    as Python objects: they are read again when they are used.
+    """
+
+    def __init__(self, tables: list[Table], columns: Mapping[str, str], name: str) -> None:
+        self._tables = tables
+        self._columns = columns
+        self._ends = list(accumulate(map(len, tables)))
+        if not len(self):
+            raise DataError("has no rows", file=name)
+        self.name = name
+        self.have_tools = False
+        """Whether any row has tools."""
+        self.fingerprint = fingerprint(self._checked())
+        log.info("%s: %d rows", name, len(self))
+
+    def _checked(self) -> Iterator[list[Any]]:
+        """Yield the content of each row; the first invalid row raises."""
+        for table in self._tables:
+            for row, content in enumerate(table):
+                conversation = parse_row(content, self._columns, table.place(row))
+                self.have_tools = self.have_tools or bool(conversation.tools)
+                yield [conversation.messages, conversation.is_trained, conversation.tools]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> SftConversation:
+        number = bisect_right(self._ends, index)
+        table = self._tables[number]
+        row = index - (self._ends[number] - len(table))
+        return parse_row(table[row], self._columns, table.place(row))
+
+
+def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> Rows:
+    """Return the rows of a JSONL or Parquet file, or of all such files below a directory in name order."""
+    return Rows(_tables(path, columns or {}), columns or {}, str(path))
+
+
+def sample_rows(path: Path, columns: Mapping[str, str], most: int) -> list[SftConversation]:
+    """Return at most `most` rows of the same files, checked, evenly spread over each file."""
+    tables = _tables(path, columns)
+    if not any(map(len, tables)):
+        raise DataError("has no rows", file=path)
+    share = max(1, most // len(tables))
+    return [
+        parse_row(table[row], columns, table.place(row))
+        for table in tables
+        for row in range(0, len(table), max(1, len(table) // share))
+    ][:most]
+
+
+def _tables(path: Path, columns: Mapping[str, str]) -> list[Table]:
+    if not path.exists():
+        raise DataError("no such file or directory", file=path)
+    selected = partial(_selected, columns=columns)
+    return directory_tables(path, selected) if path.is_dir() else [file_table(path, selected)]
+
+
+def load_rows(name: str, subset: str | None, split: str, columns: Mapping[str, str] | None = None) -> Rows:
+    """Return the rows of a Hugging Face dataset, on the hub or in a local directory."""
+    columns = columns or {}
+    table = dataset_table(name, subset, split, partial(_selected, columns=columns))
+    return Rows([table], columns, dataset_title(name, subset, split))
+
+
+def _selected(existing: list[str], columns: Mapping[str, str]) -> list[str]:
+    """Return the columns to read; all of them if they do not make a conversation, for the error message."""
+    read = row_columns(columns)
+    enough = read.get("messages") in existing or {read.get("prompt"), read.get("completion")} <= set(existing)
+    return [name for name in existing if name in read.values()] if enough else existing
+
+
 def from_environment(environment: Environment, seed: int, position: int) -> Iterator[SftConversation]:
-    """The environment's demonstrations from `position` on."""
-    shown = islice(environment.demonstrations(seed), position, None)
-    return (SftConversation(demonstration.messages, tools=demonstration.tools or None) for demonstration in shown)
+    """Return the environment's demonstrations from `position` on."""
+    demonstrations = islice(environment.demonstrations(seed), position, None)
+    return (SftConversation(shown.messages, tools=shown.tools or None) for shown in demonstrations)
 
 
 def from_rows(rows: Conversations, seed: int, position: int) -> Iterator[SftConversation]:
-    """Endless passes over the rows from `position` on, each in its own order."""
+    """Yield endless epochs over the rows from `position` on, each in its own order."""
     epoch, start = divmod(position, len(rows))
     while True:
         order = _random(seed, epoch).permutation(len(rows))
@@ -61,60 +143,59 @@ def from_rows(rows: Conversations, seed: int, position: int) -> Iterator[SftConv
         epoch, start = epoch + 1, 0
 
 
-def hold_out(rows: Conversations, fraction: float, seed: int) -> tuple[Chosen, Chosen]:
-    """The rows to train on, and a random `fraction` of them, one at least, to validate on instead."""
+def hold_out(rows: Conversations, fraction: float, seed: int) -> tuple[Subset, Subset]:
+    """Split the rows into those to train on and a random `fraction`, at least one, to validate on."""
     held = max(1, round(fraction * len(rows)))
     if held >= len(rows):
         raise DataError(
-            f"validation.fraction {fraction} of {len(rows)} rows leaves none to train on: give more data, or "
-            "validation a source of its own"
+            f"validation.fraction {fraction} of {len(rows)} rows leaves none to train on: use more data, or another "
+            "source for validation"
         )
     order = _random(seed, 0, 1).permutation(len(rows))
-    return Chosen(rows, np.sort(order[held:])), Chosen(rows, order[:held])
+    return Subset(rows, np.sort(order[held:])), Subset(rows, order[:held])
 
 
-def drawn(rows: Conversations, most: int) -> list[SftConversation]:
-    """At most so many of the rows, the same ones each time."""
+def fixed_sample(rows: Conversations, most: int) -> list[SftConversation]:
+    """Return at most `most` rows, the same ones each time."""
     return list(islice(from_rows(rows, VALIDATION_SEED, 0), min(most, len(rows))))
 
 
-class Cuts:
-    """Counts the examples that are longer than `seq_len`, and says so the first time.
+class TruncationMonitor:
+    """Counts examples longer than `seq_len`, and notifies the first time.
 
-    A run that learns nothing at all is refused, once `ENOUGH` examples have shown it or at its end.
+    A run in which no example has trained tokens left is refused after `MIN_EXAMPLES`, or at its end.
     """
 
-    ENOUGH = 64
-    """Examples that must all be cut to nothing before the run is given up."""
+    MIN_EXAMPLES = 64
 
     def __init__(self, seq_len: int, notify: Callable[[str], None] = log.warning) -> None:
         self._seq_len = seq_len
         self._notify = notify
-        self._said = False
+        self._notified = False
         self._seen = self._lost = self._longest = 0
 
-    def of(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """`data/truncated`, and `data/not_learned`, those whose every learned token was cut off with the rest."""
+    def count(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return `data/truncated`, and `data/not_learned`, the examples without any trained token left."""
         cut = sum(len(sample) > self._seq_len for sample in samples)
         lost = sum(not sample.mask[1 : self._seq_len].any() for sample in samples)
         self._seen += len(samples)
         self._lost += lost
         self._longest = max(self._longest, *map(len, samples))
-        if self._seen >= self.ENOUGH:
+        if self._seen >= self.MIN_EXAMPLES:
             self.refuse_if_nothing_is_learned()
-        if (cut or lost) and not self._said:
+        if (cut or lost) and not self._notified:
             self._notify(
-                f"{cut} of {len(samples)} examples are longer than seq_len = {self._seq_len} and are cut; of {lost} "
-                "nothing is left to learn (every step counts its own as data/truncated and data/not_learned)"
+                f"{cut} of {len(samples)} examples are longer than seq_len = {self._seq_len} and are truncated; {lost} "
+                "have no trained tokens left (counted per step as data/truncated and data/not_learned)"
             )
-            self._said = True
+            self._notified = True
         return {"data/truncated": cut, "data/not_learned": lost}
 
     def refuse_if_nothing_is_learned(self) -> None:
-        """Raise if nothing was left to learn of any example so far."""
+        """Raise if no example so far has trained tokens left."""
         if self._seen and self._lost == self._seen:
             raise DataError(
-                f"nothing is left to learn of {self._seen} examples, of up to {self._longest} tokens",
+                f"none of {self._seen} examples, of up to {self._longest} tokens, has trained tokens left",
                 key="seq_len",
                 value=self._seq_len,
                 fix=f"Raise seq_len to at least {self._longest}.",

@@ -1,7 +1,6 @@
-"""A complete model small enough for a laptop's CPU: Qwen3's architecture, bytes as its vocabulary, Qwen3's chat format.
+"""The tiny model, small enough for a laptop's CPU: Qwen3's architecture and chat format with a byte vocabulary.
 
-It exists so that everything, from a first run to the tests, works without downloading anything. Left out on purpose:
-any pretraining. Its weights are random; `headrace sft` gives it its first habits.
+First runs and tests work with it without downloads. Its weights are random; `headrace sft` trains it first.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 320
 ROLE_TOKENS = ("system", "user", "assistant")
-"""The words of the chat format itself: as bytes they would be a third of a short conversation."""
+"""Tokens for the role names of the chat format: as bytes they would be a third of a short conversation."""
 
 
 def write_tiny_model(directory: Path, seed: int = 0) -> None:
-    """Write a Hugging Face directory. The same seed gives the same bytes."""
+    """Write a Hugging Face directory; the same seed gives the same bytes."""
     from safetensors.torch import save_file
 
     write_tiny_settings(directory)
@@ -30,12 +29,19 @@ def write_tiny_model(directory: Path, seed: int = 0) -> None:
 
 
 def write_tiny_settings(directory: Path) -> None:
-    """Write all but the weights, without torch: enough to render and count prompts."""
+    """Write all files but the weights, without torch: enough to render and count prompts."""
     directory.mkdir(parents=True, exist_ok=True)
     byte_tokenizer(ROLE_TOKENS).save(str(directory / "tokenizer.json"))
     pad, _, stop = (BYTES + index for index in range(len(SPECIAL_TOKENS)))
     _write_json(directory / "config.json", _model_config(stop, pad))
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config())
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(directory / "tokenizer_config.json", tokenizer)
     _write_json(
         directory / "generation_config.json", {"do_sample": True, "eos_token_id": [stop, pad], "pad_token_id": pad}
     )
@@ -43,18 +49,8 @@ def write_tiny_settings(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(template)
 
 
-def _tokenizer_config() -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "model_max_length": 2048,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
 def _model_config(eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
-    """Few layers, many heads and a wide initialisation: of what was tried, the soonest to copy and reverse."""
+    """Return a config with few layers, many heads and a wide initialization: it learned to copy and reverse soonest."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -83,7 +79,7 @@ def _model_config(eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
 
 
 def _random_weights(directory: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Weights by the architecture's own initialisation, without touching the caller's random state."""
+    """Return weights by the architecture's initialization, without changing the caller's RNG state."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,11 +1,11 @@
-"""The tokens of one optimizer step as a Parquet table, with all that decided their gradients.
+"""The tokens of one optimizer step as a Parquet table, with the values behind their gradients.
 
-A row is a token, in the order of samples and positions. Tokens that no component trains are rows too, with nulls where
-nothing was computed. Summed over the rows, `gradient` times the gradient of `trainer_logprobs` is that of the step's
-loss, before the optimizer clips it.
+A row is a token, in the order of samples and positions. Tokens that no component trains are rows too, with nulls for
+values that were not computed. Summed over the rows, `gradient` times the gradient of `trainer_logprobs` is the gradient
+of the step's loss before clipping.
 
-A step is a directory with one file per rank, which pyarrow and others read as one table; it appears whole. Left out on
-purpose: text, which `headrace tokens` puts beside the ids, and which loss has which part in a token's gradient.
+A step is a directory with one file per rank, which pyarrow reads as one table; it is published atomically. Left out on
+purpose: text, which `headrace tokens` adds, and the share of each loss component in a token's gradient.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
 
 SCHEMA = pa.schema([pa.field(name, kind, metadata={"description": words}) for name, (kind, words) in COLUMNS.items()])
 
-ROWS_AT_ONCE = 1 << 16
-"""Rows in a row group: who reads one sample skips the others."""
+ROW_GROUP_ROWS = 1 << 16
+"""Rows of a row group: readers of one sample skip the others."""
 
 _Column = tuple[np.ndarray, np.ndarray]
-"""A value for each token of the step, and whether it has one."""
+"""A value for each token of the step, and whether it is valid."""
 
 
 def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: Ranks, limit: int | None = None) -> None:
@@ -81,31 +81,36 @@ def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: R
     def fill(draft: Path) -> None:
         part = draft / f"part-{ranks.index}.parquet"
         # No dictionaries of numbers: zstd alone is faster and smaller.
-        pq.write_table(table, part, compression="zstd", use_dictionary=["env"], row_group_size=ROWS_AT_ONCE)
+        pq.write_table(table, part, compression="zstd", use_dictionary=["env"], row_group_size=ROW_GROUP_ROWS)
 
     ranks.write_directory(directory, fill)
 
 
-def remove_samples(exports: TokenExports, keep: Collection[int]) -> None:
-    """Remove the exports with only some sequences of a step, except those of the steps in `keep`."""
+def delete_sampled_exports(exports: TokenExports, keep: Collection[int]) -> None:
+    """Delete exports with only some sequences of a step, except those of the steps in `keep`."""
     for step in exports.steps():
         part = exports.path(step) / "part-0.parquet"
         if step not in keep and read_header(pq.read_schema(part).metadata, str(part)).sequences is not None:
             hidden = draft_of(exports.path(step))
             shutil.rmtree(hidden, ignore_errors=True)
-            exports.path(step).rename(hidden)  # a kill while files are removed must not leave a part of an export
+            exports.path(step).rename(hidden)  # so that a kill does not leave a partial export
             shutil.rmtree(hidden)
 
 
 def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float, limit: int | None = None) -> pa.Table:
-    """The rows of one rank's tokens; `gradient_sum` is that of |dL/dt| over the tokens of all ranks."""
+    """Return the rows of one rank's tokens; `gradient_sum` is the sum of |dL/dt| over all ranks."""
     tokens = trace.tokens
     sources = np.repeat(tokens.sources, tokens.lengths)
     chosen = _largest(trace, limit) if limit is not None else tokens.sources != NO_SAMPLE
     rows = np.argsort(sources, kind="stable")
     rows = rows[np.repeat(chosen, tokens.lengths)[rows]]
-    columns = {**_shipped(tokens, sources, batch), **_computed(trace), **_decided(trace, gradient_sum)}
-    arrays = {name: _array(*column, rows, SCHEMA.field(name).type) for name, column in columns.items()}
+    columns = {**_batch_columns(tokens, sources, batch), **_model_columns(trace), **_loss_columns(trace, gradient_sum)}
+    arrays = {}
+    for name, (values, valid) in columns.items():
+        kind = SCHEMA.field(name).type
+        with np.errstate(over="ignore"):
+            narrow = values[rows].astype(kind.to_pandas_dtype())
+        arrays[name] = pa.array(narrow, kind, mask=~valid[rows])
     for name, kind in (("env", _NAME), ("rollout", _INTEGER)):
         arrays[name] = pa.array([getattr(entry, name) for entry in batch.samples], kind).take(arrays["sample"])
     finite = gradient_sum if math.isfinite(gradient_sum) else None
@@ -127,8 +132,8 @@ def _largest(trace: TokenTrace, limit: int) -> np.ndarray:
     return chosen & (sizes >= 0)
 
 
-def _shipped(tokens: StepTokens, sources: np.ndarray, batch: Batch) -> dict[str, _Column]:
-    """What came with the batch."""
+def _batch_columns(tokens: StepTokens, sources: np.ndarray, batch: Batch) -> dict[str, _Column]:
+    """Return the columns that come with the batch."""
     always = np.ones(len(tokens), np.bool_)
     streams: dict[str, _Column] = {}
     for name in STREAM_DEFAULTS:
@@ -145,13 +150,13 @@ def _shipped(tokens: StepTokens, sources: np.ndarray, batch: Batch) -> dict[str,
     }
 
 
-def _computed(trace: TokenTrace) -> dict[str, _Column]:
-    """What the model gave, and how it differs from what the engine gave."""
+def _model_columns(trace: TokenTrace) -> dict[str, _Column]:
+    """Return logprobs and entropy of the model, and the difference to the engine's logprobs."""
     tokens = trace.tokens
     comparable = (tokens.versions != NOT_SAMPLED) | tokens.members["rl"] | tokens.members["ref_kl"]
     compared = comparable & tokens.scored
     log_ratio = np.where(compared, trace.logprobs - tokens.logprobs, 0.0).astype(np.float64)
-    with np.errstate(over="ignore"):  # infinite then, as in the loss
+    with np.errstate(over="ignore"):  # infinite, as in the loss
         ratio, mismatch = np.exp(log_ratio), np.expm1(log_ratio) - log_ratio
     return {
         "trainer_logprobs": (trace.logprobs, tokens.scored),
@@ -163,22 +168,16 @@ def _computed(trace: TokenTrace) -> dict[str, _Column]:
     }
 
 
-def _decided(trace: TokenTrace, gradient_sum: float) -> dict[str, _Column]:
-    """What the losses made of it."""
-    tokens, nothing, always = trace.tokens, np.zeros(len(trace.tokens)), np.ones(len(trace.tokens), np.bool_)
+def _loss_columns(trace: TokenTrace, gradient_sum: float) -> dict[str, _Column]:
+    """Return membership, masks and gradients by the losses."""
+    tokens, zeros, always = trace.tokens, np.zeros(len(trace.tokens)), np.ones(len(trace.tokens), np.bool_)
     usable = 0 < gradient_sum < math.inf
     return {
         **{f"in_{name}": (members, always) for name, members in tokens.members.items()},
         **{
-            f"{name}_masked": (trace.masked.get(name, nothing), members & (name in trace.masked))
+            f"{name}_masked": (trace.masked.get(name, zeros), members & (name in trace.masked))
             for name, members in tokens.members.items()
         },
         "gradient": (trace.gradients, tokens.scored),
-        "share": (np.abs(trace.gradients) / gradient_sum if usable else nothing, tokens.scored & usable),
+        "share": (np.abs(trace.gradients) / gradient_sum if usable else zeros, tokens.scored & usable),
     }
-
-
-def _array(values: np.ndarray, known: np.ndarray, rows: np.ndarray, kind: pa.DataType) -> pa.Array:
-    with np.errstate(over="ignore"):
-        narrow = values[rows].astype(kind.to_pandas_dtype())
-    return pa.array(narrow, kind, mask=~known[rows])

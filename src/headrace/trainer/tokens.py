@@ -1,7 +1,7 @@
-"""Every token of one optimizer step, flat: which loss components it belongs to, and how micro-batches cut the step.
+"""The tokens of one optimizer step as flat arrays: their loss components, and the split into micro-batches.
 
-Alignment: values at index j belong to token j. The first token of a sequence has no prediction, so it is a member of
-nothing. A token is *scored* when any component has it as a member; nothing else needs logits.
+Alignment: values at index j belong to token j. The first token of a sequence has no prediction, so it is a member of no
+component. A token is *scored* if it is a member of any component; other tokens need no logits.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch
 
 from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS, Bin
 from headrace.trainer.loss import PackedInputs
-from headrace.trainer.row import Kernel, Row, common_prefix, make_row, on_device
+from headrace.trainer.packed_row import Kernel, PackedRow, common_prefix, make_row, on_device
 
 COMPONENTS = ("rl", "ce", "ref_kl")
-SHARED = 8
-"""Tokens that a sequence shares with others take as much memory as one of its own: attention gathers their keys."""
+SHARED_TOKENS_PER_OWN = 8
+"""Shared tokens that take as much memory as one unshared token: attention gathers their keys."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences of a step, and their scored tokens as indices into the step's flat arrays."""
+    """Some sequences of a step as a packed row; `scored` are indices into the step's flat arrays."""
 
-    row: Row
+    row: PackedRow
     predictors: torch.Tensor
-    """For each scored token, the place in the row that predicts it."""
+    """For each scored token, the index in the row that predicts it."""
     scored: np.ndarray
     sequences: torch.Tensor
-    """For each scored token, which of the micro-batch's sequences it is of: 0, 1, ..."""
+    """For each scored token, the number of its sequence in the micro-batch."""
 
 
 class StepTokens:
-    """The flat arrays of a step. Absent streams stay absent: plain RL ships none and pays for none."""
+    """The flat arrays of a step. Streams that no bin has stay absent and cost nothing."""
 
     def __init__(self, bins: list[Bin]) -> None:
         self.lengths = np.concatenate([bin.lengths for bin in bins])
@@ -44,7 +44,11 @@ class StepTokens:
         self.logprobs = np.concatenate([bin.logprobs for bin in bins])
         self.versions = np.concatenate([bin.versions for bin in bins])
         self.temperatures = np.concatenate([bin.temperatures for bin in bins])
-        self.streams = {name: _joined(bins, name) for name in STREAM_DEFAULTS if any(name in b.streams for b in bins)}
+        self.streams = {
+            name: np.concatenate([b.streams.get(name, np.full(len(b.mask), default, np.float32)) for b in bins])
+            for name, default in STREAM_DEFAULTS.items()
+            if any(name in b.streams for b in bins)
+        }
         self.members = self._members()
         self.scored = np.logical_or.reduce(list(self.members.values()))
 
@@ -52,23 +56,20 @@ class StepTokens:
         return len(self.token_ids)
 
     @property
-    def real(self) -> int:
-        """Tokens of samples: padding does not count."""
+    def num_sample_tokens(self) -> int:
+        """Tokens without padding."""
         return int(self.lengths[self.sources != NO_SAMPLE].sum())
 
     def count(self, component: str) -> int:
-        """Member tokens of a component in the whole step."""
+        """Return the number of member tokens of a component."""
         return int(self.members[component].sum())
 
-    def samples_of(self, scored: np.ndarray) -> np.ndarray:
-        """For each token, the number of the packed sample it belongs to."""
-        return self.sources[np.searchsorted(self.starts, scored, side="right") - 1]
-
     def cut(self, limit: int) -> list[list[int]]:
-        """The sequences that are trained, in groups that take as much as `limit` tokens; neighbours share prefixes."""
+        """Split the trained sequences, in lexicographic order, into groups that take the memory of `limit` tokens."""
         groups: list[list[int]] = []
         size, previous = 0, np.zeros(0, np.int64)
-        for index in self._trained_in_order():
+        trained = np.flatnonzero(np.logical_or.reduceat(self.scored, self.starts)).tolist()
+        for index in sorted(trained, key=lambda index: self._sequence(index).astype(">u4").tobytes()):
             sequence = self._sequence(index)
             taken = self._taken(index, common_prefix(previous, sequence))
             if not groups or size + taken > limit:
@@ -79,19 +80,20 @@ class StepTokens:
         return groups
 
     def _taken(self, index: int, shared: int) -> int:
-        """What a sequence takes of a row, in tokens, if so many of its own are in the row already."""
+        """Return the memory of a sequence in a row, in tokens, if `shared` of its tokens are in the row already."""
         start, length = int(self.starts[index]), int(self.lengths[index])
-        return max(length - shared + -(-shared // SHARED), int(self.scored[start : start + length].sum()))
+        own = length - shared + -(-shared // SHARED_TOKENS_PER_OWN)
+        return max(own, int(self.scored[start : start + length].sum()))
 
     def loss_inputs(self, component: str, batch: MicroBatch, logprobs: torch.Tensor) -> PackedInputs:
-        """The component's view of a micro-batch's scored tokens."""
+        """Return the inputs of a component's loss for a micro-batch's scored tokens."""
 
         def at(values: np.ndarray) -> torch.Tensor:
             return on_device(values[batch.scored], logprobs.device)
 
         weights = self.streams.get(f"{component}_weights")
         reference = self.streams.get("ref_logprobs")
-        if reference is None and component == "ref_kl":  # other ranks have some; here nothing will be read
+        if reference is None and component == "ref_kl":  # other ranks have ref_kl tokens, this one has none
             reference = np.zeros(len(self), np.float32)
         advantages = self.streams.get("advantages")
         return PackedInputs(
@@ -105,36 +107,31 @@ class StepTokens:
         )
 
     def _members(self) -> dict[str, np.ndarray]:
-        nothing = np.zeros(len(self), np.bool_)
+        none = np.zeros(len(self), np.bool_)
         weighted = {c: self.streams[f"{c}_weights"] != 0 for c in COMPONENTS if f"{c}_weights" in self.streams}
         members = {
             "rl": self.mask & weighted.get("rl", True),
-            "ce": weighted.get("ce", nothing),
-            "ref_kl": weighted.get("ref_kl", nothing),
+            "ce": weighted.get("ce", none),
+            "ref_kl": weighted.get("ref_kl", none),
         }
-        first = nothing.copy()
+        first = none.copy()
         first[self.starts] = True
         return {component: inside & ~first for component, inside in members.items()}
-
-    def _trained_in_order(self) -> list[int]:
-        """Sequences with scored tokens, in lexicographic order, which puts common prefixes side by side."""
-        trained = np.flatnonzero(np.logical_or.reduceat(self.scored, self.starts))
-        return sorted(trained.tolist(), key=lambda index: self._sequence(index).astype(">u4").tobytes())
 
     def _sequence(self, index: int) -> np.ndarray:
         return self.token_ids[self.starts[index] : self.starts[index] + self.lengths[index]]
 
     def micro_batch(self, group: list[int], device: torch.device, kernel: Kernel = "sdpa") -> MicroBatch:
-        """A group as one row; for an empty group a row that scores nothing, since every rank must run as often."""
+        """Pack a group into one row; for an empty group a row without scored tokens, to keep ranks in step."""
         if not group:
-            nothing = torch.zeros(0, dtype=torch.int64, device=device)
-            return MicroBatch(make_row([self.token_ids[:1]], device, kernel), nothing, np.zeros(0, np.int64), nothing)
+            empty = torch.zeros(0, dtype=torch.int64, device=device)
+            return MicroBatch(make_row([self.token_ids[:1]], device, kernel), empty, np.zeros(0, np.int64), empty)
         inputs: list[np.ndarray] = []
         scored: list[np.ndarray] = []
         for index in group:
             start = self.starts[index]
             targets = np.flatnonzero(self.scored[start : start + self.lengths[index]])
-            # Nothing after the last scored token's predecessor matters.
+            # Tokens from the last scored one on predict nothing that is trained.
             inputs.append(self._sequence(index)[: targets[-1]])
             scored.append(targets)
         row = make_row(inputs, device, kernel)
@@ -145,21 +142,21 @@ class StepTokens:
 
 
 class TokenTrace:
-    """What a step found out about each of its scored tokens, in the order of its flat arrays; the others have zeros."""
+    """Values of each scored token of a step, aligned with its flat arrays; zeros for other tokens."""
 
     def __init__(self, tokens: StepTokens, counts: dict[str, int]) -> None:
         self.tokens = tokens
         self.counts = counts
-        """Members of each component in the whole step, over all ranks: they divide its loss."""
+        """Member tokens of each component over all ranks, by which its loss is divided."""
         self.logprobs, self.entropy, self.gradients = (np.zeros(len(tokens), np.float32) for _ in range(3))
-        """The gradients are those of the step's loss with respect to the logprobs."""
+        """Gradients of the step's loss with respect to the logprobs."""
         self.masked: dict[str, np.ndarray] = {}
-        """By component, for the losses that say so."""
+        """Masked tokens by component, for losses that report them."""
 
-    def watch(
+    def record(
         self, scored: np.ndarray, logprobs: torch.Tensor, entropy: torch.Tensor, masked: dict[str, torch.Tensor | None]
     ) -> None:
-        """Note what a forward pass came to; the backward pass, once it runs, adds the gradients."""
+        """Record a forward pass; gradients are added when its backward pass runs."""
         self._put(self.logprobs, scored, logprobs)
         self._put(self.entropy, scored, entropy)
         for component, flags in masked.items():
@@ -169,8 +166,3 @@ class TokenTrace:
 
     def _put(self, column: np.ndarray, scored: np.ndarray, values: torch.Tensor) -> None:
         column[scored] = values.detach().cpu().numpy()
-
-
-def _joined(bins: list[Bin], name: str) -> np.ndarray:
-    default = STREAM_DEFAULTS[name]
-    return np.concatenate([b.streams.get(name, np.full(len(b.token_ids), default, np.float32)) for b in bins])

@@ -1,9 +1,8 @@
-"""Several ranks of the trainer on this machine, started by torch's own launcher.
+"""Start several ranks of the trainer on this machine with torch's launcher.
 
-Like the `torchrun` command, except for what is left to the caller at the end: the launcher of a run starts a process
-again that a signal ended, and nothing that explained its failure. So this process ends as its ranks did. Of several
-endings one is the cause: a rank whose peer was killed fails in the middle of talking to it, and ranks that do not end
-when another has failed are killed by torch itself, half a minute later.
+Like the `torchrun` command, except for the exit code: the launcher of a run restarts a process that was killed by a
+signal, but not one that failed with an error. So this process ends as its ranks did. One of several failures is the
+cause: a rank whose peer was killed fails in a collective, and torch kills the remaining ranks half a minute later.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-AT_ONCE = 10
-"""Seconds after the first failure within which a killed rank was not killed by torch."""
-NOT_A_KILL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+TORCH_KILL_DELAY_S = 10
+"""A rank killed within this time after the first failure was not killed by torch."""
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Ending(NamedTuple):
-    """How a rank ended: its exit code, negative if a signal ended it, and when."""
+class RankExit(NamedTuple):
+    """Exit code of a rank, negative for a signal, and its time in seconds."""
 
     code: int
     time: int
 
 
 def run_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Run `headrace ARGUMENTS` on every rank until the last has ended; returns the exit code."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said what is wrong
+    """Run `headrace ARGUMENTS` on every rank until the last has ended; return the exit code."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log their errors
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as scratch:
         config = LaunchConfig(
             min_nodes=1,
@@ -47,12 +46,12 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,  # the launcher of the run decides that
+            max_restarts=0,  # the launcher of the run restarts
         )
         try:
             elastic_launch(config, sys.executable)("-m", "headrace", *arguments)
         except ChildFailedError as error:
-            code = ended_like([Ending(f.exitcode, f.timestamp) for f in error.failures.values()])
+            code = joint_exit_code([RankExit(f.exitcode, f.timestamp) for f in error.failures.values()])
         except SignalException as error:
             return 128 + int(error.sigval)
         else:
@@ -62,11 +61,15 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
     return code
 
 
-def ended_like(endings: Sequence[Ending]) -> int:
-    """One exit code for all ranks; negative if what began it was that a signal killed one of them."""
-    first = min(ending.time for ending in endings)
-    killed = [e.code for e in endings if e.code < 0 and -e.code not in NOT_A_KILL and e.time - first < AT_ONCE]
-    explained = [ending.code for ending in endings if 0 < ending.code < 128]
+def joint_exit_code(exits: Sequence[RankExit]) -> int:
+    """Return one exit code for all ranks; negative if the cause was a signal that killed one of them."""
+    first = min(exit_.time for exit_ in exits)
+    killed = [
+        e.code
+        for e in exits
+        if e.code < 0 and -e.code not in TERMINATION_SIGNALS and e.time - first < TORCH_KILL_DELAY_S
+    ]
+    explained = [exit_.code for exit_ in exits if 0 < exit_.code < 128]
     if killed:
         return killed[0]
-    return max(explained or [ending.code if ending.code > 0 else 128 - ending.code for ending in endings])
+    return max(explained or [exit_.code if exit_.code > 0 else 128 - exit_.code for exit_ in exits])

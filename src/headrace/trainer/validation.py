@@ -1,7 +1,7 @@
-"""The loss on examples that are not trained on, through the packing and scoring of training.
+"""Validation loss on held-out examples, with the packing and scoring of training.
 
-The set is rendered once and stays the same, so that one validation can be compared with another. Left out on purpose:
-accuracy and anything that has to sample.
+The set is rendered once and stays the same, so that validations are comparable. Left out on purpose: accuracy, and
+everything that needs sampling.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headrace.rollout.types import Sample
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.step import MICRO_BATCH_TOKENS
-from headrace.trainer.tokens import MicroBatch, StepTokens
+from headrace.trainer.tokens import StepTokens
 
 
 class Validation:
-    """A fixed set of examples, each rank's share packed and ready."""
+    """A fixed set of examples; each rank has its share packed."""
 
     def __init__(
         self, model: PackedModel, samples: list[Sample], seq_len: int, *, interval: int, lm_head_chunk: int
@@ -32,31 +32,26 @@ class Validation:
         self._lm_head_chunk = lm_head_chunk
         self._tokens = StepTokens(pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost))
         self._groups = self._tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))
-        self._passes = ranks.most(len(self._groups))  # collectives must meet, so every rank runs as often
+        self._passes = ranks.most(len(self._groups))  # the same on every rank, since they run collectives
         if self._passes == 0:
-            raise DataError(
-                f"validation: none of {len(samples)} examples has anything to learn within {seq_len} tokens"
-            )
+            raise DataError(f"validation: none of {len(samples)} examples has trained tokens within {seq_len} tokens")
 
     def is_due(self, step: int) -> bool:
         return step % self._interval == 0
 
     def loss(self, stopped: Callable[[], bool] = lambda: False) -> float | None:
-        """The mean cross-entropy of a learned token; None if `stopped` says so on the way."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self._model.device)
+        """Return the mean cross-entropy of trained tokens; None if `stopped`."""
+        device = self._model.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(self._passes):
             if self._ranks.any(stopped()):
                 return None
             group = self._groups[number] if number < len(self._groups) else []
-            sums += self._nll(self._tokens.micro_batch(group, self._model.device, self._model.kernel))
+            batch = self._tokens.micro_batch(group, device, self._model.kernel)
+            labels = torch.from_numpy(self._tokens.token_ids[batch.scored].astype(np.int64)).to(device)
+            temperatures = torch.ones(len(labels), device=device)
+            logprobs = self._model.logprobs(batch.row, batch.predictors, labels, temperatures, self._lm_head_chunk)
+            nll, members = ce_loss(self._tokens.loss_inputs("ce", batch, logprobs)).metrics["ce/nll"]
+            sums += torch.stack([nll.double(), members.double()])
         total, count = self._ranks.add_up(sums).tolist()
         return float(total / count)
-
-    def _nll(self, batch: MicroBatch) -> torch.Tensor:
-        """Sum and number of the learned tokens' cross-entropies."""
-        device = self._model.device
-        labels = torch.from_numpy(self._tokens.token_ids[batch.scored].astype(np.int64)).to(device)
-        temperatures = torch.ones(len(labels), device=device)
-        logprobs = self._model.logprobs(batch.row, batch.predictors, labels, temperatures, self._lm_head_chunk)
-        total, count = ce_loss(self._tokens.loss_inputs("ce", batch, logprobs)).metrics["ce/nll"]
-        return torch.stack([total.double(), count.double()])

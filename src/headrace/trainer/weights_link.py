@@ -1,14 +1,14 @@
-"""The sender of the weights link: published versions out of the trainer's memory, to any engine that asks.
+"""The sender of the weights link: serves published versions from the trainer's memory to engines.
 
-What is published is copied once, into the memory of the first rank's host, so that training goes on while engines fetch
-it, each over a connection and on a thread of its own. An engine that dies, hangs or lies costs its connection, and
-training nothing. A version is served for as long as its directory is there: who reads the one can have the other.
+A version is copied once to the memory of the first rank's host, so that training continues while engines fetch it, each
+over its own connection and thread. An engine that dies, hangs or sends garbage loses its connection; training is not
+affected. A version is served as long as its directory exists.
 
-An engine on the GPU that the trainer is on gets no bytes: versions are laid out in memory that it can open, and it is
-lent the newest until it says that it is done. What was laid out before has gone to the host meanwhile. That memory is
-taken when somebody knows of such engines (`share`), or once one has asked.
+An engine on the trainer's GPU opens the memory of the newest version (CUDA IPC) instead, until it reports that it has
+released it; older versions are on the host by then. That memory is allocated when such engines are known (`share`), or
+once one has connected.
 
-Left out on purpose: one transfer for all engines at once, which would make each wait for the slowest.
+Left out on purpose: one broadcast to all engines, where each would wait for the slowest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headrace.inference.cuda_driver import DriverError
 from headrace.inference.weights.carriers import CarrierSetting, CarrierUnavailable, choose_carrier, describe_end
 from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclPair, new_group_id
 from headrace.rollout.version import Version
-from headrace.trainer.shared_row import SharedRow
+from headrace.trainer.shared_buffer import SharedBuffer
 from headrace.trainer.snapshot import Snapshot
 from headrace.transport.weights_link import (
     MANIFEST,
@@ -47,15 +47,15 @@ from headrace.transport.weights_link import (
 
 log = logging.getLogger(__name__)
 
-RETRY = 1.0
-"""Seconds of rest when the system cannot take another connection."""
+ACCEPT_RETRY_S = 1.0
+"""Pause after a failure to accept a connection."""
 
 
 class WeightsSender:
-    """Listens for engines, and serves the versions on offer. Only the first rank has one.
+    """Listens for engines and serves the offered versions, on the first rank.
 
-    `device` is where the model is. `carrier` is `auto` for shared memory on one GPU, NCCL between different ones and a
-    plain stream otherwise, or the name of one of the three.
+    `device` is that of the model. `carrier` is `auto` for shared memory on one GPU, NCCL between GPUs and a TCP stream
+    otherwise, or the name of one of the three.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class WeightsSender:
         *,
         device: torch.device | None = None,
         carrier: CarrierSetting = "auto",
-        patience: float = TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._device = device or torch.device("cpu")
         self._end = describe_end(self._device)
         self._carrier = carrier
         self._is_shared = carrier == "ipc"
-        """Whether an engine has its weights on the same GPU, as far as is known."""
-        self._row: SharedRow | None = None
-        self._patience = patience
+        """Whether an engine on the same GPU has connected, or is configured."""
+        self._buffer: SharedBuffer | None = None
+        self._timeout_s = timeout_s
         self._offers: dict[Version, Snapshot] = {}
         self._connections: set[Connection] = set()
         self._closed = False
@@ -85,30 +85,30 @@ class WeightsSender:
         threading.Thread(target=self._accept, name="weights-link", daemon=True).start()
 
     def share(self, size: int) -> None:
-        """Take memory for versions of that size now, before anybody plans with what is free: engines are on this GPU.
+        """Allocate memory for versions of `size` bytes for engines on this GPU, before the memory plan is made.
 
-        Without effect where memory cannot be shared, or is not to be.
+        No effect if memory cannot be shared or another carrier is configured.
         """
-        if self._row is not None or self._carrier not in ("auto", "ipc") or "ipc" not in self._end.carriers:
+        if self._buffer is not None or self._carrier not in ("auto", "ipc") or "ipc" not in self._end.carriers:
             return
         try:
-            self._row = SharedRow(size, self._device)
+            self._buffer = SharedBuffer(size, self._device)
         except DriverError as error:
-            log.warning("engines on this GPU get their weights through the host: %s", error)
+            log.warning("engines on this GPU fetch their weights through the host: %s", error)
             others = [carrier for carrier in self._end.carriers if carrier != "ipc"]
             self._end = msgspec.structs.replace(self._end, carriers=others)
 
-    def vacant_row(self, size: Callable[[], int]) -> SharedRow | None:
-        """Where the next version, of that size, is to be laid out for engines on this GPU; None if nowhere."""
-        if self._row is None and self._is_shared and "ipc" in self._end.carriers:
+    def writable_buffer(self, size: Callable[[], int]) -> SharedBuffer | None:
+        """Return the buffer for the next version, ready to be written, if there are engines on this GPU."""
+        if self._buffer is None and self._is_shared and "ipc" in self._end.carriers:
             self.share(size())
-        if self._row is not None and not self._row.vacate():
-            log.warning("an engine still reads the last version: this one goes through the host")
+        if self._buffer is not None and not self._buffer.begin_write():
+            log.warning("an engine is still reading the last version: this one is sent through the host")
             return None
-        return self._row
+        return self._buffer
 
     def offer(self, version: Version, snapshot: Snapshot, directory: Path) -> None:
-        """Serve a version from now on, and write what leads to it into the directory that is to be published."""
+        """Serve a version from now on, and write its manifest into the directory that will be published."""
         with self._lock:
             self._offers[version] = snapshot
         size = sum(len(bucket) for bucket in snapshot.buckets)
@@ -116,7 +116,7 @@ class WeightsSender:
             self._host,
             self._port,
             self._id,
-            snapshot.places,
+            snapshot.spans,
             size,
             len(snapshot.buckets[0]),
             snapshot.digests,
@@ -124,69 +124,69 @@ class WeightsSender:
         (directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
     def keep(self, versions: Collection[Version]) -> None:
-        """Forget all others. Whoever is being sent one gets the rest of it."""
+        """Stop serving all other versions; transfers in progress are completed."""
         with self._lock:
             self._offers = {version: snapshot for version, snapshot in self._offers.items() if version in versions}
 
     def close(self) -> None:
-        """Cut all connections. Memory that engines can open stays while this process lasts: they may be reading it."""
+        """Close all connections. Memory that engines may be reading is kept until this process ends."""
         with self._lock:
             self._closed = True
             for connection in self._connections:
                 connection.hang_up()
-        with contextlib.suppress(OSError):  # not everywhere can this be said to a socket that only listens
+        with contextlib.suppress(OSError):  # not supported for listening sockets everywhere
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                self._welcome(*self._listener.accept())
+                self._start_thread(*self._listener.accept())
             except (OSError, RuntimeError) as error:  # no more files, no more threads
                 if self._closed:
                     return
                 log.warning("an engine could not connect to the weights link: %s", error)
-                time.sleep(RETRY)
+                time.sleep(ACCEPT_RETRY_S)
 
-    def _welcome(self, connected: socket.socket, address: tuple[Any, ...]) -> None:
-        """Serve an engine on a thread of its own."""
+    def _start_thread(self, connected: socket.socket, address: tuple[Any, ...]) -> None:
+        """Serve an engine in its own thread."""
         try:
-            connection = Connection(connected, f"the engine at {address[0]}:{address[1]}", self._patience)
+            connection = Connection(connected, f"the engine at {address[0]}:{address[1]}", self._timeout_s)
             threading.Thread(target=self._serve, args=(connection,), name="weights-link", daemon=True).start()
         except BaseException:
             connected.close()
             raise
 
     def _serve(self, connection: Connection) -> None:
-        """Answer one engine until it goes."""
-        line = _Line(connection, self._device)
+        """Handle the requests of one engine until it disconnects."""
+        channel = _EngineChannel(connection, self._device)
         with self._lock:
             self._connections.add(connection)
             if self._closed:
                 connection.hang_up()
         try:
             while connection.wait_for_message():
-                ask = connection.receive(FetchRequest, "what it wants")
-                line.send(ask.version, *self._answer(ask))
+                request = connection.receive(FetchRequest, "a request")
+                channel.send(request.version, *self._respond(request))
         except Failure as error:
-            log.warning("the weights link to an engine is cut: %s", error)
-        except Exception:  # out of memory, say
-            log.exception("the weights link to %s is cut", connection.peer)
+            log.warning("the weights link to an engine is closed: %s", error)
+        except Exception:  # such as out of memory
+            log.exception("the weights link to %s is closed", connection.peer)
         finally:
-            line.close()
+            channel.close()
             with self._lock:
                 self._connections.discard(connection)
 
-    def _answer(self, ask: FetchRequest) -> tuple[FetchResponse, Snapshot | None]:
+    def _respond(self, request: FetchRequest) -> tuple[FetchResponse, Snapshot | None]:
         with self._lock:
-            snapshot = self._offers.get(ask.version)
+            snapshot = self._offers.get(request.version)
             offered = ", ".join(map(str, sorted(self._offers)))
-        if ask.sender != self._id:
-            return FetchResponse(problem="another trainer listens there now than the one that published it"), None
+        if request.sender != self._id:
+            return FetchResponse(problem="another trainer than the one that published it listens there now"), None
         if snapshot is None:
             return FetchResponse(problem=f"the trainer has no such version any more; it has {offered or 'none'}"), None
         try:
-            carrier = choose_carrier(self._carrier, self._end, ask.engine)
+            carrier = choose_carrier(self._carrier, self._end, request.engine)
         except CarrierUnavailable as error:
             return FetchResponse(problem=str(error)), None
         self._is_shared = self._is_shared or carrier == "ipc"
@@ -205,53 +205,50 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-class _Line:
-    """One engine's connection, and the NCCL group beside it once there is one."""
+class _EngineChannel:
+    """The connection of one engine, and the NCCL group with it once there is one."""
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection = connection
         self._device = device
         self._pair: NcclPair | None = None
 
-    def send(self, version: Version, answer: FetchResponse, snapshot: Snapshot | None) -> None:
-        if snapshot is not None and answer.carrier == "ipc":
+    def send(self, version: Version, response: FetchResponse, snapshot: Snapshot | None) -> None:
+        """Send a response and the buckets of the snapshot, if any."""
+        if snapshot is not None and response.carrier == "ipc":
             with snapshot.lent() as memory:
                 if memory is not None:
-                    answer.memory = memory
-                    self._connection.send(answer)
-                    self._wait_until_done()
+                    response.memory = memory
+                    self._connection.send(response)
+                    if self._connection.wait_for_message():  # without timeout; False: the engine is gone
+                        self._connection.receive(MemoryReleased, "the release of the memory")
                     return
-            answer.carrier = "stream"  # there was no row when it was published, or another version is there by now
-        if answer.carrier == "nccl" and self._pair is None:
-            answer.group = new_group_id().hex()
-        self._connection.send(answer)
+            response.carrier = "stream"  # published without the buffer, or replaced in it
+        if response.carrier == "nccl" and self._pair is None:
+            response.group = new_group_id().hex()
+        self._connection.send(response)
         if snapshot is None:
             return
         snapshot.wait()
-        if answer.carrier == "stream":
+        if response.carrier == "stream":
             for what, bucket in _named(snapshot, version):
                 self._connection.send_bytes(bucket.numpy().data, what)
             return
         if self._pair is None:
-            self._pair = NcclPair(bytes.fromhex(answer.group), 0, self._device, self._connection.check)
-        self._send_by(self._pair, snapshot, version)
+            self._pair = NcclPair(bytes.fromhex(response.group), 0, self._device, self._connection.check)
+        self._send_by_nccl(self._pair, snapshot, version)
 
-    def _wait_until_done(self) -> None:
-        """However long that takes: where the engine is gone instead, it no longer reads either."""
-        if self._connection.wait_for_message():
-            self._connection.receive(MemoryReleased, "that it is done")
-
-    def _send_by(self, pair: NcclPair, snapshot: Snapshot, version: Version) -> None:
+    def _send_by_nccl(self, pair: NcclPair, snapshot: Snapshot, version: Version) -> None:
         staging = [torch.empty_like(snapshot.buckets[0], device=self._device) for _ in range(MAX_QUEUED_TRANSFERS)]
-        under_way: deque[tuple[torch.cuda.Event, str]] = deque()
+        in_flight: deque[tuple[torch.cuda.Event, str]] = deque()
         for number, (what, bucket) in enumerate(_named(snapshot, version)):
-            if len(under_way) == MAX_QUEUED_TRANSFERS:
-                pair.wait(*under_way.popleft())
+            if len(in_flight) == MAX_QUEUED_TRANSFERS:
+                pair.wait(*in_flight.popleft())
             row = staging[number % MAX_QUEUED_TRANSFERS][: len(bucket)]
             with torch.cuda.stream(pair.stream):
                 row.copy_(bucket, non_blocking=True)
-            under_way.append((pair.transfer(row, what), what))
-        for event, what in under_way:
+            in_flight.append((pair.transfer(row, what), what))
+        for event, what in in_flight:
             pair.wait(event, what)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.trainer.row import Kernel, make_row
+from headrace.trainer.packed_row import Kernel, make_row
 
 CPU = torch.device("cpu")
 

@@ -8,12 +8,12 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from headrace.trainer.compiling import compile_layers
 from headrace.trainer.memory import checkpoint_layers, offload_activations
 from headrace.trainer.model import hidden_states
+from headrace.trainer.packed_row import Kernel, PackedRow, make_row
+from headrace.trainer.parallelize import compile_layers
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.rehearsal import rows_of
-from headrace.trainer.row import Kernel, Row, make_row
+from headrace.trainer.warmup import warmup_rows
 from tests.trainer.packed_modules import backward_through, packed_module, sequences_that_share
 from tests.trainer.plain_kernels import use_plain_kernels
 
@@ -36,7 +36,7 @@ def counters() -> Iterator[dict[str, int]]:
     torch._dynamo.reset()
 
 
-def one_sequence(length: int, kernel: Kernel) -> Row:
+def one_sequence(length: int, kernel: Kernel) -> PackedRow:
     return make_row([np.random.default_rng(length).integers(0, 96, length)], CPU, kernel)
 
 
@@ -57,7 +57,7 @@ def test_all_lengths_are_one_program_for_all_layers_or_two_of_sharded_ones(count
 
 
 @pytest.mark.parametrize(("sharded", "programs"), [(False, 1), (True, 2)])
-def test_every_row_of_a_step_runs_the_program_of_the_rehearsal(counters, sharded: bool, programs: int):
+def test_every_row_of_a_step_runs_the_program_of_the_warmup(counters, sharded: bool, programs: int):
     """Without the code generator; with layers that are taken for sharded."""
     module = packed_module("qwen3", layers=2)
     compile_layers(module.model.layers, backend="eager", sharded=sharded)
@@ -66,7 +66,7 @@ def test_every_row_of_a_step_runs_the_program_of_the_rehearsal(counters, sharded
         with torch.no_grad():
             hidden_states(module, make_row(sequences, CPU, "cudnn"))
 
-    for samples in rows_of(96, seq_len=384, tokens=600):
+    for samples in warmup_rows(96, seq_len=384, tokens=600):
         run([sample.token_ids[:-1] for sample in samples])
     rng = np.random.default_rng(0)
     for count in (2, 3, 8, 30):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from headrace.trainer.plan import GIB, LADDER, Mode, Plan, Sizes, make_plan
+from headrace.trainer.memory_plan import GIB, MODES, MemoryPlan, Mode, ModelSizes, make_memory_plan
 
-QWEN3 = Sizes(
+QWEN3 = ModelSizes(
     hidden_size=1024,
     num_hidden_layers=28,
     num_attention_heads=16,
@@ -16,8 +16,8 @@ QWEN3 = Sizes(
 STATE = 16 * 596_000_000
 
 
-def plan(limit: float, longest: int = 16384, mode: Mode | str = "auto", state: int = STATE) -> Plan:
-    return make_plan(QWEN3, int(limit * GIB), state=state, chunk=4096, longest=longest, mode=mode)
+def plan(limit: float, longest: int = 16384, mode: Mode | str = "auto", state: int = STATE) -> MemoryPlan:
+    return make_memory_plan(QWEN3, int(limit * GIB), state=state, chunk=4096, longest=longest, mode=mode)
 
 
 def test_bytes_of_a_token_are_those_counted_by_hand():
@@ -32,7 +32,7 @@ def test_bytes_of_a_token_are_those_counted_by_hand():
 
 def test_more_memory_never_means_more_recomputing():
     plans = [plan(gib / 4) for gib in range(44, 200)]
-    kept = [(each.keeps_logits, sum(LADDER.index(mode) for mode in each.modes)) for each in plans]
+    kept = [(each.keeps_logits, sum(MODES.index(mode) for mode in each.modes)) for each in plans]
     assert kept == sorted(kept)
     assert set(plan(13).modes) == {"full", "attention"}
     assert set(plan(40).modes) == {False}
@@ -42,7 +42,7 @@ def test_more_memory_never_means_more_recomputing():
 def test_plans_fit_and_have_two_neighbours_of_the_ladder_the_lighter_one_last(limit: float):
     chosen = plan(limit)
     assert chosen.bytes <= limit * GIB
-    places = [LADDER.index(mode) for mode in chosen.modes]
+    places = [MODES.index(mode) for mode in chosen.modes]
     assert len(places) == 28
     assert places == sorted(places)
     assert places[-1] - places[0] <= 1
@@ -56,7 +56,7 @@ def test_logits_are_kept_once_products_are_and_before_the_rest():
 
 
 def test_a_frozen_head_keeps_no_logits():
-    chosen = make_plan(QWEN3, 100 * GIB, state=STATE, chunk=4096, longest=16384, head_learns=False)
+    chosen = make_memory_plan(QWEN3, 100 * GIB, state=STATE, chunk=4096, longest=16384, head_learns=False)
     assert not chosen.keeps_logits
     assert set(chosen.modes) == {False}
 
@@ -77,7 +77,7 @@ def test_a_mode_that_was_asked_for_is_the_only_one():
 
 
 def test_a_plan_says_what_it_is():
-    told = str(Plan(("full", "attention", "attention"), True, 4096, 3 * GIB // 2))
+    told = str(MemoryPlan(("full", "attention", "attention"), True, 4096, 3 * GIB // 2))
     assert told == (
         "3 layers: 1 recompute everything and 2 recompute all but attention, logits are kept; "
         "about 1.5 GiB for rows of 4096 tokens"

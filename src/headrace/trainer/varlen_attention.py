@@ -1,8 +1,8 @@
-"""Attention over the sequences of a row that lie back to back, as one operator.
+"""Variable-length attention over the sequences of a packed row, as one custom operator.
 
-What a row is, a single sequence, several, or several that share what they begin with, is found out when the operator
-runs: a compiler that saw it would make a program of each. A single sequence is read by cuDNN, which is the fastest, and
-everything else by flash attention. What sequences share is gathered for each of them, in the backward pass once more.
+Whether a row has one sequence, several, or several with a shared prefix is decided when the operator runs: a compiler
+would otherwise make a program for each case. A single sequence is computed by cuDNN, which is the fastest, everything
+else by flash attention. Keys and values of shared prefixes are gathered for each sequence, again in the backward pass.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.trainer.row import Runs
+from headrace.trainer.packed_row import VarlenSequences
 
 _aten = torch.ops.aten
 
-_READING = (
+_ARGUMENTS_SCHEMA = (
     "Tensor keys, Tensor query_starts, Tensor key_starts, SymInt longest_query, SymInt longest_key, "
     "bool cudnn, float scaling, SymInt? window"
 )
 
 
-class _Reading(NamedTuple):
-    """How a row is read: the operators' last arguments, in their order."""
+class _Arguments(NamedTuple):
+    """The last arguments of the operators, in order."""
 
     keys: Tensor
     query_starts: Tensor
@@ -39,23 +39,30 @@ class _Reading(NamedTuple):
         return self.query_starts, self.key_starts, self.longest_query, self.longest_key
 
     @property
-    def felt_window(self) -> int | None:
-        """The window, if any sequence is longer."""
+    def effective_window(self) -> int | None:
+        """The sliding window if any sequence is longer."""
         return None if self.window is not None and self.window >= self.longest_key else self.window
 
     @property
-    def is_for_cudnn(self) -> bool:
-        return self.cudnn and len(self.query_starts) == 2 and self.felt_window is None
+    def uses_cudnn(self) -> bool:
+        return self.cudnn and len(self.query_starts) == 2 and self.effective_window is None
 
     def is_shared(self, query: Tensor) -> bool:
-        """Whether sequences share places: else each place is one sequence's, and all are in order."""
+        """Whether sequences share tokens; otherwise keys are the tokens of the row in order."""
         return len(self.keys) > len(query)
 
 
-def attention_in_runs(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, *, cudnn: bool, scaling: float | None, window: int | None
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: VarlenSequences,
+    *,
+    cudnn: bool,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
-    """[places, heads, dim] in and out. `cudnn`: whether a single sequence is for it."""
+    """Attend: [tokens, heads, dim] in and out. `cudnn`: use it for a single sequence."""
     output, _ = _attend(
         query,
         key,
@@ -75,15 +82,15 @@ def attention_in_runs(
 @torch.library.custom_op(
     "headrace::attend",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {_READING}) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, Tensor value, {_ARGUMENTS_SCHEMA}) -> (Tensor, Tensor)",
 )
-def _attend(query: Tensor, key: Tensor, value: Tensor, *reading: Any) -> tuple[Tensor, Tensor]:
-    """The output, and for each of its places the logarithm of what its softmax divides by: [heads, places]."""
-    row = _Reading(*reading)
-    if row.is_for_cudnn:
+def _attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the logsumexp of the scores, [heads, tokens]."""
+    row = _Arguments(*arguments)
+    if row.uses_cudnn:
         return _cudnn_forward(query, key, value, row.scaling)
     if row.is_shared(query):
-        key, value = _gathered(key, row.keys), _gathered(value, row.keys)
+        key, value = _gather(key, row.keys), _gather(value, row.keys)
     return _flash_forward(query, key, value, row)
 
 
@@ -99,20 +106,20 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     "headrace::attend_backward",
     mutates_args=(),
     schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, "
-    f"{_READING}) -> (Tensor, Tensor, Tensor)",
+    f"{_ARGUMENTS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def _attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, *reading: Any
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
-    row, places = _Reading(*reading), len(key)
-    if row.is_for_cudnn:
+    """Return the gradients of query, key and value."""
+    row, places = _Arguments(*arguments), len(key)
+    if row.uses_cudnn:
         return _cudnn_backward(gradient, query, key, value, output, logsumexp, row.scaling)
     if row.is_shared(query):
-        key, value = _gathered(key, row.keys), _gathered(value, row.keys)
+        key, value = _gather(key, row.keys), _gather(value, row.keys)
     of_query, of_key, of_value = _flash_backward(gradient, query, key, value, output, logsumexp, row)
     if row.is_shared(query):
-        of_key, of_value = _added_up(of_key, row.keys, places), _added_up(of_value, row.keys, places)
+        of_key, of_value = _scatter_add(of_key, row.keys, places), _scatter_add(of_value, row.keys, places)
     return of_query, of_key, of_value
 
 
@@ -121,52 +128,53 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
     return tuple(torch.empty_like(states, memory_format=torch.contiguous_format) for states in (query, key, value))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, longest_query, longest_key, cudnn, scaling, window = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.rest = longest_query, longest_key, cudnn, scaling, window
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, *layout, output, logsumexp = ctx.saved_tensors
     gradients = _attend_backward(gradient, query, key, value, output, logsumexp, *layout, *ctx.rest)
     return *gradients, *([None] * (len(layout) + len(ctx.rest)))
 
 
-_attend.register_autograd(_differentiate, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _gathered(states: Tensor, places: Tensor) -> Tensor:
-    # As rows of all heads: whole rows are moved.
-    return states.reshape(len(states), -1).index_select(0, places).view(-1, *states.shape[1:])
+def _gather(states: Tensor, indices: Tensor) -> Tensor:
+    # As rows of all heads: moves whole rows.
+    return states.reshape(len(states), -1).index_select(0, indices).view(-1, *states.shape[1:])
 
 
-def _added_up(gradient: Tensor, places: Tensor, size: int) -> Tensor:
-    """For each of `size` places what all who gathered it say."""
+def _scatter_add(gradient: Tensor, indices: Tensor, size: int) -> Tensor:
+    """Sum the gradients of gathered tokens: [size, heads, dim]."""
     total = gradient.new_zeros(size, gradient.shape[1] * gradient.shape[2])
-    return total.index_add_(0, places, gradient.reshape(len(gradient), -1)).view(size, *gradient.shape[1:])
+    return total.index_add_(0, indices, gradient.reshape(len(gradient), -1)).view(size, *gradient.shape[1:])
 
 
-def _flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Reading) -> tuple[Tensor, Tensor]:
+def _flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Arguments) -> tuple[Tensor, Tensor]:
     output, logsumexp, *_ = _aten._flash_attention_forward(
-        *(query, key, value, *row.starts_and_lengths, 0.0, row.felt_window is None, False), **_scale_and_window(row)
+        *(query, key, value, *row.starts_and_lengths, 0.0, row.effective_window is None, False),
+        **_scale_and_window(row),
     )
     return output, logsumexp
 
 
 def _flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, row: _Reading
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, row: _Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _aten._flash_attention_backward(  # type: ignore[no-any-return]
         *(gradient, query, key, value, output, logsumexp, *row.starts_and_lengths),
-        *(0.0, row.felt_window is None, *_no_random_numbers(query, torch.uint64)),
+        *(0.0, row.effective_window is None, *_no_rng_state(query, torch.uint64)),
         **_scale_and_window(row),
     )
 
 
-def _scale_and_window(row: _Reading) -> dict[str, float]:
-    """Each sequence asks with its last tokens: the kernel aligns the ends."""
-    back = -1 if row.felt_window is None else row.felt_window - 1
+def _scale_and_window(row: _Arguments) -> dict[str, float]:
+    """Return scale and window. Queries are the last tokens of each sequence: the kernel aligns the ends."""
+    back = -1 if row.effective_window is None else row.effective_window - 1
     return {"scale": row.scaling, "window_size_left": back, "window_size_right": 0}
 
 
@@ -174,7 +182,7 @@ def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
     output, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(
         *map(_as_batch, (query, key, value)), None, True, 0.0, True, False, scale=scaling
     )
-    return _as_places(output), logsumexp.view(logsumexp.shape[1:3])
+    return _from_batch(output), logsumexp.view(logsumexp.shape[1:3])
 
 
 def _cudnn_backward(
@@ -183,23 +191,23 @@ def _cudnn_backward(
     gradients = _aten._scaled_dot_product_cudnn_attention_backward(
         *map(_as_batch, (gradient, query, key, value, output)),
         logsumexp[None, :, :, None],
-        *_no_random_numbers(query, torch.int64),
+        *_no_rng_state(query, torch.int64),
         *(None, None, None, len(query), len(key), 0.0, True),
         scale=scaling,
     )
-    of_query, of_key, of_value = map(_as_places, gradients)
+    of_query, of_key, of_value = map(_from_batch, gradients)
     return of_query, of_key, of_value
 
 
 def _as_batch(states: Tensor) -> Tensor:
-    """[places, heads, dim] as cuDNN reads it: [1, heads, places, dim]."""
+    """Return [tokens, heads, dim] as [1, heads, tokens, dim], cuDNN's layout."""
     return states.transpose(0, 1)[None]
 
 
-def _as_places(states: Tensor) -> Tensor:
+def _from_batch(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1).contiguous()
 
 
-def _no_random_numbers(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a kernel with dropout would start from."""
+def _no_rng_state(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return empty RNG state arguments: there is no dropout."""
     return states.new_zeros(2, dtype=dtype), states.new_zeros(0, dtype=dtype)
