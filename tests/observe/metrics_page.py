@@ -31,8 +31,8 @@ def first_cells(column: str) -> Iterator[tuple[str, str]]:
 def names_in(cell: str) -> list[str]:
     """The names in a cell, with what differs from run to run as `{}`; `/max` is the name before it with another end."""
     names: list[str] = []
-    for told in re.findall(r"`([^`]+)`", cell):
-        names.append(names[-1].rpartition("/")[0] + told if told.startswith("/") else told)
+    for name in re.findall(r"`([^`]+)`", cell):
+        names.append(names[-1].rpartition("/")[0] + name if name.startswith("/") else name)
     return [re.sub(r"\b[A-Z]+\b", ANY, name) for name in names]
 
 

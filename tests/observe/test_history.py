@@ -1,4 +1,4 @@
-"""What `metrics.jsonl` says about a run, restarts included."""
+"""History of a run from `metrics.jsonl`, restarts included."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def no_exported_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Collector:
-    """A monitor that keeps what it is sent, and breaks when told to."""
+    """A monitor that keeps what it is sent, and fails on request."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -84,7 +84,7 @@ def test_a_restart_neither_loses_nor_repeats(tmp_path: Path) -> None:
     log.log(1, {"loss": 1.0})
     with Forwarder(run, "collector", monitor, interval=0.01):
         log.log(2, {"loss": 1.0})
-    log.log(3, {"loss": 1.0})  # while nobody forwards
+    log.log(3, {"loss": 1.0})  # while nothing is forwarded
     with Forwarder(run, "collector", monitor, interval=0.01):
         log.log(4, {"loss": 1.0})
     assert monitor.steps == [1, 2, 3, 4]
@@ -118,7 +118,7 @@ def test_tensorboard_gets_the_numbers_of_all_processes_at_their_steps(tmp_path: 
 
 
 def test_wandb_offline_writes_one_run_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no server listens there
     run = RunDir(tmp_path / "my-run")
     for step in (1, 2):
         with forwarding(run, WandbConfig(project="p", mode="offline"), None):
@@ -258,7 +258,7 @@ def test_rollouts_of_every_nth_step_are_shown_once_and_later_files_too(tmp_path:
     with Forwarder(run, "collector", monitor, interval=0.01, samples=2, samples_interval=2):
         pass
     assert list(monitor.samples) == [2, 4]
-    for step in (5, 6):  # while nobody forwards
+    for step in (5, 6):  # while nothing is forwarded
         dump(run, step)
     with Forwarder(run, "collector", monitor, interval=0.01, samples=2, samples_interval=2):
         pass

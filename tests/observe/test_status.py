@@ -1,4 +1,4 @@
-"""What a process says about itself."""
+"""Status files of processes."""
 
 from __future__ import annotations
 

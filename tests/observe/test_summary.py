@@ -137,9 +137,9 @@ def test_every_environment_has_its_own_numbers_and_the_commonest_error(mixture: 
     assert words == EnvironmentReport(
         "words", "grpo", 2, 56, {"gated": 8}, None, pytest.approx(0.09), pytest.approx(0.13), 0.25, 0.75
     )  # seven steps of eight rollouts; the means of .08 to .10 and of .12 to .14
-    told = "KeyError: 'question'"
+    message = "KeyError: 'question'"
     assert maze == EnvironmentReport(
-        "maze", "max_rl", 1, 0, {"environment": 4}, f"environment: {told}", errors={"environment": told}
+        "maze", "max_rl", 1, 0, {"environment": 4}, f"environment: {message}", errors={"environment": message}
     )
     assert heldout == EnvironmentReport("heldout", eval_start=0.5, eval_end=0.5)
 
@@ -163,8 +163,8 @@ def test_every_reason_for_failures_is_told_with_its_message(
     lost = [(Rollout(env="words", error=RolloutError(*reason)), reason[0]) for reason in reasons]
     write_rollouts(mixture.rollouts, 13, [], lost, keep_last=10)
     assert main(["summary", str(mixture.root)]) == 0
-    told = [line.strip() for line in capsys.readouterr().out.splitlines() if " failed" in line and "words" in line]
-    assert told == [
+    message = [line.strip() for line in capsys.readouterr().out.splitlines() if " failed" in line and "words" in line]
+    assert message == [
         "words: some episodes failed, most often with reward_failed: reward 'a': KeyError: 1",
         "words: others failed with reward_timeout: reward 'b': it took too long",
     ]

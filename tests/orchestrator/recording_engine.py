@@ -13,7 +13,7 @@ Answer = Callable[[list[int], SamplingParams], tuple[list[int], str]]
 
 
 class Exchange(NamedTuple):
-    """What the engine was asked and what it answered. `prompt` is a copy: nobody can change it later."""
+    """A request to the engine and its response. `prompt` is a copy, so it cannot change later."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
 
 
 class RecordingEngine:
-    """Answers as it is told to. No two of its sampled tokens have the same logprob, so that none can be mistaken."""
+    """Returns scripted responses. No two sampled tokens have the same logprob, so each can be identified."""
 
     def __init__(self, answer: Answer, seed: int = 0) -> None:
         self.exchanges: list[Exchange] = []

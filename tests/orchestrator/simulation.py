@@ -112,7 +112,7 @@ class Simulation:
     """`kills`: how often the orchestrator is killed on the way. `pace`: seconds that a unit of work takes.
 
     Of the training environments one has a stateless algorithm, one a stateful one, one a curriculum with a gate; with
-    some seeds that one always fails. `on_policy`: at level 0, whatever the seed says.
+    some seeds that one always fails. `on_policy`: at level 0, whatever the seed is.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class _Trainer:
 
 
 class _Process:
-    """One life of the orchestrator: its pipeline, and the hands that carry out what it asks for."""
+    """One process of the orchestrator: its pipeline, and what performs its actions."""
 
     def __init__(self, world: Simulation) -> None:
         self.world = world

@@ -68,7 +68,7 @@ class StandInEngine:
         write_endpoint(self.run.endpoints / "inference.json", Endpoint(f"http://127.0.0.1:{port}", pid=1))
 
     async def die(self) -> None:
-        """Every connection breaks; whoever comes back has the initial model."""
+        """Every connection breaks; an engine that comes back has the initial model."""
         await self.runner.cleanup()
         self.version = Version(0, 0)
 

@@ -49,7 +49,7 @@ def test_a_run_that_adds_up_has_nothing_to_report(run: RunDir, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("statement", "says"),
+    ("statement", "expected"),
     [
         ("DELETE FROM draws WHERE id = 1", "draw 1 is missing: the next one in the journal is 2"),
         ("UPDATE draws SET position = 9 WHERE id = 3", "draw 3 is at position 9 of env, not 3"),
@@ -61,9 +61,9 @@ def test_a_run_that_adds_up_has_nothing_to_report(run: RunDir, capsys: pytest.Ca
         ("UPDATE draws SET state = 'trained' WHERE id = 2", "counts as trained in step 2, which no checkpoint covers"),
     ],
 )
-def test_each_kind_of_damage_is_named(statement: str, says: str, run: RunDir):
+def test_each_kind_of_damage_is_named(statement: str, expected: str, run: RunDir):
     change(run, statement)
-    assert says in found(run)
+    assert expected in found(run)
     assert main(["audit", str(run.root)]) == 1
 
 

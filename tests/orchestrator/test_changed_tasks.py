@@ -45,7 +45,7 @@ def test_a_run_that_goes_on_with_its_tasks_says_nothing(tmp_path: Path):
     assert start(tmp_path, Sums("1+1", "1+2"), Sums("2+2")) == []
 
 
-def test_changed_tasks_are_told_once_in_log_and_status_with_what_follows(
+def test_changed_tasks_are_logged_once_in_log_and_status_with_what_follows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     start(tmp_path, Sums("1+1", "1+2"), Sums("2+2"))

@@ -18,7 +18,7 @@ from tests.refusals import refused
 
 
 class Idle(Algorithm):
-    """Credits nobody."""
+    """Assigns no credit."""
 
 
 @pytest.mark.parametrize(("inherited", "expected"), [({}, 1.0), ({"temperature": 0.8}, 0.8)])

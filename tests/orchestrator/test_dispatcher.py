@@ -19,7 +19,7 @@ GOOD_TURN = Turn([1], [2], [-0.1], [0], 1.0)
 
 
 class NoModel:
-    """A line that nobody speaks on; it counts who is on it."""
+    """Contexts without a model; counts the open ones."""
 
     def __init__(self) -> None:
         self.open_sessions: list[str] = []
@@ -32,7 +32,7 @@ class NoModel:
 
 
 class Scripted(Environment):
-    """Does what the task says."""
+    """Behaves as its task demands."""
 
     async def run(self, task, context):
         match task.data["do"]:
@@ -81,8 +81,8 @@ class Scripted(Environment):
 
 async def outcome(do: str, timeout: float | None = None, cancel: str | None = None, started: bool = True) -> Rollout:
     arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
-    line = NoModel()
-    runner = EpisodeRunner(Scripted(), line, timeout)
+    contexts = NoModel()
+    runner = EpisodeRunner(Scripted(), contexts, timeout)
     dispatcher = Dispatcher({("train", "env"): runner}, arrivals.put_nowait, grace=0.05)
     episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": do}), 4, 0, draw_id=7), index=3)
     dispatcher.start(episode)
@@ -93,7 +93,7 @@ async def outcome(do: str, timeout: float | None = None, cancel: str | None = No
     arrival = await asyncio.wait_for(arrivals.get(), 5)
     await dispatcher.close()
     assert arrivals.empty()
-    assert line.open_sessions == [] or do == "ignore cancellation"
+    assert contexts.open_sessions == [] or do == "ignore cancellation"
     (rollout,) = arrival.rollouts
     assert (rollout.env, rollout.group_id, rollout.draw_id, rollout.episode) == ("env", "g", 7, 3)
     return rollout

@@ -318,8 +318,10 @@ async def test_every_kind_of_failure_is_counted_and_logged_once_and_the_run_goes
     assert [batch.step for batch in pipeline.trainer.batches] == [1, 2, 3, 4]
     journal = Journal(pipeline.run.journal)
     assert {"environment", "timeout", "empty", "invalid_reward"} <= journal.totals().drops.keys()
-    told = [record.getMessage() for record in caplog.records if "an episode of mischief failed" in record.getMessage()]
-    reasons = sorted(message.split("failed (")[1].split(":")[0] for message in told)
+    messages = [
+        record.getMessage() for record in caplog.records if "an episode of mischief failed" in record.getMessage()
+    ]
+    reasons = sorted(message.split("failed (")[1].split(":")[0] for message in messages)
     assert reasons == ["empty", "environment", "invalid_reward", "timeout"]
     errors = [key for record in read_metrics(pipeline.run.metrics) for key in record if key.startswith("errors/")]
     assert {"errors/timeout", "errors/invalid_reward"} <= set(errors)
@@ -361,7 +363,9 @@ async def test_an_environment_that_can_never_score_a_group_ends_the_run_with_its
         await pipeline.finish()
 
 
-async def test_a_filter_that_takes_every_rollout_is_said_and_ends_the_run_where_asked(tmp_path: Path, tiny_model: Path):
+async def test_a_filter_that_takes_every_rollout_is_reported_and_ends_the_run_where_asked(
+    tmp_path: Path, tiny_model: Path
+):
     everything = {
         "type": "custom",
         "import_path": "tests.orchestrator.test_orchestrator:drop_short_answers",

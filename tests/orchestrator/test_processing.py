@@ -223,7 +223,7 @@ class Odd(Environment):
 
 class Mute(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("says nothing")
+        raise RuntimeError("no detail")
 
 
 def raise_(error: BaseException) -> None:
@@ -343,7 +343,7 @@ class Taught(Algorithm):
                 sample.set_stream("ref_logprobs", np.full(len(sample), -0.25))
 
 
-async def test_what_an_algorithm_drops_at_the_last_moment_is_not_shipped_and_the_reason_is_told(
+async def test_what_an_algorithm_drops_at_the_last_moment_is_not_shipped_and_the_reason_is_logged(
     caplog: pytest.LogCaptureFixture,
 ):
     processing = make(algorithm=Taught())
@@ -363,7 +363,7 @@ async def test_what_ships_is_routed_to_the_loss_of_its_algorithm():
 
 
 class Uncredited(Algorithm):
-    """Says nothing about anybody."""
+    """Assigns no advantage."""
 
 
 class Unreferenced(Algorithm):
@@ -429,7 +429,7 @@ async def test_an_all_correct_group_trains_under_a_length_penalty_and_is_filtere
         assert len(batch.kept) == shipped
 
 
-async def test_training_rewards_are_told_apart_by_agent_where_there_are_several():
+async def test_training_rewards_are_distinguished_by_agent_where_there_are_several():
     members = [rollout(reward) for reward in (1.0, 0.0, 0.5)]
     members[0].agent, members[1].agent, members[2].agent = "first", "second", "second"
     processing = make()

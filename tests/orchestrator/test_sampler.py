@@ -1,4 +1,4 @@
-"""An environment's line to the model: what it asks of the engine, and what it makes of the answer."""
+"""Sampling from the engine: the requests that are sent, and how responses become replies."""
 
 import asyncio
 import re
@@ -33,7 +33,7 @@ SCHEMAS = [Tool(add).schema]
 
 
 def yes(model: Model) -> RecordingEngine:
-    """Whatever it is asked, it says yes."""
+    """Answers yes to every request."""
     return RecordingEngine(lambda prompt, sampling: (model.written(Said("yes")), "stop"))
 
 
@@ -82,18 +82,18 @@ async def test_tools_need_a_renderer_that_reads_calls():
     assert (await line.chat(HELLO)).text == "yes"
 
 
-async def test_a_run_is_told_once_that_its_policy_sees_no_tools(caplog: pytest.LogCaptureFixture):
-    told = "the policy's chat template does not show tools"
+async def test_a_run_is_warned_once_that_its_policy_sees_no_tools(caplog: pytest.LogCaptureFixture):
+    warning = "the policy's chat template does not show tools"
     await sampler_of(load("default"), yes(load("default"))).open("session", "episode").chat(HELLO, SCHEMAS)
-    assert told not in caplog.text
+    assert warning not in caplog.text
     model = Model("default")
     model.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     line = sampler_of(model, yes(model)).open("session", "episode")
     await line.chat(HELLO)
-    assert told not in caplog.text
+    assert warning not in caplog.text
     for _ in range(2):
         await line.chat(HELLO, SCHEMAS)
-    assert caplog.text.count(told) == 1
+    assert caplog.text.count(warning) == 1
 
 
 async def test_the_engine_is_asked_as_the_run_says():
@@ -141,7 +141,7 @@ async def test_every_request_of_a_run_has_a_seed_of_its_own_that_it_has_in_every
     assert len(set(first)) == 4
     assert await seeds("a", (HELLO, []), (HELLO, []), (other, []), (HELLO, SCHEMAS)) == first
     swapped = await seeds("a", (HELLO, SCHEMAS), (other, []), (HELLO, []), (HELLO, []))
-    assert swapped == [first[3], first[2], first[0], first[1]]  # what is asked tells them apart, not when
+    assert swapped == [first[3], first[2], first[0], first[1]]  # distinguished by content, not by order
     assert set(first).isdisjoint(await seeds("b", (HELLO, []), (other, [])))
     assert set(first).isdisjoint(await seeds("a", (HELLO, []), (other, []), seed=4))
     assert all(seed is not None and 0 <= seed < 2**63 for seed in first)
@@ -169,7 +169,7 @@ async def test_raw_is_all_that_was_written_with_thoughts_that_the_prompt_began(n
     assert (await say(load(name), completion)).raw == raw
 
 
-async def test_thoughts_text_and_calls_are_told_apart():
+async def test_thoughts_text_and_calls_are_separated():
     model = load("qwen3")
     reply = await say(
         model, model.family.write(Said("ok", [("add", {"a": 1}), ("add", {"a": 2})], "hm")) + "<|im_end|>"

@@ -114,6 +114,6 @@ def test_rescoring_a_run_with_rae_by_itself_changes_nothing(
 def test_rescoring_with_another_decay_has_the_states_of_that_decay(saved: RunDir, capsys: pytest.CaptureFixture[str]):
     command = ["rescore", str(saved.root), "--steps", "2:2", "--env", "copy", "--algo.decay", "0", "--json"]
     assert main(command) == 0
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     # a has earned 4 last, and then 8: 8 - 4 = 4 and 0 - 8 = -8, where it was 8 - 2 = 6 and 0 - 5 = -5
-    assert told["largest_difference"] == pytest.approx(3)
+    assert output["largest_difference"] == pytest.approx(3)

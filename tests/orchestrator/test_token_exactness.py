@@ -1,4 +1,4 @@
-"""A policy is trained on exactly the tokens that were sampled, whatever it samples and whoever talks to it."""
+"""A policy is trained on exactly the tokens that were sampled, whatever it and its environment write."""
 
 import asyncio
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def line_to(model: Model, *answers: list[int]) -> tuple[RecordingEngine, Convers
     return engine, sampler.open("session", "episode")
 
 
-def told(reply: Reply, content: str = "15") -> list[Message]:
+def tool_results(reply: Reply, content: str = "15") -> list[Message]:
     """What a tool answers to each call."""
     return [{"role": "tool", "tool_call_id": c.id, "name": c.name, "content": content} for c in reply.tool_calls]
 
@@ -86,7 +86,7 @@ async def test_tokens_that_are_not_how_the_text_would_be_rendered_stay_as_they_w
     assert spelled != canonical
     engine, line = line_to(model, spelled, model.written(FINE))
     first = await line.chat(HELLO, SCHEMAS)
-    second = await line.chat([*HELLO, first.message, *told(first)], SCHEMAS)
+    second = await line.chat([*HELLO, first.message, *tool_results(first)], SCHEMAS)
     before = engine.exchanges[0].prompt + spelled
     assert engine.exchanges[1].prompt[: len(before)] == before
     (sample,) = merge_turns([first.turn, second.turn])
@@ -114,7 +114,7 @@ async def _talk_canonically(model: Model, rng: Random) -> None:
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     for _ in said:
         reply = await line.chat(messages, SCHEMAS)
-        news = told(reply, rng.choice(texts)) or AND
+        news = tool_results(reply, rng.choice(texts)) or AND
         messages += [reply.message, *news]
         rendered = model.renderer.render_ids(messages, tools=SCHEMAS, add_generation_prompt=True)
         bridged = PromptRenderer(model.renderer).extend(reply.turn, news, SCHEMAS)
@@ -131,7 +131,7 @@ async def test_where_a_new_question_erases_thoughts_the_conversation_splits(name
     for n in range(3):
         reply = await line.chat(messages, SCHEMAS)
         turns.append(reply.turn)
-        messages += [reply.message, *(told(reply) if n == 0 else AND)]
+        messages += [reply.message, *(tool_results(reply) if n == 0 else AND)]
     samples = merge_turns(turns)
     check_turns(engine, turns)
     check_samples(turns, samples)
@@ -152,7 +152,7 @@ async def test_a_long_conversation_stays_one_sample_where_history_is_kept(name: 
     for _ in said:
         reply = await line.chat(messages, SCHEMAS)
         turns.append(reply.turn)
-        messages += [reply.message, *(told(reply) or AND)]
+        messages += [reply.message, *(tool_results(reply) or AND)]
     (sample,) = merge_turns(turns)
     check_samples(turns, [sample])
     assert len(sample.obs_spans) == 4
@@ -265,7 +265,7 @@ async def test_turns_that_came_over_a_socket_are_what_was_sent(tmp_path: Path):
         turns = []
         for _ in range(20):
             reply = await line.chat(messages, SCHEMAS)
-            messages += [reply.message, *(told(reply) or AND)]
+            messages += [reply.message, *(tool_results(reply) or AND)]
             turns.append(reply.turn)
         await client.close()
     for turn, (prompt, ids, logprobs) in zip(turns, engine.said, strict=True):

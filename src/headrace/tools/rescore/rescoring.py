@@ -33,7 +33,6 @@ from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput
 from headrace.orchestrator.audit import states_before
-from headrace.orchestrator.credited_groups import CreditedGroups
 from headrace.orchestrator.crediting import frozen_model
 from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import Task
@@ -42,6 +41,7 @@ from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.tools.rescore.credit import Member, Rescored, rescore
 from headrace.tools.rescore.credit_comparison import Collector, Comparison
+from headrace.tools.rescore.credited_groups import CreditedGroups
 from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles, SavedRollout
 

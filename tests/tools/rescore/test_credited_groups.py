@@ -6,8 +6,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.orchestrator.credited_groups import CreditedGroups
 from headrace.rollout.types import Rollout, RolloutError
+from headrace.tools.rescore.credited_groups import CreditedGroups
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
 
 Row = tuple[int, str]
@@ -124,7 +124,7 @@ def test_another_environment_is_none_of_its_business(tmp_path: Path):
 
 
 def test_a_group_that_a_full_file_has_cut_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.orchestrator.credited_groups.MAX_SAVED_DROPS", 3)
+    monkeypatch.setattr("headrace.tools.rescore.credited_groups.MAX_SAVED_DROPS", 3)
     save(tmp_path, 1, (3, "zero_advantage"), (4, "zero_advantage"), (4, "zero_advantage"), credited=2)
     assert groups(tmp_path, 1) == ({1: [[4, 4]]}, {"incomplete": 1})
     as_an_older_version_wrote(tmp_path)  # which leaves out what may have been cut
