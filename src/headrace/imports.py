@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -51,3 +52,9 @@ def load_file(file: str) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def import_declarations(package: ModuleType) -> None:
+    """Import every module of a package, so that each registers what it declares."""
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)

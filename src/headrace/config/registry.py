@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import builtins
 import difflib
-import importlib
-import pkgutil
-from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, GetCoreSchemaHandler
@@ -122,9 +119,3 @@ class Alternative(Config):
         choices = {name: handler.generate_schema(section) for name, section in registry.sections.items()}
         union = core_schema.tagged_union_schema(choices, discriminator=registry.tag)
         return core_schema.no_info_before_validator_function(lambda given: registry.table(given, cls), union)
-
-
-def import_declarations(package: ModuleType) -> None:
-    """Import every module of a package, so that each registers what it declares."""
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, overload
 
 from headrace import imports
-from headrace.config.registry import import_declarations
 from headrace.environments.arguments import BadArgument
 from headrace.errors import BadInput
+from headrace.imports import import_declarations
 
 Plugin = TypeVar("Plugin", bound=Callable[..., Any])
 

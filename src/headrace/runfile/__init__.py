@@ -5,7 +5,7 @@ Importing the package imports all declarations of what a run file can name, so t
 
 from headrace import algorithms
 from headrace.algorithms import length_penalties
-from headrace.config.registry import import_declarations
+from headrace.imports import import_declarations
 from headrace.orchestrator import filters
 from headrace.trainer import losses
 

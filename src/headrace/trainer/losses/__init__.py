@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from headrace.config.loss import LOSSES
-from headrace.config.registry import import_declarations
+from headrace.imports import import_declarations
 
 if TYPE_CHECKING:
     from headrace.trainer.loss import Loss
