@@ -20,7 +20,7 @@ help:
 	@echo "make test-full  every test, the long ones too"
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make lint       style and types alone"
-	@echo "make docs       write docs/config.md and the table of algorithms, after a change of the keys of run files"
+	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make lock       write the requirement locks anew, but vLLM's (make lock UPGRADE=1: with the newest versions)"
 	@echo "make clean      remove .venv, .venv-vllm and caches (outputs/ stays: it holds your runs)"
 
@@ -45,7 +45,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 
 docs: $(RUNTIME)
-	$(BIN)/python -m headrace.runfile.reference docs
+	$(BIN)/python -m headrace.runfile.reference docs/reference
 
 lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)

@@ -1,6 +1,6 @@
 """A probe of every reasoning-gym family: does it load, does gold earn 1, do hostile answers break it or pay? One table.
 
-    python benchmarks/environments/families.py --output docs/reasoning-gym.md
+    python benchmarks/environments/families.py --output docs/how-to/reasoning-gym.md
 
 Whole replies are the answers here (`terse`), so that every hostile text reaches the family's scorer. One family at a
 time, each in a process that ends after `--limit` seconds. The table is the end of the output; a family that is in it

@@ -1,4 +1,4 @@
-"""What docs/algorithms.md shows is what runs."""
+"""What docs/reference/algorithms.md shows is what runs."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ from tests.algorithms.groups import advantages, make_group
 from tests.algorithms.test_rae import group_of
 
 REPOSITORY = Path(__file__).parents[2]
-DOCS = (REPOSITORY / "docs" / "algorithms.md").read_text()
+DOCS = (REPOSITORY / "docs" / "reference/algorithms.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCS, re.DOTALL | re.MULTILINE)
 RLOO, STANDARD = [text for language, text in BLOCKS if language == "python"]
 SECTIONS = [text for language, text in BLOCKS if language == "toml"]
@@ -62,7 +62,7 @@ def test_every_example_loads_and_has_the_algorithm_that_the_page_says(row: list[
 
 @pytest.mark.parametrize("picture", re.findall(r"!\[.*?\]\((.*?)\)", DOCS))
 def test_every_picture_is_there(picture: str):
-    assert (REPOSITORY / "docs" / picture).is_file()
+    assert (REPOSITORY / "docs" / "reference" / picture).is_file()
 
 
 def test_the_capture_is_what_the_command_prints(

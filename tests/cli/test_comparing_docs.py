@@ -1,4 +1,4 @@
-"""What docs/comparing.md shows is what `headrace compare` and `headrace config` do."""
+"""What docs/how-to/comparing.md shows is what `headrace compare` and `headrace config` do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from headrace.runfile.run import RunConfig
 from tests.observe.runs import write_episodes, write_run
 
 REPOSITORY = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```\n(.*?)^```$", (REPOSITORY / "docs" / "comparing.md").read_text(), re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(
+    r"^```\n(.*?)^```$", (REPOSITORY / "docs" / "how-to/comparing.md").read_text(), re.DOTALL | re.MULTILINE
+)
 COMMANDS = [
     shlex.split(line.split(" #")[0])[1:]
     for text in BLOCKS

@@ -1,4 +1,4 @@
-"""What docs/serving.md shows is what runs."""
+"""What docs/how-to/serving.md shows is what runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from headrace.tools.chat.conversation import SETTINGS
 from tests.cli.chat_stand_in import chat_stand_in
 
 REPOSITORY = Path(__file__).parents[2]
-DOCS = (REPOSITORY / "docs" / "serving.md").read_text()
+DOCS = (REPOSITORY / "docs" / "how-to/serving.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCS, re.DOTALL | re.MULTILINE)
 LINES = [line for language, text in BLOCKS if not language for line in text.splitlines()]
 COMMANDS = [

@@ -1,4 +1,4 @@
-"""docs/config.md has every key, as the classes have them."""
+"""docs/reference/config.md has every key, as the classes have them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from headrace.runfile.explain import keys
 from headrace.runfile.reference import FILES, ROOT, anchor, reference
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference/config.md"
 
 
 def sections() -> dict[str, str]:

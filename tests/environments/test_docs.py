@@ -1,4 +1,4 @@
-"""What docs/environments.md shows is what runs."""
+"""What docs/how-to/environments.md shows is what runs."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from headrace.environments.base import tasks_of
 from headrace.environments.registry import SHIPPED, load_environment
 from headrace.environments.script import Script, call_tool, play
 
-DOCS = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "how-to/environments.md").read_text()
 SINGLE, SEVERAL, TOOLS = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md as a test reads it: the names in its tables, and whether what a run wrote is among them."""
+"""docs/reference/metrics.md as a test reads it: the names in its tables, and whether what a run wrote is among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference/metrics.md").read_text()
 ANY = "{}"
 """What a word in capitals stands for: a name that only a run has."""
 NOT_METRICS = {"step", "time", "process"}

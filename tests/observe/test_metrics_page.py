@@ -1,4 +1,4 @@
-"""docs/metrics.md explains what the code writes, and nothing else. Tests of real runs hold these against it, too."""
+"""docs/reference/metrics.md explains what the code writes, and nothing else. Tests of real runs check it, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.observe.metrics_page import ANY, documented, first_cells, names_in, u
 
 SOURCE = Path(__file__).parents[2] / "src" / "headrace"
 WRITERS = [file for room in ("trainer", "orchestrator") for file in sorted((SOURCE / room).rglob("*.py"))]
-"""Algorithms have a table of their own, in docs/algorithms.md."""
+"""Algorithms have a table of their own, in docs/reference/algorithms.md."""
 SERVER = {name for name in documented() if name.startswith("headrace_")}
 NEVER_RECORDED = {"cancelled"}
 """The reason of what a run that is stopped leaves behind: nothing is recorded after that."""

@@ -1,4 +1,4 @@
-"""What docs/curriculum.md shows is what runs."""
+"""What docs/how-to/curriculum.md shows is what runs."""
 
 import random
 import re
@@ -16,7 +16,7 @@ from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
-DOCS = (REPOSITORY / "docs" / "curriculum.md").read_text()
+DOCS = (REPOSITORY / "docs" / "how-to/curriculum.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCS, re.DOTALL | re.MULTILINE)
 (CODE,) = [text for language, text in BLOCKS if language == "python"]
 POOLS, GATE, OWN = [text for language, text in BLOCKS if language == "toml"]

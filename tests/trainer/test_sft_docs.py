@@ -1,4 +1,4 @@
-"""What docs/sft.md shows is what `headrace sft` takes."""
+"""What docs/how-to/sft.md shows is what `headrace sft` takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.config.sft import SftConfig
 from headrace.environments.registry import load_environment
 from headrace.text.sft_conversation import parse_row
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sft.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to/sft.md").read_text()
 
 
 def blocks(kind: str) -> list[str]:
@@ -33,7 +33,7 @@ def test_every_piece_of_a_run_file_is_understood(fragment: str):
 
 @pytest.mark.parametrize("line", blocks("jsonl")[0].splitlines())
 def test_of_every_row_the_answer_is_learned(line: str):
-    found = parse_row(json.loads(line), {}, ("docs/sft.md", 1))
+    found = parse_row(json.loads(line), {}, ("docs/how-to/sft.md", 1))
     learned = [message["content"] for message, yes in zip(found.messages, found.is_trained, strict=True) if yes]
     assert learned == ["5"]
 

@@ -1,7 +1,7 @@
 """An algorithm as a run file names it: its keys, how it is made, and what `headrace check-algorithm` holds it to.
 
 One file per algorithm declares a subclass of `AlgorithmDeclaration` and registers it with `@ALGORITHMS.register`; run
-files, `--explain`, docs/config.md, dry-run checks and `check-algorithm` are derived from it.
+files, `--explain`, docs/reference/config.md, dry-run checks and `check-algorithm` are derived from it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--output", metavar="DIR", type=Path, help="write a page with curves, and the JSON, there")
     add_format(parser)
-    parser.epilog = "Runs that differ only in their seed are one variant. See docs/comparing.md."
+    parser.epilog = "Runs that differ only in their seed are one variant. See docs/how-to/comparing.md."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -76,7 +76,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--api-key-var", metavar="VAR", default="HEADRACE_API_KEY", help="the variable with its key [HEADRACE_API_KEY]"
     )
-    parser.epilog = "What was done is kept: the same command goes on where it was stopped. See docs/evaluation.md."
+    parser.epilog = (
+        "What was done is kept: the same command goes on where it was stopped. See docs/how-to/evaluation.md."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", action="store_true", help="the repository is one of a dataset")
     add_hub_options(parser)
     parser.add_argument("--overwrite", action="store_true", help="files that are there already and differ")
-    parser.epilog = "Doing it again downloads only what has changed. See docs/hub.md."
+    parser.epilog = "Doing it again downloads only what has changed. See docs/how-to/hub.md."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--private", action=argparse.BooleanOptionalAction, default=True, help="who may read a new repository [private]"
     )
     parser.add_argument("--replace", action="store_true", help="delete what else is in the repository")
-    parser.epilog = "Doing it again uploads only what has changed. See docs/hub.md."
+    parser.epilog = "Doing it again uploads only what has changed. See docs/how-to/hub.md."
 
 
 def add_hub_options(parser: argparse.ArgumentParser) -> None:

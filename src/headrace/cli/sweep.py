@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="+",
         type=Path,
-        help="the sweep's file, or several that are merged left to right; docs/sweeps.md says what is in them",
+        help="the sweep's file, or several that are merged left to right; docs/how-to/sweeps.md says what is in them",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the runs and what each sets, and stop")

@@ -56,9 +56,9 @@ class AlgorithmConfig(Alternative):
     NEEDS_ROLES: ClassVar[bool] = False
     """Needs the role that wrote each token, which the model's own chat template does not give."""
     LOSS: ClassVar[str] = "rl"
-    """The loss components that it trains with, for the table in docs/algorithms.md."""
+    """The loss components that it trains with, for the table in docs/reference/algorithms.md."""
     CREDIT: ClassVar[str] = ""
-    """The credit of rollout i, with reward r_i in a group of n, for the table in docs/algorithms.md."""
+    """The credit of rollout i, with reward r_i in a group of n, for the table in docs/reference/algorithms.md."""
     UNSCORED: ClassVar[str] = ""
     """For an algorithm with hints: what happens to rollouts that are too long to be scored."""
 

@@ -144,7 +144,7 @@ def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
 
 
 REASON_TEXTS = {"max_steps": "left over at the end"}
-"""Texts of reasons that read like errors and are none; docs/metrics.md lists all reasons."""
+"""Texts of reasons that read like errors and are none; docs/reference/metrics.md lists all reasons."""
 
 
 def dropped_text(dropped: Mapping[str, int]) -> str:

@@ -1,6 +1,6 @@
-"""Generated parts of the docs (`make docs`): docs/config.md, and the table of algorithms in docs/algorithms.md.
+"""Generated parts of docs/reference (`make docs`): config.md, and the table of algorithms in algorithms.md.
 
-docs/config.md has every key of every run file, as `headrace config --explain` explains it.
+config.md has every key of every run file, as `headrace config --explain` explains it.
 
 A section that stands in several places is told once, where it comes first; elsewhere its row leads there.
 """
@@ -23,19 +23,19 @@ from headrace.runfile.run import RunConfig
 PREFACE = """\
 # Every key
 
-`make docs` writes this page from the classes in `headrace/config`, as `headrace config --explain KEY` reads them; that
-command also says what a key is in your own file ([comparing.md](comparing.md)). How to begin is in the
-[README](../README.md); here is what there is. Any key can be given on the command line, as `--trainer.optim.lr 1e-4`.
+`make docs` writes this page from the sections of a run file in the source. `headrace config --explain KEY` prints the
+same text, and what a key is in your own file ([comparing.md](../how-to/comparing.md)). The [README](../../README.md)
+shows how to begin. Any key can be given on the command line, as `--trainer.optim.lr 1e-4`.
 """
 
 FILES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("headrace rl", "A run of three processes. `[[...]]` are lists: such a section may come several times.", RunConfig),
-    ("headrace sft", "Supervised training: [sft.md](sft.md).", SftConfig),
+    ("headrace sft", "Supervised training: [sft.md](../how-to/sft.md).", SftConfig),
     (
         "headrace rl, in short",
-        "A YAML file with data, rewards and an objective, which stands for a run file: [hacking.md](hacking.md). The "
-        "sections above may stand beside these. What goes into `kwargs` depends on the plugin, and `headrace config "
-        "--explain` knows it.",
+        "A YAML file with data, rewards and an objective, which is translated into a run file: "
+        "[hacking.md](../tutorials/hacking.md). The sections above may stand beside these. What goes into `kwargs` "
+        "depends on the plugin; `headrace config --explain` prints it.",
         HackableConfig,
     ),
 )
@@ -149,7 +149,7 @@ def algorithms_table() -> str:
 
 
 def with_algorithms_table(page: str) -> str:
-    """Return docs/algorithms.md with its table as the declarations have it."""
+    """Return algorithms.md with its table as the declarations have it."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{algorithms_table()}\n\n{END}{rest.partition(END)[2]}"
 

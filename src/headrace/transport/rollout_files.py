@@ -1,7 +1,7 @@
 """Rollouts as Parquet files, `rollouts/step-N.parquet` and `rollouts/eval-step-N.parquet`: writer and reader.
 
 A row is a rollout: its messages, the credit of each token, and why it was dropped. Columns are those of `SCHEMA`,
-described in docs/evaluation.md.
+described in docs/how-to/evaluation.md.
 
 The writer runs in a thread next to the event loop and must not hold the GIL for long: Arrow arrays are views of numpy
 arrays, Python loops over rollouts and samples but not over tokens. `pa.array`, and before pyarrow 26 `to_pandas_dtype`,

@@ -30,7 +30,7 @@ from headrace.environments.script import play
 from headrace.rollout.types import Rollout, Task
 from tests.refusals import refused
 
-PAGE = (Path(__file__).parents[3] / "docs/reasoning-gym.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/how-to/reasoning-gym.md").read_text()
 
 
 def request(family: str, split: str = "train", num_tasks: int = 8, seed: int = 0, **settings: Any) -> Request:

@@ -532,7 +532,7 @@ def test_a_model_is_trained_on_a_taskset_to_the_end_of_its_run(tmp_path: Path, t
 
 # The documentation
 
-DOCS = (Path(__file__).parents[3] / "docs" / "verifiers.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to/verifiers.md").read_text()
 
 
 def block(language: str) -> str:

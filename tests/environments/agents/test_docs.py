@@ -1,4 +1,4 @@
-"""What docs/agents.md shows is what runs."""
+"""What docs/how-to/agents.md shows is what runs."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.script import Script
 
-DOCS = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to/agents.md").read_text()
 AGENT, COUNT = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 (RUN_FILE,) = re.findall(r"```toml\n(.*?)```", DOCS, re.DOTALL)
 

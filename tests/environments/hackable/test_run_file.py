@@ -418,7 +418,7 @@ def test_only_a_file_with_examples_and_nothing_to_reward_is_supervised(text: str
     assert kind_of([tmp_path / "mine.yaml"]) is kind
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "hacking.md").read_text().partition("## The run file")[2]
+PAGE = (Path(__file__).parents[3] / "docs" / "tutorials/hacking.md").read_text().partition("## The run file")[2]
 
 
 def test_the_file_and_the_commands_of_the_page_are_right(

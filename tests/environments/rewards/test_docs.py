@@ -1,4 +1,4 @@
-"""What docs/rewards.md shows is what runs, and its table is that of the registry."""
+"""What docs/how-to/rewards.md shows is what runs, and its table is that of the registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.environments.script import play
 from headrace.rollout.types import Rollout
 from tests.refusals import refused
 
-DOCS = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to/rewards.md").read_text()
 COMPLETION, GROUP = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 (TOML,) = re.findall(r"```toml\n(.*?)```", DOCS, re.DOTALL)
 (YAML,) = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)

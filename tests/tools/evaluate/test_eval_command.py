@@ -17,7 +17,7 @@ from headrace.errors import BadInput
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind
 
-DOCS = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to/evaluation.md").read_text()
 RUN = """
 output_dir = "run"
 max_steps = 4

@@ -66,7 +66,7 @@ def test_more_than_a_twentieth_that_failed_is_a_notice():
 
 
 def test_the_measures_are_those_that_the_page_explains():
-    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text().partition("## What is measured")[2]
+    page = (Path(__file__).parents[3] / "docs" / "how-to/evaluation.md").read_text().partition("## What is measured")[2]
     rows = re.findall(r"^\| (`.*?) \|", page.partition("\n## ")[0], re.MULTILINE)
     told = {name for row in rows for name in re.findall(r"`([^`]+)`", row)} | {"thinks"}  # in the row of thoughts
     measured = {

@@ -1,4 +1,4 @@
-"""What docs/hub.md shows is what the commands do."""
+"""What docs/how-to/hub.md shows is what the commands do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.transport.rollout_files import write_rollouts
 from tests.tools.hub.conftest import write_model
 from tests.tools.hub.stand_in import Hub
 
-DOCS = (Path(__file__).parents[3] / "docs" / "hub.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to/hub.md").read_text()
 COMMANDS = [shlex.split(line)[1:] for line in DOCS.splitlines() if line.startswith("headrace ")]
 
 

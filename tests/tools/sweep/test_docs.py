@@ -1,4 +1,4 @@
-"""What docs/sweeps.md shows is what runs."""
+"""What docs/how-to/sweeps.md shows is what runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from headrace.cli.main import main, parse
 
 REPOSITORY = Path(__file__).parents[3]
-PAGE = (REPOSITORY / "docs" / "sweeps.md").read_text()
+PAGE = (REPOSITORY / "docs" / "how-to/sweeps.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 FILES = [text for language, text in BLOCKS if language == "yaml"]
 COMMANDS = [
@@ -56,4 +56,4 @@ def test_every_file_of_the_page_makes_its_runs(
 
 def test_every_link_leads_to_a_page():
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE):
-        assert (REPOSITORY / "docs" / target).is_file(), target
+        assert (REPOSITORY / "docs" / "how-to" / target).is_file(), target

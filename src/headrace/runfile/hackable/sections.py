@@ -1,4 +1,4 @@
-"""The sections of the file of docs/hacking.md that are not sections of a run file: what they take.
+"""The sections of the file of docs/tutorials/hacking.md that are not sections of a run file: what they take.
 
 `translation.py` makes a run file of them.
 """

@@ -1,4 +1,4 @@
-"""A file with data, rewards and an objective, as docs/hacking.md has it, made the run file that it stands for.
+"""Translate a file with data, rewards and an objective (docs/tutorials/hacking.md) into a run file.
 
 A thin layer: what comes out is a tree of `RunConfig` and nothing else, with one environment, `hackable`. Sections of a
 run file may stand beside; where they set what would be derived, they win. Every problem is named by the key that the
