@@ -12,7 +12,6 @@ from openai.types.chat import ChatCompletionChunk
 
 from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.server.chat import Chat, ChatRequest
-from headrace.inference.server.chat_stream import streamed
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 
@@ -49,7 +48,7 @@ async def deltas_of(
             yield 0, TokenChunk(part, [0.0] * len(part))
         yield 0, GenerationResult(ids, [0.0] * len(ids), [], "stop", stop)
 
-    events = [event async for event in streamed(chat, body, chat.prompt(body), news(), 1)]
+    events = [event async for event in chat.stream(body, chat.prompt(body), news(), 1)]
     assert events[-1] == b"data: [DONE]\n\n"
     chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: ")) for event in events[:-1]]
     return [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
@@ -227,6 +226,6 @@ async def test_what_the_cache_had_is_told_of_the_first_choice_whichever_ends_fir
         yield 0, GenerationResult([70], [0.0], [], "length", None, cached_tokens=3)
 
     body = ask(n=2, stream_options={"include_usage": True})
-    *_, last, _ = [event async for event in streamed(chat, body, [5] * 6, news(), 2)]
+    *_, last, _ = [event async for event in chat.stream(body, [5] * 6, news(), 2)]
     usage = json.loads(last.removeprefix(b"data: "))["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3} and usage["total_tokens"] == 8

@@ -14,7 +14,7 @@ from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.client.openai_client import OpenAIClient
 from headrace.inference.client.prompt_scores import ScoreRoute, prompt_scores
 from headrace.inference.server.completions import CompletionRequest, Completions
-from headrace.inference.server.openai_request import StreamOptions
+from headrace.inference.server.request_bodies import StreamOptions
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.plain_forward import plain_logprobs
 from tests.inference.serving import backend_of, chat_of, served

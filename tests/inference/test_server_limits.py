@@ -28,9 +28,15 @@ from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import MAX_STOP_TOKEN_IDS, Health
 from headrace.inference.server import app, main, replies
-from headrace.inference.server.app import COUNTED_LENGTHS, LARGE_BODIES, LONG_BODY, LONGEST_NAME, OTHER_VALUES
+from headrace.inference.server.app import (
+    LONG_BODY_BYTES,
+    MAX_LARGE_BODIES,
+    MAX_NAME_CHARS,
+    MAX_OTHER_VALUES,
+    TOKENIZE_LENGTHS,
+)
 from headrace.inference.server.chat import ChatRequest
-from headrace.inference.server.json_values import holds_more
+from headrace.inference.server.replies import exceeds_json_limits
 from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, served
 
 GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -209,7 +215,7 @@ async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_a
 ) -> None:
     async with http.post(path, json={**ASKED[path], "max_tokens": 1, **body}) as answer:
         assert answer.status == 400
-        assert "more than the 10 that this server can hold" in (await answer.json())["error"]["message"]
+        assert "limit of 10" in (await answer.json())["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -219,8 +225,8 @@ async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_a
         (GENERATE, {"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids"),
         (COMPLETE, {"stop_token_ids": [5] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
         (CHAT, {"stop_token_ids": [5] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
-        (GENERATE, {"request_id": "x" * (LONGEST_NAME + 1)}, "request_id"),
-        *((path, {"cache_salt": "x" * (LONGEST_NAME + 1)}, "cache_salt") for path in (GENERATE, COMPLETE, CHAT)),
+        (GENERATE, {"request_id": "x" * (MAX_NAME_CHARS + 1)}, "request_id"),
+        *((path, {"cache_salt": "x" * (MAX_NAME_CHARS + 1)}, "cache_salt") for path in (GENERATE, COMPLETE, CHAT)),
     ],
 )
 async def test_what_every_request_in_line_would_hold_is_short(
@@ -233,7 +239,7 @@ async def test_what_every_request_in_line_would_hold_is_short(
 
 async def test_stop_tokens_may_be_as_many_as_that_and_outside_the_vocabulary(http: aiohttp.ClientSession) -> None:
     params = {"max_tokens": 1, "stop_token_ids": [10_000] * MAX_STOP_TOKEN_IDS}
-    names = {"cache_salt": "x" * LONGEST_NAME, "request_id": "x" * LONGEST_NAME}
+    names = {"cache_salt": "x" * MAX_NAME_CHARS, "request_id": "x" * MAX_NAME_CHARS}
     async with http.post(GENERATE, json={"token_ids": [5], "sampling_params": params, **names}) as answer:
         assert answer.status == 200
 
@@ -250,7 +256,7 @@ async def test_messages_that_are_too_long_together_are_not_made_into_tokens(http
 
 
 async def test_what_is_only_counted_may_be_longer_but_not_by_far(http: aiohttp.ClientSession) -> None:
-    most = COUNTED_LENGTHS * LONGEST
+    most = TOKENIZE_LENGTHS * LONGEST
     for body, status in (
         ({"prompt": "a" * most}, 200),
         ({"prompt": "a" * (most + 13)}, 400),
@@ -260,13 +266,13 @@ async def test_what_is_only_counted_may_be_longer_but_not_by_far(http: aiohttp.C
             assert answer.status == status
             content = await answer.json()
             assert status == 200 or "16 times max_model_len" in content["error"]["message"]
-    for count, status in ((COUNTED_LENGTHS * 128, 200), (COUNTED_LENGTHS * 128 + 1, 400)):
+    for count, status in ((TOKENIZE_LENGTHS * 128, 200), (TOKENIZE_LENGTHS * 128 + 1, 400)):
         async with http.post("/detokenize", json={"tokens": [5] * count}) as answer:
             assert answer.status == status
 
 
-LISTS: list[Any] = [[]] * OTHER_VALUES
-IDS = [5] * (OTHER_VALUES + COUNTED_LENGTHS * 128 + 2)
+LISTS: list[Any] = [[]] * MAX_OTHER_VALUES
+IDS = [5] * (MAX_OTHER_VALUES + TOKENIZE_LENGTHS * 128 + 2)
 """More than any route takes, where a sequence has at most 128."""
 
 
@@ -276,8 +282,8 @@ async def test_a_body_of_more_values_than_any_request_has_is_not_decoded(http: a
         (GENERATE, {"token_ids": [5], "priority": LISTS}),
         (COMPLETE, {"prompt": IDS}),
         (COMPLETE, {"prompt": [[5], IDS]}),
-        (COMPLETE, {"prompt": ["a"] * OTHER_VALUES}),
-        (CHAT, {"messages": [{}] * OTHER_VALUES}),
+        (COMPLETE, {"prompt": ["a"] * MAX_OTHER_VALUES}),
+        (CHAT, {"messages": [{}] * MAX_OTHER_VALUES}),
         ("/tokenize", {"messages": [{"role": "user", "content": LISTS}]}),
         ("/detokenize", {"tokens": IDS}),
         ("/pause", {"tags": LISTS}),
@@ -285,8 +291,7 @@ async def test_a_body_of_more_values_than_any_request_has_is_not_decoded(http: a
         async with http.post(path, data=json.dumps(body, separators=(",", ":"))) as answer:
             assert answer.status == 400
             message = (await answer.json())["error"]["message"]
-        assert message.startswith("the body holds more than a request here can be made of"), (path, list(body))
-        assert "(max_model_len = 128)" in message
+        assert "max_model_len = 128" in message, (path, list(body))
 
 
 json_values = st.recursive(
@@ -308,26 +313,26 @@ def counted(value: Any) -> int:
 def test_what_json_holds_is_counted_as_a_decoder_would_find_it(value: Any, spelled: bool) -> None:
     content = json.dumps(value, ensure_ascii=spelled).encode()
     others = counted(value)
-    assert not holds_more(content, 4, others)  # no list has more than four
-    assert not others or holds_more(content, len(content), others - 1)
+    assert not exceeds_json_limits(content, 4, others)  # no list has more than four
+    assert not others or exceeds_json_limits(content, len(content), others - 1)
 
 
 def test_the_longest_list_counts() -> None:
     lists = json.dumps({"a": [[5] * 50, [5] * 90, [5] * 30]}).encode()
-    assert not holds_more(lists, 90, 6)
-    assert holds_more(lists, 80, 6)
+    assert not exceeds_json_limits(lists, 90, 6)
+    assert exceeds_json_limits(lists, 80, 6)
 
 
 async def test_a_long_text_may_be_full_of_what_json_is_made_of(model: Any, model_directory: Path) -> None:
-    backend = backend_of(model, model_directory, max_model_len=LONG_BODY)
+    backend = backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
-        text = ',["\\' * (OTHER_VALUES // 2)
+        text = ',["\\' * (MAX_OTHER_VALUES // 2)
         async with http.post("/tokenize", json={"prompt": text}) as answer:
             assert (await answer.json())["count"] == len(text)
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "checks"), [(COMPLETE, "prompt", "check_prompt"), ("/detokenize", "tokens", "check_ids")]
+    ("path", "field", "checks"), [(COMPLETE, "prompt", "check_prompt"), ("/detokenize", "tokens", "check_token_ids")]
 )
 async def test_many_token_ids_are_checked_beside_the_event_loop(
     model: Any, model_directory: Path, monkeypatch: pytest.MonkeyPatch, path: str, field: str, checks: str
@@ -339,9 +344,9 @@ async def test_many_token_ids_are_checked_beside_the_event_loop(
         raise InvalidRequest("enough")
 
     monkeypatch.setattr(app, checks, check)
-    backend = backend_of(model, model_directory, max_model_len=LONG_BODY)
+    backend = backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
-        for count in (5, LONG_BODY // 2):
+        for count in (5, LONG_BODY_BYTES // 2):
             async with http.post(path, json={field: [5] * count}) as answer:
                 assert answer.status == 400
     small, large = threads
@@ -360,9 +365,9 @@ async def test_long_texts_are_made_into_tokens_one_at_a_time(model: Any, model_d
         return encode(text, **options)
 
     chat.tokenizer.encode = slowly  # type: ignore[method-assign, assignment]
-    backend = backend_of(model, model_directory, max_model_len=LONG_BODY)
+    backend = backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
     async with served(backend, chat) as url, aiohttp.ClientSession(url) as http:
-        body = {"prompt": "a" * LONG_BODY}
+        body = {"prompt": "a" * LONG_BODY_BYTES}
         await asyncio.gather(*[_read(http, "/tokenize", body) for _ in range(4)])
     assert alone == [True] * 4
 
@@ -458,7 +463,7 @@ def test_a_server_whose_engine_dies_says_so_and_asks_to_be_started_again(
             except urllib.error.HTTPError as error:
                 answers.append(error.code)
 
-    monkeypatch.setattr(main, "LAST_WORDS", 0.5)
+    monkeypatch.setattr(main, "FAILURE_NOTICE_S", 0.5)
     config = InferenceConfig(model={"name": str(model_directory)}, max_model_len=64, max_running=2)
     threads: list[threading.Thread] = []
 
@@ -483,10 +488,10 @@ async def test_unknown_routes_and_methods_are_4xx(http: aiohttp.ClientSession) -
 async def test_large_bodies_that_do_not_come_hold_up_nobody_for_long(
     backend: EmbeddedBackend, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "LARGE_SECONDS", 0.5)
+    monkeypatch.setattr(replies, "LARGE_BODY_TIMEOUT_S", 0.5)
     async with served(backend, chat_of(model_directory), max_body=4 * MB) as url, aiohttp.ClientSession(url) as http:
         address = urlsplit(url)
-        lines = [await asyncio.open_connection(address.hostname, address.port) for _ in range(LARGE_BODIES + 1)]
+        lines = [await asyncio.open_connection(address.hostname, address.port) for _ in range(MAX_LARGE_BODIES + 1)]
         head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {3 * MB}\r\n\r\n".encode()
         for _, writer in lines:
             writer.write(head + b" " * (2 * MB))

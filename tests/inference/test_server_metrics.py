@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 
 from headrace.inference.backend import EngineState
-from headrace.inference.server.metrics import BOUNDS, Histogram, Metrics
+from headrace.inference.server.metrics import BOUNDS_S, Histogram, Metrics
 from headrace.rollout.version import Version
 from tests.inference.serving import backend_of, chat_of, served
 
@@ -56,7 +56,12 @@ def test_a_histogram_counts_what_lies_below_each_bound() -> None:
         histogram.observe(value)
     lines = list(histogram.lines("x"))
     assert lines[:2] == ['x_bucket{le="0.005"} 1', 'x_bucket{le="0.01"} 2']
-    assert lines[len(BOUNDS) - 1 :] == ['x_bucket{le="300.0"} 2', 'x_bucket{le="+Inf"} 3', "x_sum 400.011", "x_count 3"]
+    assert lines[len(BOUNDS_S) - 1 :] == [
+        'x_bucket{le="300.0"} 2',
+        'x_bucket{le="+Inf"} 3',
+        "x_sum 400.011",
+        "x_count 3",
+    ]
 
 
 async def test_requests_are_counted_by_route_and_status_and_strangers_as_one(model: Any, model_directory: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.inference.backend import GenerationResult, TokenChunk
-from headrace.inference.server.text import SHARE, GrowingText, Progress, cut, cut_end, sure_part
+from headrace.inference.server.text import DECODE_FRACTION, GrowingText, Progress, cut, cut_end, sure_part
 from headrace.inference.server.token_text import Offsets, TokenText, finite
 from headrace.text.tokenizer import Tokenizer
 
@@ -76,8 +76,8 @@ def test_what_was_sent_in_error_stands_and_the_rest_follows() -> None:
 def test_long_replies_are_looked_at_ever_more_rarely() -> None:
     progress = Progress()
     looks = sum(progress.add(TokenChunk([5], [0.0])) for _ in range(8192))
-    # Each token up to SHARE, then SHARE times the logarithm of the growth: 64 + 64 * ln(8192 / 64) = 374.
-    assert SHARE == 64 and 330 < looks < 420
+    # Each of the first 64 tokens, then 64 times the logarithm of the growth: 64 + 64 * ln(8192 / 64) = 374.
+    assert DECODE_FRACTION == 64 and 330 < looks < 420
 
 
 def test_tokens_are_sent_once() -> None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from headrace.environments.base import Reply
 from headrace.inference.backend import InvalidRequest
-from headrace.inference.server.openai_request import (
-    MOST_CHOICES,
+from headrace.inference.server.request_bodies import (
+    MAX_CHOICES,
     OpenAIRequest,
     Unsupported,
     envelope,
@@ -61,8 +61,8 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
         for field, why in REFUSED.items():
             if getattr(self, field):
                 raise InvalidRequest(f"{field} is not supported: {why}")
-        if not 1 <= self.choices <= MOST_CHOICES:
-            raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}, not {self.choices}")
+        if not 1 <= self.choices <= MAX_CHOICES:
+            raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {self.choices}")
         if self.token_limit is not None and self.token_limit < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, not {self.token_limit}")
         for index, tool in enumerate(self.tools or ()):

@@ -1,7 +1,6 @@
-"""The server's routes over one engine: OpenAI's, vLLM's, what the trainer's side calls to move weights, and health.
+"""The server's routes over one `Backend`: OpenAI's, vLLM's, admin calls, health and metrics.
 
-It knows an engine by `Backend` alone. Slow senders cost a connection and no more: bodies are bounded, and uvicorn reads
-a connection no faster than it is used.
+A slow sender costs a connection only: bodies are bounded, and uvicorn applies backpressure.
 """
 
 from __future__ import annotations
@@ -39,33 +38,45 @@ from headrace.inference.schema import (
     UpdateWeightsRequest,
     UpdateWeightsResponse,
 )
-from headrace.inference.server import chat_stream, generate
+from headrace.inference.server import generate
 from headrace.inference.server.chat import Chat, ChatRequest
 from headrace.inference.server.completions import CompletionRequest, Completions
 from headrace.inference.server.generate import GenerateBody
-from headrace.inference.server.json_values import holds_more
 from headrace.inference.server.keys import Keys
 from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
-from headrace.inference.server.openai_request import refuse_unsupported
-from headrace.inference.server.plain_requests import AdapterRequest, DetokenizeRequest, NoFields, TokenizeRequest
-from headrace.inference.server.replies import HEADERS, Handler, answering, body_of, on_bug, on_http_error, reply
-from headrace.inference.server.streaming import EventStream, news_of, unless_gone
+from headrace.inference.server.replies import (
+    HEADERS,
+    Handler,
+    answering,
+    body_of,
+    exceeds_json_limits,
+    on_bug,
+    on_http_error,
+    reply,
+)
+from headrace.inference.server.request_bodies import (
+    AdapterRequest,
+    DetokenizeRequest,
+    NoFields,
+    TokenizeRequest,
+    refuse_unsupported,
+)
+from headrace.inference.server.streaming import EventStream, unless_gone, updates_of
 from headrace.rollout.version import Version
 
 T = TypeVar("T")
 
 MAX_BODY = 32 << 20
-LONG_BODY = 1 << 16
-"""Bytes of a request beyond which its text is made into tokens beside the event loop, where nobody waits for it."""
-OTHER_VALUES = 1 << 17
-"""Texts, keys, lists and objects of a request in JSON. Lists of token ids may be as long as a sequence."""
-LARGE_BODIES = 8
-"""Large bodies that are read at the same time; further ones wait in the network."""
-LONGEST_NAME = 256
-"""Characters of whatever a request is called by."""
-COUNTED_LENGTHS = 16
-"""Texts that are only made into tokens, or back, may be so many times as long as those that are sampled from."""
-
+LONG_BODY_BYTES = 1 << 16
+"""Requests larger than this are tokenized in a thread, not on the event loop."""
+MAX_OTHER_VALUES = 1 << 17
+"""Strings, keys, lists and objects of a JSON request. Lists of token ids may be as long as a sequence."""
+MAX_LARGE_BODIES = 8
+"""Large bodies that are read at the same time; more wait in the network."""
+MAX_NAME_CHARS = 256
+"""Length of ids, salts and adapter names."""
+TOKENIZE_LENGTHS = 16
+"""Texts for /tokenize and /detokenize may be this many times max_model_len."""
 
 _generate_decoder = msgspec.json.Decoder(GenerateBody)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -86,7 +97,7 @@ class App:
         self.metrics = Metrics()
         self._keys = keys or Keys()
         self._max_body = max_body
-        self._large_bodies = asyncio.Semaphore(LARGE_BODIES)
+        self._large_bodies = asyncio.Semaphore(MAX_LARGE_BODIES)
         self._long_text = asyncio.Lock()
         self._chat = chat
         self._completions = Completions(chat.model_name, chat.tokenizer, chat.token_text)
@@ -94,7 +105,12 @@ class App:
         self._created = int(time.time())
 
     def asgi(self) -> ASGIApp:
-        client, admin = self._for_clients, self._for_admins
+        def client(handler: Handler) -> Handler:
+            return _checking(self._keys.check_client, handler)
+
+        def admin(handler: Handler) -> Handler:
+            return _checking(self._keys.check_admin, handler)
+
         routes = {
             "/health": ("GET", self.health),
             "/v1/models": ("GET", client(self.models)),
@@ -147,7 +163,7 @@ class App:
         return reply(self._entry(self._adapter(http.path_params["name"])))
 
     def _entry(self, adapter: str | None) -> dict[str, Any]:
-        """What the list of models says of the model, or of an adapter of it."""
+        """Return the entry of `/v1/models` for the model or an adapter."""
         return {
             "id": adapter or self.model_name,
             "object": "model",
@@ -166,33 +182,33 @@ class App:
             self._adapter(body.model)
             refuse_unsupported(body)
             if (body.prompt is None) == (body.messages is None):
-                raise InvalidRequest("give either prompt, a text, or messages, a conversation")
+                raise InvalidRequest("set either prompt, a text, or messages, a conversation")
             if body.messages is not None:
-                asked = ChatRequest(
+                chat_request = ChatRequest(
                     messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
                 )
-                self._refuse_long(_said(body.messages), "messages", COUNTED_LENGTHS)
-                tokens = await self._beside(http, lambda: self._chat.prompt(asked))
+                self._refuse_long(_joined_text(body.messages), "messages", TOKENIZE_LENGTHS)
+                tokens = await self._run_text_work(http, lambda: self._chat.prompt(chat_request))
             else:
                 text, special = body.prompt or "", body.add_special_tokens is not False
-                self._refuse_long(text, "prompt", COUNTED_LENGTHS)
-                tokens = await self._beside(http, lambda: self._chat.tokenizer.encode(text, add_special_tokens=special))
+                self._refuse_long(text, "prompt", TOKENIZE_LENGTHS)
+                tokens = await self._run_text_work(
+                    http, lambda: self._chat.tokenizer.encode(text, add_special_tokens=special)
+                )
         return reply({"count": len(tokens), "max_model_len": self.backend.max_model_len, "tokens": tokens})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        longest = COUNTED_LENGTHS * self.backend.max_model_len
-        async with self._body(http, _detokenize_decoder, COUNTED_LENGTHS) as body:
+        longest = TOKENIZE_LENGTHS * self.backend.max_model_len
+        async with self._body(http, _detokenize_decoder, TOKENIZE_LENGTHS) as body:
             self._adapter(body.model)
             if len(body.tokens) > longest:
-                raise InvalidRequest(
-                    f"tokens: {len(body.tokens)} are more than {longest}, the most that are taken here"
-                )
+                raise InvalidRequest(f"tokens: {len(body.tokens)} ids are more than the limit of {longest}")
 
             def text() -> str:
                 check_token_ids(body.tokens, self.backend.vocab_size, "tokens")
                 return self._chat.tokenizer.decode(body.tokens)
 
-            return reply({"prompt": await self._beside(http, text)})
+            return reply({"prompt": await self._run_text_work(http, text)})
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._read(http, _generate_decoder)
@@ -201,38 +217,38 @@ class App:
         _refuse_long_name(body.request_id, "request_id")
         generations = self._submit(http, body.model, [(body.token_ids, params)], body.cache_salt, urgent=body.urgent)
         if body.stream:
-            return EventStream(generate.streamed(body, self._news(generations), self.model_name), generations)
+            return EventStream(generate.streamed(body, self._updates(generations), self.model_name), generations)
         [result] = await self._results(http, generations)
         return reply(generate.whole_response(body, result, self.model_name))
 
     async def chat(self, http: HttpRequest) -> Response:
         async with self._body(http, _chat_decoder) as body:
             params = self._chat.params(body)
-            self._refuse_long(_said(body.messages), "messages")
-            prompt = await self._beside(http, lambda: self._chat.prompt(body))
+            self._refuse_long(_joined_text(body.messages), "messages")
+            prompt = await self._run_text_work(http, lambda: self._chat.prompt(body))
             check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, "messages")
-            body.messages = []  # the answer may take long, and needs them no more
+            body.messages = []  # free the memory: the reply does not need them
         generations = self._submit(http, body.model, [(prompt, each) for each in params], body.cache_salt)
         if body.stream:
-            events = chat_stream.streamed(self._chat, body, prompt, self._news(generations), len(generations))
+            events = self._chat.stream(body, prompt, self._updates(generations), len(generations))
             return EventStream(events, generations)
         return reply(self._chat.reply(body, prompt, await self._results(http, generations)))
 
     async def completions(self, http: HttpRequest) -> Response:
         async with self._body(http, _completion_decoder) as body:
             params = self._completions.params(body)
-            prompts = await self._beside(http, lambda: self._prompts(body))
+            prompts = await self._run_text_work(http, lambda: self._prompts(body))
             if not body.echo:
                 body.prompt = []
-        asked = [(prompt, each) for prompt in prompts for each in params]
-        generations = self._submit(http, body.model, asked, body.cache_salt)
+        requests = [(prompt, each) for prompt in prompts for each in params]
+        generations = self._submit(http, body.model, requests, body.cache_salt)
         if body.stream:
-            events = self._completions.stream(body, prompts, self._news(generations), len(generations))
+            events = self._completions.stream(body, prompts, self._updates(generations), len(generations))
             return EventStream(events, generations)
         return reply(self._completions.reply(body, prompts, await self._results(http, generations)))
 
     def _prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """The tokens of each prompt of a completion, of which there may be very many."""
+        """Return the token ids of each prompt of a completion."""
         for text in _texts(body.prompt):
             self._refuse_long(text, "prompt")
         prompts = self._completions.prompts(body)
@@ -244,23 +260,23 @@ class App:
         self,
         http: HttpRequest,
         model: str | None,
-        asked: Sequence[tuple[list[int], SamplingParams]],
+        requests: Sequence[tuple[list[int], SamplingParams]],
         cache_salt: str | None,
         urgent: bool = False,
     ) -> list[Generation]:
-        """All of them, or none."""
+        """Submit all requests, or none if one is refused."""
         adapter = self._adapter(model)
         session = http.headers.get(SESSION_HEADER)
         _refuse_long_name(cache_salt, "cache_salt")
-        most = self.backend.state().max_requests if len(asked) > 1 else None
-        if most is not None and len(asked) > most:
+        limit = self.backend.state().max_requests if len(requests) > 1 else None
+        if limit is not None and len(requests) > limit:
             raise InvalidRequest(
-                f"n: {len(asked)} answers, n for each prompt, are more than the {most} that this server can hold, "
-                "running and in line together: ask for fewer at once"
+                f"n: {len(requests)} completions, n for each prompt, are more than this server's limit of {limit} "
+                "running and waiting requests"
             )
         generations: list[Generation] = []
         try:
-            for token_ids, params in asked:
+            for token_ids, params in requests:
                 generations.append(
                     self.backend.submit(
                         token_ids, params, cache_salt=cache_salt, urgent=urgent, adapter=adapter, session=session
@@ -273,10 +289,10 @@ class App:
         return generations
 
     async def _results(self, http: HttpRequest, generations: Sequence[Generation]) -> list[GenerationResult]:
-        """Wait for all; a client that hangs up, and one that fails, cancel the others."""
+        """Wait for all results; a disconnect or a failure cancels the other requests."""
 
         async def wait() -> list[GenerationResult]:
-            if len(generations) == 1:  # by far the most: spare them a task
+            if len(generations) == 1:  # the common case, without an extra task
                 return [await generations[0].result()]
             return await asyncio.gather(*[generation.result() for generation in generations])
 
@@ -286,17 +302,17 @@ class App:
             for generation in generations:
                 generation.cancel()
 
-    async def _news(
+    async def _updates(
         self, generations: Sequence[Generation]
     ) -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
-        """What comes of a streamed answer, with the time to its first token noted."""
+        """Yield the updates of a streamed response and record the time to its first token."""
         began: float | None = time.monotonic()
-        async with contextlib.aclosing(news_of(generations)) as all_news:  # type: ignore[type-var]
-            async for news in all_news:
+        async with contextlib.aclosing(updates_of(generations)) as updates:  # type: ignore[type-var]
+            async for update in updates:
                 if began is not None:
                     self.metrics.first_token.observe(time.monotonic() - began)
                     began = None
-                yield news
+                yield update
 
     async def pause(self, http: HttpRequest) -> Response:
         await self._read(http, _no_fields_decoder, if_empty=b"{}")
@@ -316,8 +332,8 @@ class App:
 
     async def load_adapter(self, http: HttpRequest) -> Response:
         body = await self._read(http, _adapter_decoder)
-        if body.lora_name in self._names or not 0 < len(body.lora_name) <= LONGEST_NAME:
-            raise InvalidRequest(f"lora_name must be a name of its own, of at most {LONGEST_NAME} characters")
+        if body.lora_name in self._names or not 0 < len(body.lora_name) <= MAX_NAME_CHARS:
+            raise InvalidRequest(f"lora_name must have 1 to {MAX_NAME_CHARS} characters and not be the model's name")
         if body.lora_path is None:
             raise InvalidRequest("lora_path is missing")
         await self.backend.load_adapter(body.lora_name, _path(body.lora_path, "lora_path"))
@@ -328,50 +344,36 @@ class App:
         await self.backend.unload_adapter(body.lora_name)
         return reply({"id": body.lora_name})
 
-    def _for_clients(self, handler: Handler) -> Handler:
-        async def checked(http: HttpRequest) -> Response:
-            self._keys.check_client(http.headers.get("authorization"))
-            return await handler(http)
-
-        return checked
-
-    def _for_admins(self, handler: Handler) -> Handler:
-        async def checked(http: HttpRequest) -> Response:
-            self._keys.check_admin(http.headers.get("authorization"))
-            return await handler(http)
-
-        return checked
-
     def _body(
         self, http: HttpRequest, decoder: msgspec.json.Decoder[T], lengths: int = 1, if_empty: bytes = b""
     ) -> AbstractAsyncContextManager[T]:
-        """A body whose lists of token ids have at most so many times the longest sequence."""
+        """Read a body whose lists of token ids have at most `lengths` times max_model_len entries."""
 
-        async def refuse_hopeless(content: bytearray) -> None:
+        async def check(content: bytearray) -> None:
             longest = self.backend.max_model_len
-            bounds = (lengths * longest, OTHER_VALUES)
-            if len(content) > OTHER_VALUES and await asyncio.to_thread(holds_more, content, *bounds):
+            bounds = (lengths * longest, MAX_OTHER_VALUES)
+            if len(content) > MAX_OTHER_VALUES and await asyncio.to_thread(exceeds_json_limits, content, *bounds):
                 raise InvalidRequest(
-                    f"the body holds more than a request here can be made of: lists of at most {bounds[0]} token ids "
-                    f"(max_model_len = {longest}), and {OTHER_VALUES} other values"
+                    f"the body has too many values: lists are limited to {bounds[0]} token ids "
+                    f"(max_model_len = {longest}), other values to {MAX_OTHER_VALUES}"
                 )
 
-        return body_of(http, decoder, self._max_body, self._large_bodies, refuse_hopeless, if_empty)
+        return body_of(http, decoder, self._max_body, self._large_bodies, check, if_empty)
 
     async def _read(self, http: HttpRequest, decoder: msgspec.json.Decoder[T], if_empty: bytes = b"") -> T:
         async with self._body(http, decoder, if_empty=if_empty) as body:
             return body
 
-    async def _beside(self, http: HttpRequest, function: Callable[[], T]) -> T:
-        """Work on the text of a request; a long one, or one of unknown length, holds up none but others like it."""
+    async def _run_text_work(self, http: HttpRequest, function: Callable[[], T]) -> T:
+        """Run work on a request's text, in a thread and one at a time if the request is long or of unknown length."""
         size = http.headers.get("content-length", "")
-        if size.isdecimal() and int(size) < LONG_BODY:
+        if size.isdecimal() and int(size) < LONG_BODY_BYTES:
             return function()
         async with self._long_text:
             return await asyncio.to_thread(function)
 
     def _adapter(self, name: str | None) -> str | None:
-        """Which adapter a request wants by naming a model; None for the model itself."""
+        """Return the adapter that a model name refers to; None for the model itself. Raises `ModelNotFound`."""
         if name is None or name in self._names:
             return None
         if name in self.backend.state().adapters:
@@ -379,7 +381,7 @@ class App:
         raise ModelNotFound(f"model: {name!r} is not served here; {self.model_name!r} is")
 
     def _refuse_long(self, text: str, field: str, times: int = 1) -> None:
-        """A text that is too long by far, more than so many times the longest, is not even made into tokens."""
+        """Raise `InvalidRequest` for a text that has more than `times` max_model_len tokens, without tokenizing it."""
         longest = self.backend.max_model_len
         if self._chat.tokenizer.min_tokens(text) > times * longest:
             raise InvalidRequest(
@@ -388,18 +390,26 @@ class App:
             )
 
 
+def _checking(check: Callable[[str | None], None], handler: Handler) -> Handler:
+    async def checked(http: HttpRequest) -> Response:
+        check(http.headers.get("authorization"))
+        return await handler(http)
+
+    return checked
+
+
 def _refuse_long_name(name: str | None, field: str) -> None:
-    if name is not None and len(name) > LONGEST_NAME:
-        raise InvalidRequest(f"{field} has {len(name)} characters: at most {LONGEST_NAME} are taken")
+    if name is not None and len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"{field} has {len(name)} characters, more than the limit of {MAX_NAME_CHARS}")
 
 
-def _said(messages: list[dict[str, Any]]) -> str:
-    """The texts of a conversation as one: many of them may be long together."""
+def _joined_text(messages: list[dict[str, Any]]) -> str:
+    """Return all texts of a conversation as one."""
     return "".join(text for message in messages for text in _texts(message.get("content")))
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """The texts in a message's content or in a prompt."""
+    """Yield the texts of a message's content or of a prompt."""
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
         if isinstance(text, str):
@@ -408,5 +418,5 @@ def _texts(content: Any) -> Iterator[str]:
 
 def _path(text: str, field: str) -> Path:
     if not text or "\0" in text:
-        raise InvalidRequest(f"{field} is no path")
+        raise InvalidRequest(f"{field} is not a path")
     return Path(text)

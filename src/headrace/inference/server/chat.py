@@ -1,17 +1,19 @@
-"""`/v1/chat/completions`: OpenAI's form around the engine.
+"""`/v1/chat/completions`: OpenAI's chat API, whole and streamed.
 
-Messages become tokens, and tokens a message, through the model's renderer. Left out on purpose: forced tool calls,
-templates that come with a request, and replies of a given form; they are refused, not ignored.
+The model's renderer converts messages to tokens and tokens to a message. A stream sends text as it is sampled and
+reasoning as `reasoning_content`, both stripped; with tools, content and calls are sent at the end, since the beginning
+of a call may look like text. Left out: forced tool calls, request templates, structured outputs; they are rejected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,8 +21,9 @@ from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 
 from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.schema import MAX_LOGPROBS, SamplingParams
-from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
-from headrace.inference.server.text import cut_end
+from headrace.inference.server.request_bodies import OpenAIRequest, Unsupported, envelope, usage_of
+from headrace.inference.server.streaming import DONE, Updates, event
+from headrace.inference.server.text import MARKERS, GrowingText, Progress, cut_end
 from headrace.inference.server.token_text import TokenText
 from headrace.text.openai_messages import InvalidMessage, renderer_messages
 from headrace.text.renderer import TOOLS_NOT_SHOWN, shows_tools
@@ -56,7 +59,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
 
 class Chat:
-    """Messages to prompts, results to messages."""
+    """Converts messages to prompts and results to messages."""
 
     def __init__(self, model_name: str, tokenizer: Tokenizer, renderer: Renderer) -> None:
         self.model_name = model_name
@@ -68,24 +71,23 @@ class Chat:
         self._control = re.compile("|".join(map(re.escape, self.control_texts)) or r"(?!)")
 
     def prompt(self, body: ChatRequest) -> list[int]:
-        """The conversation as tokens, ready for the reply."""
+        """Return the token ids of the conversation up to the reply."""
         self._check(body)
         try:
             messages: Any = renderer_messages(body.messages)
             return list(self.renderer.render_ids(messages, tools=_tools(body), add_generation_prompt=True))
         except InvalidMessage as error:
             raise InvalidRequest(str(error)) from error
-        except Exception as error:  # templates raise what they like about messages they cannot render
+        except Exception as error:  # templates raise any type
             raise InvalidRequest(f"messages cannot be rendered: {type(error).__name__}: {error}") from error
 
     def _check(self, body: ChatRequest) -> None:
         if body.chat_template_kwargs:
             raise InvalidRequest(
-                "chat_template_kwargs are not supported: how this server renders is set at its start, in its "
-                "[inference.renderer]"
+                "chat_template_kwargs are not supported: [inference.renderer] of the server sets how it renders"
             )
         if body.tool_choice not in (None, "auto", "none"):
-            raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced here")
+            raise InvalidRequest("tool_choice must be auto or none: forced calls are not supported")
         if _tools(body) and not self._shows_tools:
             raise InvalidRequest(f"tools: the chat template of this model {TOOLS_NOT_SHOWN}")
 
@@ -94,9 +96,9 @@ class Chat:
         return shows_tools(self.renderer)
 
     def params(self, body: ChatRequest) -> list[SamplingParams]:
-        """How to sample each of the choices."""
+        """Return the engine's parameters of each choice."""
         if body.top_logprobs and not body.logprobs:
-            raise InvalidRequest("top_logprobs wants logprobs = true beside it")
+            raise InvalidRequest("top_logprobs requires logprobs = true")
         if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
             raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}")
         return body.sampling(
@@ -106,21 +108,21 @@ class Chat:
         )
 
     def reply(self, body: ChatRequest, prompt: list[int], results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The whole reply at once."""
+        """Return the response of a request that is not streamed."""
         choices = []
         for index, result in enumerate(results):
             message, reason = self.message(body, prompt, result)
             tokens = TokenChunk(result.token_ids, result.logprobs, result.top_logprobs)
             ending = {"finish_reason": reason, "stop_reason": result.stop_reason}
             choice = {"index": index, "message": {"role": "assistant", **message}, **ending}
-            choices.append({**choice, **self.of_tokens(body, tokens)})
+            choices.append({**choice, **self.token_details(body, tokens)})
         head = envelope("chatcmpl", "chat.completion", body.model or self.model_name)
         if body.return_token_ids:
             head["prompt_token_ids"] = prompt
         return {**head, "choices": choices, "usage": usage_of(len(prompt), results, len(results))}
 
     def message(self, body: ChatRequest, prompt: list[int], result: GenerationResult) -> tuple[dict[str, Any], str]:
-        """The parsed message, and why it ended."""
+        """Return the parsed message and its finish reason."""
         parsed = self.parse(body, prompt, result.token_ids)
         stops = body.stops if isinstance(result.stop_reason, str) else []
         message: dict[str, Any] = {"content": cut_end(parsed.content, stops)}
@@ -132,13 +134,13 @@ class Chat:
         return message, "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason
 
     def parse(self, body: ChatRequest, prompt: list[int], token_ids: list[int]) -> ParsedResponse:
-        """What the renderer makes of a reply, or of its beginning.
+        """Parse a reply or its beginning, without the text of special tokens.
 
-        Tokens of the chat format are no words: whoever puts the reply into a conversation would make tokens of them.
+        In a later conversation that text would become special tokens again.
         """
         try:
             parsed = self.renderer.parse_response(token_ids, tools=_tools(body), prompt_ids=prompt)
-        except Exception as error:  # models write what no parser was made for: it is text then
+        except Exception as error:  # a model may write anything: treat it as text
             log.warning("a reply cannot be parsed: %s: %s", type(error).__name__, error)
             parsed = ParsedResponse(self.tokenizer.decode(token_ids))
         parsed.content = self._control.sub("", parsed.content or "")
@@ -146,10 +148,74 @@ class Chat:
             parsed.reasoning_content = self._control.sub("", parsed.reasoning_content)
         return parsed
 
-    def of_tokens(self, body: ChatRequest, tokens: TokenChunk) -> dict[str, Any]:
-        """What a choice says of its tokens, as far as it was asked to."""
-        said: dict[str, Any] = {"logprobs": self.token_text.chat_logprobs(tokens) if body.logprobs else None}
-        return {**said, "token_ids": tokens.token_ids} if body.return_token_ids else said
+    async def stream(self, body: ChatRequest, prompt: list[int], updates: Updates, count: int) -> AsyncIterator[bytes]:
+        """Yield the events of all choices, each with its role first and its finish reason last, then `[DONE]`."""
+        head = envelope("chatcmpl", "chat.completion.chunk", body.model or self.model_name)
+        choices = [_StreamedChoice(self, body, prompt, index) for index in range(count)]
+        results: dict[int, GenerationResult] = {}
+        for choice in choices:
+            ids = {"prompt_token_ids": prompt} if body.return_token_ids and choice is choices[0] else {}
+            yield event({**head, **ids, "choices": [choice.chunk({"role": "assistant", "content": ""})]})
+        async with contextlib.aclosing(updates):  # type: ignore[type-var]
+            async for index, update in updates:
+                if isinstance(update, GenerationResult):
+                    results[index] = update
+                for chunk in choices[index].advance(update):
+                    yield event({**head, "choices": [chunk]})
+        if body.counts_usage:
+            usage = usage_of(len(prompt), [results[index] for index in range(count)], count)
+            yield event({**head, "choices": [], "usage": usage})
+        yield DONE
+
+    def token_details(self, body: ChatRequest, tokens: TokenChunk) -> dict[str, Any]:
+        """Return the logprobs and token ids of a choice, as far as requested."""
+        details: dict[str, Any] = {"logprobs": self.token_text.chat_logprobs(tokens) if body.logprobs else None}
+        return {**details, "token_ids": tokens.token_ids} if body.return_token_ids else details
+
+
+class _StreamedChoice:
+    """One choice of a streamed chat."""
+
+    def __init__(self, chat: Chat, body: ChatRequest, prompt: list[int], index: int) -> None:
+        self._chat = chat
+        self._body = body
+        self._prompt = prompt
+        self._index = index
+        self._progress = Progress()
+        needles = (*MARKERS, *chat.control_texts)
+        self._reasoning = GrowingText(body.stops, needles)
+        self._content = GrowingText(body.stops, needles)
+
+    def advance(self, update: TokenChunk | GenerationResult) -> Iterator[dict[str, Any]]:
+        """Yield the chunks that an update makes possible."""
+        if isinstance(update, GenerationResult):
+            yield from self._end(update)
+        elif self._progress.add(update):
+            parsed = self._chat.parse(self._body, self._prompt, self._progress.token_ids)
+            reasoning = self._reasoning.more((parsed.reasoning_content or "").lstrip())
+            content = "" if self._body.tools else self._content.more(parsed.content)
+            yield from self._send({"reasoning_content": reasoning, "content": content})
+
+    def chunk(self, delta: dict[str, Any], tokens: TokenChunk | None = None, **more: Any) -> dict[str, Any]:
+        details = self._chat.token_details(self._body, tokens) if tokens is not None else {"logprobs": None}
+        return {"index": self._index, "delta": delta, "finish_reason": None, **details, **more}
+
+    def _end(self, result: GenerationResult) -> Iterator[dict[str, Any]]:
+        self._progress.complete(result)
+        message, reason = self._chat.message(self._body, self._prompt, result)
+        calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls", []))]
+        reasoning = self._reasoning.rest(message.get("reasoning_content", "").strip())
+        content = self._content.rest(message["content"])
+        yield from self._send({"reasoning_content": reasoning, "content": content, "tool_calls": calls})
+        yield self.chunk({}, finish_reason=reason, stop_reason=result.stop_reason)
+
+    def _send(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a chunk unless it would be empty; requested token ids and logprobs count as content."""
+        delta = {name: value for name, value in delta.items() if value}
+        if delta or self._body.logprobs or self._body.return_token_ids:
+            tokens = self._progress.unsent()
+            if delta or tokens.token_ids:
+                yield self.chunk(delta, tokens)
 
 
 def _tools(body: ChatRequest) -> Any:
@@ -157,7 +223,7 @@ def _tools(body: ChatRequest) -> Any:
 
 
 def _tool_calls(parsed: ParsedResponse) -> list[dict[str, Any]]:
-    """The calls that were well-formed, in OpenAI's form."""
+    """Return the well-formed calls in OpenAI's format."""
     calls = []
     for call in parsed.tool_calls:
         if call.status == ToolCallParseStatus.OK:
@@ -174,5 +240,5 @@ def _tool_calls(parsed: ParsedResponse) -> list[dict[str, Any]]:
 
 
 def _encodable(text: str) -> str:
-    """JSON that a model wrote may hold half a character, which no text can."""
+    """Replace lone surrogates, which JSON may contain and UTF-8 cannot."""
     return text.encode(errors="replace").decode()

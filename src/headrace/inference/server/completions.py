@@ -1,7 +1,7 @@
-"""`/v1/completions`: OpenAI's older form, around the engine: texts or token ids go on as they are.
+"""`/v1/completions`: OpenAI's text completions, of texts or token ids, whole and streamed.
 
-A prompt with `echo` comes back before its completion, with `logprobs` its scores too; `max_tokens = 0` asks for nothing
-but these. Left out on purpose: `suffix` and a `best_of` of its own, which are refused.
+With `echo` the prompt precedes the completion, and with `logprobs` also its logprobs; `max_tokens = 0` returns only
+these. Left out: `suffix`, and a `best_of` other than `n`; they are rejected.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server.generate import prompt_tables
-from headrace.inference.server.openai_request import OpenAIRequest, Unsupported, envelope, usage_of
-from headrace.inference.server.streaming import DONE, News, event
+from headrace.inference.server.request_bodies import OpenAIRequest, Unsupported, envelope, usage_of
+from headrace.inference.server.streaming import DONE, Updates, event
 from headrace.inference.server.text import GrowingText, Progress, cut
 from headrace.inference.server.token_text import Offsets, TokenText
 from headrace.text.tokenizer import Tokenizer
 
-MOST_REQUESTS = 512
-"""Prompts times `n`."""
-MAX_TOKENS = 16
-"""Unless told otherwise, as with OpenAI."""
+MAX_REQUESTS = 512
+"""Limit of prompts times `n`."""
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default."""
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -32,9 +32,9 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     suffix: Unsupported = ""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    """vLLM's: scores of the prompt, with so many alternatives."""
+    """vLLM's: prompt logprobs, with this many alternatives."""
     add_special_tokens: bool | None = None
-    """Of a text: whether the tokenizer adds what it begins texts with."""
+    """Whether the tokenizer adds its special tokens to a text."""
 
     @property
     def only_scores(self) -> bool:
@@ -46,7 +46,7 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
 
 class Completions:
-    """Requests to prompts, results to completions."""
+    """Converts requests to prompts and results to completions."""
 
     def __init__(self, model_name: str, tokenizer: Tokenizer, token_text: TokenText) -> None:
         self.model_name = model_name
@@ -54,28 +54,34 @@ class Completions:
         self.token_text = token_text
 
     def params(self, body: CompletionRequest) -> list[SamplingParams]:
-        """How to sample each of the choices of a prompt."""
+        """Return the engine's parameters of each choice of a prompt."""
         if body.best_of not in (None, body.choices):
-            raise InvalidRequest("best_of is not supported: leave it out")
+            raise InvalidRequest("best_of is not supported: omit it")
         if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
-            raise InvalidRequest("stream: the scores of a prompt come in one piece; ask for them without stream")
+            raise InvalidRequest("stream: logprobs of a prompt are not supported in a stream")
         scores = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scores = max(body.logprobs, scores or 0)
-        asked = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.sampling(
-            max_tokens=1 if body.only_scores else asked,  # an engine samples at least one: it is dropped
+            max_tokens=1 if body.only_scores else max_tokens,  # an engine samples at least one token
             prompt_logprobs=scores,
         )
 
     def prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """The tokens of each prompt."""
-        given: Any = body.prompt
-        if isinstance(given, str) or (given and all(isinstance(each, int) for each in given)):
-            given = [given]
-        if len(given) * body.choices > MOST_REQUESTS:
-            raise InvalidRequest(f"prompt: {len(given)} prompts times n are more than {MOST_REQUESTS}")
-        prompts = [each if isinstance(each, list) else self._encoded(each, body) for each in given]
+        """Return the token ids of each prompt."""
+        inputs: Any = body.prompt
+        if isinstance(inputs, str) or (inputs and all(isinstance(each, int) for each in inputs)):
+            inputs = [inputs]
+        if len(inputs) * body.choices > MAX_REQUESTS:
+            raise InvalidRequest(f"prompt: {len(inputs)} prompts times n are more than {MAX_REQUESTS}")
+        if any(isinstance(each, int) for each in inputs):
+            raise InvalidRequest("prompt must be a text or a list of token ids, or a list of either")
+        special = body.add_special_tokens is not False
+        prompts = [
+            each if isinstance(each, list) else self._tokenizer.encode(each, add_special_tokens=special)
+            for each in inputs
+        ]
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise InvalidRequest(f"prompt[{index}] is empty")
@@ -83,15 +89,10 @@ class Completions:
             raise InvalidRequest("prompt is empty")
         return prompts
 
-    def _encoded(self, text: str | int, body: CompletionRequest) -> list[int]:
-        if isinstance(text, int):
-            raise InvalidRequest("prompt must be a text or a list of token ids, or a list of either")
-        return self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
-
     def reply(
         self, body: CompletionRequest, prompts: list[list[int]], results: Sequence[GenerationResult]
     ) -> dict[str, Any]:
-        """All choices, those of the first prompt first."""
+        """Return the response of a request that is not streamed, with the choices of the first prompt first."""
         results = [_without_tokens(result) for result in results] if body.only_scores else results
         choices = [
             self._choice(body, index, prompts[index // body.choices], result) for index, result in enumerate(results)
@@ -106,7 +107,7 @@ class Completions:
         before = self.echoed(body, index, prompt)
         choice: dict[str, Any] = {
             "index": index,
-            "text": before + self.said(body, result),
+            "text": before + self.completion_text(body, result),
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
             "logprobs": None if body.logprobs is None else self._logprobs(body, prompt, result),
@@ -118,7 +119,7 @@ class Completions:
         return choice
 
     def _logprobs(self, body: CompletionRequest, prompt: list[int], result: GenerationResult) -> dict[str, Any]:
-        """Of the completion; with `echo`, of the prompt before it, of whose first token nothing is known."""
+        """Return the logprobs of the completion, with `echo` after those of the prompt, the first of which is None."""
         scores: list[float | None] = [*result.logprobs]
         tops = result.top_logprobs or [[]] * len(scores)
         tokens = result.token_ids
@@ -130,18 +131,18 @@ class Completions:
         return self.token_text.completion_logprobs(tokens, scores, tops if body.logprobs else None, Offsets())
 
     async def stream(
-        self, body: CompletionRequest, prompts: list[list[int]], news: News, count: int
+        self, body: CompletionRequest, prompts: list[list[int]], updates: Updates, count: int
     ) -> AsyncIterator[bytes]:
-        """The choices as they come, then `[DONE]`."""
+        """Yield the events of all choices, then `[DONE]`."""
         head = envelope("cmpl", "text_completion", body.model or self.model_name)
-        replies = [_Reply(self, body, index, prompts[index // body.choices]) for index in range(count)]
+        replies = [_StreamedChoice(self, body, index, prompts[index // body.choices]) for index in range(count)]
         results: dict[int, GenerationResult] = {}
-        async with contextlib.aclosing(news):  # type: ignore[type-var]
-            async for index, found in news:
-                if isinstance(found, GenerationResult):
-                    found = _without_tokens(found) if body.only_scores else found
-                    results[index] = found
-                choice = replies[index].advance(found)
+        async with contextlib.aclosing(updates):  # type: ignore[type-var]
+            async for index, update in updates:
+                if isinstance(update, GenerationResult):
+                    update = _without_tokens(update) if body.only_scores else update
+                    results[index] = update
+                choice = replies[index].advance(update)
                 if choice is not None:
                     yield event({**head, "choices": [choice]})
         if body.counts_usage:
@@ -152,21 +153,21 @@ class Completions:
     def text_of(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def said(self, body: CompletionRequest, result: GenerationResult) -> str:
-        """All of the completion, without the stop string that ended it."""
+    def completion_text(self, body: CompletionRequest, result: GenerationResult) -> str:
+        """Return the completion without the stop string that ended it."""
         return cut(self.text_of(result.token_ids), body.stops if isinstance(result.stop_reason, str) else [])
 
     def echoed(self, body: CompletionRequest, index: int, prompt: list[int]) -> str:
-        """The prompt as it was given; one of tokens, as they read."""
+        """Return the prompt's text, decoded if it was token ids; empty without `echo`."""
         if not body.echo:
             return ""
         place = index // body.choices
-        given = body.prompt if isinstance(body.prompt, str) else body.prompt[place]
-        return given if isinstance(given, str) else self._tokenizer.decode(prompt)
+        original = body.prompt if isinstance(body.prompt, str) else body.prompt[place]
+        return original if isinstance(original, str) else self._tokenizer.decode(prompt)
 
 
-class _Reply:
-    """One choice on its way."""
+class _StreamedChoice:
+    """One choice of a streamed completion."""
 
     def __init__(self, completions: Completions, body: CompletionRequest, index: int, prompt: list[int]) -> None:
         self._completions = completions
@@ -179,18 +180,18 @@ class _Reply:
         self._text = GrowingText(body.stops, ())
         self._offsets = Offsets()
 
-    def advance(self, found: TokenChunk | GenerationResult) -> dict[str, Any] | None:
-        """The next chunk, if there is anything to say."""
+    def advance(self, update: TokenChunk | GenerationResult) -> dict[str, Any] | None:
+        """Return the next chunk, or None if there is nothing to send."""
         body, completions = self._body, self._completions
-        if isinstance(found, GenerationResult):
-            self._progress.complete(found)
-            text = self._text.rest(completions.said(body, found))
-            return self._chunk(text, finish_reason=found.finish_reason, stop_reason=found.stop_reason)
-        if body.only_scores or not self._progress.add(found):
+        if isinstance(update, GenerationResult):
+            self._progress.complete(update)
+            text = self._text.rest(completions.completion_text(body, update))
+            return self._chunk(text, finish_reason=update.finish_reason, stop_reason=update.stop_reason)
+        if body.only_scores or not self._progress.add(update):
             return None
         text = self._text.more(completions.text_of(self._progress.token_ids))
-        asked = body.logprobs is not None or body.return_token_ids
-        return self._chunk(text) if text or asked or (self._before and not self._begun) else None
+        has_details = body.logprobs is not None or body.return_token_ids
+        return self._chunk(text) if text or has_details or (self._before and not self._begun) else None
 
     def _chunk(self, text: str, **ending: Any) -> dict[str, Any]:
         body, tokens = self._body, self._progress.unsent()
@@ -212,7 +213,7 @@ class _Reply:
 
 
 def _without_tokens(result: GenerationResult) -> GenerationResult:
-    """A result of which only the scores of the prompt were asked for."""
+    """Return a result with the prompt's logprobs only."""
     return GenerationResult(
         [], [], [], "length", None, result.prompt_logprobs, prompt_top_logprobs=result.prompt_top_logprobs
     )

@@ -1,7 +1,7 @@
-"""`/inference/v1/generate` in vLLM's form: token ids in, token ids with logprobs and weight versions out.
+"""`/inference/v1/generate` in vLLM's format: token ids in, token ids with logprobs and weight versions out.
 
-Text appears nowhere but in stop strings; tokens are written `token_id:N`. Streamed, the tokens come as they are
-sampled, and what is known of the whole only then (versions, truncated and prompt logprobs, usage) with the last event.
+Tokens are written as `token_id:N`; only stop strings are text. A stream has versions, truncated logprobs, prompt
+logprobs and usage in its last event.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from headrace.inference.schema import (
     TopLogprob,
     WeightVersionSpan,
 )
-from headrace.inference.server.openai_request import SamplingRequest, Unsupported, check_sampling, usage_of
-from headrace.inference.server.streaming import DONE, News, event
+from headrace.inference.server.request_bodies import SamplingRequest, Unsupported, check_sampling, usage_of
+from headrace.inference.server.streaming import DONE, Updates, event
 from headrace.inference.server.token_text import TokenText, finite
 
 
 class VllmSampling(SamplingRequest, kw_only=True):
-    """vLLM's sampling parameters. Those for making text, and for how vLLM works inside, change nothing here."""
+    """vLLM's sampling parameters. Those about detokenization and vLLM's internals are ignored."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -48,7 +48,7 @@ class VllmSampling(SamplingRequest, kw_only=True):
     extra_args: Unsupported = msgspec.field(default_factory=dict)
 
     def checked(self) -> SamplingParams:
-        """What an engine is asked for."""
+        """Return the engine's parameters. Raises `InvalidRequest`."""
         params = self.engine_params()
         check_sampling(params)
         return params
@@ -58,13 +58,13 @@ class GenerateBody(GenerateRequest, kw_only=True, forbid_unknown_fields=True):
     sampling_params: VllmSampling = msgspec.field(default_factory=VllmSampling)  # type: ignore[assignment]
     priority: Any = None
     stream_options: Any = None
-    """A stream has its usage in any case."""
+    """Ignored: a stream always ends with its usage."""
     features: Unsupported = None
     kv_transfer_params: Unsupported = None
 
 
 class ChoiceDelta(msgspec.Struct, omit_defaults=True):
-    """A `GenerateChoice` in parts: tokens with their logprobs, the rest in the last one."""
+    """A part of a streamed `GenerateChoice`."""
 
     index: int
     token_ids: list[int]
@@ -76,15 +76,15 @@ class ChoiceDelta(msgspec.Struct, omit_defaults=True):
 
 
 def whole_response(body: GenerateBody, result: GenerationResult, model_name: str) -> GenerateResponse:
-    wanted = body.sampling_params.logprobs is not None
+    has_logprobs = body.sampling_params.logprobs is not None
     choice = GenerateChoice(
         index=0,
         token_ids=result.token_ids,
         finish_reason=result.finish_reason,
-        logprobs=_logprobs(result) if wanted else None,
+        logprobs=_logprobs(result) if has_logprobs else None,
         weight_versions=_spans(result),
         stop_reason=result.stop_reason,
-        truncated_logprobs=result.truncated_logprobs if wanted else None,
+        truncated_logprobs=result.truncated_logprobs if has_logprobs else None,
     )
     return GenerateResponse(
         request_id=body.request_id or uuid.uuid4().hex,
@@ -96,37 +96,37 @@ def whole_response(body: GenerateBody, result: GenerationResult, model_name: str
     )
 
 
-async def streamed(body: GenerateBody, news: News, model_name: str) -> AsyncIterator[bytes]:
-    wanted = body.sampling_params.logprobs is not None
+async def streamed(body: GenerateBody, updates: Updates, model_name: str) -> AsyncIterator[bytes]:
+    has_logprobs = body.sampling_params.logprobs is not None
     head: dict[str, Any] = {
         "request_id": body.request_id or uuid.uuid4().hex,
         "model": body.model or model_name,
         "created": int(time.time()),
     }
     sent = 0
-    async with contextlib.aclosing(news):  # type: ignore[type-var]
-        async for _, found in news:
-            if isinstance(found, TokenChunk):
-                sent += len(found.token_ids)
-                delta = ChoiceDelta(0, found.token_ids, None, _logprobs(found) if wanted else None)
+    async with contextlib.aclosing(updates):  # type: ignore[type-var]
+        async for _, update in updates:
+            if isinstance(update, TokenChunk):
+                sent += len(update.token_ids)
+                delta = ChoiceDelta(0, update.token_ids, None, _logprobs(update) if has_logprobs else None)
                 yield event({**head, "choices": [delta]})
             else:
-                yield event({**head, **_ending(body, found, sent, wanted)})
+                yield event({**head, **_last_event(body, update, sent, has_logprobs)})
     yield DONE
 
 
-def _ending(body: GenerateBody, result: GenerationResult, sent: int, wanted: bool) -> dict[str, Any]:
-    """What the last event holds; no tokens, if they came as they should."""
+def _last_event(body: GenerateBody, result: GenerationResult, sent: int, has_logprobs: bool) -> dict[str, Any]:
+    """Return the fields of the last event, with the tokens that were not sent before."""
     tops = None if result.top_logprobs is None else result.top_logprobs[sent:]
     left = TokenChunk(result.token_ids[sent:], result.logprobs[sent:], tops)
     choice = ChoiceDelta(
         0,
         left.token_ids,
         result.finish_reason,
-        _logprobs(left) if wanted else None,
+        _logprobs(left) if has_logprobs else None,
         _spans(result),
         result.stop_reason,
-        result.truncated_logprobs if wanted else None,
+        result.truncated_logprobs if has_logprobs else None,
     )
     tables = prompt_tables(body.token_ids, result)
     ending = {"choices": [choice], "usage": usage_of(len(body.token_ids), [result], 1)}
@@ -136,20 +136,20 @@ def _ending(body: GenerateBody, result: GenerationResult, sent: int, wanted: boo
 def prompt_tables(
     token_ids: list[int], result: GenerationResult, names: TokenText | None = None
 ) -> list[dict[int, PromptLogprob] | None] | None:
-    """vLLM's form: for each token a table with it and its alternatives, none for the first, which nothing predicts."""
+    """Return prompt logprobs in vLLM's format: a table of the token and its alternatives each, None for the first."""
     if result.prompt_logprobs is None:
         return None
     alternatives = result.prompt_top_logprobs or [[]] * len(token_ids)
-    known = zip(token_ids[1:], result.prompt_logprobs[1:], alternatives[1:], strict=True)
-    return [None, *(_table(token, logprob, others, names) for token, logprob, others in known)]
+    entries = zip(token_ids[1:], result.prompt_logprobs[1:], alternatives[1:], strict=True)
+    return [None, *(_table(token, logprob, others, names) for token, logprob, others in entries)]
 
 
 def _table(token: int, logprob: float, others: TopLogprobs, names: TokenText | None) -> dict[int, PromptLogprob]:
     ranks = {other: rank for rank, (other, _) in enumerate(others, 1)}
-    found = {token: logprob, **dict(others)}
+    logprobs = {token: logprob, **dict(others)}
     return {
         each: PromptLogprob(finite(value), ranks.get(each), None if names is None else names.text(each))
-        for each, value in found.items()
+        for each, value in logprobs.items()
     }
 
 

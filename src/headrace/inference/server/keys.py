@@ -1,6 +1,6 @@
-"""Who may call what: a key for clients, and one for whoever moves weights.
+"""API keys: one for clients, and one for admin calls such as weight updates.
 
-Keys travel as `Authorization: Bearer KEY`. Left out: several keys, expiry and quotas; put a gateway in front for those.
+Keys are sent as `Authorization: Bearer KEY`. Left out: several keys, expiry and quotas; use a gateway for those.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from headrace.config.base import ConfigError
 
 
 class Unauthorized(Exception):
-    """No key, or a wrong one."""
+    """The key is missing or wrong."""
 
 
 class Forbidden(Exception):
-    """Nobody may do this here."""
+    """The server does not accept this call."""
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """What clients must show; None: nothing for `api`, and no admin calls at all for `admin`."""
+    """The keys of a server. `api` None: no key is needed; `admin` None: no admin calls are accepted."""
 
     api: str | None = None
     admin: str | None = None
 
     def check_client(self, authorization: str | None) -> None:
-        """Raises `Unauthorized` unless the header has a key of this server, where one is set."""
-        if self.api is not None and not _shows(authorization, (self.api, self.admin)):
-            raise Unauthorized("this server wants a key: send it as `Authorization: Bearer KEY`")
+        """Raise `Unauthorized` unless the header has one of the keys, if a key is set."""
+        if self.api is not None and not _has_key(authorization, (self.api, self.admin)):
+            raise Unauthorized("an API key is required: send it as `Authorization: Bearer KEY`")
 
     def check_admin(self, authorization: str | None) -> None:
-        """The same for calls that change what is served; `Forbidden` where there is no key for them."""
+        """Raise `Unauthorized` unless the header has the admin key, `Forbidden` if there is none."""
         if self.admin is None:
             raise Forbidden(
-                "this server takes no admin calls: start it with a key for them (see inference.admin_key_var)"
+                "this server does not accept admin calls: start it with an admin key (see inference.admin_key_var)"
             )
-        if not _shows(authorization, (self.admin,)):
-            raise Unauthorized("admin calls want the admin key: send it as `Authorization: Bearer KEY`")
+        if not _has_key(authorization, (self.admin,)):
+            raise Unauthorized("the admin key is required: send it as `Authorization: Bearer KEY`")
 
 
 def find_keys(environment: Mapping[str, str], api_var: str, admin_var: str, host: str, *, in_run: bool) -> Keys:
-    """The keys of a server on this address. In a run there always is an admin key: whoever drives the run reads it."""
+    """Return the keys of a server on this address. A run always has an admin key, random if it is not set."""
     api = _key(environment, api_var)
     admin = _key(environment, admin_var)
     if api is None and not is_loopback(host):
@@ -61,7 +61,7 @@ def find_keys(environment: Mapping[str, str], api_var: str, admin_var: str, host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address. Of names only `localhost` surely is."""
+    """Whether only this machine reaches the address; of names, `localhost` only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -75,8 +75,8 @@ def _key(environment: Mapping[str, str], name: str) -> str | None:
     return key
 
 
-def _shows(authorization: str | None, keys: tuple[str | None, ...]) -> bool:
-    scheme, _, shown = (authorization or "").partition(" ")
-    # Every key is compared, and each in the same time however much of it is right.
-    fits = [hmac.compare_digest(shown.strip().encode(), key.encode()) for key in keys if key is not None]
-    return scheme.lower() == "bearer" and any(fits)
+def _has_key(authorization: str | None, keys: tuple[str | None, ...]) -> bool:
+    scheme, _, key_sent = (authorization or "").partition(" ")
+    # In constant time: all keys are compared.
+    matches = [hmac.compare_digest(key_sent.strip().encode(), key.encode()) for key in keys if key is not None]
+    return scheme.lower() == "bearer" and any(matches)

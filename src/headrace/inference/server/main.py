@@ -1,4 +1,4 @@
-"""`headrace serve`: start an engine, listen, say where, end cleanly when told to."""
+"""`headrace serve`: starts an engine, serves it over HTTP, and shuts down cleanly."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = 120
-"""Seconds that an idle connection stays: longer than clients keep theirs, so that none is cut under a request."""
-GAUGE_INTERVAL = 1.0
-LAST_WORDS = 2.0
-"""Seconds for which a server whose engine has died says so, before it ends to be started again."""
+KEEPALIVE_TIMEOUT_S = 120
+"""For idle connections: longer than our clients keep theirs, so that none is closed under a request."""
+STATUS_INTERVAL_S = 1.0
+FAILURE_NOTICE_S = 2.0
+"""How long a server whose engine has died reports that, before it exits to be restarted."""
 
 
 class CannotListen(Failure):
-    """The address is not to be had. The message is complete: print it and stop."""
+    """The server cannot listen on its address."""
 
 
 def serve(
@@ -62,24 +62,29 @@ def serve(
     announce: Callable[[str], None] | None = None,
     shared: ColocatedTrainer | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; `announce` gets the address once it is up. A lost engine exits with `AGAIN`.
+    """Serve until SIGTERM or SIGINT; exits with `AGAIN` if the engine dies.
 
-    Without a `status` it is none of the run's servers: it begins with the run's newest weights, and tells nobody of it.
-    `shared` is the device, if the run's trainer computes on it, too.
+    `announce` gets the URL once the server listens. Without a `status` the server is not one of the run's: it starts
+    with the run's newest weights and does not publish its address. `shared` describes the device, if the run's trainer
+    uses it, too.
     """
     if config.model.name is None:
         raise ConfigError(
-            "required, and not set", key="inference.model.name", fix="Give a directory or a name on the hub."
+            "required, but not set", key="inference.model.name", fix="Set a directory or a name on the hub."
         )
     lock = None
     if shared is not None and shared.lock_directory is not None:
+        # Held while the model is loaded, so that free memory is measured while the trainer does not compute.
         lock = DeviceLock(shared.lock_directory, trainer=False)
-        _wait_for(lock, status)
+        if not lock.try_acquire() and status is not None:
+            status.set("waiting for the trainer's step to end")
+        while not lock.try_acquire():
+            time.sleep(POLL_S)
     if status is not None:
         status.set("loading model")
-    endpoint = None if run is None or status is None else _endpoint(run, status)
+    endpoint = None if run is None or status is None else run.endpoints / f"{status.current.process}.json"
     if endpoint is not None:
-        endpoint.unlink(missing_ok=True)  # a server that was killed could not take it down
+        endpoint.unlink(missing_ok=True)  # left behind by a server that was killed
     keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
     with bind(config.host, config.port) as listener:
         failure = asyncio.run(
@@ -115,7 +120,7 @@ async def start_engine(
     shared: ColocatedTrainer | None,
     lock: DeviceLock | None,
 ) -> Backend:
-    """The engine that the configuration names, ready to sample. Only the embedded one needs torch in this process.
+    """Start the configured engine. Only the embedded one needs torch in this process.
 
     `lock` is held: the server's side of the device lock, if it alternates with the trainer.
     """
@@ -135,7 +140,7 @@ async def start_engine(
 def load_embedded(
     config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: ColocatedTrainer | None = None
 ) -> Engine:
-    """Our own engine with the model in it, checked against the plain model."""
+    """Load the embedded engine with its model, and check it against the plain model."""
     from headrace.inference.embedded.engine import Engine
     from headrace.inference.embedded.loading import (
         cache_memory,
@@ -173,7 +178,7 @@ def load_embedded(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on that address, not yet listening: callers are refused until the model is there."""
+    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -190,8 +195,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
     if error.errno == errno.EADDRINUSE:
-        return CannotListen(f"inference.port {port} on {host} is in use: choose another, or 0 for any free port")
-    return CannotListen(f"cannot listen on inference.host {host}, inference.port {port}: {error.strerror}")
+        return CannotListen(f"inference.port = {port}: in use on {host}. Choose another, or 0 for any free port.")
+    return CannotListen(f"inference.host = {host}, inference.port = {port}: cannot listen: {error.strerror}")
 
 
 async def _serve(
@@ -206,11 +211,11 @@ async def _serve(
     shared: ColocatedTrainer | None,
     lock: DeviceLock | None,
 ) -> str | None:
-    """Start the engine and serve it; why it was lost, if it was."""
+    """Start the engine and serve it; return the reason if it died."""
     directory = model_directory(name)
     chat = make_chat(config, name, directory)
     stop = asyncio.Event()
-    if config.engine == "vllm":  # in a process of its own, which must be ended with ours, also while it starts
+    if config.engine == "vllm":  # a child process, which must be ended with ours even while it starts
         _stop_on_signals(stop)
     backend = await _unless(stop, start_engine(config, directory, chat.tokenizer, shared, lock))
     if backend is None:
@@ -225,7 +230,7 @@ async def _serve(
         await backend.close()
         if failure is None or not isinstance(error, EngineError):
             raise
-        log.error("the engine is lost: %s", failure)
+        log.error("the engine died: %s", failure)
         return failure
     if stop.is_set():
         await backend.close()
@@ -243,12 +248,12 @@ async def _listen(
     endpoint: Path | None,
     announce: Callable[[str], None] | None,
 ) -> str | None:
-    """Answer until told to stop, or until the engine is lost: then why. The engine ends with it."""
+    """Serve until `stop`, or until the engine dies: then return the reason. Closes the engine."""
     server = HttpServer(app)
     url = url_of(listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    lost = asyncio.create_task(app.backend.failure())
-    helpers: list[asyncio.Task[Any]] = [lost]
+    died = asyncio.create_task(app.backend.failure())
+    helpers: list[asyncio.Task[Any]] = [died]
     try:
         await _first(server.listening, serving)
         log.info("serving %s on %s", app.model_name, url)
@@ -258,10 +263,10 @@ async def _listen(
             announce(url)
         if status is not None:
             helpers.append(asyncio.create_task(_report(app.backend, status, url)))
-        failure: str | None = await _first(stop, lost, serving)
+        failure: str | None = await _first(stop, died, serving)
         if failure is not None:
-            log.error("the engine is lost: %s", failure)
-            await _first(stop, asyncio.create_task(asyncio.sleep(LAST_WORDS)), serving)
+            log.error("the engine died: %s", failure)
+            await _first(stop, asyncio.create_task(asyncio.sleep(FAILURE_NOTICE_S)), serving)
         log.info("stopping")
         return failure
     finally:
@@ -269,7 +274,7 @@ async def _listen(
             withdraw_endpoint(endpoint, os.getpid())
         for task in helpers:
             task.cancel()
-        await app.backend.close()  # answers what is in flight, before connections close
+        await app.backend.close()  # ends requests in flight before connections close
         server.should_exit = True
         await serving
 
@@ -280,31 +285,31 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 
 async def _catch_up(backend: Backend, run: RunDir) -> None:
-    """Restarted in the middle of a run: nobody shall sample from the initial model until someone notices.
+    """Load the run's newest weights, so that a restarted server does not sample from the initial model.
 
-    The trainer goes on meanwhile: each try begins with the newest version that was not tried.
+    The trainer may publish more meanwhile: each attempt takes the newest version that was not tried.
     """
     tried: set[Version] = set()
-    lost: Version | None = None
+    unreachable: Version | None = None
     while left := [version for version in run.weights.published() if version not in tried]:
         version = left[-1]
         tried.add(version)
         path = run.weights.path(version)
-        if lost is not None and version < lost and is_linked(path):
-            continue  # where the newer one could not be had: each try may take a minute
+        if unreachable is not None and version < unreachable and is_linked(path):
+            continue  # the same source as the newer one: each attempt may take a minute
         try:
             await backend.update_weights(path, version)
-        except WeightsError as error:  # damaged by a power loss, say: the trainer publishes its own anew
+        except WeightsError as error:  # damaged by a power loss, for example
             log.warning("weights %s cannot be loaded: %s", version, error)
             if isinstance(error, WeightsUnreachable):
-                lost = version
+                unreachable = version
         else:
             log.info("starting at version %s", version)
             return
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """What the work comes to; None if it was told to stop before that, and the work is given up."""
+    """Return the result of the work, or cancel it and return None if `stop` is set before."""
     task = asyncio.create_task(work)
     result: T | None = await _first(stop, task)
     if not task.done():
@@ -314,7 +319,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 
 async def _first(event: asyncio.Event, *tasks: asyncio.Task[Any]) -> Any:
-    """Wait for an event, or for a task that ends before it: then what it returns, or its error."""
+    """Wait for an event or for the first task to end; return that task's result or raise its error."""
     waiting = asyncio.create_task(event.wait())
     await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -322,7 +327,7 @@ async def _first(event: asyncio.Event, *tasks: asyncio.Task[Any]) -> Any:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that says when it listens, and leaves signals alone: it would raise them again after a clean end."""
+    """uvicorn with an event for when it listens, and without its signal handlers."""
 
     def __init__(self, app: App) -> None:
         super().__init__(
@@ -331,7 +336,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                timeout_keep_alive=KEEP_ALIVE,
+                timeout_keep_alive=KEEPALIVE_TIMEOUT_S,
                 timeout_graceful_shutdown=1,
             )
         )
@@ -344,14 +349,14 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
-        except OSError as error:  # two may bind one port; only the first may listen
+        except OSError as error:  # two processes may bind one port; only the first can listen
             host, port = (sockets or [])[0].getsockname()[:2]
             raise _cannot_listen(host, port, error) from error
         self.listening.set()
 
 
 async def _report(backend: Backend, status: Status, url: str) -> None:
-    """Keep the status file's gauges fresh."""
+    """Update the status file every second."""
     status.set("serving", url=url)
     sampled, then = backend.state().tokens_sampled, time.monotonic()
     wait: int | None = None
@@ -368,7 +373,7 @@ async def _report(backend: Backend, status: Status, url: str) -> None:
         if state.hand_overs:
             status.set(hand_overs=state.hand_overs, cache_releases=state.cache_releases)
         sampled, then = state.tokens_sampled, now
-        await asyncio.sleep(GAUGE_INTERVAL)
+        await asyncio.sleep(STATUS_INTERVAL_S)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""`/metrics`: how the engine and the server are doing, in Prometheus' text format."""
+"""`/metrics`: counters of engine and server in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.inference.backend import EngineState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Seconds."""
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OTHER = "other"
-"""The route of requests to none: labels must not grow with what strangers ask for."""
+"""The label of unknown routes, so that the number of labels is bounded."""
 
 
 class Histogram:
-    """How many of what was observed lie below each bound."""
+    """Counts of observations below each bound."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS) + 1)
+        self.counts = [0] * (len(BOUNDS_S) + 1)
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(BOUNDS, value)] += 1
+        self.counts[bisect_left(BOUNDS_S, value)] += 1
         self.total += value
 
     def lines(self, name: str) -> Iterator[str]:
         below = 0
-        for bound, count in zip((*map(str, BOUNDS), "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self.counts, strict=True):
             below += count
             yield _sample(f"{name}_bucket", below, {"le": bound})
         yield _sample(f"{name}_sum", self.total)
@@ -39,10 +38,10 @@ class Histogram:
 
 
 class Metrics:
-    """What the server counts itself; what the engine counts is read when it is asked for."""
+    """The server's own counters; the engine's are read from its state."""
 
     def __init__(self) -> None:
-        self.answers: Counter[tuple[str, int]] = Counter()
+        self.responses: Counter[tuple[str, int]] = Counter()
         self.seconds = Histogram()
         self.first_token = Histogram()
 
@@ -51,7 +50,7 @@ class Metrics:
 
     def _server_lines(self) -> Iterator[str]:
         yield from _head("headrace_http_requests_total", "counter", "Answers by route and HTTP status.")
-        for (route, status), count in sorted(self.answers.items()):
+        for (route, status), count in sorted(self.responses.items()):
             yield _sample("headrace_http_requests_total", count, {"route": route, "status": str(status)})
         yield from _head("headrace_http_request_seconds", "histogram", "Seconds from a request to its answer's end.")
         yield from self.seconds.lines("headrace_http_request_seconds")
@@ -60,7 +59,7 @@ class Metrics:
 
 
 class Measured:
-    """An application whose answers are counted and timed, streamed ones to their end."""
+    """ASGI middleware that counts responses and measures their duration, including streams."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
         self._app = app
@@ -74,13 +73,13 @@ class Measured:
         began = time.monotonic()
         route = scope["path"] if scope["path"] in self._routes else OTHER
 
-        async def noting(message: Message) -> None:
+        async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.answers[route, message["status"]] += 1
+                self._metrics.responses[route, message["status"]] += 1
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, counting)
         finally:
             self._metrics.seconds.observe(time.monotonic() - began)
 
@@ -116,9 +115,6 @@ def _head(name: str, kind: str, help_text: str) -> Iterator[str]:
 
 
 def _sample(name: str, value: float, labels: Mapping[str, str] | None = None) -> str:
-    shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in (labels or {}).items())
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    shown = ",".join(f'{label}="{text.translate(escapes)}"' for label, text in (labels or {}).items())
     return f"{name}{{{shown}}} {value}" if shown else f"{name} {value}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

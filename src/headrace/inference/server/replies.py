@@ -1,4 +1,4 @@
-"""HTTP in the server's dialect: bodies within bounds, every error in OpenAI's form, every reply with its schema."""
+"""HTTP bodies within limits, errors in OpenAI's format, and replies with the schema header."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 HEADERS = {SCHEMA_HEADER: str(SCHEMA)}
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads this one; it is for logs."""
+"""For metrics; the client is gone."""
 RETRY_AFTER = {"Retry-After": "1"}
-FEW_FIELDS = 8
-"""A body of so many at most is told which they are when it has another."""
-LARGE = 1 << 20
-LARGE_SECONDS = 60.0
-"""How long a body of more bytes than that may hold up other large ones."""
-LINGER_SECONDS = 5.0
+MAX_LISTED_FIELDS = 8
+"""An unknown field of a body with at most so many fields is reported with their names."""
+LARGE_BODY_BYTES = 1 << 20
+LARGE_BODY_TIMEOUT_S = 60.0
+"""For the rest of a large body, during which other large bodies may have to wait."""
+LINGER_S = 5.0
 LINGER_BYTES = 1 << 28
-"""How long, and how much of, a body that is too large is thrown away: cut off sooner, its sender would not read why."""
+"""How much of an oversized body is discarded: a sender that is cut off earlier would not read the reply."""
 
 
 class ClientGone(Exception):
-    """The client hung up before its answer was ready."""
+    """The client disconnected before its reply was ready."""
 
 
 class TooLarge(ValueError):
-    """The body is larger than this server takes."""
+    """The body exceeds `max_body_mb`."""
 
 
 class TooSlow(ValueError):
-    """A large body did not come in time."""
+    """A large body did not arrive in time."""
 
 
 def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -69,28 +69,48 @@ def error_body(message: str, kind: str) -> ErrorResponse:
 async def body_of(
     http: HttpRequest,
     decoder: msgspec.json.Decoder[T],
-    most: int,
+    max_bytes: int,
     large: asyncio.Semaphore,
     check: Callable[[bytearray], Awaitable[None]] | None = None,
     if_empty: bytes = b"",
 ) -> AsyncIterator[T]:
-    """The request's body, of at most that many bytes, as its type; what is wrong with it is named by its path.
+    """Read and decode a request's body of at most `max_bytes`; errors name the path of the invalid field.
 
-    Large bodies take turns until the caller has made what it needs of them: many at once would be much memory. `check`
-    raises for what shall not even be decoded.
+    Large bodies hold the semaphore until the caller has processed them, to limit memory. `check` raises for content
+    that must not be decoded.
     """
-    async with contextlib.AsyncExitStack() as turn:
-        content = await _read_at_most(http, most, lambda: turn.enter_async_context(large))
+    async with contextlib.AsyncExitStack() as permit:
+        content = await _read_body(http, max_bytes, lambda: permit.enter_async_context(large))
         if check is not None:
             await check(content)
-        yield _decoded(content or if_empty, decoder)
+        yield _decode(content or if_empty, decoder)
 
 
-def _decoded(content: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
+def exceeds_json_limits(content: bytes | bytearray, max_list: int, max_others: int) -> bool:
+    """Whether JSON has more than `max_others` strings, keys, lists and objects, or certainly a list over `max_list`.
+
+    Decoding millions of values blocks all threads for seconds; counting takes a hundredth of that and releases the
+    GIL. Values after a list, up to the next one, count as part of it, with a tolerance of `max_others`.
+    """
+    bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left delimits a string
+    strings = bare.count(b'"') // 2
+    if strings > max_others:
+        return True
+    outside = b"".join(bare.split(b'"')[::2])
+    if strings + outside.count(b"[") + outside.count(b"{") > max_others:
+        return True
+    return any(part.count(b",") > max_list + max_others for part in outside.split(b"["))
+
+
+def _decode(content: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(content)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(_problem(str(error), decoder.type)) from error
+        text = str(error).replace("Object contains unknown field", "unknown field").replace("$.", "")
+        fields = getattr(decoder.type, "__struct_fields__", ())
+        if "unknown field" in text and " - at " not in text and len(fields) <= MAX_LISTED_FIELDS:
+            text = f"{text}; the fields are: {', '.join(fields) or 'none'}"
+        raise InvalidRequest(text) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     except UnicodeDecodeError as error:
@@ -99,39 +119,30 @@ def _decoded(content: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequest("the body is nested too deeply") from error
 
 
-def _problem(error: str, kind: Any) -> str:
-    """What msgspec says of a body of that type, in our words."""
-    words = error.replace("Object contains unknown field", "this server knows no field").replace("$.", "")
-    known = getattr(kind, "__struct_fields__", ())
-    if words == error or " - at " in words or len(known) > FEW_FIELDS:
-        return words
-    return f"{words} here: there is {', '.join(known) or 'none'}"
-
-
-async def _read_at_most(http: HttpRequest, most: int, wait_turn: Callable[[], Awaitable[None]]) -> bytearray:
-    too_large = TooLarge(f"the body is larger than {most / 2**20:g} MB, the most that this server takes (max_body_mb)")
-    announced = http.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > most:
+async def _read_body(http: HttpRequest, max_bytes: int, acquire: Callable[[], Awaitable[None]]) -> bytearray:
+    too_large = TooLarge(f"the body is larger than {max_bytes / 2**20:g} MB (max_body_mb)")
+    stated = http.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > max_bytes:
         raise too_large
     content = bytearray()
     try:
         async with asyncio.timeout(None) as limit:
             async for chunk in http.stream():
-                if len(content) + len(chunk) > most:
+                if len(content) + len(chunk) > max_bytes:
                     raise too_large
-                if len(content) <= LARGE < len(content) + len(chunk):
-                    await wait_turn()
-                    limit.reschedule(asyncio.get_running_loop().time() + LARGE_SECONDS)
+                if len(content) <= LARGE_BODY_BYTES < len(content) + len(chunk):
+                    await acquire()
+                    limit.reschedule(asyncio.get_running_loop().time() + LARGE_BODY_TIMEOUT_S)
                 content += chunk
     except ClientDisconnect:
         raise ClientGone from None
     except TimeoutError:
-        raise TooSlow(f"the rest of the body did not come within {LARGE_SECONDS:g} s") from None
+        raise TooSlow(f"the rest of the body did not arrive within {LARGE_BODY_TIMEOUT_S:g} s") from None
     return content
 
 
 def answering(handler: Handler) -> Handler:
-    """Turn the errors that a handler may raise into replies."""
+    """Return a handler whose errors become replies."""
 
     async def answer(http: HttpRequest) -> Response:
         try:
@@ -143,7 +154,7 @@ def answering(handler: Handler) -> Handler:
 
 
 def error_reply(error: Exception) -> Response:
-    """The reply to an error of a known kind; any other is a bug, and is raised on."""
+    """Return the reply to an expected error; any other is raised again."""
     match error:
         case ModelNotFound():
             return reply(error_body(str(error), "not_found_error"), 404)
@@ -152,8 +163,8 @@ def error_reply(error: Exception) -> Response:
         case InvalidRequest() | WeightsError():
             return reply(error_body(str(error), "invalid_request_error"), 400)
         case Unauthorized():
-            wanted = {"WWW-Authenticate": 'Bearer realm="headrace"'}
-            return reply(error_body(str(error), "authentication_error"), 401, wanted)
+            challenge = {"WWW-Authenticate": 'Bearer realm="headrace"'}
+            return reply(error_body(str(error), "authentication_error"), 401, challenge)
         case Forbidden():
             return reply(error_body(str(error), "permission_error"), 403)
         case TooLarge():
@@ -173,7 +184,7 @@ def error_reply(error: Exception) -> Response:
 
 
 class _Lingering(Response):
-    """A reply to a body that still comes: said at once, then the rest is thrown away, then the connection ends."""
+    """A reply to a body that is still arriving: sent at once, then the rest is discarded and the connection closed."""
 
     def __init__(self, body: Any, status: int) -> None:
         super().__init__(msgspec.json.encode(body), status, {**HEADERS, "Connection": "close"}, "application/json")
@@ -181,7 +192,7 @@ class _Lingering(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        left, deadline = LINGER_BYTES, time.monotonic() + LINGER_SECONDS
+        left, deadline = LINGER_BYTES, time.monotonic() + LINGER_S
         while left > 0 and (remaining := deadline - time.monotonic()) > 0:
             try:
                 message = await asyncio.wait_for(receive(), remaining)
@@ -194,7 +205,7 @@ class _Lingering(Response):
 
 
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
-    """Unknown routes and methods."""
+    """Return the reply to an unknown route or method."""
     assert isinstance(error, HTTPException)
     text = f"{http.method} {http.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"

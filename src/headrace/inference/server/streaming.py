@@ -1,4 +1,4 @@
-"""Answers that come in parts: what several requests produce, as it comes, and server-sent events out of it."""
+"""Streamed responses: updates of several requests as they arrive, as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headrace.inference.backend import EngineError, Generation, GenerationResult
 from headrace.inference.server.replies import HEADERS, ClientGone, error_reply
 
 T = TypeVar("T")
-News = AsyncIterator[tuple[int, TokenChunk | GenerationResult]]
-"""Which of the requests it comes from, and a piece of it or, once, its result."""
+Updates = AsyncIterator[tuple[int, TokenChunk | GenerationResult]]
+"""The index of a request with a chunk of it, or at its end its result."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,14 +25,14 @@ def event(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-async def news_of(generations: Sequence[Generation]) -> News:
-    """What the requests produce, in the order it comes. Ends after the last result; raises `EngineError`."""
+async def updates_of(generations: Sequence[Generation]) -> Updates:
+    """Yield chunks and results of all requests as they arrive. Raises `EngineError`."""
     arrived: asyncio.Queue[tuple[int, TokenChunk | GenerationResult | Exception]] = asyncio.Queue()
 
     async def follow(index: int, generation: Generation) -> None:
         try:
-            async for piece in generation.chunks():
-                arrived.put_nowait((index, piece))
+            async for chunk in generation.chunks():
+                arrived.put_nowait((index, chunk))
             arrived.put_nowait((index, await generation.result()))
         except Exception as error:
             arrived.put_nowait((index, error))
@@ -41,20 +41,25 @@ async def news_of(generations: Sequence[Generation]) -> News:
     try:
         left = len(generations)
         while left:
-            index, found = await arrived.get()
-            if isinstance(found, Exception):
-                raise found
-            left -= isinstance(found, GenerationResult)
-            yield index, found
+            index, update = await arrived.get()
+            if isinstance(update, Exception):
+                raise update
+            left -= isinstance(update, GenerationResult)
+            yield index, update
     finally:
         for task in following:
             task.cancel()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work; a client that hangs up cancels it, and `ClientGone` is raised. The body must have been read."""
+    """Do the work; a disconnect cancels it and raises `ClientGone`. The body must have been read."""
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     working = asyncio.ensure_future(work)
-    hangup = asyncio.ensure_future(_hangup(receive))
+    hangup = asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -66,13 +71,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({working})
 
 
-async def _hangup(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class EventStream(Response):
-    """Events until they end, fail or the client hangs up; the requests behind them end with them."""
+    """A response of server-sent events. Its requests are cancelled when it ends, fails or the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Generation]) -> None:
         headers = {**HEADERS, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -85,7 +85,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._send(send))
         except (ClientGone, OSError):
-            pass  # nobody is there to be told
+            pass  # the client is gone
         finally:
             for generation in self._generations:
                 generation.cancel()
@@ -96,7 +96,7 @@ class EventStream(Response):
             async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
                 async for content in events:
                     await send({"type": "http.response.body", "body": content, "more_body": True})
-        except (EngineError, InvalidRequest) as error:  # vLLM judges some requests late
+        except (EngineError, InvalidRequest) as error:  # vLLM rejects some requests late
             content = b"data: " + bytes(error_reply(error).body) + b"\n\n"
             await send({"type": "http.response.body", "body": content, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, for those who ask for logprobs in OpenAI's forms."""
+"""Text and bytes of single tokens, for logprobs in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from headrace.inference.server.text import BROKEN
 from headrace.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not know; vLLM writes the same."""
+"""Replaces minus infinity, which JSON lacks; the same as vLLM's."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
-"""How vocabularies that are not byte-level write a space."""
+"""A space in vocabularies that are not byte-level."""
 
 
 def finite(logprob: float) -> float:
@@ -22,19 +22,15 @@ def finite(logprob: float) -> float:
 
 
 class Offsets:
-    """Where tokens begin in the text that they make together, one after the other.
-
-    All tokens of a character begin where it does.
-    """
+    """Character offsets of consecutive tokens in their text. All tokens of a character have its offset."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
 
     def next(self, content: bytes) -> int:
-        """Where a token of these bytes begins."""
-        begins_anew = bool(content) and content[0] & 0xC0 != 0x80
-        if begins_anew:  # what came of a character before stays broken
+        """Return the offset of a token with these bytes."""
+        if content and content[0] & 0xC0 != 0x80:  # a new character: an incomplete one before it stays broken
             self._characters += len(self._decoder.decode(b"", final=True))
         offset = self._characters
         self._characters += len(self._decoder.decode(content))
@@ -42,24 +38,24 @@ class Offsets:
 
 
 class TokenText:
-    """What each token of a vocabulary stands for. Most tokens are asked for again: all that were are remembered."""
+    """Text and bytes of a vocabulary's tokens, cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._found: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
         self._byte_of = _bytes_of_characters()
 
     def raw(self, token: int) -> bytes:
-        """Of a token that is part of a character, the bytes of that part."""
-        if token not in self._found:
-            self._found[token] = self._find(token)
-        return self._found[token]
+        """Return the bytes of a token, which may be a part of a character."""
+        if token not in self._cache:
+            self._cache[token] = self._find(token)
+        return self._cache[token]
 
     def text(self, token: int) -> str:
         return self.raw(token).decode(errors="replace")
 
     def label(self, token: int) -> str:
-        """The text, or of a token that has none by itself its bytes, as OpenAI writes them."""
+        """Return the text, or for a part of a character its bytes in OpenAI's notation."""
         content = self.raw(token)
         try:
             return content.decode()
@@ -67,7 +63,7 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def chat_logprobs(self, piece: TokenChunk) -> dict[str, Any]:
-        """The form of `/v1/chat/completions`."""
+        """Return logprobs in the format of `/v1/chat/completions`."""
         tops = piece.top_logprobs or [[]] * len(piece.token_ids)
         return {
             "content": [
@@ -79,10 +75,10 @@ class TokenText:
     def completion_logprobs(
         self, token_ids: list[int], logprobs: list[float | None], tops: list[TopLogprobs] | None, offsets: Offsets
     ) -> dict[str, Any]:
-        """The form of `/v1/completions`; `offsets` have met the tokens before these."""
+        """Return logprobs in the format of `/v1/completions`; `offsets` are those after the tokens before."""
         tables = [
-            None if known is None else {self.label(other): finite(logprob) for other, logprob in top}
-            for known, top in zip(logprobs, tops or [[]] * len(logprobs), strict=True)
+            None if logprob is None else {self.label(other): finite(value) for other, value in top}
+            for logprob, top in zip(logprobs, tops or [[]] * len(logprobs), strict=True)
         ]
         return {
             "tokens": [self.label(token) for token in token_ids],
@@ -108,7 +104,7 @@ class TokenText:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level vocabularies write a byte as its Latin-1 character where that is visible, else as one past U+00FF."""
+    """Return the bytes of a byte-level vocabulary's characters: Latin-1 if visible, else past U+00FF."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}

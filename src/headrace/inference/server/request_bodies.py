@@ -1,7 +1,7 @@
-"""What the routes that sample are asked alike: how to sample, and how to answer.
+"""Request bodies: sampling parameters that all sampling routes share, tokenization and adapters.
 
-Left out on purpose: penalties, token biases and replies of a given form. They are refused, not ignored, as everything
-is that would change the reply.
+Left out: penalties, logit biases and structured outputs. They are rejected, like every field that would change the
+reply, instead of ignored.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import msgspec
 from headrace.inference.backend import GenerationResult, InvalidRequest
 from headrace.inference.schema import PromptTokensDetails, SamplingParams, Usage
 
-MOST_CHOICES = 128
-"""Of `n`."""
-LONGEST_STOP = 1024
+MAX_CHOICES = 128
+"""Upper limit of `n`."""
+MAX_STOP_CHARS = 1024
 """Characters of a stop string."""
 Unsupported = Annotated[Any, "unsupported"]
-"""The type of fields that would change the reply: all but the default and null, which ask for nothing, is refused."""
+"""The type of fields that are not supported: any value but the default and null is rejected."""
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How to sample, as every route is asked; a null is the same as leaving the field out."""
+    """Sampling parameters of every route; null is the same as omitting the field."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -57,11 +57,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def engine_params(self, **params: Any) -> SamplingParams:
-        """What an engine is asked for, `params` before what stands here."""
+        """Return the engine's parameters; `params` override these fields."""
         refuse_unsupported(self)
-        own = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
-        given = {name: value for name, value in own.items() if value is not None}
-        return SamplingParams(**{**given, "stop": self.stops, **params})
+        fields = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(**{**fields, "stop": self.stops, **params})
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,17 +71,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenAIRequest(SamplingRequest, kw_only=True):
-    """What is understood of both of OpenAI's requests."""
+    """Fields that chat and text completions share."""
 
     model: str | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """vLLM's: the tokens of the prompt and of the reply come too."""
+    """vLLM's: return the token ids of prompt and reply."""
     cache_salt: str | None = None
 
-    # These say something about the request, or how fast it is wanted. They change no reply.
+    # Accepted and ignored, since they do not change the reply.
     user: Any = None
     store: Any = None
     metadata: Any = None
@@ -104,51 +104,83 @@ class OpenAIRequest(SamplingRequest, kw_only=True):
 
     @property
     def counts_usage(self) -> bool:
-        """Whether a stream shall end with its usage."""
+        """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, **params: Any) -> list[SamplingParams]:
-        """How to sample each of the `n` choices; each has a seed of its own."""
+        """Return the engine's parameters of each of the `n` choices, with consecutive seeds."""
         if self.stream_options is not None:
             refuse_unsupported(self.stream_options)
         count = 1 if self.n is None else self.n
-        if not 1 <= count <= MOST_CHOICES:
-            raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}, not {count}")
+        if not 1 <= count <= MAX_CHOICES:
+            raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {count}")
         first = self.engine_params(**params)
-        made = [
+        choices = [
             msgspec.structs.replace(first, seed=None if self.seed is None else self.seed + index)
             for index in range(count)
         ]
-        for each in (made[0], made[-1]):
+        for each in (choices[0], choices[-1]):
             check_sampling(each)
-        return made
+        return choices
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's format: a text, or a conversation that is rendered as for sampling."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to a text; conversations have those of their template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Unsupported = None
+    add_generation_prompt: Unsupported = True
+    continue_final_message: Unsupported = False
+    return_token_strs: Unsupported = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's format. Unloading needs no path."""
+
+    lora_name: str
+    lora_path: str | None = None
+
+
+class NoFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a call without arguments."""
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raises `InvalidRequest` for what no engine takes."""
+    """Raise `InvalidRequest` for parameters that no engine supports."""
     problem = params.problem()
     if problem is not None:
         raise InvalidRequest(problem)
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
-        raise InvalidRequest("seed must be a number of 64 bits, for each of n choices one more than for the last")
-    if any(len(stop) > LONGEST_STOP for stop in params.stop):
-        raise InvalidRequest(f"stop: a string has more than {LONGEST_STOP} characters")
+        raise InvalidRequest("seed must fit in 64 bits for each of the n choices, whose seeds are consecutive")
+    if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
+        raise InvalidRequest(f"stop: a string has more than {MAX_STOP_CHARS} characters")
 
 
 def refuse_unsupported(body: msgspec.Struct) -> None:
     for field in unsupported_in(body):
-        raise InvalidRequest(f"{field} is not supported: leave it out")
+        raise InvalidRequest(f"{field} is not supported: omit it")
 
 
 def unsupported_in(body: msgspec.Struct) -> Iterator[str]:
-    """The fields by which something is asked for that is not supported."""
+    """Return the fields with values that are not supported."""
     neutral = _neutral_values(type(body)).items()
     return (field for field, value in neutral if getattr(body, field) not in (None, value))
 
 
 @functools.cache
 def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """What each unsupported field of a request is when it asks for nothing."""
+    """Return the neutral value of each unsupported field."""
     fields = [field for field in msgspec.structs.fields(kind) if field.type == Unsupported]
     return {
         field.name: field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
@@ -157,13 +189,12 @@ def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def envelope(prefix: str, kind: str, model_name: str) -> dict[str, Any]:
-    """What comes before the choices."""
-    identity = f"{prefix}-{uuid.uuid4().hex}"
-    return {"id": identity, "object": kind, "created": int(time.time()), "model": model_name}
+    """Return the fields of a response before its choices."""
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model_name}
 
 
 def usage_of(prompt_tokens: int, results: Sequence[GenerationResult], choices: int) -> Usage:
-    """Of results in order, so many for each prompt. A prompt counts once, and so does what the cache had of it."""
+    """Return the usage of results in order, `choices` for each prompt; a prompt and its cached part count once."""
     completion = sum(len(result.token_ids) for result in results)
     cached = sum(result.cached_tokens for result in results[::choices])
     details = PromptTokensDetails(cached) if cached else None
