@@ -221,7 +221,7 @@ class ForkEnv(vf.Env[GuessEnvConfig]):
             await player.turn()
             seat, begun = EPISODE.get().by_trace[player.trace.id], list(player.trace.messages)
             for way in ("left", "right"):
-                await seat.ask([*begun, vf.UserMessage(content=way)])
+                await seat.sample([*begun, vf.UserMessage(content=way)])
         type(self).branches = player.trace.num_branches
 
 

@@ -1,4 +1,4 @@
-"""A taskset of verifiers as an environment of ours."""
+"""The environment of a verifiers taskset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from headrace.environments.adapters.verifiers import loading, toolsets
 from headrace.environments.adapters.verifiers.library import prepare, verifiers
 from headrace.environments.adapters.verifiers.outcome import POLICY, rollouts_of
-from headrace.environments.adapters.verifiers.seat import EPISODE, Doorway, Seats
+from headrace.environments.adapters.verifiers.seat import EPISODE, Interception, Seats
 from headrace.environments.arguments import BadArgument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.errors import BadInput
@@ -17,11 +17,11 @@ from headrace.rollout.types import Message, Rollout, Task
 
 
 class VerifiersTaskset(Environment):
-    """`name` is a taskset that is installed, or `package.module:Class`; `config` are the settings of its own config.
+    """A taskset by `name`, an installed one or `package.module:Class`; `config` has its settings.
 
-    `env` are the settings of its environment and agents (`{ agent = { max_turns = 4 } }`), and with `id` another
-    environment than its own; `select` says which tasks (`{ limit = 100 }`); `gold` is the best reply to a task, with
-    fields of its data in braces, for probing and demonstrations.
+    `env` has the settings of its environment and agents (`{ agent = { max_turns = 4 } }`), and with `id` an environment
+    other than its own; `select` selects tasks (`{ limit = 100 }`); `gold` is a template of the best reply to a task,
+    with fields of its data in braces, for probing and demonstrations.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class VerifiersTaskset(Environment):
         self._name = name
         self._gold = gold
         self._env = loading.load(name, config, env or {})
-        chosen = loading.checked(verifiers().SelectConfig, select or {}, {}, "select.")
-        self._taskset = self._env.taskset.select(chosen)
+        selection = loading.checked(verifiers().SelectConfig, select or {}, {}, "select.")
+        self._taskset = self._env.taskset.select(selection)
         if not self._taskset.bounded:
             fix = "Set how many tasks to use: select = { limit = 1000 }."
             raise BadArgument("the taskset is endless", key="select", value=select, fix=fix)
@@ -57,17 +57,17 @@ class VerifiersTaskset(Environment):
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         retry = verifiers("utils.retries").run_episode_with_retry
-        mine = self._task(task.key)
+        own_task = self._task(task.key)
         seats = Seats(context)
         token = EPISODE.set(seats)
         try:
-            episode = await retry(lambda: self._env.run_episode(mine, self._model), self._env.config.retries)
+            episode = await retry(lambda: self._env.run_episode(own_task, self._model), self._env.config.retries)
         finally:
             EPISODE.reset(token)
         return rollouts_of(episode, seats, self._single_agent)
 
     async def start(self) -> None:
-        """What all episodes share: toolsets of the taskset, and what the environment itself opens."""
+        """Open what all episodes share: the taskset's toolsets, and the resources of its environment."""
         env = self._env
         shared: dict[str, Any] = {}
         for toolset in env.taskset.toolsets(env.taskset.config):
@@ -76,7 +76,7 @@ class VerifiersTaskset(Environment):
             server = verifiers("mcp").SharedToolServer(address, local=True, external=True)
             if shared.setdefault(toolset.server_name, server) is not server:
                 raise BadInput(f"two toolsets are named {toolset.server_name!r}", value=f"verifiers:{self._name}")
-        env._shared_tools, env._interception = shared, Doorway()
+        env._shared_tools, env._interception = shared, Interception()
         self._open.push_async_callback(env.stop)
         await env.start()
 
@@ -85,7 +85,7 @@ class VerifiersTaskset(Environment):
 
     def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
         if self._gold is None:
-            raise NotImplementedError(f"verifiers:{self._name} has no gold replies: say what they are with args.gold")
+            raise NotImplementedError(f"verifiers:{self._name} has no gold replies: set args.gold")
         try:
             return self._gold.format_map(vars(self._task(task.key).data))
         except KeyError as error:
@@ -99,7 +99,7 @@ class VerifiersTaskset(Environment):
             self._by_key = {task.key: task for task in self._listed}
 
     def _task(self, key: str) -> Any:
-        """Tasks of verifiers have behaviour that their data does not tell, so a worker process loads them, too."""
+        """Return a task by its key. A task has methods besides its data, so a worker process loads the taskset, too."""
         self._load_tasks()
         if key not in self._by_key:
             raise EpisodeError(

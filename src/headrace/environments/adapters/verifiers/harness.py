@@ -1,4 +1,4 @@
-"""The program that plays a seat: a conversation in this process, with its tools, until a reply calls none."""
+"""The harness of an agent: a conversation with tools in this process, until a reply calls no tool."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headrace.environments.adapters.verifiers.library import verifiers
 from headrace.environments.adapters.verifiers.seat import EPISODE, Seat
 
 NAME = "headrace_in_process"
-"""Under which verifiers finds the harness. Its plugins are modules whose names have one part."""
+"""The module name under which verifiers finds the harness; it must have one part."""
 
 
 @functools.cache
 def harness() -> Any:
-    """Its config, to be given to every agent."""
+    """Return the config of the harness, for every agent."""
     vf = verifiers()
     members = {
         "__doc__": "A chat loop in this process.",
@@ -35,7 +35,7 @@ def harness() -> Any:
 
 
 def offer(name: str, *plugins: type) -> None:
-    """Have verifiers find these classes under a name."""
+    """Make verifiers find these classes under a module name."""
     module: Any = ModuleType(name)
     for plugin in plugins:
         setattr(module, plugin.__name__, plugin)
@@ -45,7 +45,7 @@ def offer(name: str, *plugins: type) -> None:
 
 async def _session(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
                    data: Any, tool_interception_url: str | None = None) -> Any:  # fmt: skip
-    """Part of the setup of a run, under its time limit: the tools are there when the first turn begins."""
+    """Open the tools in the setup of a run, under its time limit, before the first turn."""
     await EPISODE.get().by_trace[trace.id].open_tools(mcp_urls)
     base = verifiers().Harness.session
     return await base(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
@@ -53,7 +53,7 @@ async def _session(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str,
 
 async def _launch(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
                   data: Any, tool_interception_url: str | None = None) -> Any:  # fmt: skip
-    """One segment: `data` has the whole conversation so far as its prompt. Tools are gated if there is a URL for it."""
+    """Run one segment: the prompt of `data` is the conversation so far. With a URL, tool calls are gated."""
     vf = verifiers()
     system, prompt = self.resolve_prompt(data)
     messages = [vf.SystemMessage(content=system)] if system is not None else []
@@ -63,10 +63,10 @@ async def _launch(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, 
 
 
 async def _converse(seat: Seat, messages: list[Any], gated: bool) -> None:
-    while (said := await seat.ask(messages)) is not None and said.calls:
-        messages.append(said.message)
-        for call in said.calls:
-            told = await seat.run(call, gated)
-            if told is None:
+    while (reply := await seat.sample(messages)) is not None and reply.calls:
+        messages.append(reply.message)
+        for call in reply.calls:
+            result = await seat.run(call, gated)
+            if result is None:
                 return
-            messages.append(told)
+            messages.append(result)

@@ -1,4 +1,4 @@
-"""The library itself, when it is needed."""
+"""Import and set-up of the verifiers library."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from headrace.environments.adapters import library
 
 
 def verifiers(module: str = "") -> ModuleType:
-    """`verifiers.v1`, or a module of it; one line that says what to install if it is not there."""
+    """Import `verifiers.v1`, or a module of it."""
     return library(f"verifiers.v1.{module}" if module else "verifiers.v1", "verifiers")
 
 
 def prepare() -> None:
-    """Have it ready for many episodes on one event loop."""
-    verifiers("utils.version").verifiers_commit()  # asks git, once: not in the middle of the first episodes
-    logging.getLogger("verifiers").setLevel(logging.WARNING)  # else it tells of every episode
+    """Prepare the library for many episodes on one event loop."""
+    verifiers("utils.version").verifiers_commit()  # runs git once, before the first episodes
+    logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every episode
     for field in verifiers("graph").MessageNode.model_fields.values():
-        if field.default_factory is list:  # whose signature pydantic reads anew for every message: half of all costs
-            field.default_factory = _nothing
+        if field.default_factory is list:  # pydantic inspects its signature for every message: half of the cost
+            field.default_factory = _empty_list
 
 
-def _nothing() -> list[Any]:
+def _empty_list() -> list[Any]:
     return []

@@ -1,4 +1,4 @@
-"""What an episode of verifiers came to, as our rollouts: one for each trace, with the turns that its seat has."""
+"""Conversion of a verifiers episode to rollouts: one for each trace, with the turns of its seat."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headrace.environments.base import EpisodeError
 from headrace.rollout.types import Rollout, RolloutError
 
 POLICY = "policy"
-"""What a rollout's agent is called where there is only one."""
+"""The agent of a rollout in an environment with one agent."""
 ENDED = ("agent_completed", "user_closed")
-"""Stop conditions of a run that nothing stopped."""
+"""Stop conditions of a run that ended by itself."""
 FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
 def rollouts_of(episode: Any, seats: Seats, single_agent: bool) -> list[Rollout]:
-    """An error of the episode costs all of it; one of a trace costs that trace, if there are others."""
+    """Return the rollouts. An error of the episode fails all; one of a trace only that trace, if there are others."""
     if seats.failure is not None and not episode.ok:
         raise seats.failure
     if episode.errors:
@@ -32,10 +32,13 @@ def rollouts_of(episode: Any, seats: Seats, single_agent: bool) -> list[Rollout]
 
 
 def _rollout(trace: Any, seat: Seat | None, agent: str) -> Rollout:
-    """A run that never got as far as its seat has failed before."""
+    """Return the rollout of a trace. A run that failed in its setup has no seat."""
     metrics: dict[str, float] = {}
     if seat is not None and seat.tools is not None:
         metrics = {"tool_calls": seat.tool_calls, "tool_errors": seat.tool_errors}
+    stop_reason = "truncated" if trace.is_truncated else ""
+    if trace.stop_condition not in ENDED:
+        stop_reason = str(trace.stop_condition or "")
     rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     return Rollout(
         agent=agent,
@@ -45,27 +48,21 @@ def _rollout(trace: Any, seat: Seat | None, agent: str) -> Rollout:
         messages=[seat.wire(message) for message in trace.messages] if seat is not None else [],
         turns=seat.turns if seat is not None else [],
         truncated=trace.is_truncated or trace.stop_condition in (CONTEXT_FULL, "agent_timeout"),
-        stop_reason=_stop_reason(trace),
+        stop_reason=stop_reason,
         error=_trace_error(trace),
     )
-
-
-def _stop_reason(trace: Any) -> str:
-    if trace.stop_condition not in ENDED:
-        return str(trace.stop_condition or "")
-    return "truncated" if trace.is_truncated else ""
 
 
 def _trace_error(trace: Any) -> RolloutError | None:
     if not trace.ok:
         return RolloutError(_reason(trace.errors[-1]), trace.errors[-1].message)
-    if trace.is_timeout and trace.stop_condition != "agent_timeout":  # it was not set up, or not scored
-        return RolloutError(trace.stop_condition, f"a time limit of the taskset was over: {trace.stop_condition}")
+    if trace.is_timeout and trace.stop_condition != "agent_timeout":  # in its setup or its scoring
+        return RolloutError(trace.stop_condition, f"a time limit of the taskset has expired: {trace.stop_condition}")
     return None
 
 
 def _episode_error(error: Any) -> EpisodeError:
-    """Told with the traceback of what was raised first, and where that was."""
+    """Return the error with the traceback and the place of the first exception."""
     cause = (error.traceback or "").partition("\nThe above exception")[0]
     frames = FRAME.findall(cause)
     place = "{} {}:{}".format(error.type, *frames[-1]) if frames else ""
@@ -73,5 +70,5 @@ def _episode_error(error: Any) -> EpisodeError:
 
 
 def _reason(error: Any) -> str:
-    """`TaskError` as `task_error`; what is no error of verifiers' own as it is."""
+    """Return the type of an error in snake case: `task_error`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", error.type).lower()

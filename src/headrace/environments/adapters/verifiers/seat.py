@@ -1,9 +1,9 @@
-"""One agent's run of a task: its way to the model, with the hooks of its task around every call, and its tools.
+"""One agent's run of a task: model calls with the hooks of the task around them, and tools.
 
 Where verifiers has an HTTP server between an agent's program and the model, a call here is a function call: limits and
-stops are asked before it, interceptors may rewrite what goes in and what comes out, and the trace records it. The words
-go to the trace; the tokens stay in our own turns, one for each message that was sampled, whatever becomes of the
-conversation afterwards: branches that share a message do not train it twice.
+stops are checked before it, interceptors may rewrite request and response, and the trace records it. The trace has the
+texts; the tokens are in our own turns, one for each sampled message, whatever becomes of the conversation afterwards:
+branches that share a message do not train it twice.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from headrace.environments.tools import is_plain
 from headrace.rollout.types import Message, Turn
 
 CONTEXT_FULL = "context_full"
-"""The stop condition of a run that has no room left within `seq_len`."""
+"""The stop condition of a run whose conversation has reached `seq_len`."""
 
 
-class Said(NamedTuple):
+class SampledMessage(NamedTuple):
     """A message of the model, and its attempts to call tools."""
 
     message: Any
@@ -33,22 +33,22 @@ class Said(NamedTuple):
 
 
 class Seats:
-    """Those of one episode. Whatever runs in it finds them in `EPISODE`."""
+    """The seats of one episode; its code finds them in `EPISODE`."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.by_trace: dict[str, Seat] = {}
         self.failure: Exception | None = None
-        """Why the model gave no answer, if it ever did not: verifiers keeps the words of exceptions alone."""
+        """The first failure of a model call: verifiers keeps only the text of exceptions."""
         self.sampled: dict[str, Message] = {}
-        """Messages of all agents as they were sampled, by the hash that verifiers has of them."""
+        """Messages of all agents as they were sampled, by their verifiers hash."""
 
 
-EPISODE: ContextVar[Seats] = ContextVar("the seats of the episode that runs")
+EPISODE: ContextVar[Seats] = ContextVar("the seats of the current episode")
 
 
-class Doorway:
-    """What verifiers calls an interception: it is asked for a way to the model at the start of every run."""
+class Interception:
+    """What verifiers calls an interception: it provides the access to the model at the start of every run."""
 
     @asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[tuple[str, str, str]]:
@@ -59,7 +59,7 @@ class Doorway:
 
 
 class Seat:
-    """`session` is verifiers' own: the trace, the limits, and the hooks of the task. `stack` ends with the run."""
+    """One agent of an episode. `session` has the trace, limits and hooks of the task; `stack` ends with the run."""
 
     def __init__(self, episode: Seats, session: Any, stack: AsyncExitStack) -> None:
         self.turns: list[Turn] = []
@@ -70,23 +70,25 @@ class Seat:
         self._trace = session.trace
         self._stack = stack
         self._sampled: dict[str, Message] = {}
-        """As the episode's, for this agent: two may say the same in different tokens."""
+        """The same for this agent: two agents may write the same text in different tokens."""
 
     async def open_tools(self, addresses: Mapping[str, str]) -> None:
         if addresses:
             self.tools = await Tools.open(addresses, self._trace, self._stack)
 
-    async def ask(self, messages: Sequence[Any]) -> Said | None:
-        """The model's next message; None once the run is over."""
+    async def sample(self, messages: Sequence[Any]) -> SampledMessage | None:
+        """Return the model's next message; None once the run is over."""
         pending = await self._request(messages)
         if pending is None:
             return None
         if self._session.on_turn_input is not None:
-            heard, self._session.on_turn_input = self._session.on_turn_input, None
-            heard()
+            callback, self._session.on_turn_input = self._session.on_turn_input, None
+            callback()
         started = time.time()
         try:
-            reply = await self._sample(pending.prompt)
+            wire = [self.wire(message) for message in pending.prompt]
+            schemas = self.tools.schemas if self.tools is not None else ()
+            reply = await self._episode.context.chat(wire, schemas, self._session.ctx.sampling.max_tokens)
         except Exception as error:
             self._record(started, error=error)
             if isinstance(error, PromptTooLong) and self._trace.num_turns:
@@ -97,7 +99,7 @@ class Seat:
         return await self._answer(pending, reply, started)
 
     async def run(self, call: ToolCall, gated: bool) -> Any | None:
-        """What the model is told about its call; None if that ended the run."""
+        """Run a tool call and return its result as a message; None if that ended the run."""
         if gated and not call.error:
             verdict = await self._session.decide_tool(call.id, call.name, call.arguments)
             if verdict["action"] == "stop":
@@ -116,24 +118,22 @@ class Seat:
         return _tool_message(tool_call_id=call.id, content=content, name=name)
 
     def wire(self, message: Any) -> Message:
-        """A message as we write it; one that was sampled as it was then, so that it keeps its tokens."""
+        """Return a message in our format; a sampled one exactly as it was sampled, so that it keeps its tokens."""
         if message.role != "assistant":
             written: Message = verifiers("dialects.chat").message_to_wire(message)
             return written
         name = verifiers("graph").message_hash(message)
-        return self._sampled.get(name) or self._episode.sampled.get(name) or _as_said(message)
-
-    # -- one call to the model ------------------------------------------------------------------------------------
+        return self._sampled.get(name) or self._episode.sampled.get(name) or _with_parsed_arguments(message)
 
     async def _request(self, messages: Sequence[Any]) -> Any | None:
-        """What is asked, in verifiers' graph of messages; None if a limit or a stop of the task refuses it."""
+        """Return the prepared turn in the graph of messages; None if a limit or a stop of the task refuses it."""
         vf, session = verifiers(), self._session
         async with verifiers("errors").boundary(vf.TaskError, "a hook before the model's turn"):
             if session.stopped or await session.refused() is not None:
                 return None
             declared = self.tools.declared if self.tools is not None else None
-            asked = vf.Request(messages=list(messages), tools=declared)
-            request, rewrites, stopped = await session.rewrite_request(asked)
+            original = vf.Request(messages=list(messages), tools=declared)
+            request, rewrites, stopped = await session.rewrite_request(original)
         self._trace.request_rewrites.extend(rewrites)
         pending = verifiers("graph").prepare_turn(self._trace, request.messages, request.tools)
         if stopped is None:
@@ -142,13 +142,8 @@ class Seat:
         self._trace.stop(stopped)
         return None
 
-    async def _sample(self, messages: Sequence[Any]) -> Reply:
-        asked = [self.wire(message) for message in messages]
-        schemas = self.tools.schemas if self.tools is not None else ()
-        return await self._episode.context.chat(asked, schemas, self._session.ctx.sampling.max_tokens)
-
-    async def _answer(self, pending: Any, reply: Reply, started: float) -> Said | None:
-        """Past the hooks of the task and into the trace; None if that ended the run."""
+    async def _answer(self, pending: Any, reply: Reply, started: float) -> SampledMessage | None:
+        """Apply the hooks of the task to a reply and record it in the trace; None if that ended the run."""
         session, trace = self._session, self._trace
         response, rewrites, stopped = _response(reply, session.ctx.model), [], None
         if session.response_interceptors or session.response_stops:
@@ -156,7 +151,7 @@ class Seat:
         if session.stopped:
             return None
         node = pending.commit(response)
-        if not rewrites:  # else the words are the task's, and nobody sampled them
+        if not rewrites:  # a rewritten text was not sampled
             name = verifiers("graph").message_hash(response.message)
             self._sampled[name] = self._episode.sampled[name] = reply.message
             self.turns.append(reply.turn)
@@ -168,7 +163,7 @@ class Seat:
         if stopped is not None:
             trace.stop(stopped)
             return None
-        return Said(response.message, () if rewrites else reply.tool_calls)
+        return SampledMessage(response.message, () if rewrites else reply.tool_calls)
 
     def _record(
         self, started: float, node: int | None = None, response: Any = None, error: Exception | None = None
@@ -209,8 +204,8 @@ def _response(reply: Reply, model: str) -> Any:
     )
 
 
-def _as_said(message: Any) -> Message:
-    """An assistant's message that a prompt brings along, with the arguments of its calls as our renderers take them."""
+def _with_parsed_arguments(message: Any) -> Message:
+    """Return an assistant message of a prompt, with the arguments of its calls parsed, as our renderers expect."""
     written: Message = verifiers("dialects.chat").message_to_wire(message)
     for call in written.get("tool_calls", ()):
         function = call.get("function", {})
@@ -225,11 +220,11 @@ def _as_said(message: Any) -> Message:
 
 
 def _tool_message(**fields: Any) -> Any:
-    """Within the bounds that verifiers has for what a tool says."""
+    """Return a tool message within the length limits of verifiers."""
     bounded = verifiers("harnesses.utils.compaction").bound_tool_message(fields)
     return verifiers().ToolMessage.model_validate(bounded)
 
 
 def _printable(text: Any) -> str:
-    """verifiers hashes what is said, and cannot hash what is no valid Unicode."""
+    """Return valid Unicode: verifiers hashes messages and cannot hash lone surrogates."""
     return str(text or "").encode(errors="replace").decode()

@@ -1,8 +1,8 @@
-"""Toolsets of verifiers, called where they are instead of over MCP between processes.
+"""Toolsets of verifiers, called in this process instead of over MCP between processes.
 
-verifiers starts a server for each toolset, unless its config has the URL of one that runs. Here it gets an `Address`,
-which is the toolset itself. Its setup, its tools and what it shares with the task (`self.state`) work as they do behind
-a server: a call sees the state as it is, and puts it back whole if it ends well.
+verifiers starts a server for each toolset, unless its config has the URL of a running one. Here the config gets an
+`Address`, which refers to the toolset itself. Its setup, its tools and the state that it shares with the task
+(`self.state`) work as behind a server: a call sees the current state, and replaces it if the call succeeds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from headrace.environments.adapters import library
 from headrace.environments.adapters.verifiers.library import verifiers
 from headrace.environments.tools import is_plain
 
-_CALLER: ContextVar[Any] = ContextVar("the trace on whose behalf a tool is called")
+_CALLER: ContextVar[Any] = ContextVar("the trace that calls a tool")
 
 
 class Address(str):
-    """Where a toolset is, in place of a URL."""
+    """A reference to a toolset, in place of a URL."""
 
     toolset: Any
     server: Any = None
-    """One that serves all episodes; else each has its own."""
+    """A server for all episodes; unset, each episode has its own."""
 
 
 def bring_here(toolset: Any) -> Any:
-    """The toolset, with its address in its config."""
+    """Put the address of a toolset in its config, and return the toolset."""
     address = Address(f"here:{toolset.server_name}")
     address.toolset = toolset
     toolset.config = toolset.config.model_copy(update={"url": address})
@@ -41,7 +41,7 @@ def bring_here(toolset: Any) -> Any:
 
 
 async def serve(toolset: Any, stack: AsyncExitStack, task: Any = None) -> Any:
-    """The MCP server of a toolset that has been set up, for a task or for all of them; no socket, no process."""
+    """Set up a toolset, for a task or for all, and return its MCP server, without socket or process."""
     await stack.enter_async_context(toolset._exit_stack)
     await toolset.setup()
     if task is not None:
@@ -54,20 +54,20 @@ async def serve(toolset: Any, stack: AsyncExitStack, task: Any = None) -> Any:
 
 
 class Tools:
-    """What one agent can call. `schemas` are for the model, `declared` for the trace."""
+    """The tools of one agent. `schemas` are for the model, `declared` for the trace."""
 
     def __init__(self, trace: Any) -> None:
         self.schemas: list[dict[str, Any]] = []
         self.declared: list[Any] = []
         self._trace = trace
-        self._places: dict[str, tuple[Any, str]] = {}
+        self._servers: dict[str, tuple[Any, str]] = {}
 
     @classmethod
     async def open(cls, addresses: Mapping[str, str], trace: Any, stack: AsyncExitStack) -> Tools:
         vf = verifiers()
         tools = cls(trace)
         for name, address in addresses.items():
-            assert isinstance(address, Address), f"{address} is not in this process: loading refuses that"
+            assert isinstance(address, Address), f"{address} is not in this process"
             async with verifiers("errors").boundary(vf.ToolsetError, f"toolset {name or address}"):
                 server = address.server or await serve(address.toolset, stack, trace.task.data)
                 with _called_by(trace):
@@ -75,11 +75,11 @@ class Tools:
         return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
-        """What the model is told, a text or parts, and whether the call succeeded. All that a tool raises is told."""
-        if name not in self._places:
+        """Return the result of a call, a text or parts, and whether it succeeded. Exceptions become results."""
+        if name not in self._servers:
             named = repr(name) if is_plain(name) else "of that name"
-            return f"error: there is no tool {named}; there is {', '.join(self._places)}", False
-        server, tool = self._places[name]
+            return f"error: there is no tool {named}; there is {', '.join(self._servers)}", False
+        server, tool = self._servers[name]
         with _called_by(self._trace):
             try:
                 result = await server.call_tool(tool, arguments)
@@ -91,9 +91,9 @@ class Tools:
     async def _list(self, prefix: str, server: Any) -> None:
         for tool in await server.list_tools():
             name = f"{prefix}_{tool.name}" if prefix else tool.name
-            if name in self._places:
+            if name in self._servers:
                 raise ValueError(f"two tools have the name {name}: a model could not tell them apart")
-            self._places[name] = (server, tool.name)
+            self._servers[name] = (server, tool.name)
             function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
             self.schemas.append({"type": "function", "function": function})
             self.declared.append(verifiers().Tool(**function))
@@ -109,7 +109,7 @@ def _called_by(trace: Any) -> Iterator[None]:
 
 
 async def _pull_state(toolset: Any) -> Any:
-    """A copy: the classes of a toolset's state and of its task's may differ, and a call that fails changes nothing."""
+    """Return a copy of the state in the toolset's class; a call that fails does not change the state."""
     return toolset._state_adapter.validate_json(_CALLER.get().state.model_dump_json())
 
 
@@ -122,7 +122,7 @@ async def _push_state(toolset: Any, before: bytes) -> None:
 
 def _server(toolset: Any, tools: list[Any]) -> Any:
     root, silence = logging.getLogger(), logging.NullHandler()
-    root.addHandler(silence)  # a server sets up logging for the whole process where nobody has
+    root.addHandler(silence)  # else a server configures the logging of the whole process
     try:
         name = toolset.server_name or type(toolset).__name__
         return library("mcp.server.mcpserver", "verifiers").MCPServer(name, tools=tools)
@@ -134,17 +134,17 @@ _described: WeakKeyDictionary[Callable[..., Any], Any] = WeakKeyDictionary()
 
 
 def _tools(toolset: Any) -> list[Any]:
-    """Its tools for a server. To describe one takes milliseconds, so all toolsets of a class share that."""
+    """Return the tools of a toolset. Describing one takes milliseconds, so toolsets of a class share descriptions."""
     tool = library("mcp.server.mcpserver.tools", "verifiers").Tool
     tools = []
     for function in verifiers("utils.decorators").discover_decorated(toolset, "tool"):
         wrapped = toolset._with_state(function)
-        known = _described.get(function.__func__)
-        if known is None:
+        described = _described.get(function.__func__)
+        if described is None:
             name = getattr(function, "tool_name", None) or function.__name__
-            known = tool.from_function(wrapped, name=name, description=(function.__doc__ or "").strip() or None)
-            _described[function.__func__] = known.model_copy(update={"fn": None})  # it would keep the toolset
-        tools.append(known.model_copy(update={"fn": wrapped}))
+            described = tool.from_function(wrapped, name=name, description=(function.__doc__ or "").strip() or None)
+            _described[function.__func__] = described.model_copy(update={"fn": None})  # it would keep the toolset alive
+        tools.append(described.model_copy(update={"fn": wrapped}))
     return tools
 
 
