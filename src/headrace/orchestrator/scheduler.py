@@ -101,9 +101,8 @@ class Scheduler:
         """
         if self.free_slots <= 0:
             return None
-        if self._eval_queue and (may_begin or self._eval_queue[0].dispatched):
-            return self._next_eval_episode()
-        if self._starting is None:
+        evaluates = bool(self._eval_queue) and (may_begin or self._eval_queue[0].dispatched > 0)
+        if not evaluates and self._starting is None:
             counted = self.open_episodes if self._whole_groups else self._missing
             if counted >= wanted or not may_begin or self._eval_queue:
                 return None
@@ -113,28 +112,25 @@ class Scheduler:
                 self._ordered.append(self._starting)
             self.open_episodes += group.size
             self._missing += group.size
-        open_group = self._starting
-        if not self._has_room_for(open_group) or not (may_begin or open_group.dispatched):
-            return None
-        episode = self._dispatch(open_group)
-        if open_group.dispatched == open_group.group.size:
-            self._starting = None
-        return episode
-
-    def _next_eval_episode(self) -> Episode | None:
-        open_group = self._eval_queue[0]
-        if not self._has_room_for(open_group):
-            return None
-        self.queued_evals -= 1
-        episode = self._dispatch(open_group)
-        if open_group.dispatched == open_group.group.size:
-            self._eval_queue.popleft()
-        return episode
-
-    def _has_room_for(self, open_group: _OpenGroup) -> bool:
-        """Return whether an episode of the group fits. A group that starts together needs slots for all episodes."""
+        open_group = self._eval_queue[0] if evaluates else self._starting
+        assert open_group is not None
         group = open_group.group
-        return not group.together or open_group.dispatched > 0 or self.free_slots >= group.size
+        if not (may_begin or open_group.dispatched):
+            return None
+        if group.together and not open_group.dispatched and self.free_slots < group.size:
+            return None  # its episodes start together
+        episode = Episode(self._next_id, open_group.kind, group, open_group.dispatched)
+        self._next_id += 1
+        open_group.dispatched += 1
+        self._inflight[episode.id] = episode
+        self.inflight[episode.kind] += 1
+        self.queued_evals -= evaluates
+        if open_group.dispatched == group.size:
+            if evaluates:
+                self._eval_queue.popleft()
+            else:
+                self._starting = None
+        return episode
 
     def arrive(self, episode: Episode, rollouts: Iterable[Rollout]) -> list[CompleteGroup]:
         """Record the end of an episode; return the groups that are complete now."""
@@ -179,14 +175,6 @@ class Scheduler:
         ids = {open_group.group.id for open_group in matching}
         inflight = [episode for episode in self._inflight.values() if episode.group.id in ids]
         return inflight, finished
-
-    def _dispatch(self, open_group: _OpenGroup) -> Episode:
-        episode = Episode(self._next_id, open_group.kind, open_group.group, open_group.dispatched)
-        self._next_id += 1
-        open_group.dispatched += 1
-        self._inflight[episode.id] = episode
-        self.inflight[episode.kind] += 1
-        return episode
 
     def _close(self, open_group: _OpenGroup) -> CompleteGroup:
         del self._groups[open_group.group.id]
