@@ -1,4 +1,4 @@
-"""Stands in for a GPU's driver where there is none: "memory of the GPU" is a file that every process can map.
+"""A stand-in for the CUDA driver: "memory of the GPU" is a file that every process can map.
 
 What it is for is who may read, write and free such memory, and when: that is the same between processes on a CPU.
 Everything above the driver is the real thing.

@@ -169,7 +169,7 @@ class LendingEngine(Engine):
 
     def restore_cache(self) -> None:
         if self.is_short:
-            raise OutOfDeviceMemory("1.0 GiB were asked for")
+            raise OutOfDeviceMemory("1.0 GiB are needed")
         self.lent = False
 
     def step(self) -> None:
@@ -225,7 +225,7 @@ def test_a_cache_that_cannot_be_restored_is_retried_and_logged(
     trainer.release()
     with caplog.at_level(logging.INFO):
         request = lending.submit([5], SamplingParams(max_tokens=1))
-        until(lambda: "1.0 GiB were asked for" in caplog.text, "nothing is logged")
+        until(lambda: "1.0 GiB are needed" in caplog.text, "nothing is logged")
         take(trainer)  # it may acquire the lock again meanwhile
         trainer.release()
         lending.engine.is_short = False

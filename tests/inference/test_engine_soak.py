@@ -78,7 +78,7 @@ BAD: list[tuple[str, str, Any]] = [
 
 
 class Overloaded(Exception):
-    """The server asked to come again later."""
+    """The server refused the request because its queue is full."""
 
 
 class Kept(NamedTuple):
@@ -146,7 +146,7 @@ class Soak:
                 async for event in events:
                     yield json.loads(event)
         except NotAStream as error:
-            if error.answer.status != 429:
+            if error.response.status != 429:
                 raise
             raise Overloaded from error
 

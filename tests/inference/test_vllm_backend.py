@@ -64,7 +64,7 @@ async def test_requests_updates_and_refusals(tmp_path: Path, old: str) -> None:
 
         for path, wrong, message in [
             (tmp_path / "nowhere", version, "has no COMPLETE"),
-            (tmp_path / "weights" / "v-3-7", Version(3, 8), "holds version 3-7"),
+            (tmp_path / "weights" / "v-3-7", Version(3, 8), "3-7"),
         ]:
             with pytest.raises(WeightsError, match=message):
                 await backend.update_weights(path, wrong)
