@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import headrace.runfile  # noqa: F401 (registers the losses)
 from headrace.config.trainer import TrainerConfig
 from headrace.rollout.batch import read_batch
 from headrace.rollout.packing import pack, pack_for_worker

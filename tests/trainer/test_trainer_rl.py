@@ -198,14 +198,14 @@ def test_updates_that_are_all_skipped_end_the_run_which_is_resumed_from_before_t
     config = settings(run, tiny_model, max_steps=3, interval=1).model_copy(update={"max_skipped_updates": 2})
     ship(run, 1)
     ship_broken(run, 2, 3)
-    seen = "gradients of steps 2 to 3 were not finite.* norms were nan, the losses nan; at step 1.* optim.lr.* step 1,"
+    seen = "gradients of steps 2 to 3 were not finite.* norms were nan, the losses nan; at step 1.* optim.lr.* step 1"
     with pytest.raises(Failure, match=seen):
         rl.train(config, stopped=threading.Event(), status=status)
     assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000001"]
     assert run.batches.steps()[-2:] == [2, 3]
 
 
-def test_a_loss_that_is_0_whatever_the_advantages_is_told(run: RunDir, tiny_model: Path, status: Status):
+def test_a_loss_that_is_0_whatever_the_advantages_is_reported(run: RunDir, tiny_model: Path, status: Status):
     own = CustomLossConfig(import_path="tests.trainer.custom_losses:leaves_out_everything")
     ship(run, 1)
     config = settings(run, tiny_model, max_steps=1)
@@ -219,8 +219,8 @@ def test_a_gradient_of_0_of_samples_without_advantages_is_right(status: Status):
     samples = random_samples(1, 2)
     for sample in samples:
         sample.set_stream("advantages", [0.0] * len(sample))
-    rl.tell_zero_gradient(1, 0.0, samples, DefaultLossConfig(), status)
-    rl.tell_zero_gradient(1, 0.5, random_samples(1, 2), DefaultLossConfig(), status)
+    rl.notify_zero_gradient(1, 0.0, samples, DefaultLossConfig(), status)
+    rl.notify_zero_gradient(1, 0.5, random_samples(1, 2), DefaultLossConfig(), status)
     assert not status.current.notices
 
 

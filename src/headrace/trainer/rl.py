@@ -11,15 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
+from headrace.config.loss import LossConfig
 from headrace.config.trainer import TrainerConfig
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
+from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
 from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import Loss, ce_loss, ref_kl_loss
@@ -155,7 +158,8 @@ class RlTrainer:
                 return None
             self.watch.lap("time/forward_backward")
             if step == self.first_step:
-                self._check_gradient(step, result.grad_norm, batch)
+                samples = [entry.sample for entry in batch.samples]
+                notify_zero_gradient(step, result.grad_norm, samples, self.config.loss, self.status)
             if self.config.probe_tokens:  # before the weights are published: the probe must exist when they are loaded
                 write_probe(
                     self.run_dir.probes,
@@ -172,16 +176,6 @@ class RlTrainer:
                 self.publisher.retire(self.config.keep_weights)
                 self.watch.lap("time/publish")
         return result
-
-    def _check_gradient(self, step: int, grad_norm: float, batch: Batch) -> None:
-        """Notify if the gradient is 0 although samples have advantages: the loss may be a constant."""
-        advantages = [stream for e in batch.samples if (stream := e.sample.streams.get("advantages")) is not None]
-        if grad_norm != 0 or not any(values.any() for values in advantages):
-            return
-        self.status.notify(
-            f"the gradient of step {step} is 0 although its samples have advantages: nothing was learned. Check that "
-            f"the loss {self.config.loss.label!r} depends on the logprobs and does not mask every token"
-        )
 
     def _export_tokens(self, step: int, batch: Batch, result: StepResult) -> None:
         if result.trace is None:
@@ -227,3 +221,15 @@ def losses(config: TrainerConfig) -> dict[str, Loss]:
         "ce": ce_loss,
         "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump()),
     }
+
+
+def notify_zero_gradient(
+    step: int, grad_norm: float, samples: Sequence[Sample], loss: LossConfig, status: Status
+) -> None:
+    """Notify if the gradient is 0 although samples have advantages: the loss may be a constant."""
+    advantages = [sample.streams["advantages"] for sample in samples if "advantages" in sample.streams]
+    if grad_norm == 0 and any(values.any() for values in advantages):
+        status.notify(
+            f"the gradient of step {step} is 0 although its samples have advantages: nothing was learned. Check that "
+            f"the loss {loss.label!r} depends on the logprobs and does not mask every token"
+        )
