@@ -24,9 +24,10 @@ def blocks(language: str = "") -> list[str]:
     return [text for found, text in fenced if found == language]
 
 
+RUN_FILES = (REPOSITORY / "docs" / "how-to" / "run-files.md").read_text()
 COMMANDS = [
     line.removeprefix("$ ").split("#")[0].split()[1:]
-    for block in blocks()
+    for block in [*blocks(), *re.findall(r"^```\n(.*?)^```$", RUN_FILES, re.DOTALL | re.MULTILINE)]
     for line in block.splitlines()
     if line.removeprefix("$ ").startswith("headrace ")
 ]
@@ -45,7 +46,7 @@ def test_the_commands_of_the_table_exist():
 
 
 def test_the_dry_run_prints_a_run_file_that_loads(capfd: pytest.CaptureFixture[str]):
-    (command,) = [command for command in COMMANDS if command[0] == "rl" and "--dry-run" in command]
+    command = next(command for command in COMMANDS if command[0] == "rl" and "--dry-run" in command)
     subprocess.run([sys.executable, "-m", "headrace", *command], cwd=REPOSITORY, check=True)
     tree = tomllib.loads(capfd.readouterr().out)
     assert tree["trainer"]["optim"]["lr"] == 1e-4
@@ -97,6 +98,21 @@ def test_make_demo_is_the_command_that_users_run():
     assert "headrace rl examples/reverse-text/rl.toml" in shown
 
 
-def test_every_link_leads_to_a_file():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (REPOSITORY / target).is_file(), target
+PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "examples").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_every_link_leads_to_a_file(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path = target.partition("#")[0]
+        assert not path or "://" in path or (page.parent / path).exists(), target
+
+
+def test_the_index_lists_every_page():
+    index = REPOSITORY / "docs" / "index.md"
+    listed = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)]+)\)", index.read_text())}
+    assert {page for page in index.parent.rglob("*.md") if page != index} <= listed
+
+
+def test_the_readme_fits_ten_minutes():
+    assert len(README.splitlines()) <= 200
