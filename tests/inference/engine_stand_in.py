@@ -1,4 +1,4 @@
-"""An engine on a real socket that answers what it is told to: for what goes wrong between a client and its engines."""
+"""An engine on a real socket with configurable responses, for failures between a client and its engines."""
 
 from __future__ import annotations
 

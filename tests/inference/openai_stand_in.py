@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's chat completions, on a real socket, and says what it is told to."""
+"""A server with OpenAI's chat API on a real socket, with configurable responses."""
 
 from __future__ import annotations
 

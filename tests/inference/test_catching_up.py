@@ -134,7 +134,7 @@ def serve(
     return announced
 
 
-def test_a_server_whose_engine_dies_on_the_way_to_the_weights_asks_to_be_started_again(
+def test_a_server_whose_engine_dies_while_loading_weights_exits_for_a_restart(
     make_model: MakeModel, run: RunDir, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit) as left:

@@ -187,7 +187,7 @@ async def test_with_tools_the_content_waits_for_the_calls(chat: Chat) -> None:
     assert (made["index"], made["function"]) == (0, {"name": "add", "arguments": '{"a":1}'})
 
 
-def test_a_call_that_nobody_may_make_is_not_offered(chat: Chat) -> None:
+def test_tools_are_not_shown_with_tool_choice_none(chat: Chat) -> None:
     assert "add" not in chat.tokenizer.decode(
         chat.prompt(ask(tools=[ADD], messages=[ASK[0] | {"content": "x"}], tool_choice="none"))
     )
@@ -208,7 +208,7 @@ def test_a_stop_string_that_ended_the_thinking_is_cut_from_it(chat: Chat) -> Non
         ('{"name": {"not": "a name"}, "arguments": [1]}', "{'not': 'a name'}", "[1]"),
     ],
 )
-def test_calls_that_are_odd_but_json_are_told(chat: Chat, written: str, name: str, arguments: str) -> None:
+def test_odd_but_valid_json_calls_are_returned(chat: Chat, written: str, name: str, arguments: str) -> None:
     choice = reply_to(chat, ask(tools=[ADD]), f"<tool_call>\n{written}\n</tool_call><|im_end|>")
     [call] = msgspec.json.decode(msgspec.json.encode(choice))["message"]["tool_calls"]
     assert call["function"] == {"name": name, "arguments": arguments}
@@ -220,7 +220,7 @@ def test_a_reply_that_no_parser_can_read_is_text(chat: Chat) -> None:
     assert deep in choice["message"]["content"] and "<|im_end|>" not in choice["message"]["content"]
 
 
-async def test_what_the_cache_had_is_told_of_the_first_choice_whichever_ends_first(chat: Chat) -> None:
+async def test_cached_tokens_are_those_of_the_first_choice(chat: Chat) -> None:
     async def news() -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
         yield 1, GenerationResult([70], [0.0], [], "length", None, cached_tokens=4)
         yield 0, GenerationResult([70], [0.0], [], "length", None, cached_tokens=3)

@@ -86,7 +86,7 @@ async def test_the_text_is_that_of_the_tokens_without_control_tokens(url: str, t
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_sixteen_tokens_come_unless_told_otherwise(url: str) -> None:
+async def test_sixteen_tokens_are_the_default(url: str) -> None:
     answer = await complete(url, prompt="a", ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 16
 

@@ -42,7 +42,7 @@ async def client_of(engines: Any, **options: Any) -> AsyncIterator[EngineClient]
 
 
 def note_requests(client: EngineClient) -> list[str]:
-    """Whom the client asks from now on for anything but how they are."""
+    """Record the URLs of all requests from now on but health checks."""
     asked: list[str] = []
     request = client._request
 
@@ -55,7 +55,7 @@ def note_requests(client: EngineClient) -> list[str]:
     return asked
 
 
-async def test_of_two_servers_on_one_port_the_second_says_so(
+async def test_the_second_server_on_a_port_cannot_listen(
     model_directory: Path, make_model: Callable[[int], Any]
 ) -> None:
     early = bind("127.0.0.1", 0)
@@ -232,7 +232,7 @@ async def test_a_refusal_carries_the_servers_words_and_is_not_retried(serve: Ser
             await client.generate([], ONE)
 
 
-async def test_a_request_that_failed_in_the_engine_is_told_apart(
+async def test_a_failure_in_the_engine_has_its_own_error(
     serve: Serve, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
 ) -> None:
     broken = make_model(1)
@@ -253,7 +253,7 @@ def test_one_string_is_not_a_list_of_urls() -> None:
         EngineClient("http://127.0.0.1:1")
 
 
-async def test_nobody_is_ready_before_as_many_engines_answer_as_are_expected(serve: Serve, tmp_path: Path) -> None:
+async def test_wait_ready_waits_for_the_expected_number_of_engines(serve: Serve, tmp_path: Path) -> None:
     async with serve() as first, serve() as second, client_of(tmp_path) as client:
         write_endpoint(tmp_path / "inference.json", Endpoint(first, pid=1))
         assert len(await client.wait_ready(5.0)) == 1

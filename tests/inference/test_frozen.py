@@ -257,12 +257,12 @@ async def test_what_fails_for_a_passing_reason_is_asked_again(teacher: Teacher):
     await model.close()
 
 
-async def test_what_does_not_pass_is_a_failure_that_says_who_where_and_why(teacher: Teacher):
+async def test_a_persistent_failure_names_model_address_and_reason(teacher: Teacher):
     teacher.answer = lambda request, body: error(500, "out of memory")
     assert "out of memory (HTTP 500 from" in await failure(teacher, retry_for=0.5)
     assert len(teacher.asked) > 1
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound but not listening
         teacher.root = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert "cannot be reached" in await failure(teacher, retry_for=0.2)
 
@@ -311,7 +311,7 @@ async def test_scores_that_are_not_those_of_the_tokens_are_a_failure(teacher: Te
 # What is checked before a run begins
 
 
-async def test_a_server_that_says_everything_is_checked_in_silence(
+async def test_a_server_that_reports_everything_is_checked_without_warnings(
     teacher: Teacher, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):
     model = teacher.model()
@@ -323,7 +323,7 @@ async def test_a_server_that_says_everything_is_checked_in_silence(
     await model.close()
 
 
-async def test_what_a_server_does_not_say_is_told_in_one_line(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture):
+async def test_unreported_facts_are_logged_in_one_line(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture):
     async with Teacher(GENERATE) as teacher:
         teacher.entries = None
         model = teacher.model()
@@ -348,7 +348,7 @@ async def test_a_route_that_a_server_does_not_have_is_no_reason_to_refuse_it(
 
 
 @pytest.mark.parametrize("route", ["/tokenize", "/health"])
-async def test_a_vocabulary_that_is_not_told_for_a_passing_reason_is_asked_for_again(
+async def test_a_temporary_failure_of_the_vocabulary_check_is_retried(
     teacher: Teacher, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, route: str
 ):
     failures = iter([error(429, "busy"), error(500, "oops")])
@@ -370,7 +370,7 @@ async def test_a_vocabulary_that_a_server_keeps_to_itself_is_refused(
     assert f"not now (HTTP {status} from {teacher.root}{route})" in words
 
 
-async def test_a_health_of_another_shape_says_nothing(
+async def test_a_health_reply_of_another_shape_is_ignored(
     teacher: Teacher, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):
     teacher.answer = lambda request, body: web.Response() if request.path == "/health" else None
@@ -380,7 +380,7 @@ async def test_a_health_of_another_shape_says_nothing(
     await model.close()
 
 
-async def test_nobody_there_is_said_at_once_and_refused_in_time(
+async def test_an_unreachable_server_is_logged_at_once_and_refused_in_time(
     teacher: Teacher, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):
     with socket.socket() as taken:
@@ -425,7 +425,7 @@ async def test_a_context_that_is_too_short_is_refused_with_both_numbers(teacher:
     assert "max_model_len = 100" in words and "seq_len = 100" in words
 
 
-async def test_the_least_room_that_a_server_has_is_told(teacher: Teacher, tokenizer: Tokenizer):
+async def test_the_smallest_max_model_len_is_returned(teacher: Teacher, tokenizer: Tokenizer):
     async with Teacher(GENERATE, tokenizer=tokenizer) as other:
         other.entries = [{"id": "teacher", "max_model_len": 300}]
         urls = [f"{other.root}/v1", f"{teacher.root}/v1"]

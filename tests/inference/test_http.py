@@ -167,13 +167,13 @@ async def test_an_answer_that_breaks_off_is_no_answer():
             await ask(url)
 
 
-async def test_what_is_not_http_is_said():
+async def test_a_response_that_is_not_http_is_unreachable():
     async with server(answering(b"SSH-2.0 hello\r\n\r\n")) as (url, _):
         with pytest.raises(ServerUnreachable):
             await ask(url)
 
 
-async def test_nobody_listening_is_unreachable():
+async def test_a_closed_port_is_unreachable():
     async with server(answering()) as (url, _):
         pass
     with pytest.raises(ServerUnreachable):
@@ -232,7 +232,7 @@ async def test_a_server_may_listen_on_a_socket_in_the_file_system(socket_directo
         await client.close()
     assert connections == [2]
     with pytest.raises(ServerUnreachable):
-        await ask(f"unix:{socket_directory}/nobody")
+        await ask(f"unix:{socket_directory}/missing")
 
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
@@ -303,7 +303,7 @@ async def test_an_answer_that_is_no_stream_is_refused():
             await events(url)
 
 
-async def test_a_stream_that_breaks_off_is_told_from_one_that_ends():
+async def test_a_stream_that_breaks_off_differs_from_one_that_ends():
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> None:
         writer.write(STREAM + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(b"data: one\n\n"))
         writer.close()

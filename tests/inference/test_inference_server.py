@@ -104,9 +104,7 @@ async def test_scores_are_the_prompts_logprobs(client: EngineClient, model: Any)
     assert (await client.score([5])).logprobs == [0.0]
 
 
-async def test_what_truncation_left_to_choose_from_is_told_and_the_logprobs_stay_whole(
-    client: EngineClient, model: Any
-) -> None:
+async def test_truncated_logprobs_are_reported_beside_untruncated_ones(client: EngineClient, model: Any) -> None:
     prompt = list(range(50, 60))
     cut = await client.generate(prompt, SamplingParams(top_k=1, max_tokens=4, ignore_eos=True))
     near(cut.logprobs, plain_logprobs(model, prompt + cut.token_ids)[len(prompt) - 1 :])
@@ -382,7 +380,7 @@ async def test_fields_that_ask_for_nothing_else_are_accepted(
         (VllmSampling, {}),
     ],
 )
-def test_a_null_asks_for_as_much_as_no_field_at_all(kind: type[msgspec.Struct], needed: dict[str, Any]) -> None:
+def test_null_is_the_same_as_an_omitted_field(kind: type[msgspec.Struct], needed: dict[str, Any]) -> None:
     body = msgspec.convert({**dict.fromkeys(kind.__struct_fields__), **needed}, kind)
     assert not [*unsupported_in(body)]
 
@@ -416,7 +414,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
         await client.update_weights(path, Version(7, 7))
 
 
-async def test_the_status_file_says_how_it_goes(client: EngineClient, served_run: RunDir) -> None:
+async def test_the_status_file_has_the_gauges(client: EngineClient, served_run: RunDir) -> None:
     before = read_status(served_run.status)["inference"].gauges.get("tokens_sampled", 0)
     await client.generate([5], SamplingParams(max_tokens=3, ignore_eos=True))
     while read_status(served_run.status)["inference"].gauges.get("tokens_sampled", 0) < before + 3:

@@ -164,7 +164,7 @@ async def test_a_refusal_for_want_of_a_key_names_the_variable(server: OpenAIStan
         (web.json_response({"choices": [{"text": "x"}]}), OpenAIFailed, "missing required field `message`", True),
     ],
 )
-async def test_a_failure_says_what_kind_it_is_in_the_servers_words(
+async def test_a_failure_has_a_kind_and_quotes_the_server(
     client: OpenAIClient,
     server: OpenAIStandIn,
     response: web.Response,
@@ -178,7 +178,7 @@ async def test_a_failure_says_what_kind_it_is_in_the_servers_words(
     assert failure.value.transient is transient
 
 
-async def test_how_long_to_wait_is_told(client: OpenAIClient, server: OpenAIStandIn):
+async def test_retry_after_is_reported(client: OpenAIClient, server: OpenAIStandIn):
     waits = []
     for header in ("7", "1.5", "-1", "nan", "Wed, 21 Oct 2026 07:28:00 GMT"):
         server.respond = lambda asked, header=header: error(429, "slow down", Retry_After=header)
@@ -205,9 +205,9 @@ async def test_a_server_that_does_not_answer_is_not_waited_for(server: OpenAISta
     await client.close()
 
 
-async def test_nobody_there_is_unreachable(server: OpenAIStandIn):
+async def test_a_closed_port_is_unreachable(server: OpenAIStandIn):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound but not listening
         client = OpenAIClient(f"http://127.0.0.1:{taken.getsockname()[1]}/v1", "small")
         with pytest.raises(OpenAIUnreachable, match="cannot be reached"):
             await client.chat(ASK)

@@ -154,14 +154,14 @@ def test_an_engine_that_keeps_failing_is_not_asked_until_a_trial_went_well():
     assert ask(pool) == "a"
 
 
-def test_a_report_that_nobody_waited_for_does_not_cut_a_rest_short():
+def test_a_health_reply_without_a_trial_does_not_close_the_breaker():
     pool = make_pool("a")
     fail(pool, "a", times=3)
     pool.record_health(pool.engines["a"], health())
     assert pool.choose(None, 0.5) is None
 
 
-def test_rests_double_up_to_a_bound_and_begin_anew_after_a_success():
+def test_open_times_double_up_to_a_limit_and_reset_after_a_success():
     breaker, now, rests = CircuitBreaker(), 0.0, []
     for _ in range(3):
         breaker.fail(now)
@@ -234,7 +234,7 @@ def test_a_new_engine_is_asked_and_those_that_stay_keep_their_counts():
 
 
 @pytest.mark.parametrize("successor", [Endpoint("a", 2), Endpoint("a", 1, api_key="new")])
-def test_a_process_that_took_the_place_of_another_begins_anew(successor: Endpoint):
+def test_a_new_process_at_an_old_url_starts_fresh(successor: Endpoint):
     pool = make_pool("a")
     fail(pool, "a", times=3)
     assert pool.choose(None, 0.0) is None
@@ -256,7 +256,7 @@ def no_answer(retries: RetryState, engine: PooledEngine, error: EngineCallError,
     retries.fail(engine, error, now)
 
 
-def test_whoever_was_asked_in_vain_is_asked_again_after_a_pause_that_grows():
+def test_failed_engines_are_retried_after_growing_delays():
     pool, retries = make_pool("a", "b"), RetryState(60.0)
     engines = pool.engines.values()
     pauses, now = [], 0.0

@@ -1,4 +1,4 @@
-"""What the client tries again and of whom, over real sockets: engines that are full, fail, hang or want a key."""
+"""Retries over real sockets: engines that are full, fail, hang or require a key."""
 
 import asyncio
 import contextlib
@@ -184,7 +184,7 @@ async def test_a_report_with_a_version_that_is_none_is_a_failure_of_its_engine_a
         assert list(await client.health_by_url()) == [well.url]
 
 
-async def test_one_engine_that_fails_at_everything_says_so_every_time() -> None:
+async def test_a_single_failing_engine_fails_every_request() -> None:
     async with EngineStandIn(lambda: error(500, "out of order")) as sick, client_of([sick.url]) as client:
         for _ in range(6):
             with pytest.raises(EngineFailed, match="out of order"):
@@ -217,7 +217,7 @@ async def test_an_engine_that_was_given_up_is_tried_and_asked_again_once_it_is_b
         assert engine.asked == 4
 
 
-async def test_while_nobody_can_be_reached_hardly_anybody_tries() -> None:
+async def test_few_attempts_are_made_while_no_engine_is_reachable() -> None:
     with bind("127.0.0.1", 0) as silent:  # bound, not listening: connections are refused
         async with client_of([url_of(silent)], retry_for=0.5) as client:
             tried = []

@@ -64,7 +64,7 @@ async def test_a_chat_of_one_token_is_asked_of_every_address():
         assert one.asked == two.asked == [body]
 
 
-async def test_an_address_that_refuses_to_chat_is_told_in_its_own_words():
+async def test_a_refused_chat_is_quoted():
     async with OpenAIStandIn() as one, OpenAIStandIn() as two, served(one, two) as model:
         two.respond = lambda asked: error(400, "the tokenizer has no chat template")
         with pytest.raises(BadInput) as refused:

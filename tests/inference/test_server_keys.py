@@ -62,7 +62,7 @@ async def test_health_is_everyones(http: aiohttp.ClientSession) -> None:
     assert await status_of(http, "/health", None) == 200
 
 
-def test_without_an_admin_key_nobody_is_an_admin() -> None:
+def test_without_an_admin_key_all_admin_calls_are_forbidden() -> None:
     for shown in (None, "Bearer ", "Bearer None"):
         with pytest.raises(Forbidden, match="admin_key_var"):
             Keys(None, None).check_admin(shown)

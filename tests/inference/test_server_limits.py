@@ -1,4 +1,4 @@
-"""What strangers may cost: bodies that are too large, clients that vanish, more requests than there is room for."""
+"""Limits: bodies that are too large, clients that disconnect, more requests than the queue holds."""
 
 import asyncio
 import gc
@@ -86,7 +86,7 @@ async def test_a_body_of_50_mb_is_refused_and_the_next_one_served(
         assert answer.status == 200
 
 
-async def test_who_asks_before_sending_is_told_before_sending(http: aiohttp.ClientSession) -> None:
+async def test_expect_continue_is_answered_before_the_body(http: aiohttp.ClientSession) -> None:
     url = urlsplit(str(http._base_url))
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {50 * MB}\r\nExpect: 100-continue\r\n\r\n"
@@ -112,7 +112,7 @@ NO_REQUESTS = [
 ]
 
 
-async def test_what_is_no_request_is_told_so(http: aiohttp.ClientSession) -> None:
+async def test_invalid_requests_are_rejected(http: aiohttp.ClientSession) -> None:
     for path in (GENERATE, CHAT, COMPLETE, "/tokenize", "/detokenize"):
         for body in NO_REQUESTS:
             async with http.post(path, data=body) as answer:
@@ -180,7 +180,7 @@ async def test_one_bad_prompt_of_a_list_costs_the_whole_list_and_nothing_is_left
 
 
 @pytest.mark.timeout(10)
-async def test_more_than_may_wait_are_sent_away_and_those_in_line_are_served(
+async def test_requests_beyond_the_queue_are_rejected_and_waiting_ones_served(
     http: aiohttp.ClientSession, backend: EmbeddedBackend
 ) -> None:
     await backend.pause()
@@ -197,7 +197,7 @@ async def test_more_than_may_wait_are_sent_away_and_those_in_line_are_served(
 
 
 @pytest.mark.timeout(10)
-async def test_a_list_that_does_not_fit_in_line_takes_no_place_in_it(
+async def test_a_list_that_does_not_fit_in_the_queue_occupies_none_of_it(
     http: aiohttp.ClientSession, backend: EmbeddedBackend
 ) -> None:
     await backend.pause()
@@ -210,7 +210,7 @@ async def test_a_list_that_does_not_fit_in_line_takes_no_place_in_it(
     ("path", "body"),
     [(COMPLETE, {"prompt": ["a"] * 11}), (COMPLETE, {"prompt": ["a", "b"], "n": 6}), (CHAT, {"n": 11})],
 )
-async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_again(
+async def test_more_completions_than_the_limit_are_invalid_not_overloaded(
     http: aiohttp.ClientSession, path: str, body: Any
 ) -> None:
     async with http.post(path, json={**ASKED[path], "max_tokens": 1, **body}) as answer:
@@ -229,7 +229,7 @@ async def test_more_answers_than_there_can_ever_be_places_are_not_told_to_come_a
         *((path, {"cache_salt": "x" * (MAX_NAME_CHARS + 1)}, "cache_salt") for path in (GENERATE, COMPLETE, CHAT)),
     ],
 )
-async def test_what_every_request_in_line_would_hold_is_short(
+async def test_names_kept_by_waiting_requests_are_short(
     http: aiohttp.ClientSession, path: str, body: Any, field: str
 ) -> None:
     async with http.post(path, json={**ASKED[path], **body}) as answer:
@@ -450,7 +450,7 @@ def fall_ill(backend: EmbeddedBackend) -> None:
     backend._thread.engine.step = step  # type: ignore[method-assign]
 
 
-def test_a_server_whose_engine_dies_says_so_and_asks_to_be_started_again(
+def test_a_server_whose_engine_dies_reports_it_and_exits_for_a_restart(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[int] = []
@@ -485,7 +485,7 @@ async def test_unknown_routes_and_methods_are_4xx(http: aiohttp.ClientSession) -
             assert path in (await answer.json())["error"]["message"]
 
 
-async def test_large_bodies_that_do_not_come_hold_up_nobody_for_long(
+async def test_large_bodies_that_do_not_arrive_block_others_only_briefly(
     backend: EmbeddedBackend, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replies, "LARGE_BODY_TIMEOUT_S", 0.5)

@@ -35,7 +35,7 @@ def parsed(text: str) -> dict[str, float]:
     return samples
 
 
-def test_the_engines_state_is_told_in_numbers() -> None:
+def test_the_engine_state_is_exported() -> None:
     samples = parsed(Metrics().text(STATE, "tiny"))
     names = ("requests_running", "requests_waiting", "paused", "kv_cache_usage", "preemptions_total", "failed")
     assert [samples[f"headrace_{name}"] for name in names] == [3, 2, 1, 0.25, 4, 0]
@@ -64,7 +64,9 @@ def test_a_histogram_counts_what_lies_below_each_bound() -> None:
     ]
 
 
-async def test_requests_are_counted_by_route_and_status_and_strangers_as_one(model: Any, model_directory: Path) -> None:
+async def test_requests_are_counted_by_route_and_status_and_unknown_routes_together(
+    model: Any, model_directory: Path
+) -> None:
     backend = backend_of(model, model_directory)
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
         for body in ({"prompt": "a", "max_tokens": 3}, {"prompt": "a", "stream": True}, {"prompt": ""}):

@@ -133,7 +133,7 @@ async def test_workers_that_may_disagree_end_the_engine(tmp_path: Path) -> None:
             backend.submit([1], LONG)
 
 
-async def test_a_killed_child_ends_its_requests_and_says_what_it_wrote_last(tmp_path: Path) -> None:
+async def test_a_killed_child_ends_its_requests_with_its_log_tail(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         running = served.backend.submit([1], LONG)
         streamed = served.backend.submit([1], LONG)
@@ -152,7 +152,7 @@ async def test_a_killed_child_ends_its_requests_and_says_what_it_wrote_last(tmp_
         assert served.backend.state().failure == reason
 
 
-async def test_a_vllm_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
+async def test_a_failed_start_has_the_log_tail(tmp_path: Path) -> None:
     async with stand_in(tmp_path / "requests", FAILS="1") as process:
         with pytest.raises(VllmFailed, match=r"(?s)exit status 3.*a line of its log"):
             await process.ready(HttpClient(), 30)

@@ -50,7 +50,7 @@ async def test_answers_that_make_no_sense_end_their_requests_and_metrics_are_ask
         await until(lambda: served.backend.state().kv_usage == 0.25)
 
 
-async def test_a_new_version_is_told_of_at_once_and_though_the_old_one_cannot_be_unloaded(tmp_path: Path) -> None:
+async def test_a_new_version_is_acknowledged_although_the_old_one_cannot_be_unloaded(tmp_path: Path) -> None:
     async with serving(tmp_path, adapters=True, SLOW="unload_adapter", BREAKS="unload_adapter") as served:
         await served.backend.update_weights(publish_adapter(tmp_path, V1), V1)
         update = asyncio.ensure_future(served.backend.update_weights(publish_adapter(tmp_path, V2), V2))
@@ -78,7 +78,7 @@ async def test_an_adapter_stays_as_long_as_anybody_needs_it(tmp_path: Path, monk
         )
 
         await backend.update_weights(publish(tmp_path, Version(0, 3)), Version(0, 3))  # a whole model
-        # By the update itself, or by whoever looks for such adapters now and then and came before it.
+        # By the update itself or by the periodic task, whichever comes first.
         await until(lambda: len(served.asked("unload_adapter")) == 2)
         assert [asked["lora_name"] for asked in served.asked("unload_adapter")] == ["policy@0-1#0", "policy@0-2#1"]
         await until(lambda: not list((tmp_path / "copies").iterdir()))
@@ -97,7 +97,7 @@ async def test_who_loses_its_place_to_an_update_does_not_count_as_preempted(tmp_
 
 
 @pytest.mark.parametrize("call", ["pause", "resume"])
-async def test_a_pause_that_nobody_ends_ends_the_engine(tmp_path: Path, call: str) -> None:
+async def test_a_pause_that_is_not_ended_stops_the_engine(tmp_path: Path, call: str) -> None:
     async with serving(tmp_path, BREAKS=call) as served:
         running = asyncio.ensure_future(served.backend.submit([1], MORE).result())
         await until(lambda: served.asked("generate"))

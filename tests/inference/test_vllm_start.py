@@ -47,7 +47,7 @@ def test_a_cpu_computes_in_float32_without_compiling() -> None:
     assert not {"--gpu-memory-utilization", "--tensor-parallel-size", "--enable-lora", "--api-key"} & found.keys()
 
 
-def test_gpus_are_shared_as_the_configuration_says() -> None:
+def test_gpu_options_follow_the_configuration() -> None:
     vllm = {"tensor_parallel_size": 2, "data_parallel_size": 4, "gpu_memory_utilization": 0.7, "max_lora_rank": 20}
     found = command(on_gpu=True, vllm={**vllm, "args": ["--block-size", "32"]}, prefix_cache=False)
     assert found["--dtype"] == "bfloat16" and "--enforce-eager" not in found

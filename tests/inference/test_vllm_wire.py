@@ -22,7 +22,7 @@ def body(params: SamplingParams, **more: Any) -> dict[str, Any]:
     return json.loads(wire.request_body([1, 2], params, **given))
 
 
-def test_a_request_says_only_what_it_means() -> None:
+def test_a_request_omits_unset_fields() -> None:
     assert body(SamplingParams(temperature=0.5, top_k=-1)) == {
         "request_id": "7x",
         "token_ids": [1, 2],
@@ -82,7 +82,7 @@ def test_what_could_harm_vllm_or_be_answered_wrongly_is_refused(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 2.0])
-def test_temperatures_that_vllm_knows_are_let_through(temperature: float) -> None:
+def test_temperatures_in_vllms_range_are_accepted(temperature: float) -> None:
     wire.check([1], SamplingParams(temperature=temperature), 100, 20)
     if temperature in (0.0, 1.0):
         wire.check([1], SamplingParams(temperature=temperature, prompt_logprobs=0), 100, 20)

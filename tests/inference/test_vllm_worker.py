@@ -60,7 +60,7 @@ def test_a_version_that_was_begun_is_taken_though_its_files_are_gone(
         fetcher.take(directory, V1)
 
 
-def test_what_cannot_be_had_is_said_before_anything_is_loaded(fetcher: Fetcher, tmp_path: Path) -> None:
+def test_a_failed_fetch_is_reported_before_anything_is_loaded(fetcher: Fetcher, tmp_path: Path) -> None:
     fetcher.begin(tmp_path, V1)
     with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):
         wait_for(fetcher, tmp_path)

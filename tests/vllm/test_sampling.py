@@ -96,7 +96,7 @@ async def test_alternatives_are_the_likeliest_tokens_in_order(backend: VllmBacke
         )
 
 
-async def test_a_stream_says_what_the_whole_says(backend: VllmBackend) -> None:
+async def test_a_stream_equals_the_whole_response(backend: VllmBackend) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=25, seed=11, logprobs=1, ignore_eos=True)
     whole = await backend.submit(TEXT, params).result()
     generation = backend.submit(TEXT, params)
@@ -117,7 +117,7 @@ async def test_a_seed_decides_and_greedy_takes_the_likeliest(backend: VllmBacken
     assert logits.argmax(-1).tolist() == greedy.token_ids
 
 
-async def test_a_request_ends_with_what_it_was_told_to_end_with(backend: VllmBackend) -> None:
+async def test_a_request_ends_at_its_stop_tokens_and_strings(backend: VllmBackend) -> None:
     asked = {"seed": 4, "max_tokens": 60, "ignore_eos": True}
     free = (await sample(backend, TEXT, **asked)).token_ids
     place = next(n for n, token in enumerate(free) if n > 2 and 33 <= token < 94 and token not in free[:n])

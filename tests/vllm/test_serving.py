@@ -89,7 +89,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-def test_a_server_whose_vllm_was_killed_says_why_and_asks_to_be_started_again(model_directory: Path) -> None:
+def test_a_server_whose_vllm_was_killed_logs_it_and_exits_for_a_restart(model_directory: Path) -> None:
     server = start(
         "serve", model_directory, "--engine", "vllm", "--vllm.python", PYTHON, "--port", "0",
         "--max_running", "4", env={**os.environ, "OMP_NUM_THREADS": "1"},

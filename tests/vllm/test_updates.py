@@ -168,7 +168,7 @@ async def test_what_cannot_be_loaded_is_refused_and_nothing_changes(policy: Poli
     assert await backend.update_weights(directory, version) == read_marker(directory).checksum
 
 
-async def test_a_caller_who_hangs_up_does_not_leave_the_engine_between_two_versions(policy: Policy) -> None:
+async def test_a_disconnecting_caller_does_not_leave_the_engine_between_two_versions(policy: Policy) -> None:
     backend = policy.backend
     directory, version = policy.publish()
     running = generating(backend, 2)
@@ -181,9 +181,7 @@ async def test_a_caller_who_hangs_up_does_not_leave_the_engine_between_two_versi
     assert not backend.state().paused
 
 
-async def test_a_kept_cache_serves_those_in_flight_and_nobody_else(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_kept_cache_serves_requests_in_flight_only(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = policy.backend
     monkeypatch.setattr(backend, "_clear_cache", False)
     prompt = [5, *range(60, 250)]

@@ -1,1 +1,1 @@
-"""Lines to servers: the engines of a run, and models that somebody else serves."""
+"""Clients of the engines of a run, and of other servers with OpenAI's API."""

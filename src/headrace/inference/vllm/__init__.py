@@ -1,1 +1,1 @@
-"""vLLM behind the same door: started, driven and updated from here."""
+"""vLLM as an engine: started as a child process, called over HTTP, updated through its workers."""

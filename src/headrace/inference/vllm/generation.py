@@ -150,7 +150,9 @@ class VllmGeneration:
         tokens = [token for chunk in self._chunks for token in chunk.token_ids]
         tops = [best for chunk in self._chunks for best in chunk.top_logprobs or []]
         prompt, prompt_tops = wire.prompt_logprobs(response, self._token_ids, self._params)
-        spans = [] if self.pinned else wire.stamped_spans(choice)
+        spans = (
+            [] if self.pinned else [(Version.parse(s.version), s.start, s.end) for s in choice.weight_versions or []]
+        )
         return GenerationResult(
             tokens,
             [logprob for chunk in self._chunks for logprob in chunk.logprobs],

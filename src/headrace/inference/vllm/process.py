@@ -28,6 +28,7 @@ CHILD = "headrace.inference.vllm.child"
 MAX_LOG_LINES = 40
 """Lines of its log in an error message."""
 READY_POLL_S = 0.2
+HEALTH_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
 """For a clean shutdown, before it is killed."""
 READ_BYTES = 1 << 16
@@ -102,7 +103,10 @@ class VllmProcess:
         deadline = asyncio.get_running_loop().time() + timeout
         ended = asyncio.create_task(self.ended())
         try:
-            while not await self._is_healthy(http):
+            while True:
+                with contextlib.suppress(TimeoutError, ServerUnreachable):
+                    if (await http.request("GET", self.url, "/health", None, HEALTH_TIMEOUT_S)).status == 200:
+                        return
                 if ended.done():
                     raise VllmFailed(ended.result())
                 if asyncio.get_running_loop().time() > deadline:
@@ -112,12 +116,6 @@ class VllmProcess:
                 await asyncio.wait({ended}, timeout=READY_POLL_S)
         finally:
             ended.cancel()
-
-    async def _is_healthy(self, http: HttpClient) -> bool:
-        try:
-            return (await http.request("GET", self.url, "/health", None, 5.0)).status == 200
-        except (TimeoutError, ServerUnreachable):
-            return False
 
     async def ended(self) -> str:
         """Wait for its end and return a description of it."""

@@ -217,11 +217,6 @@ def finish_reason(choice: Choice) -> str:
     raise EngineError(f"vLLM could not finish the request: finish_reason is {choice.finish_reason!r}")
 
 
-def stamped_spans(choice: Choice) -> Spans:
-    """Return the version spans that vLLM reports."""
-    return [(Version.parse(span.version), span.start, span.end) for span in choice.weight_versions or []]
-
-
 def counted_spans(marks: Iterable[tuple[Version, int]], length: int) -> Spans:
     """Return version spans from the number of tokens at the load of each version, the first at 0."""
     spans: Spans = []
