@@ -21,9 +21,9 @@ def gsm8k(
     limit: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `question`, `answer` (the number after `####`, without commas) and `solution` (the steps before it).
+    """Yield rows of `question`, `answer` (the number after `####`, without commas) and `solution` (the steps before).
 
-    The marks in the solutions that stand for a calculator, `<<2*3=6>>`, are left out.
+    Calculator annotations in the solutions, `<<2*3=6>>`, are left out.
     """
     subset = "main" if str(source) == NAME else None
     for row in islice(located_rows(source, split, subset, columns), limit):

@@ -1,8 +1,8 @@
 r"""MATH, by Hendrycks et al.: competition problems of seven subjects and five levels, whose answers are `\boxed{...}`.
 
-The same rows go by several names in copies of it: `problem` or `question`, `type` or `subject`, a level as text or as a
-number, with or without the answer in a column of its own. AIME has neither subject nor level, and whole numbers as
-answers, often without a solution: `problem`, `answer`, and perhaps `id` and `year`, in small letters or in capitals.
+Copies of it have different columns: `problem` or `question`, `type` or `subject`, a level as text or as a number, with
+or without a column for the answer. AIME has neither subject nor level, and whole numbers as answers, often without a
+solution: `problem`, `answer`, and perhaps `id` and `year`, in lower or upper case.
 """
 
 from __future__ import annotations
@@ -48,15 +48,19 @@ def math(
     """Yield rows of `question`, `answer`, `solution`, `level` (None where it is not known) and `subject`.
 
     Rows in the format of AIME have neither level nor subject (both None), a `solution` only where the data has one, and
-    `id` and `year` if it has these. A problem whose solution boxes nothing (there are two among those of MATH for
-    training) is left out, with a warning.
+    `id` and `year` if it has these. A problem whose solution has no boxed answer (there are two in the training split
+    of MATH) is left out with a warning.
     """
     if subjects is not None and (isinstance(subjects, str) or not all(isinstance(one, str) for one in subjects)):
         raise BadArgument("expected a list of names", key="subjects", value=subjects, fix='For example ["Algebra"].')
     if levels is not None and not _are_levels(levels):
         fix = "For example [4, 5]."
         raise BadArgument("expected a list of numbers from 1 to 5", key="levels", value=levels, fix=fix)
-    wanted = None if subjects is None else set(map(_chosen_subject, subjects))
+    wanted = None if subjects is None else {_spelled(subject) for subject in subjects}
+    for subject in subjects or ():
+        if _spelled(subject) is None:
+            fix = f"Subjects: {', '.join(SUBJECTS)}."
+            raise BadArgument("unknown subject", key="subjects", value=subject, fix=fix)
     filters = [key for key, values in (("levels", levels), ("subjects", subjects)) if values is not None]
     rows = (_task(row, filters) for row in _rows(source, split, wanted, columns))
     chosen = (
@@ -68,7 +72,7 @@ def math(
 
 
 def _rows(
-    source: str | Path, split: str, subjects: set[str] | None, columns: Mapping[str, str] | None
+    source: str | Path, split: str, subjects: set[str | None] | None, columns: Mapping[str, str] | None
 ) -> Iterator[Row]:
     if str(source) != NAME:
         yield from located_rows(source, split, None, columns)
@@ -86,21 +90,18 @@ def _task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
     if answer is None or answer == "":
         answer = boxed_answer(row.text(*ANSWER) if solution is None else solution)
     if answer is None:
-        log.warning("%s:%d: left out, since its solution boxes no answer", *row.place)
+        log.warning("%s:%d: left out, since its solution has no boxed answer", *row.place)
         return None
     worked = {} if solution is None else {"solution": solution}
-    task = {"question": question, "answer": _answer(answer), **worked}
+    if isinstance(answer, float) and answer.is_integer():  # a table may store whole numbers as floats
+        answer = int(answer)
+    task = {"question": question, "answer": str(answer), **worked}
     if row.find(*SUBJECT) is None and "level" not in row.content:
         if filters:
             raise row.error("the data has neither levels nor subjects", key=filters[0], fix=f"Leave {filters[0]} out.")
         named = {name: row.find(name, name.upper(), name.capitalize()) for name in ("id", "year")}
         return task | {name: value for name, value in named.items() if value is not None} | LEVEL_UNKNOWN
     return {**task, "level": _level(row), "subject": _subject(row)}
-
-
-def _answer(answer: Any) -> str:
-    """A whole number that a table holds as a float is written without its point."""
-    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
 def _level(row: Row) -> int | None:
@@ -114,21 +115,14 @@ def _level(row: Row) -> int | None:
 
 
 def _are_levels(levels: Any) -> bool:
-    """As a run file gave them: of any type."""
     return isinstance(levels, Sequence) and all(isinstance(level, int) and 1 <= level <= 5 for level in levels)
 
 
 def _subject(row: Row) -> str:
     name = row.text(*SUBJECT)
-    if (found := _spelled(name)) is None:
+    if (subject := _spelled(name)) is None:
         raise row.error("unknown subject", key="subject", value=name, fix=f"Subjects: {', '.join(SUBJECTS)}.")
-    return found
-
-
-def _chosen_subject(name: str) -> str:
-    if (found := _spelled(name)) is None:
-        raise BadArgument("unknown subject", key="subjects", value=name, fix=f"Subjects: {', '.join(SUBJECTS)}.")
-    return found
+    return subject
 
 
 def _spelled(subject: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The rows of a data set, wherever it lies: a file, a directory, or a Hugging Face dataset by its name."""
+"""The rows of a data set: a file, a directory, or a Hugging Face dataset by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = (".jsonl", ".json", ".parquet")
 
 
 class Row:
-    """The columns of one row, and its place: file and line. `columns` gives some other names: ours to theirs."""
+    """The columns of one row, and its file and line. `columns` maps our names of columns to those of the data."""
 
     def __init__(self, content: Any, place: tuple[str, int], columns: Mapping[str, str] | None = None) -> None:
         self.place = place
@@ -44,11 +44,11 @@ class Row:
         return DataError(fact, key=key, value=value, fix=fix, file=file, line=line)
 
     def find(self, *names: str) -> Any:
-        """What it has under the first of these names that it has, or None."""
+        """Return the value of the first of these columns that is not null, or None."""
         return next((self.content[name] for name in names if self.content.get(name) is not None), None)
 
     def text(self, *names: str) -> str:
-        """The same, which must be there and be a text. The first name is ours."""
+        """Return the same value, which must be a text. The first name is ours."""
         value = self.find(*names)
         if value is None:
             if empty := [name for name in names if name in self.content]:
@@ -56,7 +56,7 @@ class Row:
             raise self.error(
                 f"the row has no column {' or '.join(map(repr, names))}, only {', '.join(sorted(self.content))}",
                 key=names[0],
-                fix=f"Name the column that is meant: columns = {{{names[0]} = ...}}.",
+                fix=f"Name the column: columns = {{{names[0]} = ...}}.",
             )
         if not isinstance(value, str):
             raise self.error("expected a text", key=names[0], value=value)
@@ -80,10 +80,10 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows as dicts. `columns` gives some of them other names: ours to theirs.
+    """Yield the rows as dicts. `columns` maps our names of columns to those of the data.
 
     `source` is a JSONL or Parquet file; a directory with a file per split, or, without `split`, with any files; a
-    directory that the datasets library has written or understands; or the name of a dataset on the hub.
+    directory that the datasets library can load; or the name of a dataset on the hub.
     """
     for row in islice(located_rows(source, split, subset, columns), limit):
         yield row.content
@@ -95,7 +95,7 @@ def located_rows(
     subset: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """The same rows with their places."""
+    """Yield the same rows with their file and line."""
     for table in _tables(source, split, subset):
         for index, content in enumerate(table):
             yield Row(content, table.place(index), columns)
@@ -108,9 +108,9 @@ def _tables(source: str | Path, split: str | None, subset: str | None) -> list[T
     if not path.is_dir():
         return [dataset_table(str(source), subset, split or DEFAULT_SPLIT)]
     files = [path / (subset or "") / f"{split}{suffix}" for suffix in FILES]
-    found = [file for file in files if split and file.is_file()]
-    if found:
-        return [file_table(found[0])]
+    existing = [file for file in files if split and file.is_file()]
+    if existing:
+        return [file_table(existing[0])]
     if split is None and subset is None and not is_saved_dataset(path):
         return directory_tables(path)
     return [dataset_table(str(path), subset, split or DEFAULT_SPLIT)]

@@ -1,8 +1,7 @@
-"""Raw rows of JSONL files, Parquet files and Hugging Face datasets, by their number, and how errors call each of them.
+"""Tables of raw rows: JSONL files, Parquet files and Hugging Face datasets, with random access by row number.
 
-None is kept as Python objects: JSONL stays on disk, Parquet and datasets stay in Arrow's memory, and a row is read when
-it is asked for. Left out on purpose: datasets that stream, since an order that a resume can repeat needs every row by
-its number.
+Rows are not kept as Python objects: JSONL stays on disk, Parquet and datasets stay in Arrow memory, and a row is read
+on access. Left out on purpose: streaming datasets, since a resume repeats the order by row numbers.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import msgspec
 from headrace.errors import DataError as DataError
 
 IN_DIRECTORIES = (".jsonl", ".parquet")
-"""Which files of a directory are data. A file that is named may also be JSON lines called `.json`."""
+"""Suffixes of data files in a directory. A single file may also be JSON lines with the suffix `.json`."""
 
 Wanted = Callable[[list[str]], list[str]]
-"""Which of a table's columns are read."""
+"""Selects the columns that are read."""
 
 
 class DataNotHere(DataError):
-    """A data set on the hub that is not in the cache, and that cannot be fetched now."""
+    """A dataset on the hub that is not in the cache and cannot be downloaded now."""
 
 
 class Table(Protocol):
-    """Rows by number."""
+    """Rows by number, each with its file or dataset and its line."""
 
     def __len__(self) -> int: ...
 
@@ -37,7 +36,7 @@ class Table(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
     def place(self, index: int) -> tuple[str, int]:
-        """The file or dataset, and the line or row in it, from 1."""
+        """Return the file or dataset, and the line or row in it, from 1."""
         ...
 
 
@@ -56,7 +55,7 @@ def file_table(file: Path, wanted: Wanted = all_columns) -> Table:
 
 
 def directory_tables(directory: Path, wanted: Wanted = all_columns) -> list[Table]:
-    """All data files below a directory, in the order of their names."""
+    """Return the tables of all data files below a directory, sorted by name."""
     files = sorted(file for file in directory.rglob("*") if file.suffix in IN_DIRECTORIES and file.is_file())
     if not files:
         raise DataError(f"the directory has no {' or '.join(IN_DIRECTORIES)} file", file=directory)
@@ -64,23 +63,23 @@ def directory_tables(directory: Path, wanted: Wanted = all_columns) -> list[Tabl
 
 
 def dataset_table(name: str, subset: str | None, split: str, wanted: Wanted = all_columns) -> Table:
-    """A Hugging Face dataset: one on the hub, or a local directory that the library understands."""
+    """Return a Hugging Face dataset: one on the hub, or a local directory that the library can load."""
     title = dataset_title(name, subset, split)
     return Dataset(_load(name, subset, split, title), wanted, title)
 
 
 def dataset_title(name: str, subset: str | None, split: str) -> str:
-    """How errors call it."""
+    """Return the name of a dataset for error messages."""
     return f"dataset {name!r}, {f'subset {subset!r}, ' if subset else ''}split {split!r}"
 
 
 def is_saved_dataset(directory: Path) -> bool:
-    """Whether `save_to_disk` of the datasets library wrote it."""
+    """Return whether `save_to_disk` of the datasets library wrote a directory."""
     return (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file()
 
 
 class JsonLines:
-    """Of the file only the places where its lines start are kept."""
+    """A JSONL file, of which only the offsets of the lines are in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,7 +117,7 @@ class JsonLines:
 
 
 class Parquet:
-    """The columns that are read, in Arrow's memory."""
+    """The selected columns of a Parquet file in Arrow memory."""
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
         import pyarrow
@@ -146,7 +145,7 @@ class Parquet:
 
 
 class Dataset:
-    """A loaded `datasets.Dataset`, which lies on disk in Arrow's format."""
+    """A loaded `datasets.Dataset`, memory-mapped from disk."""
 
     def __init__(self, dataset: Any, wanted: Wanted, title: str) -> None:
         self._dataset = dataset.select_columns(wanted(dataset.column_names))
@@ -177,9 +176,9 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
     datasets.disable_progress_bars()
     try:
         if not is_saved_dataset(Path(name)):
-            if Path(name).is_dir():  # all its splits would be read, and may not fit together, before this one is missed
+            if Path(name).is_dir():  # check before all splits are read, which may have different columns
                 files = datasets.load_dataset_builder(name, subset).config.data_files
-                _check_split(split, [str(known) for known in files or ()], title)
+                _check_split(split, [str(name) for name in files or ()], title)
             return datasets.load_dataset(name, subset, split=split)
         saved = datasets.load_from_disk(name)
     except ConnectionError as error:
@@ -191,14 +190,14 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = f" ({error.__cause__!s:.300})" if error.__cause__ else ""
         raise DataError(f"cannot be loaded: {type(error).__name__}: {error}{cause}", file=title) from error
-    # What `save_to_disk` leaves is one split, which may know its name, or several.
+    # `save_to_disk` writes one split, perhaps with its name, or several.
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
     _check_split(split, list(splits), title)
     return splits[split]
 
 
 def _check_split(split: str, known: list[str], title: str) -> None:
-    """A part of one, as `train[:100]`, is the library's to judge."""
+    """Refuse an unknown split. A slice such as `train[:100]` is left to the library."""
     if known and split not in known and split.replace("_", "").isalnum():
         raise DataError("no such split", key="split", value=split, file=title, fix=f"Splits: {', '.join(known)}.")
 
@@ -208,7 +207,7 @@ def _row(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without what Arrow fills in where one message or call lacks a field that another has."""
+    """Remove the nulls that Arrow adds where one message or call lacks a field of another."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,11 +1,11 @@
-r"""Whether two expressions are the same, by algebra: what runs in a process of its own.
+r"""Comparison of two expressions by algebra; runs in a sandbox process.
 
-math-verify's parser reads the LaTeX. Where both sides have values these decide, to 40 digits and at several places:
-that is quicker than simplifying, and refuses what math-verify would let pass (it takes 5 5 for 10, 2(13) for 15, 25_8
-for 25_9, cos 13 for the cosine of 13 degrees, A for a). `math_verify.verify`, gold first, decides what has no values.
+math-verify's parser reads the LaTeX. Where both sides have values they are compared to 40 digits at several points:
+that is faster than simplifying, and refuses what math-verify would accept (5 5 for 10, 2(13) for 15, 25_8 for 25_9,
+cos 13 for the cosine of 13 degrees, A for a). `math_verify.verify`, gold first, decides about the rest.
 
-Unlike elsewhere, the heavy imports are at the top: only a process that does nothing else imports this, and the time of
-a call is its own. math-verify's timers are off: the caller has one, and theirs work in main threads alone.
+Unlike elsewhere, the heavy imports are at the top: only sandbox processes import this module, and the time limit of a
+call does not include imports. math-verify's timers are off: the caller has one, and theirs need the main thread.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from headrace.environments.rewards.mathematics.shapes import Relation, Value, ha
 from headrace.environments.rewards.mathematics.vocabulary import FUNCTIONS
 
 DIGITS = 40
-"""To which two values must agree."""
-WORKING = 100
-"""Digits that are computed with; twice as many tell a zero from a small number."""
+"""Digits to which two values must agree."""
+WORKING_DIGITS = 100
+"""Precision of the computation; twice as many digits distinguish zero from a small number."""
 RANGES = (*((0.1, 6), (-6, 6)) * 4, (6, 40), (-40, -6), (40, 200), (-200, -40))
-"""Of the places where expressions with variables are compared: half positive, for roots and logarithms."""
-ENOUGH = 4
-"""At so many of them both sides must have a value."""
-LONG = 4000
-"""Digits of an integer that is rather rounded than written out."""
+"""Ranges of the points at which expressions with variables are compared: half positive, for roots and logarithms."""
+MIN_POINTS = 4
+"""Points at which both sides must have a value."""
+MAX_INTEGER_DIGITS = 4000
+"""Longer integers are rounded."""
 TINY = mpmath.mpf(10) ** -DIGITS
 ROUNDING_ERROR = mpmath.mpf(ROUNDING.numerator) / ROUNDING.denominator
 IMAGINARY = "i"
-"""The variable that is a number."""
+"""The imaginary unit, which is not a variable."""
 _FUNCTION = re.compile("|".join(map(re.escape, sorted(FUNCTIONS))))
 _EXACT_NAMES = ConversionConfig(lowercase_symbols=False)
 _NOT_ALGEBRA = re.compile(r"\\(?:text|mathbb|mathcal|ldots|emptyset|%|\$|&|\\)|[&:'=<>]|\d \.?\d|\d_|\)_|\d+\.\d+\.")
@@ -51,21 +51,21 @@ _PRODUCT = re.compile(
     r"(?<=\d)(?=\(|\\binom|\\lvert)|(?<=rvert )(?=[(\da-zA-Z]|\\lvert)"
     r"|(?<=\))(?=[(\da-zA-Z\\])(?!\\(?:cdot|rvert|[,;]))"
 )
-"""Where one is not written. The parser takes an integer before a rational for a mixed number: 2(13) would be 15."""
+"""Positions of implicit products. The parser reads an integer before a rational as a mixed number: 2(13) as 15."""
 
 Expression = Any
-"""One of sympy's."""
+"""A sympy expression."""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """The whole comparison, with algebra where nothing less decides. Raises `Unreadable`."""
+    """Return whether an answer is the gold one, by algebra where nothing simpler decides. Raises `Unreadable`."""
     return bool(same(shape_of(gold), shape_of(answer, has_variables(gold)), Algebra()))
 
 
 class Algebra(Numbers):
-    """The judge of all values and equations that can be parsed; the others are not the same."""
+    """The judge that parses values and equations; those that it cannot parse are not the same."""
 
     def values(self, gold: Value, answer: Value) -> bool:
         verdict = super().values(gold, answer)
@@ -78,7 +78,7 @@ class Algebra(Numbers):
         return bool(verify(*pair, timeout_seconds=None)) if verdict is None else verdict
 
     def equations(self, gold: Relation, answer: Relation) -> bool:
-        """Whether what must vanish is the same but for a constant factor."""
+        """Return whether the differences of both sides are the same up to a constant factor."""
         sides = [*gold.sides, *answer.sides]
         if len(sides) != 4 or not all(isinstance(side, Value) for side in sides):
             return False
@@ -89,23 +89,20 @@ class Algebra(Numbers):
 
 
 def _parsed(*texts: str) -> list[Expression] | None:
-    """None if one of them is not algebra."""
+    """Return the parsed expressions; None if one of them cannot be parsed."""
     if any(map(_NOT_ALGEBRA.search, texts)):
         return None
     try:
         expressions = [_parse(text) for text in texts]
     except RecursionError:
         raise
-    except Exception:  # the parser's own, for whatever it does not know
+    except Exception:  # the parser raises various errors for unknown input
         return None
-    return expressions if all(map(_is_defined, expressions)) else None
+    defined = (isinstance(each, sympy.Expr) and not each.has(sympy.zoo, sympy.nan) for each in expressions)
+    return expressions if all(defined) else None
 
 
-def _is_defined(expression: Expression) -> bool:
-    return isinstance(expression, sympy.Expr) and not expression.has(sympy.zoo, sympy.nan)
-
-
-@lru_cache(maxsize=256)  # the answers of a group share their gold one
+@lru_cache(maxsize=256)  # the answers of a group share their gold answer
 def _parse(text: str) -> Expression:
     if _FUNCTION.search(text):
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
@@ -114,7 +111,7 @@ def _parse(text: str) -> Expression:
 
 
 def _with_bars(text: str) -> str:
-    """Absolute values with the bars that say which one opens: after a sign, or where none is open."""
+    """Write absolute values with opening and closing bars: a bar opens after a sign, or where none is open."""
     pieces = text.split("|")
     written, opened = pieces[0], 0
     for piece in pieces[1:]:
@@ -125,34 +122,34 @@ def _with_bars(text: str) -> str:
 
 
 def _last_place(*texts: str) -> Any:
-    """By how much a decimal may differ from what it stands for; endless if there is none, or one in an expression."""
+    """Return the last place of the decimals, to which they may be rounded; infinity if neither text is a decimal."""
     numbers = [number for number in map(number_of, texts) if number is not None and number.places is not None]
     return min((mpmath.mpf(10) ** -(number.places or 0) for number in numbers), default=mpmath.inf)
 
 
 def _same_values(gold: Expression, answer: Expression, last_place: Any) -> bool | None:
-    """Wherever both have one. None if that is nowhere, or hardly anywhere."""
+    """Compare the values of two expressions; None if too few points have values."""
     if gold.is_Rational and answer.is_Rational:
         return bool(gold == answer)  # of any size
     if gold.has(AppliedUndef) or answer.has(AppliedUndef):
-        return None  # and must not be called by the name that a model gave it
+        return None  # lambdify must not call a function by a name from the model
     rounding = last_place if gold.has(sympy.Float) or answer.has(sympy.Float) else None
-    with mpmath.workdps(WORKING):
+    with mpmath.workdps(WORKING_DIGITS):
         verdicts = [_agree(one, other, rounding) for one, other in _values(gold, answer)]
     if False in verdicts:
         return False
-    return True if verdicts.count(True) >= min(ENOUGH, len(verdicts)) else None
+    return True if verdicts.count(True) >= min(MIN_POINTS, len(verdicts)) else None
 
 
 def _proportional(gold: Expression, answer: Expression) -> bool:
-    """Whether their ratio is the same everywhere. Zeros tell nothing."""
-    with mpmath.workdps(WORKING):
+    """Return whether the ratio is the same at all points; zeros are skipped."""
+    with mpmath.workdps(WORKING_DIGITS):
         ratios = [one / other for one, other in _values(gold, answer) if one and other]
-        return len(ratios) >= ENOUGH and all(_agree(ratio, ratios[0]) for ratio in ratios)
+        return len(ratios) >= MIN_POINTS and all(_agree(ratio, ratios[0]) for ratio in ratios)
 
 
 def _agree(gold: Any, answer: Any, rounding: Any = None) -> bool | None:
-    """But for `rounding`, if there is any."""
+    """Return whether two values agree, up to `rounding`; None if one is missing."""
     if gold is None or answer is None:
         return None
     allowed = TINY * abs(gold) if rounding is None else min(ROUNDING_ERROR * abs(gold), rounding)
@@ -160,35 +157,36 @@ def _agree(gold: Any, answer: Any, rounding: Any = None) -> bool | None:
 
 
 def _values(gold: Expression, answer: Expression) -> list[tuple[Any, Any]]:
-    """What both come to, at one place if they have no variables. None is no value, or that both have left the reals."""
+    """Return the values of both at each point, at one without variables. None: undefined, or both are not real."""
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     functions = [sympy.lambdify(symbols, _printable(expression), "mpmath") for expression in (gold, answer)]
     variables = [symbol for symbol in symbols if str(symbol) != IMAGINARY]
     pairs = []
     random = Random(0)
     for span in RANGES if variables else RANGES[:1]:
-        place = [mpmath.mpf(random.uniform(*span)) if symbol in variables else mpmath.j for symbol in symbols]
-        one, other = (_value(function, place) for function in functions)
+        point = [mpmath.mpf(random.uniform(*span)) if symbol in variables else mpmath.j for symbol in symbols]
+        one, other = (_value(function, point) for function in functions)
         outside = variables == symbols != [] and None not in (one, other) and mpmath.im(one) and mpmath.im(other)
         pairs.append((None, None) if outside else (one, other))
     return pairs
 
 
 def _printable(expression: Expression) -> Expression:
-    """Without numbers that are too long for Python to write them into a function."""
-    long = (number for number in expression.atoms(sympy.Rational) if max(abs(number.p), number.q) > 10**LONG)
-    return expression.xreplace({number: sympy.Float(number, 2 * WORKING) for number in long})
+    """Round the numbers that are too long to be written into a function."""
+    limit = 10**MAX_INTEGER_DIGITS
+    long = (number for number in expression.atoms(sympy.Rational) if max(abs(number.p), number.q) > limit)
+    return expression.xreplace({number: sympy.Float(number, 2 * WORKING_DIGITS) for number in long})
 
 
-def _value(function: Callable[..., Any], place: Sequence[Any]) -> Any:
-    """A zero that only rounding hides is one."""
+def _value(function: Callable[..., Any], point: Sequence[Any]) -> Any:
+    """Return the value at a point, None if it is undefined; a zero that is hidden by rounding is zero."""
     try:
-        value = +mpmath.mpmathify(function(*place))
+        value = +mpmath.mpmathify(function(*point))
         if abs(value) < TINY:
-            with mpmath.workdps(2 * WORKING):
-                closer = +mpmath.mpmathify(function(*place))
+            with mpmath.workdps(2 * WORKING_DIGITS):
+                closer = +mpmath.mpmathify(function(*point))
             value = mpmath.mpf(0) if abs(closer) < TINY * abs(value) else closer
-    except (ArithmeticError, ValueError, NameError, TypeError):  # undefined there, or nothing that has values
+    except (ArithmeticError, ValueError, NameError, TypeError):  # undefined there, or without numerical values
         return None
     if not mpmath.isfinite(value):
         return None

@@ -1,8 +1,8 @@
-r"""Whether an answer is the gold one: the rules for everything that is put together from single values.
+r"""Comparison of an answer with the gold one: the rules for shapes that consist of single values.
 
-Both must be the same kind of thing, with as many parts. Names and units may be left out, but not be wrong: `x = 5` and
-`5` are the same, `x = 5` and `y = 5` are not. About single values a judge decides, or cannot tell, and then the verdict
-is None. `Numbers` is the judge without algebra; algebra.py has the other.
+Both must have the same kind of shape with the same number of parts. Names and units may be missing, but not different:
+`x = 5` and `5` are the same, `x = 5` and `y = 5` are not. A judge compares single values; its verdict is None where it
+cannot decide. `Numbers` is the judge without algebra; `algebra.py` has the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.environments.rewards.mathematics.shapes import (
     interval_of,
 )
 
-MOST_ITEMS = 100
+MAX_ITEMS = 100
 """Longer lists are not compared."""
 PERCENT = Fraction(1, 100)
 _CHOICE = re.compile(r"\(([A-Z])\)(.+)")
@@ -32,7 +32,7 @@ _IN_BASE = re.compile(r"(-?)\(?([0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?)\)?(?:_\{(\d+)\})
 
 
 class Judge(Protocol):
-    """Says whether two values, or two equations, are the same; None where it cannot tell."""
+    """Decides whether two values, or two equations, are the same; None where it cannot."""
 
     def values(self, gold: Value, answer: Value) -> bool | None: ...
 
@@ -40,7 +40,7 @@ class Judge(Protocol):
 
 
 def same(gold: Shape, answer: Shape, judge: Judge) -> bool | None:
-    """Gold first: an answer may leave out what the gold one says, and the other way round, but by different rules."""
+    """Return whether an answer is the gold one; the rules for missing names and units differ between the two."""
     match gold, answer:
         case Relation(), Relation():
             return _same_relations(gold, answer, judge)
@@ -69,7 +69,7 @@ def same(gold: Shape, answer: Shape, judge: Judge) -> bool | None:
 
 
 class Numbers:
-    """The judge of what numbers and spelling decide."""
+    """The judge that compares numbers and spelling."""
 
     def __init__(self, tolerance: float | None = None) -> None:
         self._tolerance = tolerance
@@ -77,9 +77,9 @@ class Numbers:
     def values(self, gold: Value, answer: Value) -> bool | None:
         if gold.unit and answer.unit and gold.unit != answer.unit:
             return False
-        number, given = _number(gold), _number(answer)
-        if number and given:
-            return any(same_number(*pair, self._tolerance) for pair in _readings(number, given, gold.unit, answer.unit))
+        number, other = _number(gold), _number(answer)
+        if number and other:
+            return any(same_number(*pair, self._tolerance) for pair in _readings(number, other, gold.unit, answer.unit))
         if (gold.latex, gold.scale) == (answer.latex, answer.scale):
             return True
         if (choice := _CHOICE.fullmatch(answer.latex)) and len(gold.latex) == 1 and number_of(choice[2]):
@@ -87,7 +87,7 @@ class Numbers:
         digits = _IN_BASE.fullmatch(gold.latex), _IN_BASE.fullmatch(answer.latex)
         if digits[0] and digits[1] and "_" in gold.latex + answer.latex and gold.unit == answer.unit:
             return _same_in_base(digits[0], digits[1])
-        plain = [len(gold.latex) == 1 or number is not None, len(answer.latex) == 1 or given is not None]
+        plain = [len(gold.latex) == 1 or number is not None, len(answer.latex) == 1 or other is not None]
         return False if all(plain) else None
 
     def equations(self, gold: Relation, answer: Relation) -> bool | None:
@@ -103,13 +103,13 @@ def _number(value: Value) -> Number | None:
     return None if number is None else number.times(value.scale)
 
 
-def _readings(gold: Number, answer: Number, unit: str, given: str) -> list[tuple[Number, Number]]:
-    """What to compare: a percent sign is a unit that may be left out, or a hundredth.
+def _readings(gold: Number, answer: Number, unit: str, answer_unit: str) -> list[tuple[Number, Number]]:
+    """Return the pairs of numbers to compare: a percent sign is a unit that may be missing, or a hundredth.
 
-    A gold percentage may be given in both ways. A percentage that is given for a plain number can be right in one of
-    them alone, which is told by its size: below one it is a hundredth, above one a unit, and 1 may be either.
+    A gold percentage may be answered in both ways. A percentage that answers a plain number can be right in one of them
+    only, depending on the gold number: below one it is a hundredth, above one a unit, and 1 is ambiguous.
     """
-    if (unit == "%") == (given == "%"):
+    if (unit == "%") == (answer_unit == "%"):
         return [(gold, answer)]
     if unit == "%":
         return [(gold, answer), (gold.times(PERCENT), answer)]
@@ -119,9 +119,9 @@ def _readings(gold: Number, answer: Number, unit: str, given: str) -> list[tuple
 
 
 def _same_in_base(gold: re.Match[str], answer: re.Match[str]) -> bool:
-    """Digit by digit in the same base, which an answer may leave out: the question has asked for it."""
-    base, given = gold[3] or "10", answer[3] or gold[3] or "10"
-    return base == given and gold[1] + gold[2].lstrip("0") == answer[1] + answer[2].lstrip("0")
+    """Compare digits in the same base, which an answer may leave out: the question states it."""
+    base, answer_base = gold[3] or "10", answer[3] or gold[3] or "10"
+    return base == answer_base and gold[1] + gold[2].lstrip("0") == answer[1] + answer[2].lstrip("0")
 
 
 def _same_relations(gold: Relation, answer: Relation, judge: Judge) -> bool | None:
@@ -145,8 +145,8 @@ def _same_in_order(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge)
 
 
 def _same_items(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge) -> bool | None:
-    """Each gold item has an answer of its own. Names that tell the gold items apart must be there."""
-    if len(gold) != len(answer) or len(gold) > MOST_ITEMS:
+    """Match each gold item with an item of the answer. Names that distinguish the gold items are required."""
+    if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
         return False
     names = [item.name if isinstance(item, Relation) else "" for item in gold]
     if len(set(names)) > 1 and sorted(names) != sorted(i.name if isinstance(i, Relation) else "" for i in answer):
@@ -165,7 +165,7 @@ def _same_items(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge) ->
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    """False if one is, else None if one is."""
+    """Return False if one is, else None if one is, else True."""
     unknown = False
     for verdict in verdicts:
         if verdict is False:

@@ -1,8 +1,8 @@
-r"""The LaTeX of an answer as tokens that no longer depend on how it was typed.
+r"""Normalized LaTeX tokens of an answer.
 
 Spacing, delimiters, `\dfrac`, `\left`, missing braces, text commands, Unicode signs and plain mathematics (`sqrt(2)`,
-`x^10`) come to one spelling. Braces stay around arguments alone, and neighbouring words become one `\text{...}` token.
-Nothing is computed here. Left out: macros, and environments other than matrices.
+`x^10`) get one spelling. Only arguments keep their braces, and adjacent words become one `\text{...}` token. Nothing is
+computed here. Left out: macros, and environments other than matrices.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from headrace.environments.rewards.mathematics.vocabulary import (
 )
 
 LONGEST = 2000
-"""Characters. A longer text is no answer and is not read."""
+"""Characters of an answer; a longer text is not parsed."""
 DEEPEST = 80
-"""Commands, groups and brackets inside each other that are read: a fraction in a fraction adds two."""
+"""Nesting of commands, groups and brackets that is parsed; a fraction in a fraction adds two."""
 
 Tokens = list[str]
 
@@ -48,14 +48,14 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|\s+|.", re.D
 
 
 class Unreadable(ValueError):
-    """No LaTeX of an answer: too long, nested too deeply, unbalanced, or with control characters."""
+    """A text that cannot be parsed: too long, too deeply nested, unbalanced, or with control characters."""
 
 
 def tokens_of(text: str, variables: bool = True) -> Tokens:
-    """The one spelling of an answer. Raises `Unreadable`.
+    """Return the normalized tokens of an answer. Raises `Unreadable`.
 
-    Without `variables` letters side by side are words however few they are, and `5 m` has a unit: so the answer to a
-    gold one without letters is read.
+    Without `variables` any adjacent letters are a word, and `5 m` has a unit: for answers to a gold answer without
+    letters.
     """
     if len(text) > LONGEST:
         raise Unreadable(f"{len(text)} characters")
@@ -64,7 +64,7 @@ def tokens_of(text: str, variables: bool = True) -> Tokens:
     text = text.translate(_SIGNS).strip().strip("`*")
     if choice := _CHOICE.match(text):
         text = f"({choice[1]}){text[choice.end() :]}"
-    if len(_DOLLAR.findall(text)) % 2:  # not the signs that enclose mathematics, but money
+    if len(_DOLLAR.findall(text)) % 2:  # currency, not delimiters of mathematics
         text = _DOLLAR.sub(r"\\$", text, count=1)
     text = _DOLLAR.sub(" ", text)
     text = _HALF_DAY.sub(r" \1m ", text).replace("**", "^")
@@ -73,7 +73,7 @@ def tokens_of(text: str, variables: bool = True) -> Tokens:
 
 
 def latex_of(tokens: Iterable[str]) -> str:
-    """One string of the tokens, with a space only where they would run into each other."""
+    """Return the tokens as one string, with spaces only where tokens would merge."""
     pieces: list[str] = []
     before = ""
     for token in tokens:
@@ -97,7 +97,7 @@ def word_of(token: str) -> str:
 
 
 def _join_thousands(text: str) -> str:
-    """`1,234` as 1234; but inside brackets a comma separates."""
+    """Write `1,234` as 1234, except in brackets, where a comma separates."""
 
     def join(match: re.Match[str]) -> str:
         before = text[: match.start()]
@@ -108,7 +108,7 @@ def _join_thousands(text: str) -> str:
 
 
 class _Reader:
-    """Reads the raw tokens from left to right."""
+    """Normalizes raw tokens from left to right."""
 
     def __init__(self, text: str, variables: bool) -> None:
         self._variables = variables
@@ -120,7 +120,7 @@ class _Reader:
         return self._until("", words=False)
 
     def _until(self, closing: str, words: bool) -> Tokens:
-        """All up to the closing token, or to the end. Among `words`, letters side by side are one."""
+        """Return the tokens up to the closing one, or to the end. In `words`, adjacent letters are one word."""
         tokens: Tokens = []
         while self._raw and self._raw[-1] != closing:
             if self._raw[-1] == "}":
@@ -136,7 +136,7 @@ class _Reader:
         return tokens
 
     def _next(self, words: bool) -> Tokens:
-        """What the next raw token and its arguments come to."""
+        """Return the normalized tokens of the next raw token and its arguments."""
         self._depth += 1
         if self._depth > DEEPEST:
             raise Unreadable("nested too deeply")
@@ -176,7 +176,7 @@ class _Reader:
         return [token for argument in arguments for token in ("{", *argument, "}")]
 
     def _argument(self, words: bool = False, opening: str = "", whole_numbers: bool = False) -> Tokens:
-        """A group, or one token: of a number its first digit, unless `whole_numbers`."""
+        """Return an argument: a group, or one token, of a number its first digit, unless `whole_numbers`."""
         while self._raw and (self._raw[-1].isspace() or self._raw[-1] in DROPPED):
             self._raw.pop()
         if not self._raw or self._raw[-1] in ("}", "&", r"\\"):
@@ -212,7 +212,7 @@ class _Reader:
 
 
 def _letters(run: str, words: bool, before: str, variables: bool) -> Tokens:
-    """A sign that is written out, a word, or a product of letters: `2abcd` is one, `2 eggs` is not."""
+    """Return a spelled-out sign, a word, or a product of letters: `2abcd` is one, `2 eggs` is not."""
     lowered = run.lower()
     if lowered in PLAIN:
         return [PLAIN[lowered]]
@@ -224,7 +224,7 @@ def _letters(run: str, words: bool, before: str, variables: bool) -> Tokens:
 
 
 def _is_unit_letter(more: Tokens, tokens: Tokens) -> bool:
-    """The m of `5 m` and the h of `5 km/h`."""
+    """Return whether a letter is a unit, as in `5 m` and `5 km/h`."""
     if len(more) != 1 or more[0] not in UNIT_LETTERS or not tokens:
         return False
     return tokens[-1][-1].isdigit() or tokens[-1] == "}" or (tokens[-1] == "/" and is_word(tokens[-2:][0]))
@@ -238,7 +238,7 @@ def _unit_fraction(tokens: Tokens) -> Tokens:
 
 
 def _append(tokens: Tokens, more: Tokens) -> None:
-    """Neighbouring words are one, but those that connect two answers stand alone. `km/h` are words too."""
+    """Append tokens, joining adjacent words, except those that connect two answers; `km/h` are words, too."""
     for token in more:
         if tokens and tokens[-1] == "/" and is_word(token):
             tokens.pop()

@@ -1,8 +1,8 @@
 r"""Numbers as people write them, exactly: `1,234.50`, `-3\frac{1}{2}`, `1/3`, `0.1\overline{6}`, `0.333\ldots`,
 `6.02 \cdot 10^{23}`.
 
-Two of them are the same if their values are. A decimal may also stand for a value that was rounded or cut off at its
-last place, if the relative difference is no more than `ROUNDING`.
+Two numbers are the same if their values are. A decimal may also be a value rounded or truncated at its last place, if
+the relative difference is at most `ROUNDING`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 ROUNDING = Fraction(1, 10**6)
-MOST_DIGITS = 400
-"""Of a number and of a power of ten; longer ones are not read."""
+MAX_DIGITS = 400
+"""Digits of a number, and the largest power of ten, that are parsed."""
 
 _DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
 _SIGN = r"[+-]?"
-_WRITTEN_OUT = re.compile(rf"({_SIGN})({_DECIMAL})(?:\\overline\{{(\d+)\}})?")
-_GOES_ON = re.compile(rf"({_SIGN})(\d+\.\d*?)(\d)\3\3+\\ldots")
+_DECIMAL_NUMBER = re.compile(rf"({_SIGN})({_DECIMAL})(?:\\overline\{{(\d+)\}})?")
+_REPEATING = re.compile(rf"({_SIGN})(\d+\.\d*?)(\d)\3\3+\\ldots")
 _POWER_OF_TEN = re.compile(rf"({_SIGN}{_DECIMAL})(?:[eE]({_SIGN}\d+)|\\cdot10\^\{{({_SIGN}\d+)\}})")
 _FRACTION = re.compile(
     rf"({_SIGN})(\d+(?=\\frac| ))? ?"
@@ -30,29 +30,31 @@ _FRACTION = re.compile(
 class Number:
     value: Fraction
     places: int | None = None
-    """How many decimals are written; None for what is exact, as all integers are."""
+    """Number of decimals; None for an exact number, such as an integer."""
 
     def times(self, factor: int | Fraction) -> Number:
         return Number(self.value * factor, self.places)
 
 
 def number_of(latex: str) -> Number | None:
-    """The number that a text in the spelling of `latex_of` is, if it is nothing else."""
-    if len(latex) > MOST_DIGITS:
+    """Return the number that a text in the spelling of `latex_of` is, or None if it is not a number."""
+    if len(latex) > MAX_DIGITS:
         return None
-    if match := _WRITTEN_OUT.fullmatch(latex):
-        return _written_out(*match.groups())
-    if match := _GOES_ON.fullmatch(latex):
-        return _written_out(*match.groups())
+    if match := _DECIMAL_NUMBER.fullmatch(latex) or _REPEATING.fullmatch(latex):
+        return _decimal(*match.groups())
     if match := _POWER_OF_TEN.fullmatch(latex):
-        return _power_of_ten(match[1], int(match[2] or match[3]))
+        digits, exponent = match[1], int(match[2] or match[3])
+        if abs(exponent) > MAX_DIGITS:
+            return None
+        places = len(digits.partition(".")[2])
+        return Number(Fraction(digits.rstrip(".")) * Fraction(10) ** exponent, places - exponent if places else None)
     if match := _FRACTION.fullmatch(latex):
         return _fraction(match)
     return None
 
 
 def same_number(gold: Number, answer: Number, tolerance: float | None = None) -> bool:
-    """With a tolerance, whatever is so close; without, what is equal but for rounding."""
+    """Return whether two numbers are the same within a relative `tolerance`; without one, up to rounding."""
     difference = abs(gold.value - answer.value)
     if tolerance is not None:
         return difference <= Fraction(tolerance) * abs(gold.value)
@@ -62,7 +64,7 @@ def same_number(gold: Number, answer: Number, tolerance: float | None = None) ->
     return difference <= ROUNDING * abs(gold.value) and difference < Fraction(10) ** -min(places)
 
 
-def _written_out(sign: str, digits: str, repeating: str | None) -> Number | None:
+def _decimal(sign: str, digits: str, repeating: str | None) -> Number | None:
     places = len(digits.partition(".")[2])
     value = Fraction(digits.rstrip("."))
     if repeating and "." not in digits:
@@ -70,13 +72,6 @@ def _written_out(sign: str, digits: str, repeating: str | None) -> Number | None
     if repeating:
         value += Fraction(int(repeating), (10 ** len(repeating) - 1) * 10**places)
     return Number(-value if sign == "-" else value, None if repeating else places or None)
-
-
-def _power_of_ten(digits: str, exponent: int) -> Number | None:
-    if abs(exponent) > MOST_DIGITS:
-        return None
-    places = len(digits.partition(".")[2])
-    return Number(Fraction(digits.rstrip(".")) * Fraction(10) ** exponent, places - exponent if places else None)
 
 
 def _fraction(match: re.Match[str]) -> Number | None:

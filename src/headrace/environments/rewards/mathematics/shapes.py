@@ -1,8 +1,8 @@
-r"""What kind of thing an answer is: one value with its unit, several in any order, a tuple or interval, a matrix, a
-relation, or words.
+r"""The shape of an answer: a value with its unit, several in any order, a tuple or interval, a matrix, a relation, or
+words.
 
-`shape_of` reads it from the tokens alone, so that a comparison begins with what can be told without algebra: a list is
-not one of its items, an interval not a tuple of other brackets, 3:1 not 3. What is left are single values, as LaTeX.
+`shape_of` parses the tokens only, so that a comparison begins with what needs no algebra: a list is not one of its
+items, an interval not a tuple with other brackets, 3:1 not 3. The leaves are single values, as LaTeX.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.environments.rewards.mathematics.vocabulary import (
     FUNCTIONS,
     KNOWN_UNITS,
     MATRICES,
-    MOST_UNIT_WORDS,
+    MAX_UNIT_WORDS,
     NO_UNITS,
     OPENING,
     OPERATORS,
@@ -51,21 +51,21 @@ class Value:
 
 @dataclass(frozen=True)
 class Words:
-    """Lower-case, without spaces."""
+    """Prose, in lower case and without spaces."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Several:
-    """In any order: a list, a set, the parts of a union."""
+    """Items in any order: a list, a set, the parts of a union."""
 
     items: tuple[Shape, ...]
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """In this order: a tuple or an interval, by its brackets, or a ratio."""
+    """Items in this order: a tuple or an interval, by its brackets, or a ratio."""
 
     brackets: str
     items: tuple[Shape, ...]
@@ -78,7 +78,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Relation:
-    """A chain of sides with signs between them, never `>`: it is turned instead.
+    """A chain of sides with signs between them, never `>`: such a chain is reversed.
 
     An equation may give something a `name` and its `values`: of `x = 10/2 = 5` these are x, and 10/2 and 5.
     """
@@ -97,17 +97,17 @@ Shape = Value | Words | Several | Ordered | Matrix | Relation
 
 
 def shape_of(text: str, variables: bool = True) -> Shape:
-    """What `tokens_of` reads. Raises `Unreadable`."""
+    """Return the shape of an answer. Raises `Unreadable`."""
     return _shape(tokens_of(text, variables))
 
 
 def has_variables(gold: str) -> bool:
-    """Whether letters in the answers to it may be variables; else they are units and words."""
+    """Return whether letters in answers may be variables; else they are units and words."""
     return has_letters(tokens_of(gold))
 
 
 def has_words(shape: Shape) -> bool:
-    """Whether it is prose, or prose is among its parts."""
+    """Return whether a shape is or contains prose."""
     match shape:
         case Words():
             return True
@@ -119,7 +119,7 @@ def has_words(shape: Shape) -> bool:
 
 
 def interval_of(relation: Relation) -> Ordered | None:
-    """`-2 < x \\le 7` as the interval (-2, 7]."""
+    """Return the interval of a relation: (-2, 7] for `-2 < x \\le 7`; None if it has none."""
     if not set(relation.signs) <= {"<", r"\le"} or not relation.name:
         return None
     below, above = Value(r"-\infty"), Value(r"\infty")
@@ -180,7 +180,7 @@ def _several(parts: list[Tokens]) -> Shape:
 def _relation(parts: list[Tokens], signs: list[str]) -> Shape:
     if len(parts) <= len(signs):
         raise Unreadable("a relation without one of its sides")
-    for end, sign in enumerate(signs):  # what is only about equal says nothing new
+    for end, sign in enumerate(signs):  # drop approximations of an exact side
         if sign == r"\approx" and any(not _is_name(part) for part in parts[: end + 1]):
             parts, signs = parts[: end + 1], signs[:end]
             break
@@ -196,12 +196,15 @@ def _relation(parts: list[Tokens], signs: list[str]) -> Shape:
 
 
 def _enclosed(tokens: Tokens) -> Shape | None:
-    """What is in brackets from its first token to its last."""
+    """Return the shape of tokens that are enclosed in one pair of brackets, or None."""
     opening, inner, closing = tokens[0], tokens[1:-1], tokens[-1]
     if not inner or len(list(_outside(tokens))) > 2:
         return None
     if opening.startswith(r"\begin{"):
-        return _matrix(opening, inner)
+        if opening[7:-1] not in MATRICES:
+            return None
+        rows = [_split(row, lambda token: token == "&") for row in _split(inner, lambda token: token == r"\\")]
+        return Matrix(tuple(tuple(map(_shape, row)) for row in rows))
     parts = _split(inner, lambda token: token in (",", ";"))
     if opening == r"\{":
         return _several(parts)
@@ -212,15 +215,8 @@ def _enclosed(tokens: Tokens) -> Shape | None:
     return None
 
 
-def _matrix(opening: str, inner: Tokens) -> Shape | None:
-    if opening[7:-1] not in MATRICES:
-        return None
-    rows = [_split(row, lambda token: token == "&") for row in _split(inner, lambda token: token == r"\\")]
-    return Matrix(tuple(tuple(map(_shape, row)) for row in rows))
-
-
 def _value(tokens: Tokens) -> Shape:
-    """A value and its unit; or words, where there is more to it."""
+    """Return a value and its unit; words, if prose is left."""
     rest, unit, scale = _without_unit(tokens)
     if rest[:1] == ["+"]:
         rest = rest[1:]
@@ -230,7 +226,7 @@ def _value(tokens: Tokens) -> Shape:
 
 
 def _without_unit(tokens: Tokens) -> tuple[Tokens, str, int]:
-    """What is left without the unit, the unit, and how many of it a word like "million" makes."""
+    """Return the tokens without the unit, the unit, and the scale of a word like "million"."""
     end = len(tokens) - 4 if tokens[-4:-2] == ["^", "{"] else len(tokens)  # square inches
     if end < 2 or not is_word(tokens[end - 1]):
         return *_without_sign(tokens), 1
@@ -243,10 +239,10 @@ def _without_unit(tokens: Tokens) -> tuple[Tokens, str, int]:
 
 
 def _is_unit(words: list[str], value: Tokens) -> bool:
-    """Whether they may say of what there is so much: `18 eggs`, `18 feet squared`, `1 egg`, but not `18 squared`."""
+    """Return whether words may be a unit: `18 eggs`, `18 feet squared`, `1 egg`, but not `18 squared`."""
     if words[-1] in DIMENSIONS and words[-2:-1] and words[-2] in SAME_UNIT:
         words = words[:-1]
-    if len(words) > MOST_UNIT_WORDS or NO_UNITS.intersection(words):
+    if len(words) > MAX_UNIT_WORDS or NO_UNITS.intersection(words):
         return False
     number = number_of(latex_of(value))
     one_at_most = number is not None and abs(number.value) <= 1
@@ -258,7 +254,7 @@ def _is_plural(word: str) -> bool:
 
 
 def _unit(words: list[str], exponent: str) -> str:
-    """The first known one, with its exponent; of what stands after "per" none."""
+    """Return the first known unit with its exponent, ignoring words after "per"."""
     words = words[: words.index("per")] if "per" in words else words
     known = next((SAME_UNIT[word] for word in words if word in SAME_UNIT), "")
     exponent = exponent or next((DIMENSIONS[word] for word in words if word in DIMENSIONS), "")
@@ -282,14 +278,14 @@ def _without_sign(tokens: Tokens) -> tuple[Tokens, str]:
 
 
 def _is_name(tokens: Tokens) -> bool:
-    """Whether it only says what the other side is: `x`, `f(2)`, `A_1`, `\\angle ABC`, `(x, y)`, but not `2x`."""
+    """Return whether a side only names the other: `x`, `f(2)`, `A_1`, `\\angle ABC`, `(x, y)`, but not `2x`."""
     outside = list(_outside(tokens))
     digits = [token for token in (tokens if tokens[0] == "(" else outside) if token.lstrip(".")[:1].isdigit()]
     return not digits and not any(token in OPERATORS for token in outside)
 
 
 def _split(tokens: Tokens, separates: Callable[[str], bool]) -> list[Tokens]:
-    """The parts that are not empty."""
+    """Return the non-empty parts between separators outside of brackets."""
     parts: list[Tokens] = [[]]
     for token, depth in _with_depth(tokens):
         if depth == 0 and separates(token):
@@ -300,7 +296,7 @@ def _split(tokens: Tokens, separates: Callable[[str], bool]) -> list[Tokens]:
 
 
 def _outside(tokens: Tokens) -> Iterator[str]:
-    """The tokens that no brackets enclose, brackets included."""
+    """Yield the tokens outside of brackets, and the brackets."""
     return (token for token, depth in _with_depth(tokens) if depth == 0)
 
 

@@ -44,13 +44,13 @@ EMPHASIS = (r"\boldsymbol", r"\bm", r"\underline", r"\blacksquare")
 SPACES = (r"\!", r"\,", r"\;", r"\:", r"\>", "\\ ", "\\\n", "~", r"\quad", r"\qquad")
 DELIMITERS = (r"\left", r"\right", r"\middle", r"\boxed", r"\fbox", r"\(", r"\)", r"\[", r"\]")
 DROPPED = {*SIZES, *STYLES, *SIZES_OF_TEXT, *EMPHASIS, *SPACES, *DELIMITERS}
-"""Commands that say how it looks, not what it is."""
+"""Commands of layout, without meaning."""
 INVISIBLE = {r"\phantom", r"\hphantom", r"\hspace", r"\vspace", r"\color", r"\textcolor"}
-"""The same, with an argument."""
+"""Commands of layout with an argument."""
 IN_WORDS = {rf"\text{face}" for face in ("", "bf", "it", "rm", "sf", "normal")} | {
     *(r"\mbox", r"\hbox", r"\mathrm", r"\mathbf", r"\mathit", r"\mathsf")
 }
-"""Commands whose argument is words."""
+"""Commands with words as argument."""
 
 SPELLING = {
     **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"),
@@ -81,9 +81,9 @@ ARGUMENTS = {
     **dict.fromkeys((r"\frac", r"\binom"), 2),
     **dict.fromkeys((r"\sqrt", r"\overline", r"\vec", r"\hat", r"\overrightarrow", r"\pmod"), 1),
 }
-"""How many of them a command has."""
+"""Number of arguments of a command."""
 NAMED = {r"\begin", r"\end", r"\mathbb", r"\mathcal", r"\operatorname"}
-"""Commands whose argument is a name: both are one token."""
+"""Commands with a name as argument: both are one token."""
 OPENING = {"(", "[", "{", r"\{", r"\langle"}
 CLOSING = {")", "]", "}", r"\}", r"\rangle"}
 RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\approx")
@@ -93,7 +93,7 @@ MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 TRIGONOMETRY = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
 FUNCTIONS = frozenset(rf"\{name}" for name in (*TRIGONOMETRY, "log", "ln", "exp"))
 OPERATORS = {*FUNCTIONS, "+", "-", "/", "^", "!", "|", r"\cdot", r"\pi", r"\infty", r"\frac", r"\sqrt"}
-"""What makes a side of an equation more than a name."""
+"""Tokens that make a side of an equation more than a name."""
 
 PLAIN = {
     **{command[1:]: command for command in (*FUNCTIONS - {r"\sec"}, r"\pi", r"\theta", r"\infty")},
@@ -101,7 +101,7 @@ PLAIN = {
     **dict.fromkeys(("percent", "percentage", "pct"), r"\%"),
     **dict.fromkeys(("degree", "degrees", "deg"), r"\degree"),
 }
-"""Words that stand for a sign; "sec" for a second."""
+"""Words for signs; "sec" is a second."""
 CONNECTIVES = ("and", "or", "to")
 SAME_UNIT = {
     name: names[0]
@@ -136,7 +136,7 @@ SAME_UNIT = {
     )
     for name in names
 }
-"""Units that must not be taken for each other. All others are ignored."""
+"""Units that must not be confused. All others are ignored."""
 CURRENCIES = {"us", "usd", "euro", "eur", "pound", "gbp"}
 """Units that may stand in front."""
 TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}
@@ -160,7 +160,7 @@ NO_PLURALS = ("people", "ppl", "men", "women", "children", "fish", "sheep", "dee
 UNCHANGED = ("mph", "mpg", "kph", "kb", "mb", "gb", "tb", "sq", "square", "cubic")
 NO_MATTER = ("total", "altogether", "left", "each")
 KNOWN_UNITS = {*SAME_UNIT, *SCALES, *NO_PLURALS, *UNCHANGED, *NO_MATTER}
-"""Words that are units after every number. Others are if they are plurals, or after a number up to one: `1 egg`."""
+"""Words that are units after every number. Others are units if plural, or after a number up to one: `1 egg`."""
 ORDINALS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
 NO_UNITS = {
     *("am", "pm", "not", "no", "times", "more", "less", "than", "if", "for", "when", "is", "was", "this", "but"),
@@ -169,9 +169,9 @@ NO_UNITS = {
     *("squared", "cubed", "doubled", "tripled", "halved", "twice", "thrice"),
     *("wrong", "false", "incorrect", "maybe", "perhaps"),
 }
-"""Words that say something else about what stands before them."""
-MOST_UNIT_WORDS = 6
+"""Words that are not units of the preceding number."""
+MAX_UNIT_WORDS = 6
 SHORT_WORDS = {"am", "pm", "mph", "men", *CONNECTIVES, *(name for name in SAME_UNIT if 1 < len(name) < 4)} - {"ml"}
-"""Words so short that others like them, and ml, are products of letters where there are variables."""
+"""Short words; others as short, and ml, are products of letters where there are variables."""
 UNIT_LETTERS = {*(name for name in SAME_UNIT if len(name) == 1), "L"}
 """Letters that are units among words, and after a number where there are no variables."""
