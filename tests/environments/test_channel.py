@@ -47,7 +47,7 @@ async def test_a_message_that_cannot_be_read_costs_the_job_it_is_about():
 
 
 @pytest.mark.parametrize("frame", [["Nonsense", 7], {"job": 7}, ["Failed", "seven"]])
-async def test_a_message_that_nobody_can_place_closes_the_channel_with_the_cause(frame: Any):
+async def test_a_message_without_a_job_that_cannot_be_decoded_closes_the_channel_with_the_cause(frame: Any):
     async with Ends() as ends:
         ends.send(frame, ["CancelChat", 8, 1])
         await ends.lost.wait()

@@ -148,7 +148,7 @@ async def test_other_failures_of_the_model_are_passed_on():
     assert chat.stop_reason == ""
 
 
-async def test_whoever_stops_a_conversation_first_says_why():
+async def test_the_first_stop_reason_is_kept():
     chat = Chat(script("yes"), "hello", max_turns=1)
     await chat.reply()
     chat.stop("found")
@@ -197,7 +197,7 @@ async def test_all_calls_of_a_reply_are_run_in_order():
     ]
 
 
-async def test_what_goes_wrong_with_a_call_is_told_and_counted():
+async def test_what_goes_wrong_with_a_call_is_reported_and_counted():
     unread = Reply(
         {"role": "assistant", "content": "{no}"},
         as_reply("").turn,
@@ -237,7 +237,7 @@ async def test_an_agent_that_only_calls_tools_runs_out_of_turns():
     assert (chat.stop_reason, len(line.calls)) == ("max_turns", 3)
 
 
-async def test_a_model_that_calls_where_there_are_no_tools_is_told_so():
+async def test_a_model_that_calls_where_there_are_no_tools_gets_an_error():
     chat = Chat(script(call_tool("double", n=1), "oh"), "hello")
     await chat.act()
     assert chat.messages[2]["content"] == "Error: there is no tool 'double'; there is none"

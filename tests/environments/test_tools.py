@@ -161,7 +161,7 @@ async def test_arguments_that_do_not_fit_are_reported(arguments: dict[str, Any],
     assert not succeeded
 
 
-async def test_what_is_told_about_a_wrong_call_is_short_whatever_was_called():
+async def test_the_error_of_a_wrong_call_is_short():
     text, _ = await called(search, **{f"{n}" + "x" * 10_000: n for n in range(1000)})
     assert len(text) < 1000
     assert text.endswith("; and so on")
@@ -169,7 +169,7 @@ async def test_what_is_told_about_a_wrong_call_is_short_whatever_was_called():
     assert len(text) < 200
 
 
-async def test_a_name_that_no_tool_has_is_told_with_those_that_there_are():
+async def test_a_name_that_no_tool_has_is_reported_with_the_known_names():
     call = ToolCall("call_0", "find", {})
     assert await run_call({"search": Tool(search)}, call) == ("Error: there is no tool 'find'; there is search", False)
     assert await run_call({}, call) == ("Error: there is no tool 'find'; there is none", False)
@@ -180,7 +180,7 @@ async def test_a_call_that_could_not_be_read_is_reported_as_it_is():
     assert await run_call({"search": Tool(search)}, call) == ("Error: the tool call is not closed", False)
 
 
-async def test_a_tool_error_is_told_and_anything_else_is_a_fault():
+async def test_a_tool_error_is_reported_and_anything_else_is_a_fault():
     def refuse(how: str) -> str:
         raise ToolError("no such thing") if how == "politely" else KeyError(how)
 

@@ -208,7 +208,7 @@ async def test_a_call_that_the_environment_gives_up_is_cancelled_here(tmp_path: 
         assert await episode
 
 
-async def test_a_call_after_the_end_of_its_episode_harms_nobody():
+async def test_a_call_after_the_end_of_its_episode_is_harmless():
     async with pool() as workers:
         await workers.run(task("chat_afterwards"), Echo())
         before = await pid_of(workers)

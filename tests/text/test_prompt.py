@@ -141,7 +141,7 @@ def test_a_reply_that_was_cut_off_is_closed_by_the_format(name: str, cut: str, c
 
 
 @pytest.mark.parametrize("name", ["qwen3-all", "qwen3.5-all", "llama-3", "deepseek-v3", "kimi-k2", "minimax-m2-all"])
-def test_a_reply_that_went_on_after_its_stop_token_is_rendered_anew(name: str):
+def test_a_reply_that_went_on_after_its_stop_token_is_rendered_again(name: str):
     """These formats have no place for what comes after it, so that a prompt with all of it would be none of theirs."""
     model = load(name)
     prompts = PromptRenderer(model.renderer)
@@ -157,7 +157,7 @@ def test_a_conversation_does_not_go_on_over_words_put_into_the_models_mouth(name
     assert prompts.extend(turn, [*AND, {"role": "assistant", "content": "no"}, *AND], []) is None
 
 
-def test_a_format_that_chokes_on_a_reply_renders_it_anew():
+def test_a_format_that_fails_on_a_reply_renders_it_again():
     model = load("glm-4.5-all")
     prompts = PromptRenderer(model.renderer)
     deep = model.encode("\n<think>hm</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>" + "[" * 100_000)

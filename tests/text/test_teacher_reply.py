@@ -168,7 +168,7 @@ async def test_raw_is_all_that_the_policy_would_have_written(name: str, raw: str
     assert reply.message.get("reasoning_content") == ("hm" if "hm" in raw else None)
 
 
-async def test_thoughts_that_a_server_leaves_in_the_text_are_told_apart():
+async def test_thoughts_that_a_server_leaves_in_the_text_are_separated():
     reply = await say(load("qwen3"), said("<think>\nhm\n</think>\n\nyes"))
     assert reply.message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 

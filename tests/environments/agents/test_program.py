@@ -124,7 +124,7 @@ class Small:
         return await Echo().chat(messages, tools, max_tokens)
 
 
-async def test_an_agent_is_told_that_its_context_is_full_and_may_go_on():
+async def test_an_agent_gets_an_error_when_its_context_is_full_and_may_continue():
     rollout = await play("until_full", Small(200), {"answer": "full"})
     assert rollout.rewards == {"reward": 1.0}
     assert (rollout.truncated, rollout.stop_reason) == (True, "context_full")

@@ -171,7 +171,7 @@ async def test_other_interfaces_are_refused_with_a_word_of_what_to_do(proxy: Pro
             await client.responses.create(model="policy", input="x")
 
 
-async def test_an_episode_that_is_over_or_another_answers_nobody(proxy: Proxy):
+async def test_an_episode_that_is_over_or_unknown_is_refused(proxy: Proxy):
     with proxy.episode(Script(lambda messages: "x")) as episode:
         url = proxy.url(episode)
     with proxy.episode(Script(lambda messages: "x")) as other:
@@ -182,7 +182,7 @@ async def test_an_episode_that_is_over_or_another_answers_nobody(proxy: Proxy):
             assert (caught.value.status_code, caught.value.code) == (410, "episode_over")
 
 
-async def test_a_failure_of_the_model_is_told_once_and_not_tried_again(proxy: Proxy):
+async def test_a_failure_of_the_model_ends_the_episode_without_retries(proxy: Proxy):
     context = Failing()
     with proxy.episode(context) as episode:
         for _ in range(2):

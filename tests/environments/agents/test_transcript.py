@@ -141,7 +141,7 @@ async def test_thoughts_that_the_agent_drops_are_put_back():
     assert sample.mask.sum() == sum(len(turn.completion_ids) for turn in client.turns)
 
 
-async def test_tools_that_the_model_is_not_told_of_are_called_all_the_same():
+async def test_tools_that_are_not_in_the_prompt_can_be_called():
     model = load("qwen3-all")
     said = [Said("", [("add", {"a": 12})]), Said("fine")]
     engine = RecordingEngine(scripted(*map(model.written, said)))
