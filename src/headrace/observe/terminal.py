@@ -232,12 +232,11 @@ def _skipped(record: Record) -> list[str]:
 def _curves(history: History, width: int) -> list[tuple[str, Text]]:
     """Return rows with sparklines of at most `width` characters."""
     rows = []
-    if reward := history.train_reward():
-        text = Text(f"{reward[-1][1]:.3f}  ").append(sparkline([value for _, value in reward], width), style="cyan")
-        rows.append(("train reward", text))
-    elif loss := history.loss():
-        text = Text(f"{loss[-1][1]:.4f}  ").append(sparkline([value for _, value in loss], width), style="cyan")
-        rows.append(("loss", text))
+    reward, loss = history.train_reward(), history.loss()
+    if curve := reward or loss:
+        label, decimals = ("train reward", 3) if reward else ("loss", 4)
+        line = sparkline([value for _, value in curve], width)
+        rows.append((label, Text(f"{curve[-1][1]:.{decimals}f}  ").append(line, style="cyan")))
     rows += [("trouble", Text(words, style="red")) for words in _skipped(history.latest)]
     if held_out := history.held_out():
         text = Text().append(f"{held_out[-1][1]:.3f}  ", style="bold")

@@ -10,6 +10,7 @@ from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
+from headrace.environments.base import Environment
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.served_model import ServedModel
@@ -69,27 +70,12 @@ def wire(
     `sources` are the frozen models that episodes are sampled from, by training environment; all other episodes are
     sampled from the policy.
     """
-    assert config.seq_len is not None
     now = time.monotonic()
     by_kind = {
         kind: {name: environment for (slot, name), (_, environment, _) in environments.items() if slot is kind}
         for kind in Kind
     }
-    vocab_size = policy.tokenizer.vocab_size
-    pre_filters, post_filters = (
-        [Filter(entry.label, entry.make_test(vocab_size), entry.enforce) for entry in entries]
-        for entries in (config.pre_batch_filters, config.post_batch_filters)
-    )
-    processing = TrainProcessing(
-        algorithms,
-        by_kind[Kind.TRAIN],
-        pre_filters,
-        post_filters,
-        config.seq_len,
-        {env.name: env.timeout for env in config.train.env},
-        {env.name: gate for env in config.train.env if (gate := make_gate(config.curriculum_of(env))) is not None},
-        in_order=config.max_async_level == 0,
-    )
+    processing = _train_processing(config, algorithms, by_kind[Kind.TRAIN], policy.tokenizer.vocab_size)
     eval_processing = EvalProcessing(by_kind[Kind.EVAL], {env.name: env.timeout for env in config.eval.env})
     settings, concurrency = _settings(config, environments, policy, frozenset(sources))
     pipeline = Pipeline(
@@ -111,18 +97,16 @@ def wire(
         max_model_len=policy.max_model_len,
         timeout=PROBE_TIMEOUT_SHARED_S if policy.shares_device else PROBE_TIMEOUT_S,
     )
-    process = {Kind.TRAIN: processing.process_rollout, Kind.EVAL: eval_processing.process_rollout}
-    embeddings = min(health.vocab_size for health in policy.engines)  # a tokenizer may have fewer tokens
-    runners: dict[tuple[str, str], EpisodeRunner] = {
-        (kind, name): EpisodeRunner(
-            environment,
-            _sampler(config, policy, kind, entry, drift, sources.get(name) if kind is Kind.TRAIN else None),
-            entry.timeout,
-            process[kind],
-            vocab_size=embeddings if kind is Kind.TRAIN else None,
-        )
-        for (kind, name), (entry, environment, _) in environments.items()
-    }
+    runners: dict[tuple[str, str], EpisodeRunner] = {}
+    for (kind, name), (entry, environment, _) in environments.items():
+        if kind is Kind.TRAIN:
+            sampler = _sampler(config, policy, kind, entry, drift, sources.get(name))
+            embeddings = min(health.vocab_size for health in policy.engines)  # a tokenizer may have fewer tokens
+            runner = EpisodeRunner(environment, sampler, entry.timeout, processing.process_rollout, False, embeddings)
+        else:
+            sampler = _sampler(config, policy, kind, entry, drift, None)
+            runner = EpisodeRunner(environment, sampler, entry.timeout, eval_processing.process_rollout)
+        runners[kind, name] = runner
     return Orchestrator(
         pipeline,
         run,
@@ -135,6 +119,29 @@ def wire(
         drift,
         log_loop_interval=config.log_loop_interval,
         keep_rollouts=config.keep_rollouts,
+    )
+
+
+def _train_processing(
+    config: OrchestratorConfig,
+    algorithms: Mapping[str, Algorithm],
+    environments: Mapping[str, Environment],
+    vocab_size: int,
+) -> TrainProcessing:
+    assert config.seq_len is not None
+    pre_filters, post_filters = (
+        [Filter(entry.label, entry.make_test(vocab_size), entry.enforce) for entry in entries]
+        for entries in (config.pre_batch_filters, config.post_batch_filters)
+    )
+    return TrainProcessing(
+        algorithms,
+        environments,
+        pre_filters,
+        post_filters,
+        config.seq_len,
+        {env.name: env.timeout for env in config.train.env},
+        {env.name: gate for env in config.train.env if (gate := make_gate(config.curriculum_of(env))) is not None},
+        in_order=config.max_async_level == 0,
     )
 
 
