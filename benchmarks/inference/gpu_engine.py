@@ -220,7 +220,7 @@ def filled(model: Any, requests: int, prompt: int, completion: int, **settings: 
         prompts = torch.randint(VOCAB, (count, prompt), generator=generator).tolist()
         submitted = [engine.submit(each, params) for each in prompts]
         start = time.perf_counter()
-        while engine.scheduler.waiting or not all(request.has_sampled for request in submitted):
+        while engine.scheduler.num_waiting or not all(request.has_sampled for request in submitted):
             engine.step()
         taken = time.perf_counter() - start
         if not seed:
@@ -232,25 +232,25 @@ def filled(model: Any, requests: int, prompt: int, completion: int, **settings: 
 
 def timed_steps(engine: Engine, count: int) -> Iterator[tuple[float, float]]:
     """(whole, device) milliseconds of decoding steps."""
-    run_newest = engine.runner._run_newest  # type: ignore[attr-defined]
+    run_decode = engine.runner._run_decode  # type: ignore[attr-defined]
     events: list[Any] = []
 
     def run(requests: Any) -> Any:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        result = run_newest(requests)
+        result = run_decode(requests)
         end.record()
         events.append((start, end))
         return result
 
-    engine.runner._run_newest = run  # type: ignore[attr-defined]
+    engine.runner._run_decode = run  # type: ignore[attr-defined]
     for _ in range(count):
         start = time.perf_counter()
         engine.step()
         whole = time.perf_counter() - start
         first, last = events.pop()
         yield whole * 1e3, first.elapsed_time(last)
-    engine.runner._run_newest = run_newest  # type: ignore[attr-defined]
+    engine.runner._run_decode = run_decode  # type: ignore[attr-defined]
 
 
 def free(engine: Engine) -> None:

@@ -95,12 +95,7 @@ class CudaRunner:
         others = []
         if len(decodes) < len(plan.chunks):
             others = [chunk for chunk in plan.chunks if not chunk.is_decode or chunk.request.adapter is not None]
-        logits = None
-        if decodes:
-            size = next(size for size in self._sizes if size >= len(decodes))
-            self._rows.arrange(decodes, size)
-            self._rows.send()
-            logits = self._decode(size) if self._graphs is None else self._graphs.run(size)
+        logits = self._run_decode(decodes) if decodes else None
         prefilled, prefill_logits = self._prefill(plan, others) if others else ([], None)
         if logits is None and prefill_logits is None:
             return NO_OUTPUT
@@ -111,6 +106,13 @@ class CudaRunner:
         if prefill_logits is None:
             return output
         return _concatenate(output, self._output(prefilled, prefill_logits, self._largest))
+
+    def _run_decode(self, requests: list[Request]) -> Tensor:
+        """Return [request, vocabulary] logits in the order of rows."""
+        size = next(size for size in self._sizes if size >= len(requests))
+        self._rows.arrange(requests, size)
+        self._rows.send()
+        return self._decode(size) if self._graphs is None else self._graphs.run(size)
 
     def _decode(self, size: int) -> Tensor:
         """Compute what a graph captures: from the rows' inputs to tokens; returns logits by row."""
