@@ -1,14 +1,14 @@
-"""The program that runs a solution against its tests: `python -I code_runner.py`, with the standard library alone.
+"""The program that runs a solution against its tests: `python -I code_runner.py`, with the standard library only.
 
-It reads one line of JSON from its standard input and answers with one. It executes nothing of the solution itself:
-every test has a process of its own, forked from here, with limits, a directory that is removed afterwards, and nothing
-to read but the test's input. What that process has started ends with it; when the standard input closes, all ends.
+It reads one line of JSON from its standard input and writes one. It does not execute the solution itself: every test
+runs in a forked process with limits, a temporary directory, and nothing to read but the test's input. The descendants
+of that process are killed with it; all processes end when the standard input closes.
 
-Where Linux lets it, the tests run in a namespace of processes of their own: a solution then sees, and can signal,
-nothing outside of it, and cannot stop or kill this program. Where that is refused, as in many containers, and on other
-systems, a solution can signal whatever its user can: `os.kill(-1, 9)` ends every process of the user.
+Where Linux allows it, the tests run in a PID namespace: a solution then sees, and can signal, nothing outside of it,
+and cannot stop or kill this program. Where that is refused, as in many containers, and on other systems, a solution can
+signal whatever its user can: `os.kill(-1, 9)` ends every process of the user.
 
-Of tests that compare an output, neither this program nor the processes below it ever see the expected one.
+The expected output of a test is never sent to this program or its children.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 LINUX = sys.platform == "linux"
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
-"""Seconds between two looks at a test's process."""
+FIRST_POLL_S, MAX_POLL_S = 0.001, 0.05
+"""Interval between two polls of a test's process."""
 REPORT, SECRET = 3, 4
-"""Where a test's process says that the test has passed, or what the function returned, and where its token waits."""
+"""Descriptors of a test's process: for its report (passed, or the return value), and for reading its token."""
 TOKEN_BYTES = 32
 SPARE_TASKS = 512
-"""Processes and threads that a solution may have besides all those of its user. A superuser may have no limit."""
+"""Processes and threads that a solution may add to those of its user. A superuser may have no limit."""
 SMALLEST_ENTRY = 4096
-"""Bytes of disk that a file or a directory counts as, at least."""
+"""Bytes of disk that a file or a directory counts as at least."""
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
@@ -46,10 +46,10 @@ Job = dict[str, Any]
 
 
 class Clock:
-    """The time that all tests share: they may use the processor for `seconds`, and take `patience` times that in all.
+    """The time budget of all tests: `seconds` of processor time, and `patience` times that by the clock.
 
-    The processor's time is what counts, so that a busy machine turns no right answer into a wrong one. Where it cannot
-    be told, the wall's does.
+    Processor time is what counts, so that a right answer does not fail on a busy machine. Where it is not available,
+    wall-clock time is used.
     """
 
     def __init__(self, seconds: float, patience: float) -> None:
@@ -65,7 +65,7 @@ class Clock:
 
 
 def _processor_seconds(pid: int) -> float:
-    """Of the test that runs, and of the processes that have ended."""
+    """Return the processor time of the running test and of the processes that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     running = 0.0
     with suppress(OSError):  # it has ended, and been waited for
@@ -74,10 +74,10 @@ def _processor_seconds(pid: int) -> float:
 
 
 def run_test(job: Job, test: dict[str, Any], clock: Clock) -> str | None:
-    """What the test's process wrote if it ended as it should, else None.
+    """Return the output of the test's process if it succeeded, else None.
 
     A program has to end with status 0; an assertion or a function has to write a random token first, which no `exit`
-    and no guess does. The token is made after the fork, and waits in a pipe: no frame of the solution's process has it.
+    and no guess does. The token is made after the fork and sent through a pipe: no frame of the solution has it.
     """
     directory = tempfile.mkdtemp()
     reading, writing = os.pipe()
@@ -105,12 +105,12 @@ def run_test(job: Job, test: dict[str, Any], clock: Clock) -> str | None:
 
 
 def _watch(pid: int, reading: int, directory: str, job: Job, clock: Clock) -> tuple[int | None, bytes]:
-    """Until it ends, or has to be ended: its exit status (None if it was ended), and what it wrote."""
-    written, status, pause = bytearray(), None, FIRST_PAUSE
+    """Wait for a process within its limits; return its exit status (None if it exceeded them) and its output."""
+    written, status, pause = bytearray(), None, FIRST_POLL_S
     watched = [sys.stdin.fileno(), reading]
     while not clock.is_over(pid) and len(written) <= job["max_output"]:
         ready = select.select(watched, [], [], pause if status is None else 0)[0]
-        if sys.stdin.fileno() in ready:  # nobody writes there: whoever asked is gone
+        if sys.stdin.fileno() in ready:  # closed: the parent has ended
             sys.exit(1)
         if reading in ready:
             content = os.read(reading, 1 << 16)
@@ -121,17 +121,17 @@ def _watch(pid: int, reading: int, directory: str, job: Job, clock: Clock) -> tu
             return status, bytes(written)
         elif (ended := os.waitpid(pid, os.WNOHANG))[0]:
             status = os.waitstatus_to_exitcode(ended[1])
-        elif pause == LONGEST_PAUSE and _is_fuller(directory, job["disk_mb"] << 20):
+        elif pause == MAX_POLL_S and _is_fuller(directory, job["disk_mb"] << 20):
             break
         else:
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_POLL_S)
     return None, b""
 
 
 def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tuple[int, int, int]) -> NoReturn:
-    """What the forked process does; it never returns to the code above.
+    """Run the test in the forked process, and exit.
 
-    What it needs after the solution has run it takes before, since a solution may put something else in its place.
+    The functions that are needed after the solution are looked up before, since a solution may replace them.
     """
     status = 1
     leave, read, write, execute, evaluate, dumps = os._exit, os.read, os.write, exec, eval, json.dumps
@@ -155,12 +155,12 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
         except SystemExit as end:
             status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
         sys.stdout.flush()
-    finally:  # whatever it raised: nobody would read it
+    finally:  # exceptions are not reported
         leave(status & 0xFF)
 
 
 def _confine(job: Job, directory: str, descriptors: tuple[int, int, int], *, is_program: bool) -> None:
-    """A session, a directory, limits and descriptors of its own."""
+    """Give the process its own session, directory, limits and descriptors."""
     os.setsid()
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -173,7 +173,7 @@ def _confine(job: Job, directory: str, descriptors: tuple[int, int, int], *, is_
         resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
         resource.RLIMIT_CORE: 0,
     }
-    if LINUX:  # elsewhere the one is not held, and the other cannot be told
+    if LINUX:  # elsewhere the first is not enforced, and the second not available
         limits |= {resource.RLIMIT_DATA: job["memory_mb"] << 20, resource.RLIMIT_NPROC: job["tasks"]}
     for kind, value in limits.items():
         most = resource.getrlimit(kind)[1]
@@ -182,7 +182,7 @@ def _confine(job: Job, directory: str, descriptors: tuple[int, int, int], *, is_
 
 
 def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool) -> None:
-    """Those that it gets were opened in this order, after `REPORT` at the earliest, so that none is overwritten."""
+    """Move the descriptors to their numbers. They were opened in this order, so that none is overwritten."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     output = writing if is_program else nowhere
     for target, source in enumerate((given, output, nowhere, writing, secret)):
@@ -194,14 +194,14 @@ def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool
 
 
 def _join_threads() -> None:
-    """A program ends when its last thread does."""
+    """Wait for the program's threads, which end with it."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
 
 
 def _end_descendants(pid: int) -> None:
-    """The test's process with its group, and those that it started and that have left the group."""
+    """Kill the test's process with its group, and its descendants that have left the group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     while True:
@@ -215,7 +215,7 @@ def _end_descendants(pid: int) -> None:
 
 
 def _children() -> list[int]:
-    """On Linux an orphan becomes a child of this process. As the first of its namespace it can name all at once."""
+    """Return the children; on Linux orphans are among them. The first process of a namespace can signal all (-1)."""
     if not LINUX:
         return []
     if os.getpid() == 1:
@@ -225,7 +225,7 @@ def _children() -> list[int]:
 
 
 def _is_fuller(directory: str, most: int) -> bool:
-    """Whether all that is below it takes more than `most` bytes. What cannot be looked at is too much."""
+    """Return whether a directory takes more than `most` bytes, or cannot be read."""
     used, unseen = 0, [directory]
     while unseen and used <= most:
         try:
@@ -242,8 +242,8 @@ def _is_fuller(directory: str, most: int) -> bool:
 
 
 def remove_tree(directory: str) -> None:
-    """However deep it is: one directory is open at a time, and its parent is found by its `..`."""
-    with suppress(OSError):  # somebody else has removed it, or has put there what is not ours to remove
+    """Remove a directory of any depth: one directory is open at a time, and its parent is reached by `..`."""
+    with suppress(OSError):  # already removed, or contains files that may not be removed
         here = os.open(directory, DIRECTORY)
         try:
             names: list[str] = []
@@ -271,17 +271,17 @@ def _step(here: int, name: str) -> int:
 
 
 def _remove_files(directory: int) -> list[str]:
-    """And give the names of the directories there."""
+    """Remove the files of a directory; return the names of its directories."""
     with os.scandir(directory) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_directory in found:
+        listed = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in listed:
         if not is_directory:
             os.unlink(name, dir_fd=directory)
-    return [name for name, is_directory in found if is_directory]
+    return [name for name, is_directory in listed if is_directory]
 
 
 def _tasks_of_user() -> int:
-    """Processes and threads."""
+    """Return the number of processes and threads of this user."""
     tasks = 0
     for entry in os.scandir("/proc"):
         with suppress(OSError):  # it has just ended
@@ -291,7 +291,7 @@ def _tasks_of_user() -> int:
 
 
 def _enter_namespace() -> None:
-    """The next child is the first process of a namespace; its end is that of all others there."""
+    """Enter a PID namespace, of which the next child is the first process; all others there end with it."""
     user, group = os.geteuid(), os.getegid()
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID):
         raise OSError(ctypes.get_errno(), "no namespace")
@@ -301,7 +301,7 @@ def _enter_namespace() -> None:
 
 
 def _may_enter_namespace() -> bool:
-    """Tried by a process that ends afterwards, since there is no way back from half of it."""
+    """Return whether a namespace is allowed, tried in a child, since a failed attempt cannot be undone."""
     if (pid := os.fork()) == 0:
         status = 1
         try:
@@ -315,7 +315,7 @@ def _may_enter_namespace() -> bool:
 
 
 def _isolate() -> None:
-    """What goes on from here is out of the solution's reach, or as far out of it as the system lets us get."""
+    """Isolate this program from the solution as far as the system allows."""
     call = ctypes.CDLL(None).prctl
     call(PR_SET_PDEATHSIG, signal.SIGKILL)
     if _may_enter_namespace():
@@ -326,7 +326,7 @@ def _isolate() -> None:
         call(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         call(PR_SET_CHILD_SUBREAPER, 1)
-    call(PR_SET_DUMPABLE, 0)  # nobody but a superuser may look into its memory or use its descriptors
+    call(PR_SET_DUMPABLE, 0)  # only a superuser can read its memory or use its descriptors
 
 
 def main() -> None:
@@ -337,7 +337,7 @@ def main() -> None:
     clock = Clock(job["timeout"], job["patience"])
     try:
         print(json.dumps([run_test(job, test, clock) for test in job.pop("tests")]))
-    except SystemExit:  # the parent, which removes this directory, is gone
+    except SystemExit:  # the parent, which removes this directory, has ended
         remove_tree(tempfile.gettempdir())
         raise
 
