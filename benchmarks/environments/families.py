@@ -23,9 +23,9 @@ from typing import Any
 
 from headrace.environments.adapters.extra import library
 from headrace.errors import Failure
-from headrace.tools.probe.findings import findings
-from headrace.tools.probe.probing import probe
-from headrace.tools.probe.report import Report
+from headrace.tools.probe.findings import list_findings
+from headrace.tools.probe.report import ProbeReport
+from headrace.tools.probe.runner import probe
 
 HEADER = "| family | loads | gold earns | hostile answers | slowest score | probed in |\n|---|---|---|---|---|---|\n"
 SCORER_FAILED = re.compile(r"answers that its scorer failed on \((.*)\): \d+ so far")
@@ -111,9 +111,9 @@ async def probed(name: str) -> dict[str, Any]:
     }
 
 
-def problems(report: Report) -> list[str]:
+def problems(report: ProbeReport) -> list[str]:
     """What the probe calls an error or a warning."""
-    return [cut(finding.seen, 110) for finding in findings(report) if finding.severity != "note"]
+    return [cut(finding.seen, 110) for finding in list_findings(report) if finding.severity != "note"]
 
 
 if __name__ == "__main__":

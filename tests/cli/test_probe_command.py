@@ -46,7 +46,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
     (components,) = [number for number, line in enumerate(lines) if line.startswith("by component")]
     assert lines[components].split()[2:] == ["found", "brief"]
     assert lines[components + 1].split() == ["gold", "0.500", "0.050"]
-    assert "warning an episode does not end by itself: 'gold' still went on after 64 replies" in text
+    assert "warning an episode has no limit of turns: 'gold' continued after 64 replies" in text
 
 
 def test_without_a_model_prompts_are_those_of_the_tiny_one(tiny_model: Path, capfd: pytest.CaptureFixture[str]):
@@ -59,16 +59,16 @@ def test_without_a_model_prompts_are_those_of_the_tiny_one(tiny_model: Path, cap
     assert [tool["name"] for tool in prompts[0]["tools"]] == ["press"]
 
 
-def test_an_error_is_told_with_its_remedy_in_json_and_by_the_exit_code(capfd: pytest.CaptureFixture[str]):
+def test_an_error_has_its_fix_in_json_and_sets_the_exit_code(capfd: pytest.CaptureFixture[str]):
     assert main(["probe", ASKING, *FEW, "--args.flaw", "contains", "--json"]) == 1
-    told = json.loads(capfd.readouterr().out)  # nothing else: the environment prints, too
-    assert told["args"] == {"flaw": "contains"}
-    assert told["opening"]["tasks"] == 4
-    worst = told["findings"][0]
+    report = json.loads(capfd.readouterr().out)  # nothing else: the environment prints, too
+    assert report["args"] == {"flaw": "contains"}
+    assert report["opening"]["tasks"] == 4
+    worst = report["findings"][0]
     assert worst["severity"] == "error"
     assert "'gold among 20 wrong'" in worst["seen"]
     assert "earn" in worst["seen"]
-    assert {episode["completion"] for episode in told["episodes"]} >= {"gold", "empty", "10 MB"}
+    assert {episode["completion"] for episode in report["episodes"]} >= {"gold", "empty", "10 MB"}
 
 
 async def test_a_model_behind_a_server_predicts_the_signal(capsys: pytest.CaptureFixture[str]):
@@ -110,7 +110,7 @@ def test_args_come_as_json_and_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--sample", "16"], "'16' is not TASKSxEPISODES, as 16x8 is"),
         (["--sample", "0x8"], "'0' is not a whole number from 1 on"),
@@ -122,11 +122,11 @@ def test_args_come_as_json_and_one_by_one():
         (["--no-such-option"], "--no-such-option"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+def test_options_that_make_no_sense_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         parse(["probe", "x", *words])
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_environment_that_is_not_there_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]):

@@ -11,8 +11,8 @@ from headrace.environments.script import play
 from headrace.rollout.types import Task
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
-from headrace.tools.probe.findings import findings
-from headrace.tools.probe.probing import probe
+from headrace.tools.probe.findings import list_findings
+from headrace.tools.probe.runner import probe
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tool-calls"
 GOLD = {"name": "find_hotel", "arguments": {"city": "Oslo", "nights": 3, "stars": 4}}
@@ -84,7 +84,7 @@ async def test_a_probe_finds_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
     report, _ = await probe("tool_calls:tool_calls", {"num_tasks": 20}, examples=1, tasks=4)
-    assert findings(report) == []
+    assert list_findings(report) == []
 
 
 def test_the_run_file_loads():

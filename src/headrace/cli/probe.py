@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from headrace.cli.arguments import importable
 
 if TYPE_CHECKING:
-    from headrace.tools.probe.options import ProbeConfig
-    from headrace.tools.probe.probing import Progress
-    from headrace.tools.probe.report import Report
-    from headrace.tools.probe.sampling import Endpoint
+    from headrace.tools.probe.report import ProbeReport
+    from headrace.tools.probe.runner import ProbeConfig, Progress
+    from headrace.tools.probe.sampling import SamplingEndpoint
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,30 +50,31 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from headrace.tools.probe.findings import findings
-    from headrace.tools.probe.view import view
+    from headrace.tools.probe.findings import list_findings
+    from headrace.tools.probe.view import render_report
 
     config = read_options(arguments.args, arguments.overrides)
     identifier = importable(arguments.environment, "environment")
     with _progress() as progress:
         report = asyncio.run(_probe(identifier, config, arguments, progress))
-    found = findings(report)
-    failed = any(finding.severity == "error" for finding in found)
+    findings = list_findings(report)
+    failed = any(finding.severity == "error" for finding in findings)
     if arguments.json:
-        told = {**msgspec.to_builtins(report), "findings": msgspec.to_builtins(found)}
-        print(json.dumps(told))
+        print(json.dumps({**msgspec.to_builtins(report), "findings": msgspec.to_builtins(findings)}))
     else:
-        Console(highlight=False).print(view(report, found))
+        Console(highlight=False).print(render_report(report, findings))
     return 1 if failed else 0
 
 
-async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Namespace, progress: Progress) -> Report:
+async def _probe(
+    identifier: str, config: ProbeConfig, arguments: argparse.Namespace, progress: Progress
+) -> ProbeReport:
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
     from headrace.text.hub import model_directory
-    from headrace.tools.probe.probing import probe
-    from headrace.tools.probe.prompts import TINY, in_tokens, prompts_of
+    from headrace.tools.probe.prompts import TINY, exchange_renderer, summarize_prompts
+    from headrace.tools.probe.runner import probe
     from headrace.tools.probe.sampling import sample
     from headrace.trainer.tiny import write_tiny_settings
 
@@ -82,7 +82,7 @@ async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Names
         if arguments.model is None:
             write_tiny_settings(Path(scratch))
         directory = Path(scratch) if arguments.model is None else model_directory(arguments.model)
-        show = in_tokens(directory, config.renderer.model_dump())
+        render = exchange_renderer(directory, config.renderer.model_dump())
     endpoint = await _endpoint(arguments)
     tasks, episodes = arguments.sample
     report, to_sample = await probe(
@@ -96,7 +96,7 @@ async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Names
         progress=progress,
     )
     report.seq_len = arguments.seq_len
-    report.prompts = prompts_of(report, arguments.examples, show, arguments.model or TINY)
+    report.prompts = summarize_prompts(report, arguments.examples, render, arguments.model or TINY)
     for episode in report.episodes:
         episode.exchange = None  # it has been read
     if endpoint is not None:
@@ -104,13 +104,15 @@ async def _probe(identifier: str, config: ProbeConfig, arguments: argparse.Names
     return report
 
 
-async def _endpoint(arguments: argparse.Namespace) -> Endpoint | None:
-    from headrace.tools.probe.sampling import Endpoint
+async def _endpoint(arguments: argparse.Namespace) -> SamplingEndpoint | None:
+    from headrace.tools.probe.sampling import SamplingEndpoint
 
     if arguments.endpoint is None:
         return None
     server = arguments.endpoint, arguments.endpoint_model, arguments.api_key_var
-    return await Endpoint(*server, arguments.temperature, arguments.max_tokens, arguments.concurrency).with_model()
+    return await SamplingEndpoint(
+        *server, arguments.temperature, arguments.max_tokens, arguments.concurrency
+    ).with_model()
 
 
 def read_options(args: str, overrides: list[str]) -> ProbeConfig:
@@ -119,7 +121,7 @@ def read_options(args: str, overrides: list[str]) -> ProbeConfig:
 
     from headrace.config.base import ConfigError, Tree
     from headrace.runfile.reading import parse_overrides, put, validate
-    from headrace.tools.probe.options import ProbeConfig
+    from headrace.tools.probe.runner import ProbeConfig
 
     try:
         tree: Tree = {"args": json.loads(args)}

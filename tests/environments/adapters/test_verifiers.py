@@ -20,7 +20,7 @@ from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Rollout
 from headrace.text.replies import untrained_reply
-from headrace.tools.probe.completions import COMPLETIONS, Scene
+from headrace.tools.probe.completions import COMPLETIONS, ChatState
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import headrace, write_run_file
 from tests.environments.pools import Echo, Failing, Silent, pool
@@ -326,8 +326,8 @@ async def test_hostile_replies_cost_nothing_but_the_reward():
             if completion.from_gold or completion.name == "10 MB":
                 continue
 
-            def answer(messages: Sequence[Message], said: Callable[[Scene], Any] = completion.answer) -> Any:
-                return said(Scene(environment, task, messages, [], Random(0))) if len(messages) < 6 else "done"
+            def answer(messages: Sequence[Message], make: Callable[[ChatState], Any] = completion.make) -> Any:
+                return make(ChatState(environment, task, messages, [], Random(0))) if len(messages) < 6 else "done"
 
             if completion.name not in ("gold", "mistake"):
                 (rollout,), _ = await play(environment, task, answer)

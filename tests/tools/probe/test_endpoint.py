@@ -1,4 +1,4 @@
-"""A model behind a server plays: what it is sent, what becomes of its answers, and what they say about groups."""
+"""Episodes sampled from a server: requests, replies, and predictions about groups."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from headrace.inference.client.openai_client import OpenAIUnreachable
 from headrace.rollout.types import Task
 from headrace.text.openai_messages import openai_messages, parse_reply
 from headrace.tools.probe import sampling
-from headrace.tools.probe.report import Opening, Report
-from headrace.tools.probe.sampling import Endpoint, Line, sample
+from headrace.tools.probe.report import LoadResult, ProbeReport
+from headrace.tools.probe.sampling import EndpointContext, SamplingEndpoint, sample
 from tests.inference.openai_stand_in import OpenAIStandIn, Respond, completion, error
 from tests.tools.probe.probed import ASKING, BIDDING, CALLING, DUEL
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def report(environment: str, scores_groups: bool = False) -> Report:
-    opening = Opening(0.1, 0.1, 0.1, 2, 100, scores_groups, "")
-    return Report(environment, {}, opening, [], [], 0, None, [], [], None)
+def report(environment: str, scores_groups: bool = False) -> ProbeReport:
+    opening = LoadResult(0.1, 0.1, 0.1, 2, 100, scores_groups, "")
+    return ProbeReport(environment, {}, opening, [], [], 0, None, [], [], None)
 
 
 def reply(message: dict[str, Any], finish_reason: str = "stop") -> web.Response:
@@ -38,11 +38,11 @@ def calling(name: str, arguments: str) -> web.Response:
 
 
 async def ask(respond: Respond, max_tokens: int | None = None) -> tuple[Reply, list[dict[str, Any]]]:
-    """One question through a line, and the bodies that the server got."""
+    """Send one request through a context; return the reply and the bodies that the server received."""
     async with OpenAIStandIn(respond) as server:
-        client = Endpoint(server.url, "m").client()
+        client = SamplingEndpoint(server.url, "m").client()
         try:
-            return await Line(client, 0.7, 100).chat(HELLO, max_tokens=max_tokens), server.asked
+            return await EndpointContext(client, 0.7, 100).chat(HELLO, max_tokens=max_tokens), server.asked
         finally:
             await client.close()
 
@@ -53,8 +53,8 @@ async def test_a_question_carries_the_sampling_and_its_answer_becomes_a_reply():
     assert (answer.text, answer.raw, answer.truncated) == ("hi", "hi", True)
 
 
-async def test_what_may_succeed_later_is_asked_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampling, "FIRST_PAUSE", 0.0)
+async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampling, "FIRST_BACKOFF_S", 0.0)
     answers: Iterator[web.Response | str] = iter([error(429, "busy"), error(500, "oops"), "hi"])
     answer, bodies = await ask(lambda _: next(answers))
     assert (answer.text, len(bodies)) == ("hi", 3)
@@ -63,25 +63,25 @@ async def test_what_may_succeed_later_is_asked_again(monkeypatch: pytest.MonkeyP
     assert failed.value.reason == "endpoint"
 
 
-async def test_what_cannot_succeed_is_asked_once_and_a_full_context_is_an_end():
+async def test_permanent_errors_are_not_retried_and_a_full_context_ends_the_episode():
     with pytest.raises(EpisodeError, match="no such model"):
         await ask(lambda _: error(404, "no such model"))
     with pytest.raises(PromptTooLong):
         await ask(lambda _: error(400, "maximum context length is 8"))
 
 
-async def test_what_is_no_json_costs_its_episode():
-    line = Line(Endpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
+async def test_messages_that_are_not_json_fail_their_episode():
+    context = EndpointContext(SamplingEndpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
     for content in (float("nan"), b"bytes"):
-        with pytest.raises(EpisodeError, match="cannot be sent as JSON") as failed:
-            await line.chat([{"role": "user", "content": content}])
+        with pytest.raises(EpisodeError) as failed:
+            await context.chat([{"role": "user", "content": content}])
         assert failed.value.reason == "invalid_message"
 
 
-async def test_a_game_that_somebody_always_wins_has_signal():
+async def test_a_zero_sum_game_has_signal():
     lengths = iter([1, 2, 2, 1])
     async with OpenAIStandIn(lambda _: "x" * next(lengths)) as server:
-        task, endpoint = Task(BIDDING, {"prize": 1}), Endpoint(server.url, "m", concurrency=1)
+        task, endpoint = Task(BIDDING, {"prize": 1}), SamplingEndpoint(server.url, "m", concurrency=1)
         result = await sample(report(BIDDING), [task], endpoint, 2, 2, lambda *_: None)
     assert result.rewards == [[[-1.0, 1.0], [1.0, -1.0]]]
     assert [p.without_signal for p in result.predictions] == [0]
@@ -129,17 +129,17 @@ def test_messages_go_out_in_openais_form():
     assert sent[1]["tool_calls"][0]["function"] == {"name": "press", "arguments": '{"word": "x"}'}
     assert "reasoning_content" not in sent[1]
     assert sent[2]["role"] == "tool"
-    assert sent[3] == {"role": "user", "content": "Error: not valid JSON"}  # nobody made that call
+    assert sent[3] == {"role": "user", "content": "Error: not valid JSON"}  # without a matching call
 
 
 def test_calls_without_an_id_get_one_and_so_do_their_results():
     calls = [{"type": "function", "function": {"name": "press", "arguments": {}}}] * 2
-    told = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
-    asked, *results = openai_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *told, told[0]])
+    replies = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+    asked, *results = openai_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *replies, replies[0]])
     identities = [call["id"] for call in asked["tool_calls"]]
     assert len(set(identities)) == 2
-    assert results[:2] == [{**result, "tool_call_id": name} for result, name in zip(told, identities, strict=True)]
-    assert results[2] == {"role": "user", "content": "one"}  # nobody made that call
+    assert results[:2] == [{**result, "tool_call_id": name} for result, name in zip(replies, identities, strict=True)]
+    assert results[2] == {"role": "user", "content": "one"}  # without a matching call
 
 
 def test_arguments_that_are_a_json_text_are_sent_as_they_are():
@@ -150,11 +150,11 @@ def test_arguments_that_are_a_json_text_are_sent_as_they_are():
     assert [made["function"]["arguments"] for made in sent["tool_calls"]] == ['{"word": "x"}', "{}"]
 
 
-async def test_calls_that_cannot_be_sent_cost_their_episode():
-    line = Line(Endpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
+async def test_calls_that_cannot_be_sent_fail_their_episode():
+    context = EndpointContext(SamplingEndpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
     for call in ({"id": "a"}, "press", {"id": "a", "function": {"name": "press", "arguments": {"a": b"bytes"}}}):
         with pytest.raises(EpisodeError) as failed:
-            await line.chat([*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}])
+            await context.chat([*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}])
         assert failed.value.reason == "invalid_message"
 
 
@@ -168,21 +168,21 @@ async def test_episodes_with_tools_are_played_and_predict_the_signal():
     words = iter(["no"] + ["mill"] * 7)
 
     def respond(body: dict[str, Any]) -> web.Response | str:
-        told = body["messages"][-1]["role"] == "tool"
-        return "Done." if told else calling("press", json.dumps({"word": next(words)}))
+        has_result = body["messages"][-1]["role"] == "tool"
+        return "Done." if has_result else calling("press", json.dumps({"word": next(words)}))
 
-    told: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     tasks = [Task(CALLING, {"word": "mill"}), Task(CALLING, {"word": "other"})]
     async with OpenAIStandIn(respond) as server:
-        endpoint = await Endpoint(server.url, concurrency=1).with_model()  # one at a time: the first task comes first
-        result = await sample(report(CALLING), tasks, endpoint, 4, 2, lambda *words: told.append(words))
+        endpoint = await SamplingEndpoint(server.url, concurrency=1).with_model()  # in the order of tasks
+        result = await sample(report(CALLING), tasks, endpoint, 4, 2, lambda *step: progress.append(step))
     assert result.model == "small"
     first, second = ([reward for (reward,) in episodes] for episodes in result.rewards)
     assert (first, second) == (pytest.approx([0.0, 1.1, 1.1, 1.1]), [0.0] * 4)
     assert (result.problems, result.episodes, result.truncated) == ([], 8, 0)
     # of the first task's 6 pairs 3 are equal, of the second task's all
     assert [(p.group_size, p.without_signal) for p in result.predictions] == [(2, 0.75), (4, 0.5)]
-    assert told[-1] == ("sampling from small", 8, 8)
+    assert progress[-1] == ("sampling from small", 8, 8)
     assert server.asked[0]["tools"][0]["function"]["name"] == "press"
 
 
@@ -195,7 +195,7 @@ async def test_failed_and_cut_off_episodes_are_counted_and_groups_are_scored_tog
 
     task = Task(DUEL, {"letter": "x"})
     async with OpenAIStandIn(respond) as server:
-        result = await sample(report(DUEL, True), [task], Endpoint(server.url, "m"), 4, 4, lambda *_: None)
+        result = await sample(report(DUEL, True), [task], SamplingEndpoint(server.url, "m"), 4, 4, lambda *_: None)
     assert sorted(result.rewards[0]) == [[0.0], [0.0], [1.0]]  # the longest of those that came to an end
     assert [problem.reason for problem in result.problems] == ["endpoint"]
     assert (result.episodes, result.truncated) == (4, 3)
@@ -203,15 +203,15 @@ async def test_failed_and_cut_off_episodes_are_counted_and_groups_are_scored_tog
 
 async def test_a_server_that_is_not_there_is_an_error_at_once_and_needs_an_address():
     with pytest.raises(OpenAIUnreachable):
-        await Endpoint("http://127.0.0.1:9/v1").with_model()
+        await SamplingEndpoint("http://127.0.0.1:9/v1").with_model()
     with pytest.raises(BadInput, match="address"):
-        await Endpoint("localhost:8000").with_model()
-    assert (await Endpoint("localhost:8000", "named").with_model()).model == "named"
+        await SamplingEndpoint("localhost:8000").with_model()
+    assert (await SamplingEndpoint("localhost:8000", "named").with_model()).model == "named"
 
 
 async def test_a_task_whose_episodes_all_fail_has_no_rewards():
     async with OpenAIStandIn(lambda _: error(400, "no")) as server:
-        task, endpoint = Task(ASKING, {"number": 12}), Endpoint(server.url, "m")
+        task, endpoint = Task(ASKING, {"number": 12}), SamplingEndpoint(server.url, "m")
         result = await sample(report(ASKING), [task], endpoint, 2, 4, lambda *_: None)
     assert (result.rewards, result.predictions) == ([[]], [])
     assert len(result.problems) == 2

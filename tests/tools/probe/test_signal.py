@@ -8,7 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from headrace.tools.probe.signal import Prediction, interval, predict
+from headrace.tools.probe.report import SignalPrediction
+from headrace.tools.probe.sampling import predict_signal, proportion_interval
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -24,9 +25,9 @@ POPULATIONS: dict[str, Draw] = {
 """How likely tasks are to be solved."""
 
 
-def alone(rewards: Sequence[Sequence[float]], group_size: int) -> Prediction:
+def alone(rewards: Sequence[Sequence[float]], group_size: int) -> SignalPrediction:
     """Of episodes in which one agent is trained."""
-    return predict([[[reward] for reward in task] for task in rewards], group_size)
+    return predict_signal([[[reward] for reward in task] for task in rewards], group_size)
 
 
 def test_groups_of_two_from_four_episodes_by_hand():
@@ -46,10 +47,10 @@ def test_rewards_that_differ_by_rounding_alone_are_equal():
 
 def test_a_group_in_which_agents_earn_differently_has_signal():
     # what one wins the other loses: their mean is always 0, their rewards never are
-    assert predict([[[1, -1], [-1, 1], [1, -1], [1, -1]]], 2).without_signal == 0
+    assert predict_signal([[[1, -1], [-1, 1], [1, -1], [1, -1]]], 2).without_signal == 0
     # of the three pairs only that of the two draws has equal rewards
-    assert predict([[[0, 0], [0, 0], [1, -1]]], 2).without_signal == pytest.approx(1 / 3)
-    assert predict([[[0, 0], [1, 1]]], 2).without_signal == 0
+    assert predict_signal([[[0, 0], [0, 0], [1, -1]]], 2).without_signal == pytest.approx(1 / 3)
+    assert predict_signal([[[0, 0], [1, 1]]], 2).without_signal == 0
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 5])
@@ -78,9 +79,9 @@ def test_the_estimate_has_no_bias_and_the_interval_covers_the_truth(population: 
 
 def test_the_interval_by_hand():
     # none of 16: 2 of 20, .1 +- 1.96 sqrt(.09 / 20); half of 20: .5 +- 1.96 sqrt(.25 / 24)
-    assert interval(0.0, 16) == (0, pytest.approx(0.2315, abs=1e-4))
-    assert interval(1.0, 16) == (pytest.approx(0.7685, abs=1e-4), 1)
-    assert interval(0.5, 20) == pytest.approx((0.29996, 0.70004), abs=1e-4)
+    assert proportion_interval(0.0, 16) == (0, pytest.approx(0.2315, abs=1e-4))
+    assert proportion_interval(1.0, 16) == (pytest.approx(0.7685, abs=1e-4), 1)
+    assert proportion_interval(0.5, 20) == pytest.approx((0.29996, 0.70004), abs=1e-4)
 
 
 def test_larger_groups_than_were_seen_have_what_was_seen_for_a_bound():
@@ -99,7 +100,7 @@ def test_a_task_with_failed_episodes_is_left_out_unless_most_are_like_that():
     assert (most_failed.without_signal, most_failed.is_bound) == (pytest.approx(2 / 3), True)
 
 
-def test_too_easy_and_too_hard_are_told_apart():
+def test_too_easy_and_too_hard_are_distinguished():
     prediction = alone([[0] * 4, [0] * 4, [1] * 4, [0, 1, 0, 1]], 4)
     assert (prediction.too_hard, prediction.too_easy) == (0.5, 0.25)
     assert prediction.without_signal == 0.75

@@ -1,39 +1,49 @@
-"""What a probe's report shows people."""
+"""The tables of a probe's report."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
 from headrace.tools.probe.prompts import TINY
-from headrace.tools.probe.report import Episode, OfferedTool, Opening, Problem, Prompts, Report, Sampled
-from headrace.tools.probe.signal import predict
-from headrace.tools.probe.view import view
+from headrace.tools.probe.report import (
+    EpisodeProblem,
+    LoadResult,
+    OfferedTool,
+    ProbeEpisode,
+    ProbeReport,
+    Prompts,
+    SampledEpisodes,
+)
+from headrace.tools.probe.sampling import predict_signal
+from headrace.tools.probe.view import render_report
 
 
-def shown(*episodes: Episode, sampled: Sampled | None = None, prompts: Prompts | None = None) -> list[list[str]]:
+def shown(
+    *episodes: ProbeEpisode, sampled: SampledEpisodes | None = None, prompts: Prompts | None = None
+) -> list[list[str]]:
     """The words of each line."""
-    opening = Opening(0.1, 0.1, 0.1, 2, 100, False, "")
-    report = Report("probed", {}, opening, ["a", "b"], [0, 1], 0, None, list(episodes), [], None, prompts)
+    opening = LoadResult(0.1, 0.1, 0.1, 2, 100, False, "")
+    report = ProbeReport("probed", {}, opening, ["a", "b"], [0, 1], 0, None, list(episodes), [], None, prompts)
     report.sampled = sampled
     console = Console(width=80, highlight=False)
     with console.capture() as captured:
-        console.print(view(report, []))
+        console.print(render_report(report, []))
     return [line.split() for line in captured.get().splitlines()]
 
 
 def test_larger_groups_than_were_sampled_are_shown_with_a_bound():
     rewards = [[[0.0]] * 4, [[0.0], [1.0]] * 2]
-    predictions = [predict(rewards, size) for size in (4, 8)]
-    lines = shown(sampled=Sampled("m", 8, rewards, [], 8, 0, 1.0, predictions))
+    predictions = [predict_signal(rewards, size) for size in (4, 8)]
+    lines = shown(sampled=SampledEpisodes("m", 8, rewards, [], 8, 0, 1.0, predictions))
     # one of two tasks, and two of either kind: .5 +- 1.96 sqrt(.25 / 6)
     assert ["4", "50%", "10%", "to", "90%", "50%", "0%"] in lines
     most = ["at", "most"]
     assert ["8", "(yours)", *most, "50%", *most, "90%", *most, "50%", *most, "0%"] in lines
 
 
-def test_the_range_is_that_of_all_agents_and_the_time_of_a_killed_process_is_not_known():
-    game = Episode("gold", 0, {"won": 0.0}, 0.0, [1.0, -1.0], seconds=0.002, cpu_seconds=0.001)
-    killed = Episode("empty", 0, problem=Problem("blocked", "in words"), seconds=1.0, cpu_seconds=None)
+def test_the_range_is_that_of_all_agents_and_the_time_of_a_killed_process_is_unknown():
+    game = ProbeEpisode("gold", 0, {"won": 0.0}, 0.0, [1.0, -1.0], seconds=0.002, cpu_seconds=0.001)
+    killed = ProbeEpisode("empty", 0, problem=EpisodeProblem("blocked", "in words"), seconds=1.0, cpu_seconds=None)
     lines = shown(game, killed)
     assert ["gold", "0.000", "-1.00", "to", "1.00", "2.0", "1.0"] in lines
     assert ["empty", "-", "1,000", "-", "1", "blocked"] in lines

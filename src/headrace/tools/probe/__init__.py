@@ -1,1 +1,1 @@
-"""What is right and wrong with an environment before anything is trained on it."""
+"""Probes of environments: run scripted completions through an environment and report problems before training."""

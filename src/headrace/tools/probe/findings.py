@@ -1,4 +1,4 @@
-"""What a probe would fix: one line for each thing, how bad it is, what was seen and what to do."""
+"""Findings of a probe: what is wrong with an environment, how severe it is, and how to fix it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.tools.probe.completions import BY_NAME, HUGE, Completion, Severity
-from headrace.tools.probe.probing import LATE
+from headrace.tools.probe.completions import BY_NAME, HUGE_CHARS, ScriptedCompletion, Severity
 from headrace.tools.probe.prompts import TINY
-from headrace.tools.probe.report import Episode, Problem, Prompts, Report, Sampled
-from headrace.tools.probe.signal import Prediction
-from headrace.tools.probe.stage import GOLD_FAILED, MOST_REPLIES
+from headrace.tools.probe.report import (
+    EpisodeProblem,
+    ProbeEpisode,
+    ProbeReport,
+    Prompts,
+    SampledEpisodes,
+    SignalPrediction,
+)
+from headrace.tools.probe.runner import LATE
+from headrace.tools.probe.worker import GOLD_FAILED, MAX_REPLIES
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-EQUAL = 0.999
-"""Share of what gold earns, above the lowest, from which on a completion earns as much as gold."""
-SOME = 0.1
-"""Share from which on rubbish earns too much."""
-MUCH = 0.5
-"""Share from which on a cheat earns too much."""
-HELD = 0.1
-"""Seconds that an episode may hold the event loop: all others wait meanwhile."""
-SLOW_LOAD = 30.0
-LARGE = 256 << 20
-"""Bytes of tasks, which every process of a run keeps."""
+EQUAL_SHARE = 0.999
+"""Share of gold's reward (above the lowest reward) from which a completion counts as equal to gold."""
+MAX_GARBAGE_SHARE = 0.1
+MAX_HOSTILE_SHARE = 0.5
+MAX_BLOCKED_S = 0.1
+"""Time for which an episode may block the event loop, and with it all other episodes."""
+SLOW_LOAD_S = 30.0
+LARGE_TASKS_BYTES = 256 << 20
 SEVERAL_CALLS: dict[str, Severity] = {"gold among 20 wrong": "warning", "gold 1,000 times": "note"}
-"""Completions that, where there are tools, call many at once: that may be fair."""
-BEYOND_RUNS = f"{HUGE >> 20} MB"
-"""The completion that is longer than what a run can sample."""
+"""Completions that make many tool calls in one reply, which may be legitimate."""
+BEYOND_RUNS = f"{HUGE_CHARS >> 20} MB"
+"""The completion that is longer than a run can sample."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -40,47 +43,46 @@ class Finding(msgspec.Struct, frozen=True):
     do: str
 
 
-def findings(report: Report) -> list[Finding]:
-    """The worst first."""
-    found = [
-        *_of_tasks(report),
-        *_of_prompts(report.prompts, report.seq_len),
-        *_of_gold(report),
-        *_of_rewards(report),
-        *_of_problems(report),
-        *_of_times(report),
-        *_of_closing(report.closing),
-        *(_of_samples(report.sampled) if report.sampled is not None else ()),
+def list_findings(report: ProbeReport) -> list[Finding]:
+    """Return all findings, the most severe first."""
+    findings = [
+        *_task_findings(report),
+        *_prompt_findings(report.prompts, report.seq_len),
+        *_gold_findings(report),
+        *_reward_findings(report),
+        *_problem_findings(report),
+        *_time_findings(report),
+        *(_sample_findings(report.sampled) if report.sampled is not None else ()),
     ]
-    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def _of_tasks(report: Report) -> Iterator[Finding]:
+def _task_findings(report: ProbeReport) -> Iterator[Finding]:
     opening = report.opening
     if report.first_difference is not None:
         yield Finding(
             "error",
-            f"tasks() gave other tasks in a second process, from task {report.first_difference} on",
-            "seed what is random and sort what comes from a set: a resumed run draws tasks by their place",
+            f"tasks() returned other tasks in a second process, from task {report.first_difference} on",
+            "seed random generators and sort sets: a resumed run draws tasks by their index",
         )
     if report.duplicates:
         yield Finding(
             "note",
             f"{report.duplicates:,} of {opening.tasks:,} tasks are repetitions",
-            "leave them out, unless they are meant to be drawn more often",
+            "remove them, unless they should be drawn more often",
         )
-    if opening.task_bytes > LARGE:
+    if opening.task_bytes > LARGE_TASKS_BYTES:
         yield Finding(
             "warning",
-            f"the tasks are {opening.task_bytes >> 20:,} MB of JSON, which each process of a run keeps",
-            "keep large data in files, and their names in the tasks",
+            f"the tasks are {opening.task_bytes >> 20:,} MB of JSON, in the memory of each process of a run",
+            "keep large data in files and their names in the tasks",
         )
     seconds = opening.import_seconds + opening.load_seconds + opening.tasks_seconds
-    if seconds > SLOW_LOAD:
+    if seconds > SLOW_LOAD_S:
         yield Finding("note", f"loading takes {seconds:.0f} s, in each process of a run", "prepare the data once")
 
 
-def _of_prompts(prompts: Prompts | None, seq_len: int | None) -> Iterator[Finding]:
+def _prompt_findings(prompts: Prompts | None, seq_len: int | None) -> Iterator[Finding]:
     if prompts is None:
         return
     if prompts.problem:
@@ -91,31 +93,31 @@ def _of_prompts(prompts: Prompts | None, seq_len: int | None) -> Iterator[Findin
     tokens = "tokens of the tiny model" if prompts.tokenizer == TINY else "tokens"
     if too_long := sum(length >= seq_len for length in prompts.lengths):
         seen = f"{too_long} of {total} prompts have {seq_len} {tokens} or more (the longest {max(prompts.lengths)})"
-        do = "raise seq_len, or leave long tasks out: these episodes fail"
-        if prompts.tokenizer == TINY:  # its tokens are bytes, so that most models have fewer
-            yield Finding("warning", seen, f"name the run's model (--model) to count its tokens, or {do}")
+        do = "raise seq_len or remove long tasks: these episodes fail"
+        if prompts.tokenizer == TINY:  # a token is a byte: most models have fewer tokens
+            yield Finding("warning", seen, f"set the run's model (--model) to count its tokens, or {do}")
         else:
             yield Finding("error", seen, do)
     elif cut := sum(length > seq_len for length in prompts.conversation_lengths):
         longest = max(prompts.conversation_lengths)
         seen = f"{cut} of {total} gold conversations are longer than seq_len {seq_len} (the longest {longest} {tokens})"
-        yield Finding("warning", seen, "raise seq_len: nobody can finish these")
+        yield Finding("warning", seen, "raise seq_len: these tasks cannot be finished")
 
 
-def _of_gold(report: Report) -> Iterator[Finding]:
+def _gold_findings(report: ProbeReport) -> Iterator[Finding]:
     if report.agents > 1:
         yield Finding(
             "note",
-            f"{report.agents} agents are trained in an episode, and completions speak for all: rewards were not judged",
-            "see the table for failures and times, and have a model play (--endpoint) to see what is earned",
+            f"{report.agents} agents are trained in an episode, with the same completion: rewards are not compared",
+            "see the table for failures and times, and sample from a model (--endpoint) to see rewards",
         )
         return
     rewards = {episode.task: episode.reward for episode in report.of("gold") if episode.reward is not None}
     if not report.of("gold"):
         yield Finding(
             "warning",
-            "no gold(): nobody knows whether a right answer earns the most",
-            "implement gold(task, messages); it also makes demonstrations for SFT",
+            "no gold(): it is unknown whether a correct answer gets the highest reward",
+            "implement gold(task, messages); it also generates demonstrations for SFT",
         )
         return
     if not rewards:
@@ -124,51 +126,50 @@ def _of_gold(report: Report) -> Iterator[Finding]:
     poor = [task for task, reward in rewards.items() if best > 0 and reward < best / 2]
     if poor:
         seen = f"gold earns less than half of its best, {best:.3g}, on {len(poor)} of {len(rewards)} tasks: {poor[:3]}"
-        yield Finding("warning", seen, "see whether the scorer or the gold answer is wrong there")
+        yield Finding("warning", seen, "check the scorer and the gold answer of these tasks")
 
 
-def _of_rewards(report: Report) -> Iterator[Finding]:
+def _reward_findings(report: ProbeReport) -> Iterator[Finding]:
     if report.unstable:
-        seen = f"the second time {_listed(report.unstable)} earned something else"
-        yield Finding("warning", seen, "seed what is random; of a judge, ask for temperature 0")
-    if report.agents <= 1:  # several may earn at each other's cost
-        yield from _of_shares(report)
-
-
-def _of_shares(report: Report) -> Iterator[Finding]:
+        seen = f"the reward of {_join_names(report.unstable)} differed the second time"
+        yield Finding("warning", seen, "seed random generators; set a judge's temperature to 0")
+    if report.agents > 1:  # agents may earn at each other's cost
+        return
     earned = [episode.reward for episode in report.episodes if episode.reward is not None]
     gold = [episode.reward for episode in report.of("gold") if episode.reward is not None]
     floor = min([0.0, *earned])
     if gold and fmean(gold) <= floor:
-        yield Finding("error", f"gold earns {fmean(gold):.3g}, and nothing earns less", "see rewards and gold()")
+        yield Finding("error", f"gold earns {fmean(gold):.3g}, and nothing earns less", "check rewards and gold()")
         return
-    alike: dict[tuple[Severity, str, str], list[str]] = defaultdict(list)
+    names_by_verdict: dict[tuple[Severity, str, str], list[str]] = defaultdict(list)
     offers_tools = any(episode.offers_tools for episode in report.episodes)
     for name, shares in _shares(report, floor).items():
         if verdict := _verdict(BY_NAME[name], shares, offers_tools):
-            alike[verdict].append(name)
-    for (severity, much, remedy), names in alike.items():
+            names_by_verdict[verdict].append(name)
+    for (severity, amount, remedy), names in names_by_verdict.items():
         verb = "earn" if len(names) > 1 else "earns"
-        yield Finding(severity, f"{_listed(names)} {verb} {much}", remedy)
+        yield Finding(severity, f"{_join_names(names)} {verb} {amount}", remedy)
     if not gold:
         for name in ("empty", "random bytes"):
             rewards = [episode.reward for episode in report.of(name) if episode.reward is not None]
             if rewards and fmean(rewards) > 0:
-                yield Finding("warning", f"{name!r} earns {fmean(rewards):.3g}", "see what it earns that for")
+                yield Finding("warning", f"{name!r} earns {fmean(rewards):.3g}", "check why it is rewarded")
 
 
-def _verdict(completion: Completion, shares: Shares, offers_tools: bool) -> tuple[Severity, str, str] | None:
-    """How bad it is that a completion earns these shares of what gold does, in words, and what to do."""
-    remedy, share = _REMEDY[completion.kind], shares.together
-    if share > 2 - EQUAL:
+def _verdict(
+    completion: ScriptedCompletion, shares: RewardShares, offers_tools: bool
+) -> tuple[Severity, str, str] | None:
+    """Return severity, amount and fix of a completion's rewards compared with gold, or None if they are fine."""
+    remedy, share = _REMEDY[completion.kind], shares.total
+    if share > 2 - EQUAL_SHARE:
         return "error", "more than gold", remedy
-    if share >= EQUAL and offers_tools and completion.name in SEVERAL_CALLS:
-        return SEVERAL_CALLS[completion.name], "as much as gold", "if calls are guesses, count them"
-    if share >= EQUAL:
+    if share >= EQUAL_SHARE and offers_tools and completion.name in SEVERAL_CALLS:
+        return SEVERAL_CALLS[completion.name], "as much as gold", "if calls are guesses, limit their number"
+    if share >= EQUAL_SHARE:
         return completion.as_good_as_gold, "as much as gold", remedy
     if completion.kind == "mistake" or completion.as_good_as_gold == "note":
-        return None  # it may be nearly right
-    if share > (MUCH if completion.kind == "hostile" else SOME):
+        return None  # may be nearly correct
+    if share > (MAX_HOSTILE_SHARE if completion.kind == "hostile" else MAX_GARBAGE_SHARE):
         return "warning", f"{share:.0%} of what gold does", remedy
     if shares.equal:
         return "note", f"as much as gold on {len(shares.equal)} of {shares.tasks} tasks: {shares.equal[:3]}", remedy
@@ -177,31 +178,30 @@ def _verdict(completion: Completion, shares: Shares, offers_tools: bool) -> tupl
 
 _REMEDY = {
     "gold": "",
-    "mistake": "see whether the scorer reads the whole answer; if mistakes may be right, implement mistake()",
-    "empty": "an answer that says nothing must earn the least",
-    "garbage": "an answer that says nothing must earn the least",
-    "hostile": "score one answer, from one place: a model will find that",
-    "tool call": "a call that cannot be run must earn nothing",
+    "mistake": "check that the scorer reads the whole answer; if mistakes may be correct, implement mistake()",
+    "empty": "give an answer without content the lowest reward",
+    "garbage": "give an answer without content the lowest reward",
+    "hostile": "score one answer, from one place: a model will find this reward hack",
+    "tool call": "give no reward for a call that cannot be run",
 }
 
 
-def _listed(names: Sequence[str]) -> str:
-    """The first few."""
+def _join_names(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:3]))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-class Shares(NamedTuple):
-    """What a completion earned above the lowest, as a share of what gold earned on the same tasks."""
+class RewardShares(NamedTuple):
+    """A completion's reward above the lowest reward, as a share of gold's on the same tasks."""
 
-    together: float
+    total: float
     equal: list[int]
-    """The tasks on which it earned as much as gold, which earned something there."""
+    """Tasks on which the completion earned as much as gold, and gold earned a reward."""
     tasks: int
 
 
-def _shares(report: Report, floor: float) -> dict[str, Shares]:
-    """By completion, where gold earned something on the tasks that it was played on."""
+def _shares(report: ProbeReport, floor: float) -> dict[str, RewardShares]:
+    """Return shares by completion, without completions on whose tasks gold earned nothing."""
     gold = {episode.task: episode.reward for episode in report.of("gold") if episode.reward is not None}
     shares = {}
     for name in dict.fromkeys(episode.completion for episode in report.episodes):
@@ -211,111 +211,100 @@ def _shares(report: Report, floor: float) -> dict[str, Shares]:
             for episode in others
             if episode.reward is not None
         }
-        wanted = sum(best for _, best in both.values())
-        if name != "gold" and wanted > 0:
-            equal = [task for task, (reward, best) in both.items() if best > 0 and reward >= EQUAL * best]
-            shares[name] = Shares(sum(reward for reward, _ in both.values()) / wanted, equal, len(both))
+        gold_total = sum(best for _, best in both.values())
+        if name != "gold" and gold_total > 0:
+            equal = [task for task, (reward, best) in both.items() if best > 0 and reward >= EQUAL_SHARE * best]
+            shares[name] = RewardShares(sum(reward for reward, _ in both.values()) / gold_total, equal, len(both))
     return shares
 
 
-def _of_problems(report: Report) -> Iterator[Finding]:
-    """Each place or reason once, with the completions that led there."""
-    found: dict[tuple[str, str], list[tuple[Episode, Problem]]] = defaultdict(list)
+def _problem_findings(report: ProbeReport) -> Iterator[Finding]:
+    """Yield one finding per location or reason, with the completions that caused it."""
+    problems: dict[tuple[str, str], list[tuple[str, EpisodeProblem]]] = defaultdict(list)
     for episode in report.episodes:
-        if episode.problem is not None and episode.problem.reason not in LATE:
-            found[episode.problem.reason, episode.problem.place or episode.problem.text].append(
-                (episode, episode.problem)
-            )
-    for cases in found.values():
-        names = list(dict.fromkeys(episode.completion for episode, _ in cases))
+        if (problem := episode.problem) is not None and problem.reason not in LATE:
+            problems[problem.reason, problem.place or problem.text].append((episode.completion, problem))
+    for cases in problems.values():
+        names = list(dict.fromkeys(name for name, _ in cases))
         problem = cases[0][1]
-        where = f" at {problem.place}" if ":" in problem.place else ""  # a reward names its timeouts, too
-        seen = f"{_listed(names)}: {problem.reason}{where}: {problem.text}"
+        where = f" at {problem.place}" if ":" in problem.place else ""  # place may also be the name of a reward
+        seen = f"{_join_names(names)}: {problem.reason}{where}: {problem.text}"
         if problem.reason == GOLD_FAILED:
             yield Finding("error", seen, "fix gold() or mistake()")
         elif problem.reason == "no_gold":
-            yield Finding("warning", seen, "have gold() answer every task")
+            yield Finding("warning", seen, "implement gold() for every task")
         elif problem.reason in ("exception", "reward_failed", "invalid_reward", "process", "no_rollout"):
-            yield Finding("error", seen, "whatever a model says must be scored: 0 for what cannot be read")
+            yield Finding("error", seen, "score every reply: 0 if it cannot be parsed")
         else:
-            yield Finding("warning", seen, "failed episodes are dropped: give a reward if the answer was at fault")
+            yield Finding("warning", seen, "failed episodes are dropped: return a reward if the answer is at fault")
+    if (closing := report.closing) is not None:
+        where = f" at {closing.place}" if closing.place else ""
+        yield Finding("error", f"close(): {closing.reason}{where}: {closing.text}", "close only what was opened")
 
 
-def _of_times(report: Report) -> Iterator[Finding]:
+def _time_findings(report: ProbeReport) -> Iterator[Finding]:
     for name in dict.fromkeys(episode.completion for episode in report.episodes):
         episodes = report.of(name)
         late = [episode for episode in episodes if episode.problem is not None and episode.problem.reason in LATE]
-        held = median(episode.blocked_seconds for episode in episodes)
+        blocked = median(episode.blocked_seconds for episode in episodes)
         beyond = name == BEYOND_RUNS
         if late:
-            yield _late(late[0], beyond)
-        elif held >= HELD:
-            seen = f"{name!r} blocks the event loop for {1000 * held:.0f} ms"
-            advice = "cut the text before it is scored" if beyond else "give it workers = N, or a reward in_sandbox"
-            yield Finding("note" if beyond else "warning", seen, advice)
+            yield _late_finding(late[0], beyond)
+        elif blocked >= MAX_BLOCKED_S:
+            seen = f"{name!r} blocks the event loop for {1000 * blocked:.0f} ms"
+            fix = "truncate the text before scoring" if beyond else "set workers = N, or run the reward in_sandbox"
+            yield Finding("note" if beyond else "warning", seen, fix)
     endless = [episode for episode in report.episodes if episode.endless]
     if endless:
-        seen = (
-            f"an episode does not end by itself: {endless[0].completion!r} still went on after {MOST_REPLIES} replies"
-        )
-        yield Finding("warning", seen, "give Chat max_turns")
+        seen = f"an episode has no limit of turns: {endless[0].completion!r} continued after {MAX_REPLIES} replies"
+        yield Finding("warning", seen, "set max_turns of Chat")
 
 
-def _late(episode: Episode, beyond: bool) -> Finding:
-    assert episode.problem is not None, "it is late"
+def _late_finding(episode: ProbeEpisode, beyond: bool) -> Finding:
+    assert episode.problem is not None, "called for late episodes"
     where = f", at {episode.problem.place}" if episode.problem.place else ""
     if episode.problem.reason == "blocked":
         seen = f"{episode.completion!r} blocks the event loop for more than {episode.blocked_seconds:.3g} s{where}"
-        advice = "cut the text before it is scored" if beyond else "give it a reward in_sandbox, which has a time limit"
+        fix = "truncate the text before scoring" if beyond else "run the reward in_sandbox, which has a timeout"
     elif episode.problem.reason == "not_cancelled":
-        seen, advice = f"{episode.completion!r} {episode.problem.text}", "let asyncio.CancelledError pass"
+        seen, fix = f"{episode.completion!r} {episode.problem.text}", "do not suppress asyncio.CancelledError"
     else:
-        seen, advice = f"{episode.completion!r}: {episode.problem.text}", "wait for things with a time limit"
-    return Finding("warning" if beyond else "error", seen, advice)
+        seen, fix = f"{episode.completion!r} {episode.problem.text}", "set timeouts for what the episode waits for"
+    return Finding("warning" if beyond else "error", seen, fix)
 
 
-def _of_closing(problem: Problem | None) -> Iterator[Finding]:
-    if problem is not None:
-        where = f" at {problem.place}" if problem.place else ""
-        yield Finding("error", f"close(): {problem.reason}{where}: {problem.text}", "give back only what was opened")
-
-
-def _of_samples(sampled: Sampled) -> Iterator[Finding]:
+def _sample_findings(sampled: SampledEpisodes) -> Iterator[Finding]:
     if sampled.problems:
         problem = sampled.problems[0]
         seen = (
             f"{len(sampled.problems)} of {sampled.episodes} sampled episodes failed: {problem.reason}: {problem.text}"
         )
-        do = "see the server" if problem.reason == "endpoint" else "see the environment"
+        do = "check the server" if problem.reason == "endpoint" else "check the environment"
         yield Finding("error" if len(sampled.problems) == sampled.episodes else "warning", seen, do)
     if sampled.truncated > 0.1 * sampled.episodes:
-        seen = f"{sampled.truncated / sampled.episodes:.0%} of sampled episodes were cut off"
-        yield Finding("warning", seen, "raise max_tokens, or ask for shorter answers")
-    now = next((p for p in sampled.predictions if p.group_size == sampled.group_size), None)
-    if now is not None and now.without_signal > 0.5:
-        yield _unknown_signal(now, sampled) if now.is_bound else _without_signal(now, sampled.predictions)
+        seen = f"{sampled.truncated / sampled.episodes:.0%} of sampled episodes were truncated"
+        yield Finding("warning", seen, "raise max_tokens, or request shorter answers")
+    prediction = next((p for p in sampled.predictions if p.group_size == sampled.group_size), None)
+    if prediction is not None and prediction.without_signal > 0.5:
+        yield _signal_finding(prediction, sampled)
 
 
-def _unknown_signal(now: Prediction, sampled: Sampled) -> Finding:
-    """There were fewer episodes of a task than the run's groups have."""
-    seen = f"at most {now.without_signal:.0%} of groups of {now.group_size} would have no signal: that is all that "
-    return Finding(
-        "note",
-        seen + f"{sampled.episodes // len(sampled.rewards)} episodes of each task can say",
-        f"--sample {len(sampled.rewards)}x{now.group_size} would tell",
-    )
-
-
-def _without_signal(now: Prediction, others: Sequence[Prediction]) -> Finding:
-    """Half of what is sampled, or more, would teach nothing: what would change that."""
-    if now.too_hard > 0.75 * now.without_signal:
-        advice = "easier tasks or partial credit: mostly nothing is earned"
-    elif now.too_easy > 0.75 * now.without_signal:
-        advice = "harder tasks: mostly everything is earned"
+def _signal_finding(prediction: SignalPrediction, sampled: SampledEpisodes) -> Finding:
+    """Return how to get signal if more than half of the groups have none."""
+    size, share = prediction.group_size, prediction.without_signal
+    seen = f"{share:.0%} of groups of {size} would have no signal"
+    if prediction.is_bound:
+        tasks = len(sampled.rewards)
+        bound = f"at most {seen}, estimated from {sampled.episodes // tasks} episodes of each task"
+        return Finding("note", bound, f"estimate it with --sample {tasks}x{size}")
+    if prediction.too_hard > 0.75 * share:
+        fix = "easier tasks or partial credit: most groups earn nothing"
+    elif prediction.too_easy > 0.75 * share:
+        fix = "harder tasks: most groups earn everything"
     else:
-        advice = "tasks in between: many are too easy, and many too hard"
-    seen = [p for p in others if p.group_size > now.group_size and not p.is_bound]
-    larger = [p for p in seen if p.without_signal < 0.8 * now.without_signal]
-    if larger:
-        advice += f"; group_size {larger[0].group_size} would leave {larger[0].without_signal:.0%}"
-    return Finding("warning", f"{now.without_signal:.0%} of groups of {now.group_size} would have no signal", advice)
+        fix = "tasks of medium difficulty: many are too easy and many too hard"
+    for other in sampled.predictions:
+        if other.group_size > size and not other.is_bound and other.without_signal < 0.8 * share:
+            fix += f"; group_size {other.group_size} would leave {other.without_signal:.0%}"
+            break
+    return Finding("warning", seen, fix)

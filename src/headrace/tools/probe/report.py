@@ -1,4 +1,4 @@
-"""What a probe has seen, as plain data: it crosses from the probed process, and `--json` prints it."""
+"""The data of a probe: sent by the environment's process, and printed by `--json`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ import msgspec
 from headrace.environments.base import EpisodeError
 from headrace.rollout.checks import reward_problem, total_reward
 from headrace.rollout.types import Message, Rollout
-from headrace.tools.probe.signal import Prediction
 
 
-class Opening(msgspec.Struct):
-    """How an environment loaded, and what its tasks are."""
+class LoadResult(msgspec.Struct):
+    """Load times in seconds, and the number and size of the tasks."""
 
     import_seconds: float
     load_seconds: float
-    """Its constructor and `start`."""
+    """The constructor and `start`."""
     tasks_seconds: float
     tasks: int
     task_bytes: int
-    """All tasks as JSON."""
+    """Size of all tasks as JSON."""
     scores_groups: bool
     folder: str
-    """Where its code is."""
+    """The folder of the environment's code."""
 
 
-class Problem(msgspec.Struct, frozen=True):
-    """Why an episode has no reward. `place` is a file and a line, where one is to blame."""
+class EpisodeProblem(msgspec.Struct, frozen=True):
+    """Why an episode has no reward. `place` is the file and line at fault, if there is one."""
 
     reason: str
     text: str
@@ -38,40 +37,40 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Exchange(msgspec.Struct):
-    """What an episode asked: its first question, and the whole conversation."""
+    """The first prompt of an episode, its tools, and the whole conversation."""
 
     prompt: list[Message]
     tools: list[dict[str, Any]]
     conversation: list[Message]
 
 
-class Episode(msgspec.Struct):
-    """One completion on one task. The time that went into making the completion is not in the times."""
+class ProbeEpisode(msgspec.Struct):
+    """One completion on one task. Times exclude the time that making the completion took."""
 
     completion: str
     task: int
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     reward: float | None = None
-    """The mean of what the agents earned that are trained, as `rewards` are by component."""
+    """Mean total reward over the trained agents; `rewards` has the means by component."""
     earned: list[float] = msgspec.field(default_factory=list)
-    """What each of these agents earned."""
-    problem: Problem | None = None
+    """Total reward of each trained agent."""
+    problem: EpisodeProblem | None = None
     seconds: float = 0.0
     cpu_seconds: float | None = 0.0
-    """None if its process was killed, or died: nobody measured it."""
+    """None if the process was killed or died."""
     blocked_seconds: float = 0.0
-    """The longest stretch that the event loop was held."""
+    """The longest time for which the event loop was blocked."""
     replies: int = 0
     endless: bool = False
-    """Whether it asked for more replies than a probe gives."""
+    """Whether the episode requested more replies than a probe gives."""
     offers_tools: bool = False
     says_gold: bool = False
-    """Whether all its replies were the gold ones."""
+    """Whether all replies were equal to the gold replies."""
     exchange: Exchange | None = None
 
 
 class ShownPrompt(msgspec.Struct):
-    """A first question as the model reads it."""
+    """The rendered first prompt of a task."""
 
     task: int
     key: str
@@ -80,84 +79,102 @@ class ShownPrompt(msgspec.Struct):
 
 
 class OfferedTool(msgspec.Struct):
-    """A tool that first questions offer; of several with one name, the first that was seen."""
+    """A tool of the first prompts; of several with the same name, the first."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     """JSON schema."""
     share: float = 0.0
-    """Of the first questions, those that offer it."""
+    """Share of first prompts that offer the tool."""
 
 
 class Prompts(msgspec.Struct):
-    """The first questions of all tasks that were played, as rendered: chat format and tools are counted."""
+    """The first prompts of all tasks that ran, as rendered with the chat format and tools."""
 
     tokenizer: str
     """The model whose tokenizer and chat format were used."""
     shown: list[ShownPrompt]
     lengths: list[int]
+    """Tokens of each prompt."""
     conversation_lengths: list[int]
-    """With everything that followed, up to the last reply."""
+    """Tokens of each whole conversation, including the last reply."""
     tools: list[OfferedTool] = msgspec.field(default_factory=list)
     problem: str = ""
     """Why a conversation could not be rendered."""
 
 
-class Sampled(msgspec.Struct):
-    """What a model earned: by task and episode, the rewards of all agents that are trained."""
+class SignalPrediction(msgspec.Struct, frozen=True):
+    """Shares of groups of `group_size` episodes."""
+
+    group_size: int
+    without_signal: float
+    low: float
+    high: float
+    too_hard: float
+    """Share without signal whose reward is at most the midpoint of the lowest and highest reward of all tasks."""
+    too_easy: float
+    """Share without signal whose reward is above the midpoint."""
+    is_bound: bool = False
+    """Whether there are too few episodes: the shares are upper bounds, from the largest groups that are possible."""
+
+
+class SampledEpisodes(msgspec.Struct):
+    """Episodes that a model has sampled."""
 
     model: str
     group_size: int
     rewards: list[list[list[float]]]
-    problems: list[Problem]
+    """By task and episode: the total rewards of all trained agents."""
+    problems: list[EpisodeProblem]
     episodes: int
     truncated: int
     seconds: float
-    predictions: list[Prediction]
-    """By group size, the run's and those that there are episodes enough for; none if all episodes failed."""
+    predictions: list[SignalPrediction]
+    """For the run's group size and all sizes with enough episodes; empty if all episodes failed."""
 
 
-class Report(msgspec.Struct):
+class ProbeReport(msgspec.Struct):
     environment: str
     args: dict[str, Any]
-    opening: Opening
+    opening: LoadResult
     keys: list[str]
-    """Of the tasks that were played, by number in `played`."""
+    """Keys of the tasks in `played`."""
     played: list[int]
+    """Indices of the tasks that ran."""
     duplicates: int
     first_difference: int | None
-    """The first task that was another one in a second process."""
-    episodes: list[Episode]
+    """Index of the first task that differed in a second process."""
+    episodes: list[ProbeEpisode]
     unstable: list[str]
-    """Completions that earned something else the second time."""
-    closing: Problem | None
+    """Completions whose reward differed when they ran a second time."""
+    closing: EpisodeProblem | None
     prompts: Prompts | None = None
     seq_len: int | None = None
-    sampled: Sampled | None = None
+    sampled: SampledEpisodes | None = None
 
-    def of(self, completion: str) -> list[Episode]:
+    def of(self, completion: str) -> list[ProbeEpisode]:
         return [episode for episode in self.episodes if episode.completion == completion]
 
     @property
     def agents(self) -> int:
-        """How many are trained in an episode, at most."""
+        """The largest number of trained agents in an episode."""
         return max((len(episode.earned) for episode in self.episodes), default=0)
 
 
-def rewards_of(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[float]]:
-    """By component, averaged over the agents that are trained; and what each of them earned in all."""
+def episode_rewards(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[float]]:
+    """Return mean rewards by component, and the total reward of each trained agent; raises `EpisodeError`."""
     trained = [rollout for rollout in rollouts if rollout.trainable]
     if not trained:
         raise EpisodeError("no_rollout", "the episode returned no rollout that is trained")
     for rollout in trained:
         if rollout.error is not None:
             raise EpisodeError(rollout.error.reason, rollout.error.detail)
-        given: dict[str, Any] = rollout.rewards  # by users' code, whatever the types say
-        if not given or not all(isinstance(value, int | float) and math.isfinite(value) for value in given.values()):
-            raise EpisodeError("invalid_reward", f"rewards {given} do not sum to a finite number")
-        if why := reward_problem(rollout.rewards):
-            raise EpisodeError("invalid_reward", why)
+        rewards: dict[str, Any] = rollout.rewards  # users' code may return other types
+        if not rewards or not all(isinstance(v, int | float) and math.isfinite(v) for v in rewards.values()):
+            raise EpisodeError("invalid_reward", f"rewards {rewards} do not sum to a finite number")
+        if problem := reward_problem(rollout.rewards):
+            raise EpisodeError("invalid_reward", problem)
     names = dict.fromkeys(name for rollout in trained for name in rollout.rewards)
     by_name = {name: sum(float(r.rewards.get(name, 0.0)) for r in trained) / len(trained) for name in names}
     return by_name, [total_reward(rollout.rewards) for rollout in trained]

@@ -1,15 +1,31 @@
-"""A model plays: some episodes of some tasks through any server that speaks OpenAI's chat completions.
+"""Sample episodes with a model behind an OpenAI-compatible server, and predict how many groups have no signal.
 
-Episodes run in worker processes, as in a run, and their replies come from the server as messages. Left out: tokens.
-Such a server does not tell them, so nothing that is sampled here could be trained on.
+Episodes run in worker processes, as in a run. Tokens are left out: chat completions do not return them, so these
+episodes cannot be trained on.
+
+A group of g episodes of one task has no signal when the rewards of all its rollouts are equal. Of n episodes of the
+task, let k_v be those in which every rollout has reward v. Then
+
+    sum_v C(k_v, g) / C(n, g)
+
+is the share of all groups of g among the n episodes that have no signal. It is unbiased, and tasks are averaged. The
+interval (95%) adds two groups of either kind to as many groups as there are tasks, and uses the normal approximation
+of a proportion (Agresti and Coull). A task's term lies between 0 and 1, so its variance is at most that of one group:
+exact for g = n, wider than necessary for smaller groups.
+
+g > n is left out: how rare the rare rewards of a task are cannot be estimated from fewer episodes. A larger group has
+no signal less often, so the value for n is an upper bound.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import median_high
 from typing import Any, NamedTuple
 
 from headrace.environments.base import Environment, EpisodeError, Reply
@@ -18,21 +34,24 @@ from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, hide_password, retry
 from headrace.rollout.types import Message, Rollout, Task
-from headrace.tools.probe.probing import Progress
-from headrace.tools.probe.report import Problem, Report, Sampled, rewards_of
-from headrace.tools.probe.signal import predict
+from headrace.tools.probe.report import EpisodeProblem, ProbeReport, SampledEpisodes, SignalPrediction, episode_rewards
+from headrace.tools.probe.runner import Progress
 
 GROUP_SIZES = (4, 8, 16, 32)
-TRIES = 4
-"""Of a request that may succeed later."""
-FIRST_PAUSE = 1.0
-REPLY_TIMEOUT = 300.0
-EPISODE_TIMEOUT = 1800.0
+MAX_ATTEMPTS = 4
+FIRST_BACKOFF_S = 1.0
+REPLY_TIMEOUT_S = 300.0
+EPISODE_TIMEOUT_S = 1800.0
 WORKERS = 2
+EQUAL_DIGITS = 9
+"""Decimal digits to which equal rewards agree."""
+ADDED_GROUPS = 2
+"""Groups of either kind that the interval adds."""
+Z = 1.96
 
 
-class Endpoint(NamedTuple):
-    """A server, one of its models (unset: the first), and how to sample."""
+class SamplingEndpoint(NamedTuple):
+    """A server, one of its models (None: the first), and sampling parameters."""
 
     url: str
     model: str | None = None
@@ -40,14 +59,14 @@ class Endpoint(NamedTuple):
     temperature: float = 1.0
     max_tokens: int | None = None
     concurrency: int = 16
-    """Episodes at once."""
+    """Concurrent episodes."""
 
     def client(self) -> OpenAIClient:
-        given = self.url, self.model or "", self.api_key_var
-        return OpenAIClient(*given, timeout=REPLY_TIMEOUT, max_concurrent=self.concurrency)
+        server = self.url, self.model or "", self.api_key_var
+        return OpenAIClient(*server, timeout=REPLY_TIMEOUT_S, max_concurrent=self.concurrency)
 
-    async def with_model(self) -> Endpoint:
-        """With a model's name. A server that has none, or cannot be reached, is refused."""
+    async def with_model(self) -> SamplingEndpoint:
+        """Return the endpoint with a model; raises `BadInput` if the server lists none."""
         if self.model is not None:
             return self
         client = self.client()
@@ -61,8 +80,8 @@ class Endpoint(NamedTuple):
         return self._replace(model=names[0])
 
 
-class Line:
-    """An episode's context: its questions go to a server."""
+class EndpointContext:
+    """An episode's context that sends chat requests to a server."""
 
     def __init__(self, client: OpenAIClient, temperature: float, max_tokens: int | None) -> None:
         self._client = client
@@ -74,28 +93,28 @@ class Line:
     ) -> Reply:
         limits = [limit for limit in (self._max_tokens, max_tokens) if limit is not None]
 
-        async def ask(sent: list[Message]) -> ChatResponse:
-            how: dict[str, Any] = {"temperature": self._temperature, "max_tokens": min(limits, default=None)}
-            pauses = (FIRST_PAUSE * 2**tried for tried in range(TRIES - 1))
-            return await retry(lambda: self._client.chat(sent, tools=tools, **how), pauses)
+        async def request(body: list[Message]) -> ChatResponse:
+            sampling: dict[str, Any] = {"temperature": self._temperature, "max_tokens": min(limits, default=None)}
+            backoffs = (FIRST_BACKOFF_S * 2**attempt for attempt in range(MAX_ATTEMPTS - 1))
+            return await retry(lambda: self._client.chat(body, tools=tools, **sampling), backoffs)
 
-        return await chat(ask, messages, tools, "endpoint")
+        return await chat(request, messages, tools, "endpoint")
 
 
-class Sampling:
-    """Episodes in worker processes, a few at once, and what went wrong with them."""
+class EpisodeSampler:
+    """Runs episodes in worker processes and collects their problems."""
 
-    def __init__(self, report: Report, endpoint: Endpoint, progress: Callable[[], None]) -> None:
-        self.problems: list[Problem] = []
-        # The probe never has the environment in its own process: what it does there could not be ended.
+    def __init__(self, report: ProbeReport, endpoint: SamplingEndpoint, progress: Callable[[], None]) -> None:
+        self.problems: list[EpisodeProblem] = []
+        # The environment is never loaded in the probe's own process, where it could not be killed.
         self._pool = WorkerPool(Environment(), report.environment, report.args, size=WORKERS)
         self._scores_groups = report.opening.scores_groups
         self._client = endpoint.client()
-        self._line = Line(self._client, endpoint.temperature, endpoint.max_tokens)
+        self._context = EndpointContext(self._client, endpoint.temperature, endpoint.max_tokens)
         self._permits = asyncio.Semaphore(endpoint.concurrency)
         self._progress = progress
 
-    async def __aenter__(self) -> Sampling:
+    async def __aenter__(self) -> EpisodeSampler:
         await self._pool.start()
         return self
 
@@ -103,58 +122,102 @@ class Sampling:
         await self._pool.close()
         await self._client.close()
 
-    async def play_task(self, task: Task, episodes: int) -> list[list[Rollout]]:
-        """The rollouts of each episode that came to an end, scored."""
-        ended = await asyncio.gather(*(self._play(task) for _ in range(episodes)))
-        played = [rollouts for rollouts in ended if rollouts]
-        if self._scores_groups and played:
+    async def sample_rewards(self, task: Task, episodes: int) -> tuple[list[list[float]], int]:
+        """Return the rewards of each scored episode, and the number of truncated episodes."""
+        finished = await asyncio.gather(*(self._run(task) for _ in range(episodes)))
+        completed = [rollouts for rollouts in finished if rollouts]
+        if self._scores_groups and completed:
             try:
-                await self._pool.score_group([rollout for rollouts in played for rollout in rollouts])
+                await self._pool.score_group([rollout for rollouts in completed for rollout in rollouts])
             except EpisodeError as error:
-                self.problems += [Problem(error.reason, str(error), error.place)] * len(played)
-                return []
-        return played
+                self.problems += [EpisodeProblem(error.reason, str(error), error.place)] * len(completed)
+                return [], 0
+        rewards = []
+        for rollouts in completed:
+            try:
+                rewards.append(episode_rewards(rollouts)[1])
+            except EpisodeError as error:
+                self.problems.append(EpisodeProblem(error.reason, str(error)))
+        return rewards, sum(any(rollout.truncated for rollout in rollouts) for rollouts in completed)
 
-    async def _play(self, task: Task) -> list[Rollout]:
+    async def _run(self, task: Task) -> list[Rollout]:
         try:
-            async with self._permits, asyncio.timeout(EPISODE_TIMEOUT):
-                return await self._pool.run(task, self._line)
+            async with self._permits, asyncio.timeout(EPISODE_TIMEOUT_S):
+                return await self._pool.run(task, self._context)
         except (EpisodeError, TimeoutError) as error:
             reason = error.reason if isinstance(error, EpisodeError) else "timeout"
-            self.problems.append(Problem(reason, str(error), getattr(error, "place", "")))
+            self.problems.append(EpisodeProblem(reason, str(error), getattr(error, "place", "")))
             return []
         finally:
             self._progress()
 
 
 async def sample(
-    report: Report, tasks: Sequence[Task], endpoint: Endpoint, episodes: int, group_size: int, progress: Progress
-) -> Sampled:
-    """So many episodes of each task, and what they say about groups."""
+    report: ProbeReport,
+    tasks: Sequence[Task],
+    endpoint: SamplingEndpoint,
+    episodes: int,
+    group_size: int,
+    progress: Progress,
+) -> SampledEpisodes:
+    """Sample `episodes` of each task and predict the signal of groups."""
     started = time.perf_counter()
     done = itertools.count(1)
     total = episodes * len(tasks)
-    async with Sampling(report, endpoint, lambda: progress(f"sampling from {endpoint.model}", next(done), total)) as s:
-        by_task = await asyncio.gather(*(s.play_task(task, episodes) for task in tasks))
-    rewards = [_rewards(played, s.problems) for played in by_task]
+
+    def report_progress() -> None:
+        progress(f"sampling from {endpoint.model}", next(done), total)
+
+    async with EpisodeSampler(report, endpoint, report_progress) as sampler:
+        results = await asyncio.gather(*(sampler.sample_rewards(task, episodes) for task in tasks))
+    rewards = [of_task for of_task, _ in results]
     sizes = {size for size in GROUP_SIZES if size <= episodes} | {group_size}
-    return Sampled(
+    return SampledEpisodes(
         endpoint.model or "",
         group_size,
         rewards,
-        s.problems,
+        sampler.problems,
         total,
-        sum(any(rollout.truncated for rollout in rollouts) for played in by_task for rollouts in played),
+        sum(truncated for _, truncated in results),
         time.perf_counter() - started,
-        [predict(rewards, size) for size in sorted(sizes)] if any(rewards) else [],
+        [predict_signal(rewards, size) for size in sorted(sizes)] if any(rewards) else [],
     )
 
 
-def _rewards(played: Sequence[Sequence[Rollout]], problems: list[Problem]) -> list[list[float]]:
-    rewards = []
-    for rollouts in played:
-        try:
-            rewards.append(rewards_of(rollouts)[1])
-        except EpisodeError as error:
-            problems.append(Problem(error.reason, str(error)))
-    return rewards
+def predict_signal(rewards: Sequence[Sequence[Sequence[float]]], group_size: int) -> SignalPrediction:
+    """Predict the share of groups without signal from the rewards by task, episode and agent.
+
+    At least one task must have episodes. A task with fewer episodes than a group is left out if at least half of the
+    tasks have enough.
+    """
+    tasks = [[[round(reward, EQUAL_DIGITS) for reward in episode] for episode in task] for task in rewards if task]
+    size = min(group_size, median_high(map(len, tasks)))
+    chances: list[dict[float, float]] = []
+    """By task and reward: the share of groups in which all rollouts have this reward."""
+    for task in tasks:
+        if len(task) >= size:
+            counts = Counter(episode[0] for episode in task if len(set(episode)) == 1)
+            groups = math.comb(len(task), size)
+            chances.append({value: math.comb(count, size) / groups for value, count in counts.items()})
+    all_rewards = {reward for task in tasks for episode in task for reward in episode}
+    middle = (min(all_rewards) + max(all_rewards)) / 2 if len(all_rewards) > 1 else 0.0
+    share = sum(sum(chance.values()) for chance in chances) / len(chances)
+    low, high = proportion_interval(share, len(chances))
+    is_bound = size < group_size
+    return SignalPrediction(
+        group_size,
+        share,
+        0.0 if is_bound else low,
+        high,
+        too_hard=sum(p for chance in chances for value, p in chance.items() if value <= middle) / len(chances),
+        too_easy=sum(p for chance in chances for value, p in chance.items() if value > middle) / len(chances),
+        is_bound=is_bound,
+    )
+
+
+def proportion_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95% Agresti-Coull interval of a proportion that is `share` of `count`."""
+    total = count + 2 * ADDED_GROUPS
+    centre = (share * count + ADDED_GROUPS) / total
+    reach = Z * math.sqrt(centre * (1 - centre) / total)
+    return max(centre - reach, 0.0), min(centre + reach, 1.0)

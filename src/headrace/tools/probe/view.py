@@ -1,4 +1,4 @@
-"""A probe's report for people: prompts, a table of completions, what a model earned, and what to fix."""
+"""Tables of a probe's report: prompts, completions, sampled rewards and findings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.text import Text
 
 from headrace.tools.probe.findings import Finding
 from headrace.tools.probe.prompts import TINY
-from headrace.tools.probe.report import Episode, OfferedTool, Prompts, Report, Sampled
+from headrace.tools.probe.report import ProbeEpisode, ProbeReport, Prompts, SampledEpisodes
 
-LONGEST_PROMPT = 800
+MAX_PROMPT_CHARS = 800
 """Characters of a prompt that are shown, from its beginning and its end."""
-SAME_BEGINNING = 200
-"""Characters that two prompts have in common before they are shown only once."""
-TINY_TOKENIZER = "those of `headrace init-model tiny`, where a byte is a token; --model DIR|NAME takes a model's own"
+MIN_SHARED_CHARS = 200
+"""Length of a prefix shared with the first prompt from which it is not repeated."""
+TINY_TOKENIZER = "those of `headrace init-model tiny`, where a byte is a token; --model DIR|NAME selects a model's own"
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-def view(report: Report, found: Sequence[Finding]) -> RenderableType:
+def render_report(report: ProbeReport, findings: Sequence[Finding]) -> RenderableType:
     parts: list[RenderableType] = [Text(_headline(report)), Text()]
     if report.prompts is not None:
         parts += _prompts(report.prompts)
@@ -34,14 +34,16 @@ def view(report: Report, found: Sequence[Finding]) -> RenderableType:
         parts += [_components(report, names), Text()]
     if report.sampled is not None:
         parts += [_sampled(report.sampled), Text()]
-    parts.append(_findings(found))
+    parts.append(_findings(findings))
     return Group(*parts)
 
 
-def _headline(report: Report) -> str:
+def _headline(report: ProbeReport) -> str:
     opening = report.opening
     loading = opening.import_seconds + opening.load_seconds + opening.tasks_seconds
-    tasks = f"{opening.tasks:,} tasks ({_size(opening.task_bytes)} of JSON, {report.duplicates:,} repeated)"
+    count = opening.task_bytes
+    size = f"{count / 1e6:,.1f} MB" if count >= 100_000 else f"{count / 1e3:,.1f} kB"
+    tasks = f"{opening.tasks:,} tasks ({size} of JSON, {report.duplicates:,} repeated)"
     return (
         f"{report.environment}: {tasks}\n"
         f"loaded in {loading:.2f} s: import {opening.import_seconds:.2f}, constructor {opening.load_seconds:.2f}, "
@@ -53,28 +55,28 @@ def _prompts(prompts: Prompts) -> Iterator[RenderableType]:
     for number, shown in enumerate(prompts.shown, 1):
         title = f"prompt {number}, task {shown.task} ({shown.key}): {shown.tokens} tokens"
         yield Text(_printable(title), "bold")
-        text = shown.text if number == 1 else _without_beginning(shown.text, prompts.shown[0].text)
-        yield Padding(Text(_printable(_middle_cut(text).rstrip())), (0, 0, 1, 2))
+        text = shown.text if number == 1 else _without_shared_prefix(shown.text, prompts.shown[0].text)
+        if (omitted := len(text) - MAX_PROMPT_CHARS) > 0:
+            half = MAX_PROMPT_CHARS // 2
+            text = f"{text[:half]}\n[... {omitted:,} characters ...]\n{text[-half:]}"
+        yield Padding(Text(_printable(text.rstrip())), (0, 0, 1, 2))
     if prompts.tools:
         yield Text("tools that the prompts offer", "bold")
-        lines = "\n".join(_tool(tool) for tool in prompts.tools)
-        yield Padding(Text(_printable(lines)), (0, 0, 1, 2))
+        lines = []
+        for tool in prompts.tools:
+            types = {name: schema.get("type", "any") for name, schema in tool.parameters.get("properties", {}).items()}
+            arguments = ", ".join(f"{name}: {kind}" for name, kind in types.items())
+            share = "" if tool.share > 0.999 else f" [in {tool.share:.0%} of the prompts]"
+            lines.append(f"{tool.name}({arguments}){share}: {tool.description}")
+        yield Padding(Text(_printable("\n".join(lines))), (0, 0, 1, 2))
     if prompts.lengths:
-        longest, total = max(prompts.lengths), len(prompts.lengths)
-        whole = max(prompts.conversation_lengths)
-        yield Text(f"longest of {total} prompts: {longest} tokens; of the conversations: {whole}")
+        longest, conversation = max(prompts.lengths), max(prompts.conversation_lengths)
+        yield Text(f"longest of {len(prompts.lengths)} prompts: {longest} tokens; longest conversation: {conversation}")
         yield Text(f"tokenizer and chat format: {TINY_TOKENIZER if prompts.tokenizer == TINY else prompts.tokenizer}")
         yield Text()
 
 
-def _tool(tool: OfferedTool) -> str:
-    types = {name: schema.get("type", "any") for name, schema in tool.parameters.get("properties", {}).items()}
-    arguments = ", ".join(f"{name}: {kind}" for name, kind in types.items())
-    share = "" if tool.share > 0.999 else f" [in {tool.share:.0%} of the prompts]"
-    return f"{tool.name}({arguments}){share}: {tool.description}"
-
-
-def _completions(report: Report) -> Table:
+def _completions(report: ProbeReport) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("completion", no_wrap=True)
     for name in ("reward", "range", "ms (max)", "cpu ms (max)"):
@@ -85,7 +87,7 @@ def _completions(report: Report) -> Table:
     return table
 
 
-def _row(name: str, episodes: Sequence[Episode]) -> tuple[str, ...]:
+def _row(name: str, episodes: Sequence[ProbeEpisode]) -> tuple[str, ...]:
     rewards = [reward for episode in episodes for reward in episode.earned]
     mean = f"{fmean(rewards):.3f}" if rewards else "-"
     least, most = (f"{extreme(rewards):.2f}" if rewards else "" for extreme in (min, max))
@@ -107,8 +109,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f}" if seconds < 0.01 else f"{1000 * seconds:,.0f}"
 
 
-def _components(report: Report, names: Sequence[str]) -> Table:
-    """Mean rewards by component, for the completions that earned any."""
+def _components(report: ProbeReport, names: Sequence[str]) -> Table:
+    """Return a table of mean rewards by component, for the completions with any reward."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("by component", no_wrap=True)
     for name in names:
@@ -121,7 +123,7 @@ def _components(report: Report, names: Sequence[str]) -> Table:
     return table
 
 
-def _sampled(sampled: Sampled) -> RenderableType:
+def _sampled(sampled: SampledEpisodes) -> RenderableType:
     rewards = [reward for task in sampled.rewards for episode in task for reward in episode]
     if not rewards:
         return Text(f"{sampled.episodes} sampled episodes: all failed")
@@ -130,7 +132,7 @@ def _sampled(sampled: Sampled) -> RenderableType:
     lines = Text(
         f"{sampled.episodes} episodes of {sampled.model} in {sampled.seconds:.0f} s: reward {fmean(rewards):.3f}; "
         f"most often {common}\n"
-        f"cut off {sampled.truncated / sampled.episodes:.0%}, failed {len(sampled.problems) / sampled.episodes:.0%}"
+        f"truncated {sampled.truncated / sampled.episodes:.0%}, failed {len(sampled.problems) / sampled.episodes:.0%}"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("group size", "no signal", "95%", "too hard", "too easy"):
@@ -148,36 +150,25 @@ def _sampled(sampled: Sampled) -> RenderableType:
     return Group(lines, table)
 
 
-def _findings(found: Sequence[Finding]) -> RenderableType:
-    if not found:
+def _findings(findings: Sequence[Finding]) -> RenderableType:
+    if not findings:
         return Text("nothing to fix", "green")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    for finding in found:
+    for finding in findings:
         text = Text(_printable(finding.seen))
         table.add_row(Text(finding.severity, COLOURS[finding.severity]), Text.assemble(text, "\n", (finding.do, "dim")))
     return table
 
 
-def _without_beginning(text: str, first: str) -> str:
-    """The lines from where it differs from the first prompt, if those before are many."""
+def _without_shared_prefix(text: str, first: str) -> str:
+    """Replace the lines that are the same as in the first prompt, if they are long, by a reference to it."""
     pairs = zip(text.splitlines(keepends=True), first.splitlines(keepends=True), strict=False)
     same = "".join(line for line, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return text if len(same) < SAME_BEGINNING else f"[as in prompt 1]\n{text[len(same) :]}"
-
-
-def _middle_cut(text: str) -> str:
-    if len(text) <= LONGEST_PROMPT:
-        return text
-    half = LONGEST_PROMPT // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+    return text if len(same) < MIN_SHARED_CHARS else f"[as in prompt 1]\n{text[len(same) :]}"
 
 
 def _printable(text: str) -> str:
-    """What a terminal would obey rather than show, escaped."""
+    """Escape control characters."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 100_000 else f"{count / 1e3:,.1f} kB"
