@@ -11,7 +11,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 # of a file run in one worker, so that their fixtures are made once.
 WORKERS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-vllm lint docs lock clean
+.PHONY: help demo test test-full test-vllm lint docs snapshots lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
+	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
 	@echo "make lock       write the requirement locks anew, but vLLM's (make lock UPGRADE=1: with the newest versions)"
 	@echo "make clean      remove .venv, .venv-vllm and caches (outputs/ stays: it holds your runs)"
 
@@ -46,6 +47,10 @@ lint: $(DEV)
 
 docs: $(RUNTIME)
 	$(BIN)/python -m headrace.runfile.reference docs/reference
+
+snapshots: $(DEV)
+	HEADRACE_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/cli/test_printed_pages.py tests/cli/test_wrong_inputs.py
+	git --no-pager diff --stat tests/snapshots
 
 lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)

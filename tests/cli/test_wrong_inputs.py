@@ -1,6 +1,7 @@
 """Wrong inputs: each is refused with exit code 2 and the key or the file at fault, before anything is started.
 
-To add one, add a `Wrong` to a table. Every one that starts a run is tried with and without `--dry-run`.
+To add one, add a `Wrong` to a table and run `make snapshots`, which records its message in tests/snapshots. Every one
+that starts a run is tried with and without `--dry-run`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from headrace.text.byte_level import byte_tokenizer
 from headrace.trainer.tiny import write_tiny_settings
 from tests.cli.attempts import Attempts, Outcome
+from tests.snapshots import SnapshotPage
 
 RL = """
 output_dir = "out"
@@ -65,8 +67,8 @@ class Wrong:
     file: str | None = None
     """The file that it names."""
     line: int | None = None
-    says: str | None = None
-    """What argparse says, whose errors have no fields."""
+    by_argparse: bool = False
+    """Whether argparse refuses it, whose errors have no fields."""
 
 
 NOT_A_RUN = [
@@ -131,7 +133,7 @@ VALUES = [
 
 FILES = [
     Wrong("a run file that is not there", "rl none.toml", file="none.toml"),
-    Wrong("no run file", "rl", says="FILE"),
+    Wrong("no run file", "rl", by_argparse=True),
     Wrong("a directory", "rl folder", {"folder/file": ""}, file="folder"),
     Wrong("an empty run file", "rl empty.toml", {"empty.toml": ""}, file="empty.toml"),
     Wrong("UTF-16", "rl wide.toml", {"wide.toml": RL.encode("utf-16")}, file="wide.toml"),
@@ -335,7 +337,11 @@ CHECKED_FIRST = [
         {"data.jsonl": '{"question": "a", "answer": "b"}'},
         key="data.path",
     ),
-    Wrong("SFT data that lacks a named column", "sft sft.toml --data.columns.prompt question", key="data.path"),
+    Wrong(
+        "SFT data that lacks a named column",
+        "sft sft.toml --data.columns.prompt question",
+        key="data.columns.prompt",
+    ),
     Wrong("SFT data that is not JSON", "sft sft.toml", {"data.jsonl": DATA + "{"}, key="data.path"),
     Wrong("SFT examples that are all cut to nothing", "sft sft.toml", {"data.jsonl": LONG_DATA}, key="seq_len"),
     Wrong(
@@ -364,6 +370,13 @@ def attempts() -> Iterator[Attempts]:
     server = Attempts()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def messages() -> Iterator[SnapshotPage]:
+    page = SnapshotPage("messages")
+    yield page
+    page.close()
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +409,7 @@ def attempt(attempts: Attempts, folder: Path, model: Path, command: str) -> Outc
     ("wrong", "command"), [pytest.param(wrong, each, id=wrong.name) for wrong in ALL for each in commands(wrong)]
 )
 def test_a_wrong_input_is_named_before_anything_starts(
-    wrong: Wrong, command: str, attempts: Attempts, folder: Path, model: Path
+    wrong: Wrong, command: str, attempts: Attempts, messages: SnapshotPage, folder: Path, model: Path
 ) -> None:
     write(folder, wrong.files, model)
     before = contents(folder)
@@ -406,8 +419,9 @@ def test_a_wrong_input_is_named_before_anything_starts(
     assert outcome.started == ()
     assert not outcome.imported_torch
     assert contents(folder) == before
-    if wrong.says is not None:
-        assert wrong.says in outcome.err
+    if command == wrong.command:
+        messages.check(wrong.name, f"$ headrace {command}\n{outcome.err}", {str(folder): "DIR", str(model): "MODEL"})
+    if wrong.by_argparse:
         return
     places = [(problem.key, problem.file and Path(problem.file).name, problem.line) for problem in outcome.problems]
     assert any(
@@ -468,7 +482,8 @@ def test_a_value_that_another_section_takes_over_is_reported_where_it_is_written
     assert [problem.key for problem in outcome.problems] == [key]
 
 
-def test_each_wrong_input_has_a_name_of_its_own() -> None:
+def test_each_wrong_input_has_a_name_and_a_message_of_its_own(messages: SnapshotPage) -> None:
     names = [wrong.name for wrong in ALL]
     assert len(set(names)) == len(names)
+    assert messages.titles == set(names)
     assert len({(wrong.command, str(wrong.files)) for wrong in ALL}) == len(ALL) >= 60

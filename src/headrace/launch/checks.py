@@ -250,7 +250,10 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
             with saying(f"reading {name}"), closing(_examples(source, name, subject.config.seed)) as examples:
                 yield from _judge_examples(subject, name, examples)
         except Exception as error:
-            yield from _refusals(subject, error, name, getattr(source, origin))
+            for problem in _refusals(subject, error, name, getattr(source, origin)):
+                if problem.key and problem.key.startswith("columns."):
+                    problem.key = f"{key}.{problem.key}"
+                yield problem
 
 
 CHECKS: tuple[Check, ...] = (
