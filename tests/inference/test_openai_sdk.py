@@ -115,12 +115,12 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
         await client.models.retrieve("gpt-9")
 
 
-async def test_errors_are_those_that_the_client_knows(client: openai.AsyncOpenAI) -> None:
+async def test_errors_map_to_the_clients_exceptions(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         await client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         await client.chat.completions.create(model="gpt-9", messages=HELLO)
-    with pytest.raises(openai.AuthenticationError, match="wants a key"):
+    with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="wrong").models.list()
 
 
