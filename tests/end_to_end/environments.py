@@ -17,7 +17,7 @@ class Letters(Environment):
 
 
 class Duel(Letters):
-    """Two sides of one policy: whoever writes more letters wins what the other loses."""
+    """Two sides of one policy: the side that writes more letters wins what the other loses."""
 
     async def run(self, task, context):
         replies = [await context.chat([{"role": "user", "content": f"{side} {task.data['word']}"}]) for side in "ab"]

@@ -85,7 +85,7 @@ def components(sample: dict[str, list[float]]) -> set[str]:
 
 
 @pytest.mark.full
-def test_a_teacher_that_is_not_there_is_told_before_anything_is_sampled(tmp_path: Path, tiny_model: Path):
+def test_a_missing_teacher_is_reported_before_anything_is_sampled(tmp_path: Path, tiny_model: Path):
     overlay = tmp_path / "algorithms.toml"
     overlay.write_text(ENVIRONMENTS.format(letters=LETTERS, url="http://127.0.0.1:9/v1"))
     code, output = headrace("rl", write_run_file(tmp_path, tiny_model), overlay)

@@ -44,12 +44,12 @@ def test_in_a_mixture_a_dead_teacher_and_a_broken_environment_cost_their_own_rol
         code, output = finish(launcher, timeout=300)
     assert code == 0, output
     assert trained_components(run) == {"rewarded": {"rl"}, "scored": {"ref_kl"}, "imitated": {"ce"}}
-    _check_told_once(run, url)
+    _check_reported_once(run, url)
     _check_report(run, output)
     assert headrace("audit", run.root)[0] == 0
 
 
-def _check_told_once(run: RunDir, url: str) -> None:
+def _check_reported_once(run: RunDir, url: str) -> None:
     log = (run.root / "logs" / "orchestrator.log").read_text()
     assert f"no_reference: teacher at {url} did not score a sequence" in log
     assert log.count("an episode of broken failed") == 1

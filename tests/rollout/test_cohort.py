@@ -42,7 +42,7 @@ def test_tool_tokens_are_those_that_tools_wrote_after_the_first_response():
     assert Cohort.of([rollout(1.0, first, second)]).tool_tokens.tolist() == [2]
 
 
-def test_where_nobody_knows_who_wrote_them_all_observations_are_tool_tokens():
+def test_without_roles_all_observations_are_tool_tokens():
     cohort = Cohort.of([rollout(1.0, turn([1, 2], [3]), turn([1, 2, 3, 6, 7, 8, 9], [4]))])
     assert cohort.tool_tokens.tolist() == [4]
 

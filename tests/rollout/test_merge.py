@@ -81,7 +81,7 @@ def test_no_turns_give_no_samples():
 @given(
     st.lists(
         st.tuples(
-            st.integers(-1, 2),  # which earlier turn is continued; -1 and absent ones start anew
+            st.integers(-1, 2),  # which earlier turn is continued; -1 and absent ones start a new sample
             st.lists(st.integers(0, 3), max_size=3),  # new prompt tokens: few different ones, so prefixes collide
             st.lists(st.integers(0, 3), max_size=3),
             st.sampled_from([1.0, 0.5]),
@@ -134,6 +134,6 @@ def test_a_turn_is_compared_with_a_sample_once_however_many_turns_that_has(monke
     assert len(compared) == 2 * 30  # what was given, and what was sampled
 
 
-def test_a_sample_that_was_extended_is_told_apart_in_what_it_began_with():
+def test_a_sample_that_was_extended_is_distinguished_by_its_beginning():
     merged = merge_turns([turn([1, 2], [3]), turn([1, 2, 3, 4], [5]), turn([9, 2, 3, 4, 5], [6]), turn([1, 2, 3], [7])])
     assert [sample.token_ids.tolist() for sample in merged] == [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5, 6], [1, 2, 3, 7]]

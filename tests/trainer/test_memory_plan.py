@@ -77,8 +77,8 @@ def test_a_mode_that_was_asked_for_is_the_only_one():
 
 
 def test_a_plan_says_what_it_is():
-    told = str(MemoryPlan(("full", "attention", "attention"), True, 4096, 3 * GIB // 2))
-    assert told == (
+    text = str(MemoryPlan(("full", "attention", "attention"), True, 4096, 3 * GIB // 2))
+    assert text == (
         "3 layers: 1 recompute everything and 2 recompute all but attention, logits are kept; "
         "about 1.5 GiB for rows of 4096 tokens"
     )

@@ -56,7 +56,7 @@ def test_one_sequence_is_probed_however_long_it_is():
     assert len(cut.sample) == 32
 
 
-def test_what_nobody_sampled_is_not_probed():
+def test_tokens_that_were_not_sampled_are_not_probed():
     written = make_sample([1, 2, 3], 1)
     written.versions[:] = NOT_SAMPLED
     first_token_alone = make_sample([1, 2], 0)

@@ -29,7 +29,7 @@ def test_cosine_is_halfway_at_half_time():
     assert factors("cosine")[6] == pytest.approx(0.0)
 
 
-def test_a_cosine_with_restarts_begins_anew_in_every_cycle():
+def test_a_cosine_with_restarts_starts_from_the_full_rate_in_every_cycle():
     # two warmup steps, then two cycles of four: (1 + cos(pi * k / 4)) / 2 is 1, .8536, .5, .1464
     cycle = [1, 0.853553, 0.5, 0.146447]
     settings = {"warmup_steps": 2, "cycles": 2}
@@ -52,7 +52,7 @@ def test_wsd_may_fall_with_the_square_root():
 def test_wsd_decays_over_a_fraction_of_the_run():
     assert factors("wsd", 10, decay_fraction=0.4) == factors("wsd", 10, decay_steps=4)
     assert factors("wsd", 10, decay_fraction=1.0) == factors("linear", 10)
-    assert factors("wsd", 20) == factors("wsd", 20, decay_steps=2)  # a tenth unless told
+    assert factors("wsd", 20) == factors("wsd", 20, decay_steps=2)  # a tenth by default
 
 
 def test_a_warmup_that_reaches_into_the_decay_shortens_it():

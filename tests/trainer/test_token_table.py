@@ -215,7 +215,7 @@ def test_a_traced_step_gives_the_same_bits(directory: Path):
 
 def test_rows_are_all_tokens_in_order_with_nulls_where_nothing_is_known(directory: Path, tmp_path: Path):
     rollout = make_sample([5, 6, 7, 8], 2, temperature=0.5, version=3, advantages=[0, 0, 1, -1])
-    observed = make_sample([9, 10, 11], 3, advantages=[0] * 3, ce_weights=[0, 0, 0.5])  # nobody sampled it
+    observed = make_sample([9, 10, 11], 3, advantages=[0] * 3, ce_weights=[0, 0, 0.5])  # not sampled
     long = make_sample(list(range(40)), 35, advantages=[1.0] * 40)  # cut at 32 tokens, before its completion
     table = export(train_step(directory, Gradients), [rollout, observed, long], tmp_path / "step")
     rows = table.to_pylist()
@@ -260,7 +260,7 @@ def test_every_column_says_what_it_is(directory: Path, tmp_path: Path):
         assert field.metadata[b"description"].decode() == COLUMNS[field.name][1]
 
 
-def test_a_broken_token_is_told_apart_from_the_others(directory: Path, tmp_path: Path):
+def test_a_broken_token_is_distinguished_from_the_others(directory: Path, tmp_path: Path):
     broken = make_sample([5, 6, 7], 1, advantages=[0, float("nan"), 1])
     table = export(train_step(directory, Optimizer), [broken], tmp_path / "step")
     assert np.isnan(table["gradient"][1].as_py())

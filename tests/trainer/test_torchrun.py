@@ -32,7 +32,7 @@ def test_the_cause_of_several_endings_is_the_ending_of_all(endings: list[tuple[i
 
 def test_a_rank_whose_parent_was_gone_before_it_looked_ends_at_once():
     program = "from headrace.launch import lifeline; import time; lifeline.watch(); time.sleep(60)"
-    environment = {**os.environ, TORCHRUN: "x", PARENT: "1"}  # somebody else's child now
+    environment = {**os.environ, TORCHRUN: "x", PARENT: "1"}  # the child of another process now
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
     assert done.returncode == KILLED

@@ -80,7 +80,7 @@ def test_trains_every_batch_publishes_each_version_and_leaves_a_model(run: RunDi
     ship(run, 1, 2, 3)
     run.weights.directory.mkdir(parents=True)
     rl.train(settings(run, tiny_model, max_steps=3), stopped=threading.Event(), status=status)
-    assert run.weights.published() == [Version(0, step) for step in (1, 2, 3)]  # nobody acknowledged: none retired
+    assert run.weights.published() == [Version(0, step) for step in (1, 2, 3)]  # none acknowledged: none deletedd
     newest = run.weights.path(Version(0, 3))
     assert read_marker(newest).checksum == checksum(newest)
     AutoModelForCausalLM.from_pretrained(newest)

@@ -220,7 +220,7 @@ def test_a_resumed_run_says_that_its_data_has_changed(tmp_path: Path, tiny_model
     assert notice.startswith(f"{data['path']} has changed since the checkpoint of step 1: 6 examples before, 5 now.")
 
 
-def test_changed_data_is_told_once_and_only_where_it_is_learned(tmp_path: Path, status: Status):
+def test_changed_data_is_reported_once_and_only_if_content_changed(tmp_path: Path, status: Status):
     path, state = tmp_path / "data.jsonl", TrainState(step=3)
     said = []
     for numbers, more in (
@@ -261,7 +261,7 @@ def test_stop_ends_training_without_a_final_model(tmp_path: Path, tiny_model: Pa
     assert not path.exists()
 
 
-def test_tools_that_the_chat_template_leaves_out_are_told(tmp_path: Path, tiny_model: Path, status: Status):
+def test_tools_that_the_chat_template_leaves_out_are_reported(tmp_path: Path, tiny_model: Path, status: Status):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}")
     data, tool = {"path": tmp_path / "data.jsonl"}, {"type": "function", "function": {"name": "add", "parameters": {}}}

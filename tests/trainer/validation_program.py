@@ -47,7 +47,7 @@ def losses_around_a_step(directory: Path) -> list[list[float | None]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    told = json.dumps(losses_around_a_step(Path(sys.argv[1])))
+    output = json.dumps(losses_around_a_step(Path(sys.argv[1])))
     if Ranks().first:
-        print(told)
+        print(output)
     leave()

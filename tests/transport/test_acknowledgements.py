@@ -1,4 +1,4 @@
-"""What a trainer says when nobody takes its weights."""
+"""Warnings and timeout of a trainer whose weights are not acknowledged."""
 
 import logging
 import re
@@ -65,7 +65,7 @@ def test_the_wait_is_said_after_a_minute_and_given_up_at_the_deadline(
         pass_time(clock, acknowledgements, 2)
 
 
-def test_every_acknowledgement_begins_the_wait_anew(store: WeightStore, clock: Clock) -> None:
+def test_every_acknowledgement_restarts_the_wait(store: WeightStore, clock: Clock) -> None:
     acknowledgements = AcknowledgementMonitor(store, 10.0, clock=clock)
     for step in range(1, 6):
         publish(store, step)

@@ -18,9 +18,7 @@ def test_an_endpoint_is_read_back(tmp_path: Path):
     assert read_endpoint(tmp_path / "endpoint.json") == Endpoint("http://127.0.0.1:8000", 17)
 
 
-def test_an_endpoint_has_the_keys_of_its_server_and_shows_them_to_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_endpoint_has_the_keys_of_its_server_and_does_not_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     endpoint = Endpoint("http://127.0.0.1:8000", 17, api_key="door", admin_key="desk")
     assert repr(endpoint) == str(endpoint) == "Endpoint('http://127.0.0.1:8000', 17)"
     path, modes = tmp_path / "inference.json", []
@@ -44,13 +42,13 @@ def test_there_is_no_endpoint_before_the_server_listens(tmp_path: Path):
     assert read_endpoint(tmp_path / "endpoint.json") is None
 
 
-def test_an_endpoint_of_another_user_is_told_to_be_his(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_endpoint_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def deny(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     path = tmp_path / "inference.json"
     write_endpoint(path, Endpoint("http://127.0.0.1:8000", 17))
-    monkeypatch.setattr(Path, "read_bytes", deny)  # whoever runs the tests may be allowed everything
+    monkeypatch.setattr(Path, "read_bytes", deny)  # the user of the tests may be root
     with refused(BadInput, file=tmp_path / "inference.json"):
         read_endpoints(tmp_path)
 

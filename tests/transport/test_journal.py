@@ -140,8 +140,8 @@ def test_lessons_are_in_the_order_of_credit_and_tell_failures_from_what_was_give
     partly = Outcome(4, "timeout", 2, 0, {"timeout": 1, "group_failed": 1})
     outcomes = [late, early, dropped(2, "timeout", rollouts=3), dropped(3, "on_policy"), partly]
     journal.commit(entries(draws(0, 1, 2, 3, 4, 5), *outcomes), shipped=1)
-    told = [(lesson.draw, lesson.task_key, lesson.rewards, lesson.failed) for lesson in journal.lessons()]
-    assert told == [
+    lessons = [(lesson.draw, lesson.task_key, lesson.rewards, lesson.failed) for lesson in journal.lessons()]
+    assert lessons == [
         (1, "key1", [1.0, 0.5], 0),
         (0, "key0", [0.0, 0.5], 0),
         (2, "key2", [], 3),
@@ -161,7 +161,7 @@ def test_a_step_that_was_begun_can_be_opened_again_and_the_clock_goes_on(tmp_pat
     assert journal.clock() == Clock(5.0, 7)
 
 
-def test_drops_are_told_apart_by_environment(tmp_path: Path):
+def test_drops_are_counted_by_environment(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     drawn = [Draw(0, "a", "x", 0), Draw(1, "b", "y", 0), Draw(2, "a", "z", 1)]
     outcomes = [dropped(0, "timeout", 2), dropped(1, "timeout", 3), dropped(2, "gated", 4)]
@@ -227,7 +227,7 @@ def write_old_journal(path: Path, as_it_was_then: str) -> None:
         db.executescript(as_it_was_then)
 
 
-def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_path: Path):
+def test_a_journal_of_schema_2_resumes_with_states_without_an_algorithm(tmp_path: Path):
     path = tmp_path / "journal.sqlite"
     write_old_journal(
         path,
@@ -246,7 +246,7 @@ def test_a_journal_of_schema_2_goes_on_with_states_that_nobody_is_named_for(tmp_
         assert sqlite3.connect(old).execute("PRAGMA user_version").fetchone() == (JOURNAL_SCHEMA,)
 
 
-def test_a_journal_of_schema_3_goes_on_with_lengths_that_nobody_knows(tmp_path: Path):
+def test_a_journal_of_schema_3_resumes_with_unknown_lengths(tmp_path: Path):
     path = tmp_path / "journal.sqlite"
     write_old_journal(path, "ALTER TABLE draws DROP COLUMN credited_tokens; PRAGMA user_version=3;")
     journal = Journal(path)

@@ -36,7 +36,7 @@ def saved(directory: Path, *rollouts: Rollout, dropped: tuple[tuple[Rollout, str
 
 @st.composite
 def turns(draw: Any, empty: bool) -> list[Turn]:
-    """Up to six turns, each beginning anew or going on from an earlier one; `empty`: some have nothing new to read."""
+    """Up to six turns, each a new conversation or a continuation of an earlier one; `empty`: some have nothing new to read."""
     few = st.lists(st.integers(0, 3), min_size=0 if empty else 1, max_size=3)  # few different ones: prefixes collide
     made: list[Turn] = []
     for _ in range(draw(st.integers(1, 6))):
@@ -121,8 +121,8 @@ def test_turns_that_added_nothing_or_were_cut_off_are_still_counted(played: Roll
 def test_two_turns_with_nothing_between_them_are_one_and_an_empty_one(tmp_path: Path) -> None:
     played = [turn([1], [2, 3]), turn([1, 2, 3], [4]), turn([1, 2, 3, 4, 5], [6])]
     (found,) = saved(tmp_path, Rollout(turns=played, samples=merge_turns(played)))
-    told = [(t.prompt_ids.tolist(), t.completion_ids.tolist()) for t in found.rollout.turns]
-    assert told == [([1], [2, 3, 4]), ([1, 2, 3, 4], []), ([1, 2, 3, 4, 5], [6])]
+    turns = [(t.prompt_ids.tolist(), t.completion_ids.tolist()) for t in found.rollout.turns]
+    assert turns == [([1], [2, 3, 4]), ([1, 2, 3, 4], []), ([1, 2, 3, 4, 5], [6])]
     (merged,) = merge_turns(found.rollout.turns)
     assert_same(merged, found.rollout.samples[0])
 

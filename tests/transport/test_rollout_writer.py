@@ -109,11 +109,11 @@ def test_observations_say_where_they_are_and_who_wrote_them(tmp_path: Path) -> N
     ]
     unknown = [Turn([1], [2], [-1.0], [4], 1.0), Turn([1, 2, 3], [4], [-1.0], [4], 1.0)]
     write_rollouts(tmp_path, 3, [Rollout(turns=t, samples=merge_turns(t)) for t in (turns, unknown)], [], keep_last=1)
-    known, nobody = (row["samples"][0] for row in rows_of(tmp_path))
+    known, unknown = (row["samples"][0] for row in rows_of(tmp_path))
     assert known["obs_spans"] == [{"start": 1, "turn": 1, "prompt_start": 3, "length": 2}]
     assert known["roles"] == [0, 0, 0, 0, 4, 0]  # of the chat format, and of a tool
-    assert nobody["obs_spans"] == [{"start": 1, "turn": 1, "prompt_start": 2, "length": 1}]
-    assert nobody["roles"] is None
+    assert unknown["obs_spans"] == [{"start": 1, "turn": 1, "prompt_start": 2, "length": 1}]
+    assert unknown["roles"] is None
 
 
 def test_a_dropped_rollout_says_why_and_has_no_reward(tmp_path: Path) -> None:
