@@ -36,7 +36,7 @@ def saved(directory: Path, *rollouts: Rollout, dropped: tuple[tuple[Rollout, str
 
 @st.composite
 def turns(draw: Any, empty: bool) -> list[Turn]:
-    """Up to six turns, each a new conversation or a continuation of an earlier one; `empty`: some have nothing new to read."""
+    """Up to six turns, each new or a continuation of an earlier one; `empty`: some have nothing new to read."""
     few = st.lists(st.integers(0, 3), min_size=0 if empty else 1, max_size=3)  # few different ones: prefixes collide
     made: list[Turn] = []
     for _ in range(draw(st.integers(1, 6))):
