@@ -80,12 +80,12 @@ def in_words(group: Sequence[RolloutView]) -> str:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (one_too_many, "test_custom:one_too_many gave 3 entries for a group of 2 rollouts"),
-        (forgetful, "test_custom:forgetful gave a NoneType for a group of 2 rollouts"),
-        (too_short, "test_custom:too_short gave 1 advantages for 2 completion tokens of task task-0"),
-        (infinite, "test_custom:infinite gave inf"),
-        (by_number, "test_custom:by_number gave a dict for a group of 2 rollouts"),
-        (in_words, "test_custom:in_words gave a str for a group of 2 rollouts"),
+        (one_too_many, "test_custom:one_too_many returned 3 entries for a group of 2 rollouts"),
+        (forgetful, "test_custom:forgetful returned a NoneType for a group of 2 rollouts"),
+        (too_short, "test_custom:too_short returned 1 advantages for 2 completion tokens of task task-0"),
+        (infinite, "test_custom:infinite returned inf"),
+        (by_number, "test_custom:by_number returned a dict for a group of 2 rollouts"),
+        (in_words, "test_custom:in_words returned a str for a group of 2 rollouts"),
     ],
 )
 async def test_what_cannot_be_credited_names_the_function(function: Any, message: str):

@@ -113,9 +113,9 @@ def short_mask(rollout: Rollout) -> list[Any]:
 @pytest.mark.parametrize(
     ("keep", "complaint"),
     [
-        (no_masks, "no_masks gave a NoneType for 3 turns: give a list with a mask for each"),
-        (two_masks, "two_masks gave 2 masks for 3 turns: give a list with a mask for each"),
-        (short_mask, r"short_mask gave a mask of shape \(5,\) for turn 1, whose prompt has 6 tokens"),
+        (no_masks, "no_masks returned a NoneType for 3 turns: give a list with a mask for each"),
+        (two_masks, "two_masks returned 2 masks for 3 turns: give a list with a mask for each"),
+        (short_mask, r"short_mask returned a mask of shape \(5,\) for turn 1, whose prompt has 6 tokens"),
     ],
 )
 async def test_a_filter_of_the_wrong_shape_is_named(keep: Any, complaint: str):

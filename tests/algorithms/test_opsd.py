@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.algorithms import opsd
-from headrace.algorithms.hints import RENDER_AT_ONCE, Hints
+from headrace.algorithms.hints import MAX_INLINE_CHARS, Hints
 from headrace.algorithms.opsd import Opsd, demonstration
 from headrace.rollout.types import Task
 from headrace.tools.check_algorithm.fixtures import algorithm_config
@@ -93,7 +93,7 @@ async def test_a_missing_demonstration_is_told_on_arrival_and_names_the_example(
     with pytest.raises(ValueError) as caught:
         await algorithm.score_rollout(view)
     assert str(caught.value) == (
-        f"task task-7 of env {complaint}: opsd wants a text or a list of messages as 'demo' in its info or at its top "
+        f"task task-7 of env {complaint}: opsd needs a text or a list of messages as 'demo' in its info or at its top "
         "level; add it to the data, or set demo_key to the name that it has"
     )
 
@@ -164,6 +164,6 @@ async def test_each_text_is_rendered_once_and_long_ones_in_a_thread():
     assert await hints.of("this") is await hints.of("this")
     assert await hints.of("this") == hint_ids("See this")
     assert renderer.threads == [threading.get_ident()]
-    long = "x" * RENDER_AT_ONCE
+    long = "x" * MAX_INLINE_CHARS
     assert await hints.of(long) == hint_ids(f"See {long}")
     assert renderer.threads[1] != threading.get_ident()

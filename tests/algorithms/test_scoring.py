@@ -10,7 +10,7 @@ import pytest
 from headrace.algorithms.opd import Opd
 from headrace.algorithms.opsd import Opsd
 from headrace.algorithms.rlcsd import Rlcsd
-from headrace.algorithms.scoring import PATIENCE, Job, Scorer, open_scorer
+from headrace.algorithms.scoring import MAX_FAILURES_IN_A_ROW, Job, Scorer, open_scorer
 from headrace.inference.client.reference import ReferenceFailed
 from headrace.rollout.types import Sample
 from tests.algorithms.teachers import MODEL, SEQ_LEN, Teacher, host_of, pretended_logprobs, set_up
@@ -79,7 +79,7 @@ async def test_as_many_as_allowed_are_under_way_and_no_more():
 async def test_a_dead_model_is_asked_a_few_times_and_the_rest_fails_for_the_same_reason():
     teacher = Teacher(fails=lambda token_ids: True)
     outcomes = await Scorer(teacher, 1).score(jobs_of(*[5] * 100))
-    assert len(teacher.asked) == PATIENCE
+    assert len(teacher.asked) == MAX_FAILURES_IN_A_ROW
     assert {str(outcome) for outcome in outcomes} == {"the teacher did not score 5 tokens"}
 
 
@@ -93,7 +93,7 @@ async def test_a_hang_costs_the_time_of_one_request():
 
 
 async def test_the_next_batch_is_tried_again():
-    teacher = Teacher(fails=lambda token_ids: len(teacher.asked) <= PATIENCE)
+    teacher = Teacher(fails=lambda token_ids: len(teacher.asked) <= MAX_FAILURES_IN_A_ROW)
     scorer = Scorer(teacher, 1)
     assert all(failed(await scorer.score(jobs_of(*[5] * 10))))
     assert not any(failed(await scorer.score(jobs_of(*[5] * 10))))
@@ -118,19 +118,19 @@ async def test_a_success_that_was_under_way_gives_a_failing_model_another_chance
         async def work(self, token_ids: Sequence[int]) -> None:
             if token_ids[0] == 0:  # the slow one
                 await self.gate.wait()
-            elif len(self.asked) <= 2 * PATIENCE:
+            elif len(self.asked) <= 2 * MAX_FAILURES_IN_A_ROW:
                 raise ReferenceFailed("busy")
 
     teacher = Uneven()
     scoring = asyncio.create_task(Scorer(teacher, 2).score(jobs_of(*[5] * 20)))
-    await reach(lambda: len(teacher.asked) == 1 + PATIENCE and teacher.under_way == 1)
+    await reach(lambda: len(teacher.asked) == 1 + MAX_FAILURES_IN_A_ROW and teacher.under_way == 1)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert len(teacher.asked) == 1 + PATIENCE  # it waits for the slow one
+    assert len(teacher.asked) == 1 + MAX_FAILURES_IN_A_ROW  # it waits for the slow one
     teacher.gate.set()
     outcomes = await scoring
     assert len(teacher.asked) == 20
-    assert sum(failed(outcomes)) == 2 * PATIENCE - 1
+    assert sum(failed(outcomes)) == 2 * MAX_FAILURES_IN_A_ROW - 1
 
 
 @pytest.mark.parametrize("scores", [[0.0, -1.0], [0.0, float("nan"), -1.0], [0.0, float("-inf"), -1.0]])

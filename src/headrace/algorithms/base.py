@@ -1,6 +1,6 @@
-"""What an algorithm is: one mapping from finished rollouts to per-token credit.
+"""The interface of an algorithm: it maps finished rollouts to per-token credit.
 
-It is configured per environment and constructed once for it. The orchestrator calls its hooks; it never touches
+Each training environment has its own instance. The orchestrator calls its hooks; an algorithm has nothing to do with
 scheduling, packing or the training loop.
 """
 
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LARGEST_ADVANTAGE = float(np.finfo(np.float32).max)
-"""What is larger would be infinite to the trainer."""
+"""Larger values would become infinite in float32, which the trainer reads."""
 
 
 class Host(msgspec.Struct):
-    """What the orchestrator owns and lends to an algorithm."""
+    """Resources of the orchestrator that an algorithm may use."""
 
     env: str
-    """The environment that it credits."""
+    """The environment whose rollouts are credited."""
     policy: Reference
-    """The live policy, to score sequences with. Its engines may not be up yet in `setup`."""
+    """The live policy, for scoring sequences. Its engines may not be up yet in `setup`."""
     renderer: Renderer
     tokenizer: Tokenizer
     seq_len: int
     seed: int = 0
     temperature: float = 1.0
-    """What the environment's turns are sampled at, unless it says otherwise."""
+    """The sampling temperature of the environment, unless a turn sets its own."""
     notify: Callable[[str], None] = log.warning
-    """Say something to the user, in the log and on the terminal of the run."""
+    """Show a notice to the user, in the log and on the terminal."""
 
 
 class RolloutView:
-    """A rollout as an algorithm may see it: read everything, write only per-token streams."""
+    """A rollout as an algorithm sees it: everything can be read, only per-token streams can be written."""
 
     def __init__(self, rollout: Rollout, task: Task) -> None:
         self.rollout = rollout
@@ -64,12 +64,12 @@ class RolloutView:
 
     @property
     def agent(self) -> str:
-        """Whose part in the episode it is."""
+        """The agent of the episode that produced the rollout."""
         return self.rollout.agent
 
     @property
     def episode(self) -> int:
-        """The place of its episode in the group: several agents may have played in it."""
+        """The index of its episode in the group; several agents may have rollouts in one episode."""
         return self.rollout.episode
 
     @property
@@ -78,11 +78,11 @@ class RolloutView:
 
     @property
     def completion_length(self) -> int:
-        """What per-token credit is aligned to: all that follows the first prompt of each sample."""
+        """The number of tokens after the first prompt of each sample, to which per-token credit is aligned."""
         return sum(sample.completion_length for sample in self.samples)
 
     def assign_advantages(self, credit: float | Sequence[float] | np.ndarray) -> None:
-        """A scalar for every completion token, or one value each, the rollout's samples end to end."""
+        """Set the advantages: one number for all completion tokens, or one per token, samples end to end."""
         given = np.asarray(credit, np.float64)
         values = np.full(self.completion_length, given) if given.ndim == 0 else given
         if values.shape != (self.completion_length,):
@@ -104,7 +104,7 @@ class RolloutView:
 
 
 class Survivor(RolloutView):
-    """A rollout that will be shipped, unless the algorithm finds at this last moment that it cannot be trained on."""
+    """A rollout of a complete batch, which the algorithm may still drop."""
 
     def __init__(self, rollout: Rollout, task: Task) -> None:
         super().__init__(rollout, task)
@@ -112,63 +112,63 @@ class Survivor(RolloutView):
         self.drop_detail = ""
 
     def drop(self, reason: str, detail: str) -> None:
-        """Do not ship it. `reason` is a short counter name, `detail` is for people."""
+        """Leave the rollout out of the batch. `reason` is a short metric name, `detail` is for the log."""
         self.drop_reason = reason
         self.drop_detail = detail
 
 
 class Algorithm:
-    """Base of all algorithms: override the hooks of the stages where credit is known.
+    """Base of all algorithms: override the hooks of the stages where credit is computed.
 
-    One that learns from group to group (a running baseline, say) changes its state in `score_group` alone, and gives
-    and takes it as JSON: it is committed with the credit that changed it, and survives every restart.
+    An algorithm with state (a running baseline, for example) changes it in `score_group` only and exchanges it as JSON:
+    the state is committed with the credit that changed it, and survives restarts.
     """
 
     action_loss_type: ClassVar[Literal["rl", "ce", "ref_kl"]] = "rl"
-    """The loss that trains what the policy sampled."""
+    """The loss component that trains the sampled tokens."""
     model_role: ClassVar[str] = ""
-    """What it calls the other model that it needs, if any: `teacher`, say."""
+    """The role of another model that it needs, for example `teacher`; empty: it needs none."""
     promises: ClassVar[tuple[str, ...]] = ()
-    """What `headrace check-algorithm` shall hold it to, beyond what holds for all: shift, zero_sum, signs, order."""
+    """Invariants that `headrace check-algorithm` tests, beside those of all: shift, zero_sum, signs, order."""
 
     modulates: ClassVar[tuple[str, ...]] = ()
     """Promises that hold because credit is changed per token after the group was scored."""
     replayable: ClassVar[bool] = False
-    """Whether its state follows from agents and rewards alone: the journal has those, and it can be computed again."""
+    """Whether its state can be recomputed from agents and rewards, which the journal has."""
 
     host: Host
-    """There from `setup` on."""
+    """Set before `setup` is called."""
 
     @property
     def tally(self) -> Tally:
-        """Numbers to be logged with the next batch, as `algo/ENV/NAME`."""
+        """Metrics logged with the next batch, as `algo/ENV/NAME`."""
         tally: Tally = self.__dict__.setdefault("_tally", Tally())
         return tally
 
     async def setup(self) -> None:
-        """Connect what it needs, before anything is sampled; raise `BadInput` for what cannot work."""
+        """Connect to other models before anything is sampled; raise `BadInput` for settings that cannot work."""
 
     async def close(self) -> None:
-        """Give back what `setup` opened; called where that came to its end."""
+        """Release what `setup` opened; called only if `setup` succeeded."""
 
     async def score_rollout(self, rollout: RolloutView) -> None:
-        """On arrival, without siblings."""
+        """Credit one rollout when it arrives, without its siblings."""
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        """The surviving rollouts of one group, before filters."""
+        """Credit the rollouts of one group, before filters."""
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        """What will be shipped, after filters: the stage for calls to other models."""
+        """Credit a complete batch, after filters: the stage for requests to other models."""
 
     @classmethod
     def keeps_state(cls) -> bool:
-        """Whether it learns from group to group."""
+        """Return whether the class overrides `state`."""
         return cls.state is not Algorithm.state
 
     def state(self) -> Any:
-        """What it has learned, as JSON; None is what it begins with."""
+        """Return the state as JSON; None is the initial state."""
         return None
 
     def load_state(self, state: Any) -> None:
-        """Go on from a state that `state` once gave."""
+        """Restore a state that `state` returned."""
         raise NotImplementedError(f"{type(self).__name__} has a state but no load_state to take it back")

@@ -1,12 +1,12 @@
-"""Custom: a function of your own says what each rollout of a group is credited with.
+"""Custom: a function of the user computes the credit of a group's rollouts.
 
     A = function(group)
 
-It gets the group's views, with rewards, messages, turns and samples, and gives one entry for each, in their order: a
-number for all completion tokens, or a number for each of them, the rollout's samples end to end.
+It takes the views of the group, with rewards, messages, turns and samples, and returns one entry per rollout, in their
+order: a number for all completion tokens, or one number per completion token, samples end to end.
 
-Left out on purpose: calls to other models and a state from group to group. They need an algorithm, a subclass of
-`headrace.algorithms.base.Algorithm`, which a run file names by its import path.
+Left out on purpose: requests to other models and state. They need a subclass of `headrace.algorithms.base.Algorithm`,
+which a run file names by its import path.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Custom(Algorithm):
             try:
                 rollout.assign_advantages(credit)
             except ValueError as error:
-                raise ValueError(f"{name_of(self._function)} gave {error}") from error
+                raise ValueError(f"{name_of(self._function)} returned {error}") from error
 
     def _entries(self, group: Sequence[RolloutView]) -> list[Any]:
         given = self._function(group)
@@ -112,7 +112,7 @@ class Custom(Algorithm):
         if entries is None or len(entries) != len(group):
             what = f"a {type(given).__name__}" if entries is None else f"{len(entries)} entries"
             raise ValueError(
-                f"{name_of(self._function)} gave {what} for a group of {len(group)} rollouts: "
-                "it must give one entry for each, a number or one number per completion token"
+                f"{name_of(self._function)} returned {what} for a group of {len(group)} rollouts: "
+                "it must return one entry for each, a number or one number per completion token"
             )
         return entries

@@ -1,4 +1,4 @@
-"""Echo: group credit on what the policy wrote, cross-entropy on what its environment answered.
+"""Echo: group credit on the policy's tokens, cross-entropy on the tokens of its environment.
 
     loss = rl(credit) on sampled tokens  +  alpha_role * -log p(token) on observed ones
 
@@ -6,7 +6,7 @@ Observed are the tokens after the first response that the policy did not write, 
 whose role has an `alpha`. The trainer's mean is over all observed tokens of the step, and `alpha` scales it. A rollout
 without credit (all its group did as well) still learns from what it observed, and from that alone.
 
-Left out on purpose: any choice by content. A `keep` function of your own makes it, and can only narrow the choice.
+Left out on purpose: any choice by content. A `keep` function of the user can narrow the choice.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Echo(Algorithm):
             roles = observed_roles(sample, rollout.rollout.turns)
             if roles is None:
                 raise ValueError(
-                    "echo must know who wrote each token, and the model's own chat template does not tell: set "
+                    "echo needs the role that wrote each token, which the model's own chat template does not give: set "
                     "orchestrator.renderer.name to the renderer of the model's family"
                 )
             weights = self._alphas[roles]
@@ -122,25 +122,25 @@ class Echo(Algorithm):
 
 
 def _masks(keep: Keep, rollout: Rollout) -> list[np.ndarray | None]:
-    """What the user's function gives, one mask per turn."""
-    given = keep(rollout)
-    if not isinstance(given, list | tuple) or len(given) != len(rollout.turns):
-        what = f"{len(given)} masks" if isinstance(given, list | tuple) else f"a {type(given).__name__}"
+    """Return the masks of the user's function, one per turn."""
+    masks = keep(rollout)
+    if not isinstance(masks, list | tuple) or len(masks) != len(rollout.turns):
+        what = f"{len(masks)} masks" if isinstance(masks, list | tuple) else f"a {type(masks).__name__}"
         raise ValueError(
-            f"{name_of(keep)} gave {what} for {len(rollout.turns)} turns: give a list with a mask for each, or None"
+            f"{name_of(keep)} returned {what} for {len(rollout.turns)} turns: give a list with a mask for each, or None"
         )
-    masks = [None if mask is None else np.asarray(mask, np.bool_) for mask in given]
+    masks = [None if mask is None else np.asarray(mask, np.bool_) for mask in masks]
     for index, (mask, turn) in enumerate(zip(masks, rollout.turns, strict=True)):
         if mask is not None and mask.shape != turn.prompt_ids.shape:
             raise ValueError(
-                f"{name_of(keep)} gave a mask of shape {mask.shape} for turn {index}, whose prompt has "
+                f"{name_of(keep)} returned a mask of shape {mask.shape} for turn {index}, whose prompt has "
                 f"{len(turn.prompt_ids)} tokens: give one value for each of them, or None to keep them all"
             )
     return masks
 
 
 def _narrow(weights: np.ndarray, sample: Sample, masks: Sequence[np.ndarray | None]) -> None:
-    """Take the weight from observed tokens that their turn's mask leaves out."""
+    """Set the weight of observed tokens to 0 where their turn's mask is false."""
     for start, turn, prompt_start, length in sample.obs_spans:
         mask = masks[turn]
         if mask is not None:

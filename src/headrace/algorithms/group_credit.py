@@ -5,11 +5,11 @@
     B      mean(x); length-weighted, sum(len * x) / sum(len)
     r      the reward; normalize = "std" divides its term, and no other, by std(r) + 1e-6
     p      a length penalty
-    bonus  what a function of the user gives for each rollout of the group
+    bonus  the value of a user's function for each rollout of the group
 
 Centering is linear, so without normalization this is the credit of the reward r - p + bonus.
 
-Left out on purpose: any memory from group to group.
+Left out on purpose: state.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class GroupCredit:
         self._terms = terms
 
     def of(self, group: Sequence[RolloutView], tally: Tally) -> np.ndarray:
-        """One advantage per rollout, in float64."""
+        """Return one advantage per rollout, float64."""
         cohort = Cohort.of([view.rollout for view in group])
         lengths = cohort.output_tokens if self._length_weighted else None
         bonuses = [_bonus(term, group) for term in self._terms]
@@ -137,7 +137,7 @@ class GroupCredit:
 
 
 def _without_rounding(credit: np.ndarray, terms: Sequence[np.ndarray]) -> np.ndarray:
-    """Exactly zero where terms cancel but for their last bits, which are no signal."""
+    """Set credit to exactly 0 where terms cancel up to rounding."""
     largest = max(float(np.abs(term).max(initial=0.0)) for term in terms)
     return np.where(np.abs(credit) < ROUNDING * largest, 0.0, credit)
 
@@ -146,7 +146,7 @@ def _bonus(term: Term, group: Sequence[RolloutView]) -> np.ndarray:
     bonus = numbers(term(group), term)
     if bonus.shape != (len(group),):
         raise ValueError(
-            f"{name_of(term)} gave an array of shape {bonus.shape} for a group of {len(group)} rollouts: "
-            "it must give one number for each"
+            f"{name_of(term)} returned an array of shape {bonus.shape} for a group of {len(group)} rollouts: "
+            "it must return one number for each"
         )
     return bonus

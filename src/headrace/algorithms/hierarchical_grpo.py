@@ -3,9 +3,9 @@
     A_i = r_i - mean(r of its peers)
 
 Peers are the rollouts of the same agent in the group. For the agents in `episode_agents` they are those of the same
-episode: solvers that were given the same problem, say, where every episode of the group had another one.
+episode: for example solvers of one problem, where every episode of the group has its own problem.
 
-Whoever has no peer but itself has a credit of 0, which is counted: it is played in vain.
+A rollout without other peers has a credit of 0, and is counted.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class HierarchicalGrpo(Algorithm):
                 rollout.assign_advantages(float(advantage))
 
     def _look_for_names(self, group: Sequence[RolloutView]) -> None:
-        """Told once, with the first group: a name that nobody has would be no setting at all."""
-        there = {rollout.agent for rollout in group}
-        for name in sorted(self._unseen - there):
+        """Warn once, with the first group, about names in `episode_agents` that no rollout has."""
+        present = {rollout.agent for rollout in group}
+        for name in sorted(self._unseen - present):
             log.warning(
-                "hierarchical_grpo: episode_agents has %r, and the first group is of %s", name, ", ".join(sorted(there))
+                "hierarchical_grpo: episode_agents has %r, and the first group is of %s",
+                name,
+                ", ".join(sorted(present)),
             )
         self._unseen = set()

@@ -1,4 +1,4 @@
-"""What a teacher is told before it scores a sample: texts in a template, as the tokens of one message by the user."""
+"""Hints: texts in a template, rendered as one user message that stands before a scored sample."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from headrace.rollout.types import Message
 if TYPE_CHECKING:
     from renderers.base import Renderer
 
-RENDER_AT_ONCE = 20_000
-"""Characters that take too little time to render to be worth a thread."""
+MAX_INLINE_CHARS = 20_000
+"""Texts up to this length are rendered on the event loop; longer ones in a thread."""
 
 
 class Hints:
-    """Renders each text once; made for one batch."""
+    """Renders the hints of one batch, each text once."""
 
     def __init__(self, renderer: Renderer, template: str, placeholder: str) -> None:
         self._renderer = renderer
@@ -27,9 +27,9 @@ class Hints:
         self._rendered: dict[str, list[int]] = {}
 
     async def of(self, text: str) -> list[int]:
-        """The tokens of the template with this text in it, verbatim; none where that is empty."""
+        """Return the tokens of the template with this text in it; empty where that is empty."""
         if text not in self._rendered:
-            # A text may have braces of its own: nothing is formatted.
+            # Not str.format: the text may contain braces.
             self._rendered[text] = await self._render(self._template.replace(self._placeholder, text))
         return self._rendered[text]
 
@@ -37,20 +37,20 @@ class Hints:
         if not content:
             return []
         message: list[Any] = [{"role": "user", "content": content}]
-        if len(content) > RENDER_AT_ONCE:
+        if len(content) > MAX_INLINE_CHARS:
             return list(await asyncio.to_thread(self._renderer.render_ids, message, add_generation_prompt=False))
-        await asyncio.sleep(0)  # many short ones must not hold up the loop either
+        await asyncio.sleep(0)  # yield to the event loop between many short texts
         return list(self._renderer.render_ids(message, add_generation_prompt=False))
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Several messages as one text; those that are not the model's say whose they are."""
-    told = ((message.get("role"), message_text(message)) for message in messages)
-    return "\n\n".join(text if role == "assistant" else f"{role}: {text}" for role, text in told if text)
+    """Return several messages as one text; messages of other roles begin with their role."""
+    parts = ((message.get("role"), message_text(message)) for message in messages)
+    return "\n\n".join(text if role == "assistant" else f"{role}: {text}" for role, text in parts if text)
 
 
 def message_text(message: Message) -> str:
-    """What a message says, line by line: thoughts, text, tool calls."""
+    """Return thoughts, text and tool calls of a message, one per line."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     calls = [_call_text(call) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in (_content_text(thoughts), _content_text(message.get("content")), *calls) if part)

@@ -1,9 +1,9 @@
-"""On-policy distillation: on what the policy itself sampled, towards a frozen teacher.
+"""On-policy distillation: the policy learns from a frozen teacher on its own samples.
 
     ref_t = log p_teacher(token_t | all before it)        KL(policy || teacher), estimated on the policy's own tokens
 
-The teacher sees the sample's own tokens, verbatim, at the temperature that they were sampled at. Rewards are logged and
-never read. A rollout that the teacher did not score has nothing to learn from, and is dropped.
+The teacher scores the sample's own tokens at the temperature that they were sampled at. Rewards are logged and not
+used. A rollout that the teacher did not score is dropped.
 """
 
 from __future__ import annotations

@@ -92,11 +92,11 @@ class Opsd(Algorithm):
         self._scorer = await open_scorer(self._teacher, self.host, self._max_concurrent, longest, cost)
 
     async def close(self) -> None:
-        if self._teacher is not None:  # the policy is the host's
+        if self._teacher is not None:  # the host closes the policy
             await self._teacher.close()
 
     async def score_rollout(self, rollout: RolloutView) -> None:
-        """Nothing to credit, but what lacks a demonstration is told on arrival, and not when its batch ships."""
+        """Refuse a task without a demonstration on arrival, before its batch is complete."""
         if not self._demonstration(rollout.task).strip() and self._template != PLACEHOLDER:
             raise ValueError(
                 f"task {rollout.task.key} of {rollout.task.env} has an empty demonstration as {self._demo_key!r}: opsd "
@@ -105,24 +105,24 @@ class Opsd(Algorithm):
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
         hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
-        told = [await hints.of(self._demonstration(survivor.task)) for survivor in batch]
-        await distil(batch, told, self._scorer, self.tally)
+        hint_tokens = [await hints.of(self._demonstration(survivor.task)) for survivor in batch]
+        await distil(batch, hint_tokens, self._scorer, self.tally)
 
     def _demonstration(self, task: Task) -> str:
         return demonstration(task, self._demo_key)
 
 
 def demonstration(task: Task, key: str) -> str:
-    """The task's demonstration as a text: under `key` in its `info`, else at its top level."""
+    """Return a task's demonstration as text: under `key` in its `info`, else at its top level."""
     info = task.data.get("info")
     inner: Any = info.get(key) if isinstance(info, dict) else None
-    found = inner or task.data.get(key, inner)  # one that is empty hides none
-    if isinstance(found, str):
-        return found
-    if isinstance(found, list) and all(isinstance(message, dict) for message in found):
-        return conversation_text(found)
-    complaint = "has no demonstration" if found is None else f"has a demonstration that is a {type(found).__name__}"
+    value = inner or task.data.get(key, inner)  # an empty one does not hide the other
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return conversation_text(value)
+    problem = "has no demonstration" if value is None else f"has a demonstration that is a {type(value).__name__}"
     raise ValueError(
-        f"task {task.key} of {task.env} {complaint}: opsd wants a text or a list of messages as {key!r} in its info or "
+        f"task {task.key} of {task.env} {problem}: opsd needs a text or a list of messages as {key!r} in its info or "
         "at its top level; add it to the data, or set demo_key to the name that it has"
     )

@@ -2,12 +2,11 @@
 
     A_i = r_i - b_agent,   then   b_agent <- decay * b_agent + (1 - decay) * r_i,   b = 0 at first
 
-In self-play one policy sits on all sides of a game, and a side may be worth more than another: with a baseline each, no
-side learns that it is the lucky one. Rollouts of a group are taken episode by episode, those of an episode in the order
-in which its environment returned them. The baselines are committed with the credit that moved them, so that a run that
-was killed goes on from them.
+In self-play one policy plays all sides of a game, and a side may have an advantage: with one baseline per agent it does
+not enter the credit. Rollouts of a group are taken episode by episode, those of an episode in the order in which the
+environment returned them. Baselines are committed with the credit that changed them: a killed run restores them.
 
-Left out on purpose: any comparison within the group, so that a group of one will do.
+Left out on purpose: any comparison within the group, so that a group of one works.
 """
 
 from __future__ import annotations

@@ -141,18 +141,18 @@ class Rlcsd(Algorithm):
         self._max_concurrent = max_concurrent
         self._scorer: Scorer
         self._without_contrast = 0
-        """Batches in a row in which no group had one."""
+        """Consecutive batches in which no group had a contrast."""
 
     async def setup(self) -> None:
         longest, cost = hinted_length(self.host.seq_len), "rollouts with longer ones keep their plain credit"
         self._scorer = await open_scorer(self._teacher, self.host, self._max_concurrent, longest, cost)
 
     async def close(self) -> None:
-        if self._teacher is not None:  # the policy is the host's
+        if self._teacher is not None:  # the host closes the policy
             await self._teacher.close()
 
     async def score_rollout(self, rollout: RolloutView) -> None:
-        """Nothing to credit yet, but what could never be a hint is told on arrival."""
+        """Refuse on arrival a rollout that could never be a hint."""
         if not replies(rollout.rollout):
             raise ValueError(
                 f"a rollout of task {rollout.task.key} of {rollout.task.env} has no assistant message: rlcsd shows a "
@@ -168,7 +168,7 @@ class Rlcsd(Algorithm):
         evidence = await self._evidence(rollouts)
         tokens = sum(int(sample.mask.sum()) for rollout in rollouts for sample in rollout.samples)
         for rollout, e in zip(rollouts, evidence, strict=True):
-            await asyncio.sleep(0)  # a large batch must not hold up the intake
+            await asyncio.sleep(0)  # let rollouts arrive while a large batch is processed
             advantages = _read_credit(rollout)
             modulated = np.zeros(len(advantages), np.bool_)
             if e is not None:
@@ -182,19 +182,19 @@ class Rlcsd(Algorithm):
             self.tally.largest("largest_multiplier", multiplier)
 
     async def _evidence(self, rollouts: Sequence[Rollout]) -> list[np.ndarray | None]:
-        """For each rollout `e` on its trainable tokens; None where there is no contrast, or the teacher failed."""
+        """Return `e` on the trainable tokens of each rollout; None without a contrast or where the teacher failed."""
         hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
         drawn = self._siblings.draw(rollouts, self.host.seed)
-        told = [[await hints.of(response_text(sibling)) for sibling in siblings] for siblings in drawn]
-        pairs = list(zip(rollouts, told, strict=True))
+        hint_tokens = [[await hints.of(response_text(sibling)) for sibling in siblings] for siblings in drawn]
+        pairs = list(zip(rollouts, hint_tokens, strict=True))
         jobs = [(hint, sample) for rollout, chosen in pairs for hint in chosen for sample in rollout.samples]
         outcomes = await self._scorer.score(jobs)
         scored = iter(outcomes)
-        found: list[np.ndarray | ReferenceFailed | None] = []
+        evidence: list[np.ndarray | ReferenceFailed | None] = []
         for rollout, chosen in pairs:
-            await asyncio.sleep(0)  # a large batch must not hold up the intake
-            found.append(_contrast(rollout, len(chosen), scored) if chosen else None)
-        failures = [failure for failure in found if isinstance(failure, ReferenceFailed)]
+            await asyncio.sleep(0)  # let rollouts arrive while a large batch is processed
+            evidence.append(_contrast(rollout, len(chosen), scored) if chosen else None)
+        failures = [failure for failure in evidence if isinstance(failure, ReferenceFailed)]
         available = sum(map(bool, drawn))
         self.tally.mean("contrast_available", available, len(drawn))
         self.tally.count("no_contrast", len(drawn) - available)
@@ -204,10 +204,10 @@ class Rlcsd(Algorithm):
         if failures:
             words = "%s: no contrast for %d rollouts, which keep their plain credit: %s"
             log.warning(words, self.host.env, len(failures), failures[-1])
-        return [None if isinstance(e, ReferenceFailed) else e for e in found]
+        return [None if isinstance(e, ReferenceFailed) else e for e in evidence]
 
     def _report_contrast(self, rollouts: Sequence[Rollout], drawn: Sequence[Sequence[Rollout]]) -> None:
-        """Log how many groups had a contrast; notify where batch after batch has none."""
+        """Log how many groups had a contrast, and notify the user after several batches without any."""
         groups = {rollout.group_id for rollout in rollouts}
         contrasted = {rollout.group_id for rollout, siblings in zip(rollouts, drawn, strict=True) if siblings}
         log.info("%s: %d of %d groups had a contrast", self.host.env, len(contrasted), len(groups))
@@ -223,7 +223,7 @@ class Rlcsd(Algorithm):
 def _contrast(
     rollout: Rollout, hints: int, outcomes: Iterator[np.ndarray | ReferenceFailed]
 ) -> np.ndarray | ReferenceFailed:
-    """The evidence in the next outcomes: for each hint, the positive one first, the scores of every sample."""
+    """Return the contrast from the next outcomes: per hint, the positive one first, the scores of every sample."""
     rows = []
     failure = None
     for _ in range(hints):
@@ -242,7 +242,7 @@ def _contrast(
 
 
 def _read_credit(rollout: Rollout) -> np.ndarray:
-    """The advantages of its trainable tokens, whatever gave them."""
+    """Return the advantages of the trainable tokens, samples end to end."""
     return np.concatenate([sample.streams["advantages"][sample.mask] for sample in rollout.samples]).astype(np.float64)
 
 

@@ -1,6 +1,6 @@
-"""Many sequences scored by another model: a bounded number at once, and no longer than the model answers.
+"""Score many sequences with another model, a bounded number at a time.
 
-Nothing is tried again here: how long a request may take, and how often it is repeated, is the reference's business.
+Timeouts and retries of a request belong to the reference. Here a model that keeps failing is given up.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from headrace.rollout.types import Sample
 log = logging.getLogger(__name__)
 
 Job = tuple[list[int], Sample]
-"""The tokens of a hint, which may be none, and the sample that is scored after it."""
+"""The tokens of a hint, possibly empty, and the sample that is scored after it."""
 
-PATIENCE = 3
-"""Failures in a row after which nothing more is asked, unless something that is still under way succeeds."""
+MAX_FAILURES_IN_A_ROW = 3
+"""Consecutive failures after which no further request is made, unless one that is in flight succeeds."""
 
 
 async def open_scorer(
     teacher: Reference | None, host: Host, max_concurrent: int, longest: int = 0, cost: str = ""
 ) -> Scorer:
-    """A scorer by this model, or by the policy, that has said it can; raises `BadInput` if it cannot.
+    """Return a scorer for the teacher, or for the policy; raise `BadInput` if the model cannot score samples.
 
-    `longest` is how long a sample may be with a hint before it, and `cost` says what becomes of those too long for the
-    model: hints may be short, so that is only told.
+    `longest` is the length of a sample with a hint before it. A model that takes fewer tokens is only warned about,
+    since hints may be short; `cost` says what happens to rollouts that are too long.
     """
     reference = host.policy if teacher is None else teacher
-    room = await reference.check(host.tokenizer, host.seq_len, host.temperature)
-    if room is not None and room < longest:
+    capacity = await reference.check(host.tokenizer, host.seq_len, host.temperature)
+    if capacity is not None and capacity < longest:
         words = "%s: %s takes at most %d tokens, and a hint with its sample may have %d: %s; serve it with "
         words += "max_model_len = %d, unless hints are that much shorter"
-        log.warning(words, host.env, reference.name, room, longest, cost, longest)
+        log.warning(words, host.env, reference.name, capacity, longest, cost, longest)
     return Scorer(reference, max_concurrent)
 
 
@@ -48,19 +48,19 @@ class Scorer:
         self._max_concurrent = max_concurrent
 
     async def score(self, jobs: Sequence[Job]) -> list[np.ndarray | ReferenceFailed]:
-        """For each job one logprob per token of its sample, at the sample's temperature; or why there are none.
+        """Return for each job one logprob per token of its sample, at the sample's temperature, or the failure.
 
-        A model that does not answer is given up: one that is dead or hangs costs the time of those requests that are
-        under way at once, and not that of each. A sequence that is too long for it costs nothing but its own scores.
+        After `MAX_FAILURES_IN_A_ROW` the remaining jobs fail without a request, so that a dead model costs the timeout
+        of the requests in flight and not of all.
         """
         outcomes: dict[int, np.ndarray | ReferenceFailed] = {}
-        # The shortest first: where one is too long, so are those after it, and those before it are scored.
+        # Shortest first: sequences that are too long for the model come last, after all others are scored.
         waiting = deque(sorted(range(len(jobs)), key=lambda index: len(jobs[index][0]) + len(jobs[index][1])))
         running: dict[asyncio.Task[np.ndarray | ReferenceFailed], int] = {}
         failures: list[ReferenceFailed] = []
         try:
-            while running or (waiting and len(failures) < PATIENCE):
-                while waiting and len(running) < self._max_concurrent and len(failures) < PATIENCE:
+            while running or (waiting and len(failures) < MAX_FAILURES_IN_A_ROW):
+                while waiting and len(running) < self._max_concurrent and len(failures) < MAX_FAILURES_IN_A_ROW:
                     index = waiting.popleft()
                     running[asyncio.create_task(self._score(*jobs[index]))] = index
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

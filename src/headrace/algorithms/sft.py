@@ -1,9 +1,9 @@
-"""SFT inside a run: a frozen teacher plays the episodes, and the policy learns to say the same.
+"""SFT inside a run: a frozen teacher plays the episodes, and the policy is trained on its tokens.
 
     loss = -log p(token)    on every token that the teacher sampled
 
-There is nothing to credit: rewards are logged, and no algorithm reads them. Who plays is `sampling.source`, so the
-teacher is the orchestrator's to ask, and not this algorithm's.
+Rewards are logged and not used. The teacher is the `sampling.source` of the episodes, so the orchestrator connects to
+it and not this algorithm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which siblings of a rollout are shown to its teacher, and what of them.
+"""Choose the siblings of a rollout that are shown to its teacher, and their text.
 
-What is drawn depends on who is in the batch, and not on the order in which they came.
+The choice depends on the contents of the batch, not on the order of arrival.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.rollout.types import Message, Rollout
 
 
 class Siblings:
-    """The pools depend on the reward alone; `may_hint` can narrow them."""
+    """Draws correct and incorrect siblings by reward; `may_hint` can narrow the choice."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Siblings:
         self._may_hint = may_hint
 
     def draw(self, rollouts: Sequence[Rollout], seed: int) -> list[list[Rollout]]:
-        """For each rollout a correct sibling, then incorrect ones; none where it lacks either."""
+        """Return for each rollout a correct sibling and then incorrect ones; empty where either is missing."""
         digests = [_digest(rollout) for rollout in rollouts]
         groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for index in sorted(range(len(rollouts)), key=digests.__getitem__):
@@ -53,18 +53,18 @@ class Siblings:
 
 
 def response_text(rollout: Rollout) -> str:
-    """All that the model said: thoughts, text and tool calls of every turn."""
+    """Return thoughts, text and tool calls of all turns."""
     return "\n\n".join(text for text in map(message_text, replies(rollout)) if text)
 
 
 def replies(rollout: Rollout) -> list[Message]:
-    """The model's messages, as many as it had turns: those before them are examples in its prompt."""
+    """Return the last assistant messages, one per turn; earlier ones are examples in the prompt."""
     own = [message for message in rollout.messages if message.get("role") == "assistant"]
     return own[-len(rollout.turns) :]
 
 
 def _digest(rollout: Rollout) -> str:
-    """A name for its tokens, the same on every machine."""
+    """Return a digest of the token ids, the same on every machine."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in rollout.samples:
         digest.update(len(sample).to_bytes(8, "little"))

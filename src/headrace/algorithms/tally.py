@@ -1,4 +1,4 @@
-"""What an algorithm counts: sums and counts by name, until they are shown."""
+"""Metrics that an algorithm collects until the next batch is logged: totals, means and maxima by name."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Tally:
         self._totals[name] = self._totals.get(name, 0.0) + amount
 
     def mean(self, name: str, total: float, count: float) -> None:
-        """Add to a mean: a sum, and how many it is over."""
+        """Add a sum over `count` values to a mean."""
         before = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before[0] + total, before[1] + count)
 
     def largest(self, name: str, value: float) -> None:
-        """Remember the largest."""
+        """Update a maximum."""
         self._largest[name] = max(value, self._largest.get(name, value))
 
     def take(self) -> dict[str, float]:
-        """All numbers so far; counting begins anew."""
+        """Return all numbers and reset them."""
         means = {name: total / count for name, (total, count) in self._means.items() if count}
         taken = {**self._totals, **means, **self._largest}
         self._totals, self._means, self._largest = {}, {}, {}

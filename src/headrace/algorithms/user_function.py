@@ -1,4 +1,4 @@
-"""Functions that users write, for an algorithm or a filter: where they are, who they are, and what they gave."""
+"""Load, name and check the functions that users write for an algorithm or a filter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.errors import BadInput
 
 
 def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Callable[..., Any]:
-    """A user's function with its kwargs bound; it is called with one thing more. `what` it is is for the message."""
+    """Return a user's function with its kwargs bound; it takes one more argument. `what` is for errors."""
     function = imports.load(import_path, what)
     check_kwargs(function, (None,), kwargs, what, import_path)
     if inspect.iscoroutinefunction(function):
@@ -30,7 +30,7 @@ def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Cal
 def check_kwargs(
     called: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, import_path: str
 ) -> None:
-    """Refuse what `called` could not be called with, without calling it."""
+    """Raise `BadInput` if `called` does not take these arguments; it is not called."""
     try:
         inspect.signature(called).bind(*args, **kwargs)
     except TypeError as error:
@@ -38,7 +38,7 @@ def check_kwargs(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """As an import path: `package.module:function`."""
+    """Return the import path of a function: `package.module:function`."""
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -46,11 +46,13 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def numbers(given: Any, function: Callable[..., Any]) -> np.ndarray:
-    """What `function` gave, as float64; raises unless it is finite numbers."""
+    """Return the result of `function` as float64; raise unless all numbers are finite."""
     try:
         values = np.asarray(given, np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name_of(function)} gave what is no array of numbers: {error}") from error
+        raise ValueError(f"{name_of(function)} returned something other than an array of numbers: {error}") from error
     if not np.isfinite(values).all():
-        raise ValueError(f"{name_of(function)} gave {values[~np.isfinite(values)][0]}: it must give finite numbers")
+        raise ValueError(
+            f"{name_of(function)} returned {values[~np.isfinite(values)][0]}: it must return finite numbers"
+        )
     return values
