@@ -102,11 +102,11 @@ def test_values_are_those_of_every_environment_of_a_file(runs: Path, capsys: pyt
     assert '"reverse-text" in orchestrator.train.env.0.id' in capsys.readouterr().out
 
 
-def test_what_cannot_be_done_is_said_in_a_sentence(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_invalid_arguments_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["config"]) == 2
     assert main(["config", "--explain", "trainer.optim.learning_rate"]) == 2
     assert main(["compare", "outputs/slow-0", "outputs/gone"]) == 2
     printed = capsys.readouterr().err
     assert "which run file?" in printed
     assert "Did you mean trainer.optim.lr?" in printed
-    assert "gone is left out: there is no such directory." in printed
+    assert "gone is left out: no such directory." in printed

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from headrace.observe.chart_export import check_format, convert_plots
     from headrace.tools.compare.comparison import compare_runs
-    from headrace.tools.compare.view import text, write_page
+    from headrace.tools.compare.view import format_comparison, write_page
 
     check_format(arguments.format)
     compared = compare_runs(arguments.runs, arguments.metric, arguments.evaluation)
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(msgspec.json.encode(compared.comparison).decode())
         return 0
-    print(text(compared.comparison))
+    print(format_comparison(compared.comparison))
     if files:
         print(f"\nwrote {', '.join(map(str, files))}")
     return 0

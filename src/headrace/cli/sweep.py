@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_plan(runs: Mapping[str, Planned], directory: Path, at_once: int) -> None:
-    from headrace.tools.compare.view import aligned
+    from headrace.tools.compare.view import align
     from headrace.tools.sweep.names import shown
 
     keys = list(dict.fromkeys(key for run in runs.values() for key in run.overrides({})))
@@ -101,7 +101,7 @@ def _print_plan(runs: Mapping[str, Planned], directory: Path, at_once: int) -> N
     for name, run in runs.items():
         values = run.overrides({})
         cells.append([name, *(shown(values[key]) if key in values else "" for key in keys)])
-    print(f"{len(runs)} runs in {directory}, {at_once} at once\n{aligned(cells)}")
+    print(f"{len(runs)} runs in {directory}, {at_once} at once\n{align(cells)}")
 
 
 def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> argparse.Namespace:

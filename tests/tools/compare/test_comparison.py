@@ -1,4 +1,4 @@
-"""Runs beside each other: what is grouped, what is left out, and which test is used."""
+"""Comparison of runs: variants, runs that are left out, and the choice of the test."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from headrace.errors import BadInput
 from headrace.observe.metrics import MetricsLog
-from headrace.tools.compare.comparison import Comparison, compare_runs
-from headrace.tools.compare.settings import differences, group_by_variant, settings_of
+from headrace.tools.compare.comparison import RunComparison, compare_runs
+from headrace.tools.compare.inputs import differences, group_by_variant, settings_of
 from headrace.tools.compare.significance import bootstrap, welch
-from headrace.tools.compare.view import sentences, text, write_page
+from headrace.tools.compare.view import format_comparison, sentences, write_page
 from tests.observe.runs import write_episodes, write_evaluation, write_run
 
 
@@ -34,18 +34,18 @@ def seeds(tmp_path: Path) -> list[Path]:
     ]
 
 
-def test_only_keys_that_differ_are_told_and_a_shared_key_once(seeds: list[Path]):
+def test_only_keys_that_differ_are_listed_and_a_shared_key_once(seeds: list[Path]):
     variants = compare_runs(seeds).comparison.variants
     assert [variant.settings for variant in variants] == [{"trainer.optim.lr": 1e-4}, {"trainer.optim.lr": 1e-3}]
 
 
-def test_a_copy_of_a_shared_key_is_told_where_it_says_something_else():
+def test_a_copy_of_a_shared_key_is_listed_if_it_has_another_value():
     one = settings_of({"seq_len": 64, "trainer": {"seq_len": 64}, "orchestrator": {"seq_len": 64}})
     two = settings_of({"seq_len": 32, "trainer": {"seq_len": 32}, "orchestrator": {"seq_len": 16}})
     assert differences([one, two]) == {"seq_len": [64, 32], "orchestrator.seq_len": [64, 16]}
 
 
-def test_where_a_run_is_kept_and_reached_is_no_difference():
+def test_paths_and_ports_of_a_run_are_not_compared():
     one = settings_of({"output_dir": "a", "trainer": {"output_dir": "a"}, "inference": {"port": 1}, "lr": 1})
     two = settings_of({"output_dir": "b", "wandb": {"name": "b"}, "inference": {"port": 2}, "lr": 1})
     assert differences([one, two]) == {}
@@ -91,15 +91,15 @@ def test_a_single_seed_is_held_against_several_with_the_sign_of_the_variant(seed
     assert up.method == down.method == "one_against_several"
     assert up.difference == pytest.approx(0.3 - 0.8)
     assert (down.difference, down.low, down.high) == pytest.approx((0.5, -(up.high or 0), -(up.low or 0)))
-    assert "lr 0.001 has one" in down.note
+    assert "lr 0.001 has one seed" in down.note
 
 
-def test_two_runs_are_drawn_again_over_their_last_steps_with_a_caveat(seeds: list[Path]):
+def test_two_runs_are_compared_by_a_bootstrap_over_their_last_steps(seeds: list[Path]):
     reward, held_out = compare_runs([seeds[0], seeds[2]]).comparison.differences
     assert reward.method == "bootstrap_of_steps"
     expected = bootstrap(flat(0.2), flat(0.8), paired=False)
     assert (reward.difference, reward.low, reward.high, reward.p) == pytest.approx(expected)
-    assert "depend on each other" in reward.note
+    assert "last 7 steps" in reward.note
     assert (held_out.method, held_out.difference, held_out.p) == ("none", pytest.approx(0.6), None)
 
 
@@ -116,7 +116,7 @@ def test_two_runs_with_scores_per_example_are_drawn_again_over_these(seeds: list
     # Every example has one more of its two samples right.
     assert (found.metric, found.method) == ("accuracy", "bootstrap_of_examples")
     assert (found.difference, found.low, found.high) == (0.5, 0.5, 0.5)
-    assert "10 held-out examples that both were asked" in found.note
+    assert "10 held-out examples" in found.note
 
 
 def test_two_runs_that_saved_their_evaluations_are_drawn_again_over_the_examples_of_the_last_common_step(
@@ -131,7 +131,7 @@ def test_two_runs_that_saved_their_evaluations_are_drawn_again_over_the_examples
     *_, found = compared.differences
     assert (found.metric, found.method, compared.at["held-out"]) == ("held-out", "bootstrap_of_examples", 4)
     assert (found.difference, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
-    assert "5 held-out examples that both were asked" in found.note
+    assert "5 held-out examples" in found.note
 
 
 def test_every_environment_counts_alike_however_many_examples_it_has(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_a_saved_evaluation_that_lacks_an_environment_is_not_drawn_from(tmp_path
     assert compare_runs(runs).comparison.differences[-1].method == "none"
 
 
-def test_a_run_without_episodes_leaves_accuracies_out_and_says_so(seeds: list[Path], tmp_path: Path):
+def test_a_run_without_episodes_leaves_accuracies_out_with_a_note(seeds: list[Path], tmp_path: Path):
     write_episodes(tmp_path / "evaluation", "one", seeds[0], {"a": [True]})
     comparison = compare_runs([seeds[0], seeds[2]], evaluation=tmp_path / "evaluation").comparison
     assert {found.metric for found in comparison.differences} == {"reward/all/mean", "held-out"}
@@ -166,34 +166,35 @@ def test_a_run_without_episodes_leaves_accuracies_out_and_says_so(seeds: list[Pa
 def test_runs_of_one_variant_have_a_spread_and_no_difference(seeds: list[Path]):
     comparison = compare_runs(seeds[:2]).comparison
     assert comparison.differences == []
-    assert "nothing but their seeds" in sentences(comparison)[0]
+    assert "only in their seeds" in sentences(comparison)[0]
 
 
 def test_an_unfinished_run_is_compared_as_far_as_it_went(tmp_path: Path):
     whole = write_run(tmp_path / "whole", [0.1] * 10 + [0.9] * 10)
     broken = write_run(tmp_path / "broken", [0.3] * 10, keys={"max_steps": 20, "trainer.optim.lr": 1e-3})
     comparison = compare_runs([whole, broken]).comparison
-    assert comparison.notes == ["broken has done 10 of 20 steps, and is compared as far as it went."]
+    (note,) = comparison.notes
+    assert note.startswith("broken has done 10 of 20 steps")
     assert comparison.at == {"reward/all/mean": 10}
     assert comparison.differences[0].difference == pytest.approx(0.2)
 
 
-def test_what_is_no_run_is_left_out_with_a_sentence(seeds: list[Path], tmp_path: Path):
+def test_a_directory_that_is_not_a_run_is_left_out_with_a_note(seeds: list[Path], tmp_path: Path):
     (tmp_path / "empty").mkdir()
     silent = write_run(tmp_path / "silent", [])
     MetricsLog(silent / "metrics.jsonl", "orchestrator").log(0, {"eval/reverse-text/avg@1": 0.5})
     comparison = compare_runs([seeds[0], tmp_path / "gone", tmp_path / "empty", silent, seeds[2]]).comparison
     assert [run.name for run in comparison.runs] == ["lr-0.0001-0", "lr-0.001-0"]
     gone, empty, without = comparison.notes
-    assert gone.endswith("gone is left out: there is no such directory.")
-    assert empty.endswith("it has no config.toml.")
-    assert without.startswith("silent is left out: it has not reported reward/all/mean; among what it has are eval/")
+    assert gone.endswith("gone is left out: no such directory.")
+    assert "config.toml" in empty
+    assert without.startswith("silent is left out: it has not reported reward/all/mean; it has eval/")
 
 
 def test_fewer_than_two_runs_are_refused_with_all_reasons(seeds: list[Path], tmp_path: Path):
     with pytest.raises(BadInput, match=r"gone is left out[\s\S]*at least two runs that have reported reward/all/mean"):
         compare_runs([seeds[0], tmp_path / "gone"])
-    with pytest.raises(BadInput, match="there is none"):
+    with pytest.raises(BadInput, match="there are 0"):
         compare_runs(seeds[:2], metric="rewards")
 
 
@@ -222,14 +223,14 @@ def test_steps_that_a_resume_made_again_count_once(seeds: list[Path]):
 
 
 def test_the_text_has_the_differences_the_runs_and_the_sentences(seeds: list[Path]):
-    shown = text(compare_runs(seeds).comparison)
+    shown = format_comparison(compare_runs(seeds).comparison)
     lines = [line.split() for line in shown.splitlines()]
     assert ["trainer.optim.lr", "0.0001", "0.001"] in lines
     assert ["seed", "0,", "1", "0,", "1"] in lines
     row = ["lr-0.001-1", "0.000", "0.900", "0.900", "0.100", "to", "0.900", "7", "14", "s", "700", "630"]
     assert row in lines
     assert "lr 0.001 against lr 0.0001, reward/all/mean at step 7: +0.550" in shown
-    assert "2 differences were tested, so that a p below 0.025 is asked of each." in shown
+    assert "2 differences were tested, so each is significant only if p < 0.025." in shown
 
 
 def test_the_page_has_a_chart_per_metric_and_the_same_numbers_as_json(seeds: list[Path], tmp_path: Path):
@@ -243,5 +244,5 @@ def test_the_page_has_a_chart_per_metric_and_the_same_numbers_as_json(seeds: lis
     ]
     page = files[0].read_text()
     assert all(f"({chart.name})" in page for chart in files[2:])
-    assert msgspec.json.decode(files[1].read_bytes(), type=Comparison) == compared.comparison
+    assert msgspec.json.decode(files[1].read_bytes(), type=RunComparison) == compared.comparison
     assert files[2].read_text().count('stroke-width="2.5"') == 4  # a line and its entry in the legend for each variant

@@ -102,7 +102,7 @@ def test_with_nothing_to_compare_the_report_says_why(tmp_path: Path):
     record = record_of(tmp_path, grid(0.1, 0.2))
     write_record(tmp_path, record)
     report = write_report(tmp_path, record, [])
-    assert "a comparison takes at least two runs" in report.text
+    assert "a comparison needs at least two runs" in report.text
     assert "(4 waiting)" in (tmp_path / "report.md").read_text()
 
 

@@ -1,35 +1,35 @@
-"""How sure a difference between two kinds of runs is: pure functions of the numbers, each with a 95% interval and a p.
+"""Significance tests of the difference between two variants of runs, each with a 95% interval and a p-value.
 
-Left out on purpose: corrections for many comparisons (the caller says how many there are) and anything that wants a
-library of statistics.
+Corrections for multiple comparisons are left to the caller.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-AT_ONCE = 2_000_000
-"""Numbers drawn at once: bounds the memory of a bootstrap over many examples."""
+MAX_DRAWS_PER_CHUNK = 2_000_000
+"""Bounds the memory of a bootstrap over many examples."""
 
 
 class Estimate(NamedTuple):
-    """The second minus the first."""
+    """The difference of means, second minus first, with its interval."""
 
     difference: float
     low: float
     high: float
     p: float
-    """Two-sided: how often a difference this large would come by chance if there were none."""
+    """Two-sided p-value."""
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
-    """Welch's t-test, which lets each side have a spread of its own; None where neither side varies.
+    """Welch's t-test, for sides with unequal variances; None if neither side varies.
 
     t = (m2 - m1) / sqrt(v1/n1 + v2/n2), with the degrees of freedom of Welch and Satterthwaite.
     """
@@ -43,7 +43,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
 
 
 def one_against_several(one: float, several: Sequence[float]) -> Estimate | None:
-    """Student's t-test of a single value, which is taken to vary as the others do; None where these do not.
+    """Student's t-test of one value that is assumed to have the variance of the others; None if these do not vary.
 
     t = (m - x) / (s * sqrt(1 + 1/n)), with n - 1 degrees of freedom.
     """
@@ -52,9 +52,9 @@ def one_against_several(one: float, several: Sequence[float]) -> Estimate | None
 
 
 def bootstrap(first: Sequence[float], second: Sequence[float], *, paired: bool, seed: int = 0) -> Estimate:
-    """Draw the values again with replacement: percentiles of the difference of means, and twice the smaller tail.
+    """Resample with replacement: percentiles of the difference of means, and twice the smaller tail as p-value.
 
-    `paired`: the two have one value each for the same examples, which are then drawn together.
+    With `paired`, both sides have one value for each of the same examples, which are drawn together.
     """
     generator = np.random.default_rng(seed)
     one, two = np.asarray(first, np.float64), np.asarray(second, np.float64)
@@ -71,7 +71,7 @@ def bootstrap(first: Sequence[float], second: Sequence[float], *, paired: bool, 
 def _means_of_draws(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     parts, left = [], RESAMPLES
     while left:
-        count = min(left, max(1, AT_ONCE // len(values)))
+        count = min(left, max(1, MAX_DRAWS_PER_CHUNK // len(values)))
         parts.append(values[generator.integers(len(values), size=(count, len(values)))].mean(axis=1))
         left -= count
     return np.concatenate(parts)
@@ -83,12 +83,12 @@ def _by_t(difference: float, error: float, degrees: float) -> Estimate:
 
 
 def t_tails(t: float, degrees: float) -> float:
-    """The probability of a value beyond t on either side under Student's distribution."""
+    """Return the two-sided tail probability of t under Student's distribution."""
     return _incomplete_beta(degrees / (degrees + t * t), degrees / 2, 0.5)
 
 
 def t_quantile(p: float, degrees: float) -> float:
-    """The t whose two tails have the probability p."""
+    """Return the t whose two-sided tail probability is p."""
     low, high = 0.0, 1.0
     while t_tails(high, degrees) > p:
         high *= 2
@@ -99,17 +99,17 @@ def t_quantile(p: float, degrees: float) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularized incomplete beta function I_x(a, b), by its continued fraction."""
+    """Return the regularized incomplete beta function I_x(a, b), from its continued fraction."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # where the fraction would converge slowly, the other side does not
+    if x > (a + 1) / (a + b + 2):  # the fraction would converge slowly
         return 1 - _incomplete_beta(1 - x, b, a)
     scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
     return scale / (a * _continued(x, a, b))
 
 
 def _continued(x: float, a: float, b: float) -> float:
-    """1 + d1/(1 + d2/(1 + ...)), from the innermost term outward; the terms vanish long before the last."""
+    """Return 1 + d1/(1 + d2/(1 + ...)) with 200 terms, evaluated from the innermost."""
     value = 1.0
     for n in range(200, 0, -1):
         m = n // 2
@@ -126,8 +126,108 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Over n - 1; 0 where all are equal."""
+    """Return the sample variance (n - 1); exactly 0 if all values are equal."""
     if max(values) == min(values):
         return 0.0
     mean = _mean(values)
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+LAST_STEPS = 20
+"""Steps of a bootstrap over steps."""
+
+
+class VariantValues(NamedTuple):
+    """A metric of a variant, with one entry per run."""
+
+    name: str
+    ends: Sequence[float]
+    """Final values."""
+    steps: Sequence[Sequence[float]]
+    """Values by step; empty for evaluations."""
+    examples: Sequence[Mapping[str, float]]
+    """Scores by held-out example; empty if there are none."""
+
+
+class Difference(msgspec.Struct):
+    """A variant minus the baseline."""
+
+    metric: str
+    baseline: str
+    variant: str
+    method: str
+    """`welch`, `one_against_several`, `bootstrap_of_examples`, `bootstrap_of_steps` or `none`."""
+    difference: float
+    low: float | None = None
+    """Lower end of the 95% interval; None if no test was possible."""
+    high: float | None = None
+    p: float | None = None
+    note: str = ""
+    """The data of the test, and its limits."""
+
+
+class _TestResult(NamedTuple):
+    method: str
+    estimate: Estimate | None
+    note: str
+
+
+def compute_difference(metric: str, baseline: VariantValues, variant: VariantValues) -> Difference:
+    """Test with the best data available: seeds, else held-out examples, else steps."""
+    if len(baseline.ends) == len(variant.ends) == 1:
+        result = _test_two_runs(baseline, variant)
+    else:
+        result = _test_seeds(baseline, variant)
+    of_ends = _mean(variant.ends) - _mean(baseline.ends)
+    difference = Difference(metric, baseline.name, variant.name, result.method, of_ends, note=result.note)
+    if result.estimate is not None:
+        # The interval is around the mean of the tested values: more steps than the end, or the shared examples.
+        difference.difference, difference.low, difference.high, difference.p = result.estimate
+    return difference
+
+
+def _test_seeds(baseline: VariantValues, variant: VariantValues) -> _TestResult:
+    first, second = baseline.ends, variant.ends
+    counts = f"over {len(first)} and {len(second)} seeds"
+    if len(first) > 1 and len(second) > 1:
+        method, estimate, note = "welch", welch(first, second), f"Welch's t-test {counts}"
+    else:
+        method, single = "one_against_several", baseline if len(first) == 1 else variant
+        note = f"t-test {counts}; {single.name} has one seed, which is assumed to have the variance of the others"
+        if len(first) == 1:
+            estimate = one_against_several(first[0], second)
+        else:
+            swapped = one_against_several(second[0], first)
+            estimate = swapped and Estimate(-swapped.difference, -swapped.high, -swapped.low, swapped.p)
+    if estimate is None:
+        return _TestResult("none", None, "all seeds have the same value, so the variance is unknown")
+    return _TestResult(method, estimate, note)
+
+
+def _test_two_runs(baseline: VariantValues, variant: VariantValues) -> _TestResult:
+    if baseline.examples and variant.examples:
+        return _test_examples(baseline.examples[0], variant.examples[0])
+    if not (baseline.steps and variant.steps):
+        note = "no test with one evaluation each; use `headrace eval` and --evaluation, or several seeds of each"
+        return _TestResult("none", None, note)
+    count = min(LAST_STEPS, len(baseline.steps[0]), len(variant.steps[0]))
+    if count < 2:
+        return _TestResult("none", None, "no test with one step each; use several seeds of each")
+    estimate = bootstrap(baseline.steps[0][-count:], variant.steps[0][-count:], paired=False)
+    note = (
+        f"bootstrap over the last {count} steps of one run each. Steps of a run are correlated, and another seed may "
+        "give another result: a hint, not a proof; use several seeds of each"
+    )
+    return _TestResult("bootstrap_of_steps", estimate, note)
+
+
+def _test_examples(first: Mapping[str, float], second: Mapping[str, float]) -> _TestResult:
+    shared = [key for key in first if key in second]
+    if shared:
+        data = f"the {len(shared)} held-out examples of both"
+        estimate = bootstrap([first[key] for key in shared], [second[key] for key in shared], paired=True)
+    else:
+        data = f"{len(first)} and {len(second)} different held-out examples"
+        estimate = bootstrap(list(first.values()), list(second.values()), paired=False)
+    note = f"bootstrap over {data}. It compares these two models; to compare the settings, use several seeds of each"
+    return _TestResult("bootstrap_of_examples", estimate, note)

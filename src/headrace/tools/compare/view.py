@@ -1,4 +1,4 @@
-"""A comparison of runs for people: text for the terminal, and a page with curves."""
+"""Output of a comparison of runs: text for the terminal, and a page with charts."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ import msgspec
 
 from headrace.observe.chart import comparison_chart
 from headrace.observe.summary import duration
-from headrace.tools.compare.comparison import Compared, Comparison, RunReport, Spread, shown, smaller_is_better
-from headrace.tools.compare.difference import Difference
+from headrace.tools.compare.comparison import (
+    ComparisonWithCurves,
+    RunComparison,
+    RunReport,
+    Spread,
+    format_setting,
+    smaller_is_better,
+)
+from headrace.tools.compare.significance import Difference
 from headrace.transport.files import write_atomically
 
 Cells = list[list[str]]
-"""A table: its titles, then its rows."""
+"""A table: its column titles, then its rows."""
 
-SIGNIFICANT = 0.05
-"""The p below which a difference is called so, divided by how many are tested."""
-VERDICTS = {"bootstrap_of_steps": ("more than steps vary by", "within what steps vary by")}
-"""By method, where seeds were not what was tested over: in words, whether p is below that."""
+SIGNIFICANCE_LEVEL = 0.05
+"""Divided by the number of tests (Bonferroni)."""
+VERDICTS = {"bootstrap_of_steps": ("larger than the variation between steps", "within the variation between steps")}
+"""By method: the verdicts for a p-value below and above the limit, where they are not about significance."""
 WIDTH = 100
-LONGEST = 40
-"""Characters of a value in the terminal; of a longer one the end is shown, which tells paths apart."""
+MAX_CELL_CHARS = 40
+"""Longer values are shortened to their end, which distinguishes paths."""
 
 
-def text(comparison: Comparison) -> str:
-    """For the terminal."""
-    parts = [f"{title}\n{aligned(cells)}" for title, cells in tables(comparison)]
-    told = [*sentences(comparison), *comparison.notes]
-    return "\n\n".join([*parts, "\n".join(textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in told)])
+def format_comparison(comparison: RunComparison) -> str:
+    """Return the tables and sentences for the terminal."""
+    parts = [f"{title}\n{align(cells)}" for title, cells in tables(comparison)]
+    lines = [*sentences(comparison), *comparison.notes]
+    filled = [textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in lines]
+    return "\n\n".join([*parts, "\n".join(filled)])
 
 
-def write_page(compared: Compared, directory: Path) -> list[Path]:
-    """`comparison.md` with a chart per metric, and `comparison.json`; returns the files, the page first."""
+def write_page(compared: ComparisonWithCurves, directory: Path) -> list[Path]:
+    """Write `comparison.md`, `comparison.json` and a chart per metric; return the files, the page first."""
     comparison = compared.comparison
     charts = {
         directory / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', metric)}.svg": comparison_chart(
@@ -53,7 +61,7 @@ def write_page(compared: Compared, directory: Path) -> list[Path]:
     return list(files)
 
 
-def page(comparison: Comparison, charts: Sequence[str]) -> str:
+def page(comparison: RunComparison, charts: Sequence[str]) -> str:
     lines = [f"# {', '.join(variant.name for variant in comparison.variants)}", ""]
     for chart in charts:
         lines += [f"![{chart.removesuffix('.svg')} over optimizer steps]({chart})", ""]
@@ -63,24 +71,24 @@ def page(comparison: Comparison, charts: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def tables(comparison: Comparison) -> list[tuple[str, Cells]]:
-    """Each with its title, as far as there is anything to tell."""
-    found = [("What differs", _settings(comparison)), (f"{comparison.metric} by run", _runs(comparison))]
+def tables(comparison: RunComparison) -> list[tuple[str, Cells]]:
+    """Return the tables that have rows, with their titles."""
+    titled = [("What differs", _settings(comparison)), (f"{comparison.metric} by run", _runs(comparison))]
     if any(len(variant.runs) > 1 for variant in comparison.variants):
-        found.append(("Over seeds, at the end", _variants(comparison)))
-    return [(title, cells) for title, cells in found if len(cells) > 1]
+        titled.append(("Over seeds, at the end", _variants(comparison)))
+    return [(title, cells) for title, cells in titled if len(cells) > 1]
 
 
-def _settings(comparison: Comparison) -> Cells:
+def _settings(comparison: RunComparison) -> Cells:
     variants = comparison.variants
-    rows = [[key, *(shown(variant.settings[key]) for variant in variants)] for key in variants[0].settings]
+    rows = [[key, *(format_setting(variant.settings[key]) for variant in variants)] for key in variants[0].settings]
     seeds = [[run.seed for run in comparison.runs if run.variant == variant.name] for variant in variants]
-    if any(given != seeds[0] for given in seeds) or len(seeds[0]) > 1:
-        rows.append(["seed", *(", ".join(map(shown, given)) for given in seeds)])
+    if any(of_variant != seeds[0] for of_variant in seeds) or len(seeds[0]) > 1:
+        rows.append(["seed", *(", ".join(map(format_setting, of_variant)) for of_variant in seeds)])
     return [["key", *(variant.name for variant in variants)], *rows]
 
 
-def _runs(comparison: Comparison) -> Cells:
+def _runs(comparison: RunComparison) -> Cells:
     best = "lowest" if smaller_is_better(comparison.metric) else "highest"
     evaluated = list(dict.fromkeys(name for run in comparison.runs for name in run.evaluations))
     titles = ["run", "first", best, "last", *(f"held-out {name}" for name in evaluated)]
@@ -103,54 +111,59 @@ def _run(run: RunReport, evaluated: Sequence[str]) -> list[str]:
     ]
 
 
-def _variants(comparison: Comparison) -> Cells:
+def _variants(comparison: RunComparison) -> Cells:
     metrics = list(comparison.variants[0].ends)
     rows = [
-        [variant.name, str(len(variant.runs)), *(band(variant.ends[metric]) for metric in metrics)]
+        [variant.name, str(len(variant.runs)), *(format_spread(variant.ends[metric]) for metric in metrics)]
         for variant in comparison.variants
     ]
     return [["variant", "seeds", *metrics], *rows]
 
 
-def band(spread: Spread) -> str:
+def format_spread(spread: Spread) -> str:
     return f"{number(spread.mean)} ({number(spread.lowest)} to {number(spread.highest)})"
 
 
-def sentences(comparison: Comparison) -> list[str]:
-    """What the differences are, and how sure."""
+def sentences(comparison: RunComparison) -> list[str]:
+    """Return one sentence per difference with its interval and p-value."""
     if not comparison.differences:
-        return ["The runs differ in nothing but their seeds: there is a spread, and no difference to test."]
-    tested, limit = limit_of(comparison)
-    told = [_sentence(found, limit, comparison.at.get(found.metric)) for found in comparison.differences]
+        return ["The runs differ only in their seeds: there is a spread, but no difference to test."]
+    tested, limit = significance_limit(comparison)
+    lines = [
+        _sentence(difference, limit, comparison.at.get(difference.metric)) for difference in comparison.differences
+    ]
     if tested > 1:
-        told.append(f"{tested} differences were tested, so that a p below {limit:.2g} is asked of each.")
-    return told
+        lines.append(f"{tested} differences were tested, so each is significant only if p < {limit:.2g}.")
+    return lines
 
 
-def limit_of(comparison: Comparison) -> tuple[int, float]:
-    """How many differences were tested, and the p that is asked of each of them."""
-    tested = sum(found.p is not None for found in comparison.differences)
-    return tested, SIGNIFICANT / max(tested, 1)
+def significance_limit(comparison: RunComparison) -> tuple[int, float]:
+    """Return the number of tests, and the p-value below which each of them is significant."""
+    tested = sum(difference.p is not None for difference in comparison.differences)
+    return tested, SIGNIFICANCE_LEVEL / max(tested, 1)
 
 
-def verdict(found: Difference, limit: float) -> str:
-    """Whether it is more than chance, in words; nothing where nothing could be tested."""
-    return "" if found.p is None else VERDICTS.get(found.method, ("significant", "not significant"))[found.p >= limit]
+def verdict(difference: Difference, limit: float) -> str:
+    """Return whether the difference is significant, in words; empty if it was not tested."""
+    if difference.p is None:
+        return ""
+    return VERDICTS.get(difference.method, ("significant", "not significant"))[difference.p >= limit]
 
 
-def _sentence(found: Difference, limit: float, at: int | None) -> str:
+def _sentence(d: Difference, limit: float, at: int | None) -> str:
     where = "" if at is None else f" at step {at}"
-    what = f"{found.variant} against {found.baseline}, {found.metric}{where}: {signed(found.difference)}"
-    if found.p is None or found.low is None or found.high is None:
-        return f"{what}; {found.note}."
-    interval = f"95% from {signed(found.low)} to {signed(found.high)}, p = {found.p:.2g}"
-    return f"{what} ({interval}), {verdict(found, limit)}. {found.note[0].upper()}{found.note[1:]}."
+    subject = f"{d.variant} against {d.baseline}, {d.metric}{where}: {signed(d.difference)}"
+    if d.p is None or d.low is None or d.high is None:
+        return f"{subject}; {d.note}."
+    interval = f"95% from {signed(d.low)} to {signed(d.high)}, p = {d.p:.2g}"
+    return f"{subject} ({interval}), {verdict(d, limit)}. {d.note[0].upper()}{d.note[1:]}."
 
 
-def aligned(cells: Cells) -> str:
-    """Names to the left, all else to the right."""
+def align(cells: Cells) -> str:
+    """Format a table with its first column left-aligned and the others right-aligned."""
     cells = [
-        [row[0], *(cell if len(cell) <= LONGEST else f"...{cell[3 - LONGEST :]}" for cell in row[1:])] for row in cells
+        [row[0], *(cell if len(cell) <= MAX_CELL_CHARS else f"...{cell[3 - MAX_CELL_CHARS :]}" for cell in row[1:])]
+        for row in cells
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
@@ -159,13 +172,9 @@ def aligned(cells: Cells) -> str:
 
 
 def markdown(cells: Cells) -> list[str]:
-    """A table's lines."""
-    titles, *rows = cells
-    return ["| " + " | ".join(map(_escaped, row)) + " |" for row in (titles, ["---"] * len(titles), *rows)]
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", r"\|")
+    """Return the lines of a Markdown table."""
+    titles, *rows = ([cell.replace("|", r"\|") for cell in row] for row in cells)
+    return ["| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *rows)]
 
 
 def number(value: float) -> str:

@@ -60,8 +60,8 @@ def evaluation_charts(results: Results) -> list[Chart]:
     what, file = score.name.capitalize(), score.name.split()[-1]
     title = f"{what} by variant"
     several = any(count > 1 for count in _counts(results.runs).values())
-    band = f"{score.name}, {BAND}" if several else f"{score.name}, with its 95% interval"
-    charts = [Chart(f"{file}.svg", title, accuracy_chart(title, list(scores.items()), band))]
+    format_spread = f"{score.name}, {BAND}" if several else f"{score.name}, with its 95% interval"
+    charts = [Chart(f"{file}.svg", title, accuracy_chart(title, list(scores.items()), format_spread))]
     measure = next((name for name in LENGTHS if all(name in run.evaluation for run in known)), None)
     if measure is not None:
         lengths = by_variant(known, lambda run: run.evaluation.get(measure))

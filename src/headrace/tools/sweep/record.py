@@ -16,7 +16,7 @@ from headrace.config.base import Config
 from headrace.errors import BadInput
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import Plan, in_use, is_run
-from headrace.tools.compare.settings import differences, settings_of
+from headrace.tools.compare.inputs import differences, settings_of
 from headrace.tools.sweep.names import folder_name
 from headrace.tools.sweep.plan import Planned
 from headrace.transport.files import write_atomically

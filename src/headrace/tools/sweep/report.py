@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.tools.compare.comparison import Comparison, compare_runs
-from headrace.tools.compare.view import aligned
+from headrace.tools.compare.comparison import RunComparison, compare_runs
+from headrace.tools.compare.view import align
 from headrace.tools.sweep import tables
 from headrace.tools.sweep.charts import MOST_LINES, curve_charts, evaluation_charts
 from headrace.tools.sweep.page import Section, as_html, as_markdown
@@ -37,7 +37,7 @@ class _Results(msgspec.Struct):
     schema: int
     files: list[str]
     runs: list[RunResult]
-    comparison: Comparison | None
+    comparison: RunComparison | None
     failures: list[str]
 
 
@@ -60,7 +60,7 @@ def write_report(directory: Path, record: SweepRecord, metrics: Sequence[str]) -
     return Report(_text(results, comparison, why_none), [directory / name for name in files])
 
 
-def _compare(directory: Path, results: Results) -> tuple[Comparison | None, str]:
+def _compare(directory: Path, results: Results) -> tuple[RunComparison | None, str]:
     """By every metric that has a curve; or why that cannot be."""
     runs = _compared(results)
     variants = {directory / run.name: run.variant for run in runs}
@@ -85,7 +85,7 @@ def _compared(results: Results) -> list[RunResult]:
     return finished if len(finished) > 1 else [run for run in results.runs if run.ends]
 
 
-def _add(comparison: Comparison, other: Comparison, metric: str) -> None:
+def _add(comparison: RunComparison, other: RunComparison, metric: str) -> None:
     """What the same runs came to by another metric."""
     comparison.at[metric] = other.at[metric]
     comparison.differences += [found for found in other.differences if found.metric == metric]
@@ -100,7 +100,7 @@ def _introduction(record: SweepRecord, results: Results) -> str:
     return f"{len(results.runs)} runs of {variants} variants ({told}), from {', '.join(record.files)}."
 
 
-def _sections(results: Results, comparison: Comparison | None, why_none: str) -> list[Section]:
+def _sections(results: Results, comparison: RunComparison | None, why_none: str) -> list[Section]:
     failed = [f"{run.name}: {run.failure}" for run in results.runs if run.state == "failed"]
     notes = [*failed, *(comparison.notes if comparison is not None else [why_none])]
     found = [Section("Curves", curve_charts(results), notes=_left_out(results))]
@@ -122,7 +122,7 @@ def _left_out(results: Results) -> list[str]:
     return [f"Of {len(curves)} variants, the charts show the {MOST_LINES} best by {metric}."]
 
 
-def _text(results: Results, comparison: Comparison | None, why_none: str) -> str:
-    parts = [aligned(tables.by_run(results))]
-    parts.append(why_none if comparison is None else aligned(tables.variants(comparison, results)))
+def _text(results: Results, comparison: RunComparison | None, why_none: str) -> str:
+    parts = [align(tables.by_run(results))]
+    parts.append(why_none if comparison is None else align(tables.variants(comparison, results)))
     return "\n\n".join(parts)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.observe.history import Curve, History, Record, Tail
-from headrace.tools.compare.comparison import HELD_OUT, PREFERRED, curve_of, ending, is_evaluation
+from headrace.tools.compare.comparison import HELD_OUT, PREFERRED, curve_of, final_value, is_evaluation
 from headrace.tools.evaluate.estimates import Estimate
 from headrace.tools.evaluate.results import Result
 from headrace.tools.sweep.record import RunRecord, State, SweepRecord, state_of
@@ -77,7 +77,7 @@ def read_results(directory: Path, record: SweepRecord, metrics: Sequence[str]) -
         for metric in shown:
             if curve := read[run.name].curve(metric):
                 curves[metric].setdefault(run.variant, []).append(curve)
-                result.ends[metric] = ending(curve, curve[-1][0], single=is_evaluation(metric))
+                result.ends[metric] = final_value(curve, curve[-1][0], single=is_evaluation(metric))
         if found := evaluated.get((directory / run.name).resolve()):
             result.evaluation = found.estimates
         results.append(result)

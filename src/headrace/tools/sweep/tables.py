@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.observe.summary import duration
-from headrace.tools.compare.comparison import Comparison
-from headrace.tools.compare.difference import Difference
-from headrace.tools.compare.view import Cells, band, limit_of, number, signed, verdict
+from headrace.tools.compare.comparison import RunComparison
+from headrace.tools.compare.significance import Difference
+from headrace.tools.compare.view import Cells, format_spread, number, signed, significance_limit, verdict
 from headrace.tools.sweep.charts import by_variant
 from headrace.tools.sweep.names import shown
 from headrace.tools.sweep.results import Results, RunResult
@@ -16,7 +16,7 @@ MEASURES = ("format", "tokens", "thinking_tokens", "thinking_words", "truncated"
 """Of an evaluation, beside avg@k and pass@k."""
 
 
-def variants(comparison: Comparison, results: Results) -> Cells:
+def variants(comparison: RunComparison, results: Results) -> Cells:
     """What the runs of each came to, and the p of its difference from the first."""
     metrics = list(comparison.variants[0].ends)
     tests = {found.variant: found for found in comparison.differences if found.metric == comparison.metric}
@@ -24,18 +24,18 @@ def variants(comparison: Comparison, results: Results) -> Cells:
     rows = []
     for variant in comparison.variants:
         ends = [variant.ends[metric] for metric in metrics]
-        cells = [band(end) if several else number(end.mean) for end in ends]
+        cells = [format_spread(end) if several else number(end.mean) for end in ends]
         found = tests.get(variant.name)
         planned = sum(run.variant == variant.name for run in results.runs)
         rows.append([variant.name, f"{len(variant.runs)} of {planned}", *cells, "" if found is None else _p(found)])
     return [["variant", "runs", *metrics, f"p of {comparison.metric}"], *rows]
 
 
-def against_first(comparison: Comparison) -> tuple[Cells, list[str]]:
+def against_first(comparison: RunComparison) -> tuple[Cells, list[str]]:
     """Every difference that was tested, and what the tests are; nothing where there is one variant."""
     if not comparison.differences:
         return [], []
-    tested, limit = limit_of(comparison)
+    tested, limit = significance_limit(comparison)
     rows = []
     for found in comparison.differences:
         at = comparison.at.get(found.metric)
