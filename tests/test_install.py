@@ -37,7 +37,7 @@ def test_where_pip_knows_no_cpu_build_of_torch_it_says_what_pip_needs(
         install.install_vllm(tmp_path)
 
 
-def test_other_systems_than_linux_are_told_that_it_is_not_for_them(
+def test_systems_other_than_linux_are_refused(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -48,8 +48,8 @@ def test_other_systems_than_linux_are_told_that_it_is_not_for_them(
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize(("given", "hidden"), [([], True), (["VLLM_PYTHON=/their/python"], False)])
 def test_the_vllm_for_cpus_sees_no_gpu(given: list[str], hidden: bool) -> None:
-    told = subprocess.run(
+    output = subprocess.run(
         ["make", "--dry-run", "test-vllm", *given], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert ("CUDA_VISIBLE_DEVICES= HEADRACE_VLLM_PYTHON=" in told) == hidden
-    assert "pytest tests/vllm" in told
+    assert ("CUDA_VISIBLE_DEVICES= HEADRACE_VLLM_PYTHON=" in output) == hidden
+    assert "pytest tests/vllm" in output

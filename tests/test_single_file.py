@@ -61,8 +61,8 @@ def test_two_steps_from_the_command_line_change_the_parameters_and_save_a_model(
     words = f"--model {tiny_model} --steps 2 --prompts 3 --group-size 4 --max-tokens 6 --updates 2 --output {tmp_path}"
     held_out = '{"split": "eval", "num_tasks": 4}'
     grpo.main(grpo.arguments([*words.split(), "--eval-args", held_out]))
-    told = capsys.readouterr().out
-    assert told.count("reward") == 3 and "step   2" in told and "held-out reward" in told
+    output = capsys.readouterr().out
+    assert output.count("reward") == 3 and "step   2" in output and "held-out reward" in output
     before, _, _ = grpo.load_policy(tiny_model, grpo.RENDERER, SEQ_LEN)
     after, prompter, _ = grpo.load_policy(tmp_path, grpo.RENDERER, SEQ_LEN)  # a whole directory, tokenizer and all
     assert prompter.tokenizer.chat_template

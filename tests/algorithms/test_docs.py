@@ -53,11 +53,11 @@ def test_every_command_is_understood_and_its_files_are_there(command: list[str])
 
 @pytest.mark.parametrize("row", cells("## Examples, and what"), ids=lambda row: row[1])
 def test_every_example_loads_and_has_the_algorithm_that_the_page_says(row: list[str]):
-    command, told = row
+    command, description = row
     files = [REPOSITORY / file for file in command.strip("`").split()[2:]]
     config, _ = load(RunConfig, files)
     chosen = {config.orchestrator.algo_of(env).type for env in config.orchestrator.train.env}
-    assert chosen and all(name in told for name in chosen)
+    assert chosen and all(name in description for name in chosen)
 
 
 @pytest.mark.parametrize("picture", re.findall(r"!\[.*?\]\((.*?)\)", DOCS))

@@ -1,4 +1,4 @@
-"""A teacher that is told nothing is the student: the embedded engine, over HTTP, scores what it sampled."""
+"""A teacher with an empty hint is the student: the embedded engine, over HTTP, scores what it sampled."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -50,7 +50,7 @@ async def test_who_has_no_peer_has_no_credit_and_is_counted():
     assert algorithm.tally.take() == {"without_peers": 3}
 
 
-async def test_a_name_that_nobody_has_is_told_once(caplog: pytest.LogCaptureFixture):
+async def test_an_unused_name_is_reported_once(caplog: pytest.LogCaptureFixture):
     algorithm = HierarchicalGrpo(["solver", "sovler"])
     with caplog.at_level(logging.WARNING):
         await credit(algorithm, PLAYED, EPISODES)

@@ -59,7 +59,7 @@ def test_the_correct_earn_what_they_save_below_the_mean_of_the_correct():
     assert efficiency_bonus(floats(1, 1, 0, 1), floats(10, 30, 20, 20)).tolist() == [0.5, 0, 0, 0]
 
 
-def test_correct_is_whoever_has_the_largest_reward():
+def test_correct_rollouts_have_the_largest_reward():
     # .4 is the best: mean cost 15, a third saved, of .4
     assert efficiency_bonus(floats(0.4, 0.4, 0.3), floats(10, 20, 1)) == pytest.approx([0.4 / 3, 0, 0])
 
@@ -69,9 +69,9 @@ def test_what_costs_nothing_doubles_the_reward():
 
 
 @pytest.mark.parametrize("rewards", [(0, 0), (0, -1), (-1, -2)])
-def test_without_a_positive_reward_nobody_earns_a_bonus(rewards: tuple[float, float]):
+def test_without_a_positive_reward_there_is_no_bonus(rewards: tuple[float, float]):
     assert efficiency_bonus(floats(*rewards), floats(10, 20)).tolist() == [0, 0]
 
 
-def test_without_a_cost_of_the_correct_nobody_earns_a_bonus():
+def test_without_a_cost_of_the_correct_there_is_no_bonus():
     assert efficiency_bonus(floats(1, 1, 0), floats(0, 0, 9)).tolist() == [0, 0, 0]

@@ -87,7 +87,9 @@ def test_a_demonstration_is_looked_for_in_info_and_then_at_the_top(data: dict[st
         ({"demo": ["not", "messages"]}, "has a demonstration that is a list"),
     ],
 )
-async def test_a_missing_demonstration_is_told_on_arrival_and_names_the_example(data: dict[str, Any], complaint: str):
+async def test_a_missing_demonstration_is_reported_on_arrival_and_names_the_example(
+    data: dict[str, Any], complaint: str
+):
     algorithm = await set_up(Opsd(demo_key="demo"))
     [view] = survivors([rollout_of([1])], task_of(**data))
     with pytest.raises(ValueError) as caught:

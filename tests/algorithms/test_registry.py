@@ -21,7 +21,7 @@ class Touchy(Algorithm):
 
 
 def even(given: Any, share: float = 1.0) -> Any:
-    raise AssertionError("nobody shall call it")
+    raise AssertionError("must not be called")
 
 
 async def slow(given: Any) -> Any:
@@ -78,6 +78,6 @@ def test_looking_for_code_runs_none_of_it(settings: dict[str, Any]):
     declared(algorithm_config(settings, "test")).check_imports()
 
 
-def test_an_error_inside_a_constructor_is_not_told_as_wrong_kwargs():
+def test_an_error_inside_a_constructor_is_not_reported_as_wrong_kwargs():
     with pytest.raises(TypeError, match="decay must not be what it is"):
         make({"type": f"{HERE}:Touchy", "kwargs": {"decay": 1}})

@@ -26,8 +26,8 @@ PLAIN = "{response}"
 RIGHT, WRONG = 1.0, 0.0
 
 
-def told(*logprobs: Sequence[float], by: dict[str, int]) -> Teacher:
-    """A teacher whose scores of the last tokens depend on the hint: `by` says which row each hint's text stands for."""
+def hint_teacher(*logprobs: Sequence[float], by: dict[str, int]) -> Teacher:
+    """Return a teacher whose scores of the last tokens depend on the hint: `by` maps a hint to its row."""
 
     def score(token_ids: Sequence[int], temperature: float) -> np.ndarray:
         text = MODEL.decode(token_ids)
@@ -88,7 +88,7 @@ async def test_penalty_and_terms_are_centered_beside_the_standardized_reward():
 
 async def test_the_worked_example_of_the_spec():
     rows = [-0.1, -1.0, -0.5], [-0.1, -1.02, -1.0], [-0.2, -0.98, -2.0]
-    teacher = told(*rows, by={"the good one": 0, "a bad one": 1, "a worse one": 2, "mine": 1})
+    teacher = hint_teacher(*rows, by={"the good one": 0, "a bad one": 1, "a worse one": 2, "mine": 1})
     algorithm = await set_up(Rlcsd(teacher))
     own = with_credit(rollout_of([1, 2, 3], reward=0.5, said="mine"), -0.4)
     others = [
@@ -188,7 +188,7 @@ async def test_without_contrast_credit_stays_plain_and_is_counted():
     assert tally["prefills"] == 2 * 2
 
 
-async def test_batches_without_any_contrast_are_logged_and_told_after_several_in_a_row(caplog: Any):
+async def test_batches_without_any_contrast_are_logged_and_warned_about_after_several_in_a_row(caplog: Any):
     algorithm, notices = await set_up(Rlcsd(), Teacher()), []
     algorithm.host.notify = notices.append
     caplog.set_level("INFO")
@@ -204,7 +204,9 @@ async def test_batches_without_any_contrast_are_logged_and_told_after_several_in
 
 async def test_what_is_logged():
     # four tokens each; the second half is where the hints disagree
-    teacher = told([-1, -1, -1, -1], [-1, -1, -2, -2], by={"reply 0": 0, "reply 2": 0, "reply 1": 1, "reply 3": 1})
+    teacher = hint_teacher(
+        [-1, -1, -1, -1], [-1, -1, -2, -2], by={"reply 0": 0, "reply 2": 0, "reply 1": 1, "reply 3": 1}
+    )
     algorithm = await set_up(Rlcsd(teacher))
     group = group_of([RIGHT, WRONG, RIGHT, WRONG], length=4)
     await processed(algorithm, group, group_of([RIGHT, RIGHT], "group-1", length=4))
@@ -221,9 +223,9 @@ async def test_what_is_logged():
 async def test_both_normalizations_by_hand_for_rollouts_of_different_lengths():
     # x is .5 on the first token of each (e is 1, far above tau), 0 on the rest
     def score(token_ids: Sequence[int], temperature: float) -> np.ndarray:
-        told_right = "reply 0" in MODEL.decode(token_ids) or "reply 2" in MODEL.decode(token_ids)
+        hinted_right = "reply 0" in MODEL.decode(token_ids) or "reply 2" in MODEL.decode(token_ids)
         first = len(token_ids) - (5 if token_ids[-1] == 11 else 2)
-        return np.where(np.arange(len(token_ids)) == first, -1.0 if told_right else -2.0, -3.0)
+        return np.where(np.arange(len(token_ids)) == first, -1.0 if hinted_right else -2.0, -3.0)
 
     def batch() -> list[Rollout]:
         """Lengths 2, 5, 2 and 2, all with credit; only the first two are looked at."""
@@ -290,7 +292,7 @@ async def test_the_outcome_depends_neither_on_the_order_of_arrival_nor_on_the_ru
 
 
 @pytest.mark.parametrize("said", ["a {brace} and {0}", "{response} {response}", "\\1 %s {{}}"])
-async def test_a_response_is_told_verbatim_whatever_it_says(said: str):
+async def test_a_hint_contains_the_response_verbatim(said: str):
     policy = Teacher()
     algorithm = await set_up(Rlcsd(), policy)
     group = [
@@ -319,7 +321,7 @@ def test_a_siblings_response_is_all_that_it_said():
     assert response_text(rollout) == 'Hm.\nLet me see.\nadd({"a":1})\n\nIt is 1.'
 
 
-async def test_a_rollout_that_said_nothing_is_told_on_arrival():
+async def test_a_rollout_without_a_response_is_reported_on_arrival():
     algorithm = await set_up(Rlcsd())
     [view] = survivors([rollout_of([1], said=[{"role": "user", "content": "?"}])])
     with pytest.raises(ValueError, match="a rollout of task task-0 of env has no assistant message"):
@@ -327,7 +329,7 @@ async def test_a_rollout_that_said_nothing_is_told_on_arrival():
     await algorithm.score_rollout(survivors([rollout_of([1])])[0])
 
 
-async def test_a_dead_teacher_leaves_plain_credit_and_is_told_once(caplog: Any):
+async def test_a_dead_teacher_leaves_plain_credit_and_is_logged_once(caplog: Any):
     teacher = Teacher(fails=lambda token_ids: True)
     algorithm = await set_up(Rlcsd(teacher, max_concurrent=4))
     group = group_of([RIGHT] * 10 + [WRONG] * 10)

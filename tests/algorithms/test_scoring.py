@@ -40,7 +40,7 @@ async def reach(condition: Callable[[], bool]) -> None:
 
 
 class Gated(Teacher):
-    """Answers nobody before its gate opens."""
+    """A teacher that answers no request before its gate opens."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -173,7 +173,7 @@ async def test_a_scorer_is_opened_by_asking_the_model_whether_it_can():
 
 
 @pytest.mark.parametrize(("room", "warned"), [(None, False), (2256, False), (2255, True)])
-async def test_too_little_room_for_hints_is_told_with_what_it_costs_and_what_to_set(
+async def test_too_little_room_for_hints_is_reported_with_its_cost_and_the_key_to_set(
     room: int | None, warned: bool, caplog: pytest.LogCaptureFixture
 ):
     teacher = Teacher()

@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it, for three seeds: the long proof behind the README's curve."""
+"""The demo as in the README, for three seeds: the long proof behind the README's curve."""
 
 import json
 from pathlib import Path

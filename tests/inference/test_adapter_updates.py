@@ -140,7 +140,7 @@ def test_an_adapter_that_says_nothing_gives_the_base_bit_for_bit(
     assert_same_tensors(engine, Engine(make_model(0), max_model_len=64))
 
 
-def test_a_base_in_several_files_with_strangers_beside_them_is_read_by_its_index(
+def test_a_base_in_several_files_with_unrelated_ones_is_read_by_its_index(
     make_model: MakeModel, base: Path, tmp_path: Path, publish_adapter: PublishAdapter
 ) -> None:
     _, adapter = adapted(make_model, 1)

@@ -1,4 +1,4 @@
-"""Anything that strangers may send to the server: no request ends in a 5xx, hangs, or is left in the engine."""
+"""Arbitrary requests to the server: none ends in a 5xx, hangs, or is left in the engine."""
 
 import asyncio
 import http.client

@@ -139,7 +139,7 @@ async def test_a_full_server_is_asked_again(client: openai.AsyncOpenAI, backend:
     await asyncio.gather(*[each.result() for each in waiting])
 
 
-async def test_an_engine_that_ends_is_told_in_the_stream(model: Any, model_directory: Path) -> None:
+async def test_the_end_of_the_engine_is_reported_in_the_stream(model: Any, model_directory: Path) -> None:
     backend = backend_of(model, model_directory, max_model_len=4096)
     async with (
         served(backend, chat_of(model_directory)) as url,

@@ -48,7 +48,7 @@ def pids(run: Path) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists and is more than a zombie that nobody has collected."""
+    """Whether the process exists and is not a zombie."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(state.strip()) and not state.strip().startswith("Z")
 

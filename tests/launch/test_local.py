@@ -165,7 +165,7 @@ def test_vllm_leaves_the_trainer_memory_where_they_share_a_gpu(
         ("", {"sharing": "alternate", "trainer_processes": 2}, True, None),
     ],
 )
-def test_everybody_is_told_how_a_device_is_shared(
+def test_every_process_gets_the_sharing_of_its_device(
     gpus: str,
     launch: dict[str, Any],
     trainer_waits: bool,

@@ -1,4 +1,4 @@
-"""Code of a user's own: beside the run files at first, and found again by whoever reads the run later."""
+"""Code of a user's own: beside the run files at first, and found again when the run is read later."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(asked: dict[str, int], key: str, value: in
         placed(**asked)
 
 
-def test_a_trainer_that_is_alone_takes_every_gpu_or_as_many_as_it_was_told():
+def test_a_trainer_that_is_alone_takes_every_gpu_or_the_given_number():
     assert place_trainer([], None) == (1, [])
     assert place_trainer([], 3) == (3, [])
     assert place_trainer(["0", "1", "2"], None) == (3, ["0", "1", "2"])

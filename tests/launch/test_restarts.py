@@ -83,7 +83,7 @@ def test_a_closed_evaluation_is_progress() -> None:
 # -- real processes -----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_process_is_started_again_alone_and_told_to_continue(tmp_path: Path) -> None:
+def test_a_killed_process_is_restarted_alone_and_continues(tmp_path: Path) -> None:
     code, out, _ = finish(launch(tmp_path, "inference=works", "trainer=killed-then-finishes", "orchestrator=finishes"))
     assert code == 0
     assert "trainer was ended by SIGKILL; starting it again (1 of 3)" in out

@@ -28,7 +28,7 @@ def test_an_exported_mode_wins_over_the_run_file(name: str, exported: str, monke
     assert os.environ[name] == "offline"
 
 
-def test_a_variable_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_variable_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "environ", {})
     (notice,) = set_variables(LaunchConfig(env_from={"HF_TOKEN": "MY_TOKEN"}))
     assert notice == "launch.env_from: HF_TOKEN shall be what MY_TOKEN has, and there is no such variable here."

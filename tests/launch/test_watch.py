@@ -25,7 +25,7 @@ def test_a_standstill_is_said_after_a_minute_and_then_at_growing_intervals() -> 
     assert spoken_at(Watch(0.0), 600) == [60, 120, 240, 480]
 
 
-def test_a_run_that_moves_is_left_in_peace_and_the_minute_starts_anew() -> None:
+def test_a_run_that_moves_is_not_stopped_and_resets_the_minute() -> None:
     assert spoken_at(Watch(0.0), 200, progress_at=frozenset({0, 50, 100})) == [160]
 
 

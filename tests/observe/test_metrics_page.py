@@ -74,10 +74,10 @@ def test_every_text_in_the_code_that_begins_like_a_metric_is_on_the_page():
     spreads = {text for text in texts if f"{text}/mean" in texts}
     whole = {text for text in texts - spreads if not text.endswith(ANY)}  # the rest only real runs can tell
     assert len(whole) > 40
-    assert {text for text in whole if not is_told(text) and not is_told(f"eval/{ANY}/{text}")} == set()
+    assert {text for text in whole if not is_documented(text) and not is_documented(f"eval/{ANY}/{text}")} == set()
 
 
-def is_told(name: str) -> bool:
+def is_documented(name: str) -> bool:
     return not undocumented([{name: 0.0}]) or any(filled(name, "[^/]+").fullmatch(known) for known in documented())
 
 

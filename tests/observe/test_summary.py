@@ -156,7 +156,7 @@ def test_an_environment_that_always_fails_is_named_with_its_reason_once(
     assert "| maze | max_rl | 1 | 0 | - | - | 4 environment |" in mixture.summary.read_text()
 
 
-def test_every_reason_for_failures_is_told_with_its_message(
+def test_every_reason_for_failures_is_reported_with_its_message(
     mixture: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reasons = [("reward_failed", "reward 'a': KeyError: 1")] * 2 + [("reward_timeout", "reward 'b': it took too long")]

@@ -98,7 +98,7 @@ def test_plain_lines_come_once_per_step_and_eval_and_are_never_wrapped(
     ]
 
 
-def test_what_failed_in_an_evaluation_is_told_beside_its_score(pipe: Console) -> None:
+def test_failures_of_an_evaluation_are_shown_beside_its_score(pipe: Console) -> None:
     view, seen = PlainView(50, pipe), history(1)
     view.show(seen, {})
     seen.add({"step": 1, "time": 1.0, "process": "orchestrator", "eval/a/avg@1": 0.25, "eval/a/errors": 0.5})
@@ -106,12 +106,12 @@ def test_what_failed_in_an_evaluation_is_told_beside_its_score(pipe: Console) ->
     assert text_of(view, pipe) == ["eval at step 1: a 0.250 (50% of its episodes failed)"]
 
 
-def test_steps_that_change_nothing_are_told() -> None:
+def test_steps_that_change_nothing_are_reported() -> None:
     seen = History([{"step": 1, "time": 1.0, "process": "trainer", "loss": None, "optim/skipped": 1}])
     assert facts(seen) == ["loss nan", "1 update skipped: gradients not finite"]
 
 
-def test_what_a_resumed_run_did_before_is_not_told_again(pipe: Console) -> None:
+def test_steps_before_a_resume_are_not_shown_again(pipe: Console) -> None:
     seen = history(10)
     seen.add({"step": 5, "time": 1.0, "process": "orchestrator", "eval/a/avg@1": 0.5})
     view = PlainView(50, pipe)
@@ -120,7 +120,7 @@ def test_what_a_resumed_run_did_before_is_not_told_again(pipe: Console) -> None:
     assert text_of(view, pipe) == []
 
 
-def test_fast_steps_are_thinned_and_the_last_is_always_told(pipe: Console) -> None:
+def test_fast_steps_are_thinned_and_the_last_is_always_shown(pipe: Console) -> None:
     view = PlainView(10, pipe)
     seen = History()
     view.show(seen, {})

@@ -177,7 +177,7 @@ def test_one_report_moves_it_by_a_step(report: Health, limit: int):
     assert Concurrency(64, least=8).update({"a": report}, 96) == limit
 
 
-def test_requests_that_lost_their_place_lower_it_and_a_restarted_engine_begins_to_count_anew():
+def test_preempted_requests_lower_it_and_a_restarted_engine_resets_the_count():
     concurrency = Concurrency(64, least=8)
     seen = [concurrency.update({"a": make_health(64, 0, preemptions=count)}, 86) for count in (7, 7, 8, 8, 1, 1, 2)]
     assert seen == [96, 96, 86, 86, 86, 86, 77]

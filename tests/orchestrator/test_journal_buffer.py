@@ -67,7 +67,7 @@ def test_a_commit_takes_groups_in_the_order_of_credit_up_to_the_first_whose_fate
     assert taken.states == {"env": state(2)}
 
 
-def test_a_group_that_was_never_credited_waits_for_nobody():
+def test_a_group_that_was_never_credited_does_not_wait():
     buffer = make_buffer()
     buffer.add_group(credited(0))
     buffer.add_group(lost(1))

@@ -50,7 +50,7 @@ def test_opens_no_group_beyond_what_is_wanted_but_completes_the_one_it_opened():
     assert scheduler.next_episode(wanted=4) is None
 
 
-def test_after_a_lower_limit_nobody_starts_until_enough_have_arrived_and_a_higher_one_is_used_at_once():
+def test_a_lower_limit_starts_nothing_until_enough_arrived_and_a_higher_one_applies_at_once():
     scheduler = make_scheduler(max_inflight=6, group_size=2)
     running = start_all(scheduler, wanted=100)
     scheduler.max_inflight = 4

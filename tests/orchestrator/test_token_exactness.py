@@ -96,7 +96,7 @@ async def test_tokens_that_are_not_how_the_text_would_be_rendered_stay_as_they_w
 @pytest.mark.parametrize("name", BRIDGING)
 @settings(deadline=None, max_examples=5, derandomize=True)
 @given(rng=SEEDS)
-def test_after_a_canonical_reply_the_prompt_is_the_conversation_rendered_anew(name: str, rng: Random):
+def test_after_a_canonical_reply_the_prompt_equals_the_rendered_conversation(name: str, rng: Random):
     asyncio.run(_talk_canonically(load(name), rng))
 
 

@@ -95,7 +95,7 @@ def test_ppo_clip_loss_of_the_worked_example():
     assert mean(outputs, "mismatch_kl") == pytest.approx(float(((T - I).exp() - (T - I) - 1).mean()))
 
 
-def test_ppo_clips_higher_where_it_is_told_to():
+def test_ppo_clips_at_separate_low_and_high_bounds():
     outputs = ppo_clip_loss(example(), eps_low=0.05, eps_high=2.0)
     # Tokens 1 and 2 are held at 0.95; token 3 keeps its ratio.
     assert outputs.loss.item() == pytest.approx(-(1.105171 - 0.95 - 0.95 + 2.339647 + 0.5 * 1.051271), abs=1e-6)

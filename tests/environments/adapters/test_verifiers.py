@@ -173,7 +173,7 @@ async def test_hooks_rewrite_what_is_asked_and_what_is_answered():
     assert rollout.messages[0]["content"] == "Guess please"
     (censored,) = await played("Hooked", "the secret")
     assert censored.messages[-1]["content"] == "..."
-    assert censored.turns == []  # nobody sampled that
+    assert censored.turns == []  # the model did not sample that
     (silent,) = await played("Hooked", "")
     assert silent.stop_reason == "silent"
 
@@ -196,7 +196,7 @@ async def test_a_toolset_is_called_in_this_process():
     assert rollout.rewards == {"right": 1.0}
 
 
-async def test_a_call_that_fails_is_told_and_changes_no_state():
+async def test_a_failing_call_returns_an_error_and_changes_no_state():
     replies = (call_tool("add", a=-1), call_tool("add", a="many"), call_tool("subtract", a=1), "42")
     (rollout,) = await played("Sums", *replies)
     texts = [message["content"] for message in rollout.messages if message["role"] == "tool"]
@@ -206,7 +206,7 @@ async def test_a_call_that_fails_is_told_and_changes_no_state():
     assert rollout.metrics == {"tool_calls": 3, "tool_errors": 3, "calls": 0.0, "lines": 0.0}
 
 
-async def test_a_call_that_cannot_be_read_is_told_and_the_run_goes_on():
+async def test_a_malformed_call_returns_an_error_and_the_run_goes_on():
     unread = untrained_reply("hm", [ToolCall("call_0", "", {}, "the tool call is not closed")], raw="hm <tool_call>")
     (rollout,) = await played("Sums", unread, "42")
     assert rollout.messages[-2]["content"] == "error: the tool call is not closed"

@@ -73,8 +73,8 @@ def test_a_reward_that_fails_in_every_way_is_counted_and_the_run_goes_on(tmp_pat
     code, output = headrace("rl", file)
     assert code == 0, output
     run = tmp_path / "store" / "artifacts" / "runs" / "run"
-    code, told = headrace("summary", run, "--json")
-    (report,) = msgspec.json.decode(told)["environments"]
+    code, output = headrace("summary", run, "--json")
+    (report,) = msgspec.json.decode(output)["environments"]
     assert report["rollouts_trained"] > 0
     assert {"reward_failed", "reward_timeout", "reward_no_number"} <= set(report["dropped"])
     assert report["errors"]["reward_failed"] == "reward 'own:variety': KeyError: 'no such entry'"

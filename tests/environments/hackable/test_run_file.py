@@ -435,8 +435,8 @@ def test_the_file_and_the_commands_of_the_page_are_right(
     assert len(commands) == 4
     for command in commands:
         words = command.split()[1:]
-        told = words if words[0] == "config" or "--dry-run" in words else [*words, "--dry-run"]
-        assert main(told) == 0
+        arguments = words if words[0] == "config" or "--dry-run" in words else [*words, "--dry-run"]
+        assert main(arguments) == 0
         assert "length_penalty_lambda" in capsys.readouterr().out
     config, _ = load(RunConfig, [Path("brief.yaml")])
     assert (config.orchestrator.batch_size, config.trainer.scheduler.warmup_steps) == (64, 10)

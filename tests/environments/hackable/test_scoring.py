@@ -73,7 +73,7 @@ async def test_every_completion_has_its_scores_by_name_and_what_they_come_to():
     await whole.close()
 
 
-async def test_a_stage_is_that_of_the_progress_which_is_told():
+async def test_a_stage_follows_the_reported_progress():
     kwargs = {"reward_mode": "weighted_length_penalty", "length_penalty_lambda": 0.0}
     stages = {"stage2_start_step": 3, "stage2_length_penalty_lambda": 1.0}
     objective = build_objective("token_grpo", {**kwargs, **stages})
@@ -237,7 +237,7 @@ async def test_cancelling_a_score_cancels_its_rewards():
     assert cancelled.is_set()
 
 
-async def test_what_a_reward_counts_and_holds_is_told_and_closed():
+async def test_metrics_of_a_reward_are_reported_and_its_resources_closed():
     class Counting:
         closed = 0
         counts = {"seen": 3}  # noqa: RUF012

@@ -221,9 +221,9 @@ async def test_a_solution_can_signal_nothing_outside_of_its_namespace(make: Code
     apart = answer("import os\nprint(os.getppid() == 1)")
     if await make()(apart, {"tests": [{"input": "", "output": "True"}]}) == 0.0:
         pytest.skip("the system refuses a namespace of processes")
-    outside = f"import os\ntry:\n    os.kill({os.getpid()}, 0)\nexcept ProcessLookupError:\n    print('nobody')"
+    outside = f"import os\ntry:\n    os.kill({os.getpid()}, 0)\nexcept ProcessLookupError:\n    print('gone')"
     first = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nos.kill(os.getppid(), 9)\nprint(os.getppid())"
-    assert await make()(answer(outside), {"tests": [{"input": "", "output": "nobody"}]}) == 1.0
+    assert await make()(answer(outside), {"tests": [{"input": "", "output": "gone"}]}) == 1.0
     assert await make()(answer(first), {"tests": [{"input": "", "output": "1"}]}) == 1.0
 
 
@@ -287,11 +287,11 @@ async def test_memory_is_limited(make: Codes):
 
 
 async def test_files_are_limited_and_removed(make: Codes, tmp_path: Path):
-    told = tmp_path / "told"
-    many = f"import os\nopen({str(told)!r}, 'w').write(os.getcwd())\nn = 0\nwhile True:\n    n += 1\n    "
+    recorded = tmp_path / "working_directory"
+    many = f"import os\nopen({str(recorded)!r}, 'w').write(os.getcwd())\nn = 0\nwhile True:\n    n += 1\n    "
     many += "open(str(n), 'wb').write(bytes(1 << 20))"
     assert await make(disk_mb=4)(answer(many), {"tests": ["pass"]}) == 0.0
-    assert not Path(told.read_text()).exists()  # noqa: ASYNC240
+    assert not Path(recorded.read_text()).exists()  # noqa: ASYNC240
     assert await make(disk_mb=1)(answer(f"{many[: many.rindex('open')]}os.mkdir(str(n))"), {"tests": ["pass"]}) == 0.0
     one = "open('file', 'wb').write(bytes(8 << 20))"
     assert await make(disk_mb=4)(answer(one), {"tests": ["pass"]}) == 0.0

@@ -274,7 +274,7 @@ async def test_requests_are_spread_over_the_minute(server: OpenAIStandIn, monkey
     assert sorted(round(seconds) for seconds in waited if seconds > 1) == [10, 20, 30]
 
 
-async def test_a_question_that_nobody_waits_for_any_more_is_not_asked(server: OpenAIStandIn):
+async def test_a_request_whose_caller_is_cancelled_is_not_sent(server: OpenAIStandIn):
     async with judging(server, requests_per_minute=1200) as reward:
         leaving = [asyncio.create_task(reward(f"{n // 2}", DATA)) for n in range(100)]
         staying = asyncio.create_task(reward("3", DATA))

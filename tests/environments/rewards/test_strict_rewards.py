@@ -57,7 +57,7 @@ async def test_the_tags_are_those_that_the_sample_asks_for():
         (r"\left( 1, 2 \right)", ["(1,2)"], ["(2,1)", "12"]),
     ],
 )
-async def test_correct_is_whoever_boxes_the_reference_in_any_form(
+async def test_a_boxed_reference_is_correct_in_any_form(
     correctness: Correctness, reference: str, right: list[str], wrong: list[str]
 ):
     texts = [rf"so it is \boxed{{{answer}}}" for answer in (*right, *wrong)]

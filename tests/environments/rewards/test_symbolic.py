@@ -60,7 +60,7 @@ async def test_who_lists_several_answers_has_not_answered(reward: Symbolic, text
     assert [await reward(text, {"answer": gold}) for gold in ("1", "2")] == [0.0, 0.0]
 
 
-async def test_what_takes_for_ever_scores_nothing_and_holds_nobody_up():
+async def test_an_endless_comparison_scores_nothing_and_blocks_no_other():
     reward = Symbolic(timeout=0.5, processes=1)
     score, ticks = await ticks_during(reward(r"\boxed{9^{9^{9^{9}}}}", {"answer": r"\sqrt2"}))
     assert (score, reward.counts["timeouts"], reward.counts["failures"]) == (0.0, 1, 0)

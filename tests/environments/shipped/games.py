@@ -49,7 +49,7 @@ async def play_replies(environment: Environment, task: Task, *replies: Message |
 
 
 def heard(rollout: Rollout) -> list[str]:
-    """What the model was told, in order."""
+    """Return the messages that the model did not write, in order."""
     return [message["content"] for message in rollout.messages if message["role"] != "assistant"]
 
 

@@ -75,11 +75,11 @@ async def test_an_answer_without_reading_earns_no_more_than_its_being_correct():
         call_tool("delete", name="penderby.md"),
     ],
 )
-async def test_calls_that_lead_nowhere_are_told_so_in_a_line(call):
+async def test_failing_calls_return_a_short_error(call):
     rollout = await play_replies(FileSearch(), HERON, call, "")
-    told = heard(rollout)[1]
-    assert told.startswith("Error: ")
-    assert len(told) < 300
+    error = heard(rollout)[1]
+    assert error.startswith("Error: ")
+    assert len(error) < 300
     assert rollout.metrics["tool_errors"] == 1
     assert total(rollout) == 0
 

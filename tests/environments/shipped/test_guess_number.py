@@ -34,7 +34,7 @@ async def test_a_number_that_is_not_found_earns_nothing():
     assert rollout.stop_reason == "max_turns"
 
 
-async def test_invalid_guesses_cost_a_turn_and_are_told():
+async def test_invalid_guesses_cost_a_turn_and_are_reported():
     rollout = await play_replies(
         GuessNumber(),
         SECRET,
@@ -46,8 +46,8 @@ async def test_invalid_guesses_cost_a_turn_and_are_told():
         "<guess>36</guess><guess>37</guess>",
         "I think <guess> 37 </guess>!",
     )
-    told = "One guess, a whole number from 1 to 100, belongs between <guess> and </guess>."
-    assert heard(rollout)[1:] == [told] * 6
+    hint = "One guess, a whole number from 1 to 100, belongs between <guess> and </guess>."
+    assert heard(rollout)[1:] == [hint] * 6
     assert rollout.rewards == {"found": 1.0, "speed": 0.5}
     assert rollout.metrics == {"turns": 7, "invalid": 6}
 

@@ -36,7 +36,7 @@ def test_outside_the_family_it_can_be_exploited():
     assert exploitability({**equilibrium(), "Qb": 1.0}) > 0.01
 
 
-def test_who_always_passes_loses_a_chip_to_whoever_always_bets():
+def test_always_passing_loses_a_chip_to_always_betting():
     assert best_responses(always(0.0)) == (1, 1)
     assert exploitability(always(0.0)) == 1
 

@@ -81,7 +81,7 @@ async def test_an_illegal_action_forfeits_two_chips_and_is_counted():
     assert chips([first, second]) == [2, -2]
     assert [rollout.metrics["illegal"] for rollout in (first, second)] == [0, 1]
     first, second = await play_out(WORDY, {"deal": "KJ"}, "<action>check</action>", "<action>fold</action>")
-    assert chips([first, second]) == [2, -2]  # nobody has bet, so there is nothing to fold
+    assert chips([first, second]) == [2, -2]  # no bet yet, so there is nothing to fold
 
 
 @pytest.mark.parametrize("reply", HOSTILE)
@@ -142,8 +142,8 @@ def test_demonstrations_with_half_of_them_mistakes_are_legal_play_at_random():
     for _ in range(3000):
         said = next(shown).messages
         for place in range(1, len(said), 2):
-            told = tuple(message["content"] for message in said[:place] if message["role"] == "user")
-            decisions.setdefault(told, []).append(said[place]["content"])
+            observed = tuple(message["content"] for message in said[:place] if message["role"] == "user")
+            decisions.setdefault(observed, []).append(said[place]["content"])
     assert len(decisions) == 12
     for actions in decisions.values():
         assert set(actions) == {"p", "b"}

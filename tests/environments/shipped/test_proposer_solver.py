@@ -82,7 +82,7 @@ async def test_words_for_larger_models():
         "\u0667+35",
     ],
 )
-async def test_a_problem_that_was_not_asked_for_is_shown_to_nobody(problem: str):
+async def test_an_invalid_problem_reaches_no_solver(problem: str):
     (proposer,) = await play_out(TERSE, problem)
     assert proposer.rewards == {"learnable": 0, "valid": 0}
     assert proposer.metrics == {"invalid": 1}

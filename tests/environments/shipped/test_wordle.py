@@ -65,7 +65,7 @@ async def test_without_the_word_the_last_guess_gets_partial_credit():
     assert heard(rollout) == ["?????", "XXXXX", "XXXYX", "YYYYG", "YYYYG", "YYYYG"]
 
 
-async def test_invalid_guesses_cost_a_turn_and_are_told():
+async def test_invalid_guesses_cost_a_turn_and_are_reported():
     rollout = await play_replies(
         Wordle(max_guesses=5),
         CRANE,

@@ -205,8 +205,8 @@ def broken() -> Response:
     return JSONResponse({"error": {"message": f"{BREAKS} is broken"}}, 500)
 
 
-def as_told(function: Call) -> Call:
-    """The same, slow or broken."""
+def slow_or_broken(function: Call) -> Call:
+    """Wrap a handler: slow where `SLOW` names it, a 500 where `BREAKS` does."""
 
     async def call(request: Request) -> Response:
         response = await function(request)
@@ -235,7 +235,7 @@ def main() -> None:
         "/v1/unload_lora_adapter": unload_adapter,
     }
     posts["/update_weight_version"] = unknown if OLD else update_weight_version
-    routes = [Route(path, as_told(function), methods=["POST"]) for path, function in posts.items()]
+    routes = [Route(path, slow_or_broken(function), methods=["POST"]) for path, function in posts.items()]
     routes += [Route("/metrics", metrics), Route("/health", health)]
     socket = sys.argv[sys.argv.index("--uds") + 1]
     print("its arguments:", *sys.argv[1:])
