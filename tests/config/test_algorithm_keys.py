@@ -8,7 +8,7 @@ import pytest
 
 from headrace.cli.check_algorithm import read_section
 from headrace.config.base import ConfigError, Tree
-from headrace.runfile.algorithm_keys import put_algorithm_keys
+from headrace.runfile.reading import put_algorithm_keys
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
-from headrace.config.filters import FILTERS
+from headrace.config.orchestrator import FILTERS
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import minimal, refusal, refusals, run

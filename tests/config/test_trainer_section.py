@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.config.loss import LOSSES
+from headrace.config.trainer import LOSSES
 from tests.config.run_files import MINIMAL, load_text, refusal, run
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
-from headrace.config.filters import FILTERS
-from headrace.config.length_penalty import LENGTH_PENALTIES
-from headrace.config.loss import LOSSES
+from headrace.config.algorithms import ALGORITHMS, LENGTH_PENALTIES, AlgorithmConfig
+from headrace.config.orchestrator import FILTERS
 from headrace.config.registry import Registry
+from headrace.config.trainer import LOSSES
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import minimal

@@ -34,8 +34,7 @@ from headrace.algorithms.declaration import (
 from headrace.algorithms.length_penalty import LengthPenalty, make_penalty
 from headrace.algorithms.tally import Tally
 from headrace.algorithms.user_function import load_function, name_of, numbers
-from headrace.config.algorithms import ImportConfig
-from headrace.config.length_penalty import LengthPenaltyConfig
+from headrace.config.algorithms import ImportConfig, LengthPenaltyConfig
 from headrace.errors import InvalidValue
 from headrace.rollout.cohort import Cohort
 from headrace.rollout.credit import ROUNDING, center, standardize

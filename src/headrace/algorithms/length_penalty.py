@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.algorithms.tally import Tally
-from headrace.config.length_penalty import LengthPenaltyConfig
+from headrace.config.algorithms import LengthPenaltyConfig
 from headrace.rollout.cohort import Cohort
 
 

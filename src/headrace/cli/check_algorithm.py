@@ -46,7 +46,7 @@ def read_section(algorithm: str, file: Path | None, overrides: list[str], env: s
     from headrace.config.base import ConfigError
     from headrace.config.files import read_file
     from headrace.launch.own_code import find_code_beside
-    from headrace.runfile.algorithm_keys import put_algorithm_keys
+    from headrace.runfile.reading import put_algorithm_keys
 
     section: Tree = {}
     if file is not None:

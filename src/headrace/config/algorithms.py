@@ -18,6 +18,7 @@ from headrace.config.shorthand import renamed, spelled_out, united
 from headrace.errors import InvalidValue
 
 ALGORITHMS: Registry[AlgorithmConfig] = Registry("algorithm", default="grpo")
+LENGTH_PENALTIES: Registry[LengthPenaltyConfig] = Registry("length penalty")
 
 
 class AlgoSamplingConfig(Config):
@@ -103,6 +104,23 @@ class AlgorithmConfig(Alternative):
                 fix='Set sampling.source = "policy", or type = "sft" to learn what another model writes.',
             )
         return self
+
+
+class LengthPenaltyConfig(Alternative):
+    """A term of a group's credit that makes long rollouts worth less."""
+
+    REGISTRY = LENGTH_PENALTIES
+    OWN_BASELINE: ClassVar[bool] = False
+    """Is defined over the plain mean of the group, and cannot be combined with a length-weighted baseline."""
+    SHIFT_REASON: ClassVar[str] = ""
+    """Why credit changes when a constant is added to all rewards; empty: it does not."""
+
+    type: str
+
+    @property
+    def needs_seq_len(self) -> bool:
+        """Whether lengths are measured in units of `seq_len`."""
+        return False
 
 
 def check_template(template: str | None, placeholder: str) -> str | None:

@@ -11,8 +11,9 @@ from pydantic import Field
 
 from headrace.config.base import Config
 from headrace.config.model import HttpUrl
-from headrace.config.paths import CACHE_VARIABLE
 
+CACHE_VARIABLE = "HEADRACE_CACHE"
+"""The environment variable with the cache directory of Headrace; in a run, its storage root."""
 EXPORTED_WINS = ("HF_HUB_OFFLINE", "WANDB_MODE")
 """Variables of `env` that a run file does not change where the user has exported them."""
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config
 from headrace.config.curriculum import AdvantageRangeConfig, CurriculumConfig
-from headrace.config.filters import FILTERS, FilterConfig
 from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
+from headrace.config.registry import Alternative, Registry
 from headrace.config.shorthand import renamed, spelled_out
 from headrace.errors import InvalidValue
+from headrace.rollout.types import Rollout
 
 
 class EnvConfig(Config):
@@ -182,6 +183,30 @@ class OrchestratorRendererConfig(RendererConfig):
     def _absent_is_none(cls, given: Any) -> Any:
         """No renderer is written as "none", or in YAML as null."""
         return {"name": "none"} if given is None else given
+
+
+FILTERS: Registry[FilterConfig] = Registry("filter")
+
+
+class FilterConfig(Alternative):
+    """A test of a rollout that keeps it out of a batch, or only counts it."""
+
+    REGISTRY = FILTERS
+    READS_ADVANTAGES: ClassVar[bool] = False
+    """Tests the credit of a rollout. In `post_batch_filters` such a filter is enforced unless `enforce` is set."""
+
+    type: str
+    enforce: bool = False
+    """Drop what is found; false: only count it."""
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics."""
+        return self.type
+
+    def make_test(self, vocab_size: int) -> Callable[[Rollout], bool]:
+        """Return the function that says whether a rollout is to be dropped."""
+        raise NotImplementedError
 
 
 def _default_pre_filters() -> list[FilterConfig]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config
-from headrace.config.loss import LOSSES, LossConfig
 from headrace.config.model import ModelConfig
+from headrace.config.registry import Alternative, Registry
 from headrace.errors import InvalidValue
 
 
@@ -147,6 +148,30 @@ SchedulerConfig = Annotated[
     | Annotated[WsdSchedulerConfig, Tag("wsd")],
     _by_type("constant", "scheduler", "constant, linear, cosine, cosine_with_restarts, wsd"),
 ]
+
+
+LOSSES: Registry[LossConfig] = Registry("loss", default="default")
+
+
+class LossConfig(Alternative):
+    """What is minimized over the tokens that have advantages."""
+
+    REGISTRY = LOSSES
+
+    type: str
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return self.type
+
+    def make(self) -> Callable[..., Any]:
+        """Return the loss: a function from `PackedInputs` to `LossOutputs` of `headrace.trainer.loss`."""
+        return self.compute
+
+    def compute(self, inputs: Any) -> Any:
+        """Return the loss and its metrics for the tokens of several whole sequences."""
+        raise NotImplementedError
 
 
 class RefKlConfig(Config):

@@ -18,9 +18,8 @@ from typing import Any
 from headrace import __version__
 from headrace.config.base import ConfigError
 from headrace.config.files import dump, read_toml
-from headrace.config.launch import LaunchConfig
+from headrace.config.launch import CACHE_VARIABLE, LaunchConfig
 from headrace.config.model import ModelConfig
-from headrace.config.paths import cache_directory
 from headrace.config.sft import SftConfig, SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
@@ -34,6 +33,14 @@ from headrace.transport.run_dir import RunDir
 TINY_SEED = 0
 TINY_RECIPE = 2
 """Grows when `trainer/tiny.py` writes something else, so that a cached model of the older recipe is left alone."""
+
+
+def cache_directory() -> Path:
+    """Return `$HEADRACE_CACHE`, else the user's cache directory."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
 def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:

@@ -7,14 +7,12 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.config.base import Config, ConfigError, Tree
+from headrace.config.base import Config, ConfigError, Origins, Tree
 from headrace.config.files import dump, read_file, read_toml
-from headrace.config.origins import Origins
 from headrace.config.sft import SftConfig
 from headrace.launch.run_directory import find_run
 from headrace.runfile.hackable.translation import is_hackable
-from headrace.runfile.leaves import leaves
-from headrace.runfile.reading import put, validate, value_at
+from headrace.runfile.reading import leaves, put, validate, value_at
 from headrace.runfile.run import SHARED, RunConfig
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headrace.config.annotations import Member, NoNumber, members_of, sections_in
-from headrace.config.origins import COMMAND_LINE, Origins
+from headrace.config.base import COMMAND_LINE, Origins
 from headrace.errors import BadInput, InvalidValue
 from headrace.runfile.foreign_keys import HINTS, OTHER_NAMES
 

@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from headrace.config.annotations import is_type_of, sections_at
-from headrace.config.base import Config, ConfigError, Tree
+from headrace.config.base import COMMAND_LINE, Config, ConfigError, Origins, Tree
 from headrace.config.files import OWN_ARGUMENTS, read_file
-from headrace.config.origins import COMMAND_LINE, Origins
 from headrace.errors import InvalidValue
 from headrace.runfile.foreign_keys import fold_habits
-from headrace.runfile.leaves import leaves
 from headrace.runfile.problems import explain_all, located
 
 T = TypeVar("T", bound=Config)
@@ -165,6 +163,19 @@ def value_at(tree: Any, path: Sequence[str]) -> Any:
     return tree
 
 
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree by dotted key (`train.env.0.id`); a list without tables in it is one value."""
+    if isinstance(tree, Mapping):
+        items = [(str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, list) and any(isinstance(value, Mapping) for value in tree):
+        items = [(str(index), value) for index, value in enumerate(tree)]
+    else:
+        return {prefix: tree}
+    return {
+        path: leaf for key, value in items for path, leaf in leaves(value, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
 def merge(base: Tree, update: Tree) -> None:
     """Tables merge key by key; any other value, lists included, is replaced."""
     for key, value in update.items():
@@ -223,3 +234,16 @@ def put(tree: Tree, path: list[str], value: Any) -> None:
             node[index] = value
         else:
             node = node[index] if isinstance(node, list) else node.setdefault(index, {})
+
+
+def put_algorithm_keys(section: Tree, overrides: Sequence[str]) -> None:
+    """Set `--algo.key value` of a command about one algorithm in its `algo` section.
+
+    A text where further keys are set becomes a table: "policy" an empty one, another text the table's `type`.
+    """
+    for path, value in parse_overrides(overrides):
+        if path[0] != "algo" or len(path) == 1:
+            raise ConfigError("not a key of the algorithm", key=f"--{'.'.join(path)}", fix="Write --algo.key value.")
+        if len(path) > 2 and isinstance(text := section.get(path[1]), str):
+            section[path[1]] = {} if text == "policy" else {"type": text}
+        put({"algo": section}, path, value)

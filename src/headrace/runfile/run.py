@@ -9,13 +9,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from headrace.config.annotations import fields_at, sections_at
-from headrace.config.base import Config, Tree
+from headrace.config.base import Config, Origins, Tree
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig
 from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.config.origins import Origins
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import InvalidValue, shown_value
 from headrace.rollout.hinted import hinted_length

@@ -16,8 +16,7 @@ from functools import partial
 
 import torch
 
-from headrace.config.loss import LossConfig
-from headrace.config.trainer import TrainerConfig
+from headrace.config.trainer import LossConfig, TrainerConfig
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from headrace.algorithms.length_penalty import LengthPenaltyDeclaration
 from headrace.algorithms.tally import Tally
-from headrace.config.length_penalty import LENGTH_PENALTIES
+from headrace.config.algorithms import LENGTH_PENALTIES
 from headrace.rollout.cohort import Cohort
 
 

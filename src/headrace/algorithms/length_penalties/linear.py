@@ -18,7 +18,7 @@ from pydantic import Field, model_serializer, model_validator
 
 from headrace.algorithms.length_penalty import LengthPenaltyDeclaration
 from headrace.algorithms.tally import Tally
-from headrace.config.length_penalty import LENGTH_PENALTIES
+from headrace.config.algorithms import LENGTH_PENALTIES
 from headrace.errors import InvalidValue
 from headrace.rollout.cohort import Cohort
 

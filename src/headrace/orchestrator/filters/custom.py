@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.algorithms.user_function import load_function
-from headrace.config.filters import FILTERS, FilterConfig
+from headrace.config.orchestrator import FILTERS, FilterConfig
 from headrace.rollout.types import Rollout
 
 

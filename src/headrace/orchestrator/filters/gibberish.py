@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from headrace.config.filters import FILTERS, FilterConfig
+from headrace.config.orchestrator import FILTERS, FilterConfig
 from headrace.rollout.types import Rollout
 
 

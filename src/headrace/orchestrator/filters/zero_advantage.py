@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from headrace.config.filters import FILTERS, FilterConfig
+from headrace.config.orchestrator import FILTERS, FilterConfig
 from headrace.rollout.types import Rollout, Sample
 
 _OTHER_COMPONENTS = ("ce_weights", "ref_kl_weights")

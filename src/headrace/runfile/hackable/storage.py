@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.config.paths import CACHE_VARIABLE
+from headrace.config.launch import CACHE_VARIABLE
 from headrace.runfile.hackable.sections import AuthConfig
 
 MODELS, DATASETS = "models", "datasets"

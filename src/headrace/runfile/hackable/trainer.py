@@ -10,8 +10,7 @@ from typing import Any
 from headrace.config.base import Tree
 from headrace.errors import BadInput, shown_value
 from headrace.runfile.hackable.sections import NamedTrainerConfig
-from headrace.runfile.leaves import leaves
-from headrace.runfile.reading import put
+from headrace.runfile.reading import leaves, put
 
 ADAMW = ("adamw", "adam", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_xla")
 SMALL_ADAMW = (

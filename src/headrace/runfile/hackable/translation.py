@@ -15,8 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace.config.base import ConfigError, Tree
-from headrace.config.origins import Origins
+from headrace.config.base import ConfigError, Origins, Tree
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
 from headrace.runfile.hackable.names import table_at, unknown_keys, usual_names

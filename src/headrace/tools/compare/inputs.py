@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.runfile.leaves import leaves
+from headrace.runfile.reading import leaves
 from headrace.runfile.run import SHARED
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir

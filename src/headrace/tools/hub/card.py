@@ -9,7 +9,7 @@ from typing import Any
 from headrace import __version__
 from headrace.config.files import read_toml
 from headrace.observe.summary import rows, summarize, title
-from headrace.runfile.leaves import leaves
+from headrace.runfile.reading import leaves
 from headrace.tools.hub.places import CONFIG, RUN
 from headrace.transport.run_dir import RolloutKind, RunDir
 

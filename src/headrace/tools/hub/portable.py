@@ -9,7 +9,7 @@ from pathlib import Path
 import tomli_w
 
 from headrace.config.base import Tree
-from headrace.config.paths import CACHE_VARIABLE
+from headrace.config.launch import CACHE_VARIABLE
 from headrace.runfile.reading import put
 from headrace.runfile.run import SHARED
 

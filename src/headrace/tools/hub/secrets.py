@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import BadInput
-from headrace.runfile.leaves import leaves
+from headrace.runfile.reading import leaves
 
 _NAMES = re.compile(r"(^|[_-])((api|access|auth|secret)[_-]?(key|token)|secret|password|authorization)$", re.IGNORECASE)
 _VALUES = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|Bearer\s+\S{8,})")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
+from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig, LengthPenaltyConfig
 from headrace.config.base import Config, ConfigError, Tree
-from headrace.config.length_penalty import LengthPenaltyConfig
 from headrace.config.model_reference import FrozenModelConfig
-from headrace.runfile.algorithm_keys import put_algorithm_keys
-from headrace.runfile.reading import validate
+from headrace.runfile.reading import put_algorithm_keys, validate
 from headrace.runfile.run import RunConfig
 
 

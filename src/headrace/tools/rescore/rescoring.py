@@ -26,8 +26,7 @@ from headrace.algorithms.declaration import make_algorithm
 from headrace.algorithms.length_penalty import make_penalty
 from headrace.algorithms.penalized import Penalized
 from headrace.algorithms.recalled import Recalled
-from headrace.config.algorithms import AlgorithmConfig
-from headrace.config.length_penalty import LengthPenaltyConfig
+from headrace.config.algorithms import AlgorithmConfig, LengthPenaltyConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from headrace.config.loss import LOSSES
+from headrace.config.trainer import LOSSES
 from headrace.imports import import_declarations
 
 if TYPE_CHECKING:

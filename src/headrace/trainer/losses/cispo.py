@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.config.loss import LOSSES, LossConfig
+from headrace.config.trainer import LOSSES, LossConfig
 from headrace.trainer.loss import (
     LossInputs,
     LossOutputs,

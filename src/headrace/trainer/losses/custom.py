@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from headrace.config.loss import LOSSES, LossConfig
+from headrace.config.trainer import LOSSES, LossConfig
 from headrace.errors import BadInput, Failure
 from headrace.imports import load
 from headrace.trainer.loss import TAKEN_METRICS, Loss, LossInputs, LossOutputs, PackedInputs, mismatch_kl

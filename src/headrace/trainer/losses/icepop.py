@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from headrace.config.loss import LOSSES, LossConfig
+from headrace.config.trainer import LOSSES, LossConfig
 from headrace.errors import InvalidValue
 from headrace.trainer.loss import LossInputs, LossOutputs, log_ratios, masked_mean, masked_ratio_loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headrace.config.loss import LOSSES, LossConfig
+from headrace.config.trainer import LOSSES, LossConfig
 from headrace.trainer.loss import LossInputs, LossOutputs, mismatch_kl, of_members, weighted_sum
 
 
