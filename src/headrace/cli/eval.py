@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.arguments import add_format, importable
 
 if TYPE_CHECKING:
-    from headrace.tools.evaluate.evaluation import Evaluation, Outcome
-    from headrace.tools.evaluate.models import Candidate
-    from headrace.tools.evaluate.results import Result
+    from headrace.tools.evaluate.candidates import Candidate
+    from headrace.tools.evaluate.evaluation import Evaluation, EvaluationOutcome
+    from headrace.tools.evaluate.results import ModelResult
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 PIPE_WIDTH = 160
@@ -87,11 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.observe.logs import setup_logging
     from headrace.orchestrator.shutdown import run_loop
     from headrace.tools.evaluate.evaluation import evaluate
-    from headrace.tools.evaluate.progress import showing_progress
+    from headrace.tools.evaluate.report import show_progress
 
     setup_logging()
     evaluation, candidates, subject = prepare(arguments)
-    with showing_progress(Console(stderr=True, highlight=False)) as progress:
+    with show_progress(Console(stderr=True, highlight=False)) as progress:
         outcomes = run_loop(_until_signal(evaluate(evaluation, candidates, progress)))
     if isinstance(outcomes, int):
         print("headrace: stopped; the same command goes on from here", file=sys.stderr)
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     return report(arguments, evaluation, subject, outcomes)
 
 
-async def _until_signal(work: Coroutine[Any, Any, list[Outcome]]) -> list[Outcome] | int:
+async def _until_signal(work: Coroutine[Any, Any, list[EvaluationOutcome]]) -> list[EvaluationOutcome] | int:
     """Return what the evaluation came to, or the number of the signal that ended it: servers end with it, in order."""
     import asyncio
     import signal
@@ -128,8 +128,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
     from headrace.launch.saved_config import evaluation_directory, read_run
     from headrace.launch.variables import set_variables
     from headrace.observe.chart_export import check_format
-    from headrace.tools.evaluate.models import find_models
-    from headrace.tools.evaluate.own_environment import own_environment
+    from headrace.tools.evaluate.candidates import find_models, run_environment
     from headrace.transport.run_dir import RunDir
 
     check_format(arguments.format)
@@ -143,7 +142,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
         )
     subject = evaluation.env
     if not evaluation.env:
-        own = own_environment(candidates)
+        own = run_environment(candidates)
         evaluation = evaluation._replace(env=own.id, args=own.args | evaluation.args)
         subject = own.name
         print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
@@ -156,14 +155,16 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
     return evaluation._replace(output=output), candidates, subject
 
 
-def report(arguments: argparse.Namespace, evaluation: Evaluation, subject: str, outcomes: Sequence[Outcome]) -> int:
+def report(
+    arguments: argparse.Namespace, evaluation: Evaluation, subject: str, outcomes: Sequence[EvaluationOutcome]
+) -> int:
     """Write the files, print the tables; returns the exit code."""
     import msgspec
     from rich.console import Console
 
     from headrace.observe.chart_export import convert_plots
-    from headrace.tools.evaluate.report import as_length_table, as_table, sampling_line, write_report
-    from headrace.tools.evaluate.results import zero_shot_of
+    from headrace.tools.evaluate.report import length_table, sampling_line, score_table, write_report
+    from headrace.tools.evaluate.results import zero_shot_record
     from headrace.transport.files import write_atomically
 
     results = [outcome.result for outcome in outcomes]
@@ -172,14 +173,14 @@ def report(arguments: argparse.Namespace, evaluation: Evaluation, subject: str, 
     files = write_report(evaluation.output, title, about, results)
     files += convert_plots(files, arguments.format)
     if arguments.zero_shot is not None and outcomes[0].scored:
-        lines = b"".join(msgspec.json.encode(line) + b"\n" for line in zero_shot_of(outcomes[0].scored))
+        lines = b"".join(msgspec.json.encode(line) + b"\n" for line in zero_shot_record(outcomes[0].scored))
         write_atomically(arguments.zero_shot, lines)
         files.append(arguments.zero_shot)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if any(not result.failure for result in results):
-        console.print(as_table(title, results))
+        console.print(score_table(title, results))
         if any(result.lengths for result in results):
-            console.print(as_length_table(results))
+            console.print(length_table(results))
         console.print(sampling_line(about), soft_wrap=True)
     print(f"wrote {', '.join(map(str, files))}")
     for notice, names in notices_of(results).items():
@@ -195,8 +196,8 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     from headrace.errors import BadInput
     from headrace.runfile.reading import validate
     from headrace.tools.evaluate.completions import Correctness
+    from headrace.tools.evaluate.episodes import Conditions
     from headrace.tools.evaluate.evaluation import Evaluation
-    from headrace.tools.evaluate.exam import Conditions
 
     if arguments.samples > 1 and arguments.temperature == 0:
         raise BadInput(
@@ -241,7 +242,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     )
 
 
-def notices_of(results: Sequence[Result]) -> dict[str, list[str]]:
+def notices_of(results: Sequence[ModelResult]) -> dict[str, list[str]]:
     """Each notice once, with the models that it is about."""
     found: dict[str, list[str]] = {}
     for result in results:

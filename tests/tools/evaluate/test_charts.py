@@ -5,7 +5,7 @@ import re
 
 from headrace.observe.chart import Box, spread_labels
 from headrace.tools.evaluate.charts import CHARACTER, accuracy_chart, frontier, length_chart
-from headrace.tools.evaluate.estimates import Estimate
+from headrace.tools.evaluate.results import Estimate
 
 LABEL = re.compile(r'<text x="([\d.-]+)" y="([\d.-]+)"[^>]*text-anchor="(\w+)"[^>]*>([^<]*)</text>')
 SWEEP = [

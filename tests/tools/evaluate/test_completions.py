@@ -11,8 +11,8 @@ from headrace.tools.evaluate.completions import (
     CompletionsFile,
     Correctness,
     Thinking,
-    completion_of,
-    counted_of,
+    counted_rollouts,
+    make_completion,
 )
 
 THINKING = Thinking(lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len)
@@ -34,8 +34,8 @@ def line(
     solved: float | None = None,
     tags: tuple[str, str] = ("<think>", "</think>"),
 ) -> Completion:
-    tokens = sum(rollout.completion_tokens for rollout in counted_of(rollouts))
-    return completion_of("k", 0, rollouts, THINKING, tags, Correctness(correct, solved), tokens)
+    tokens = sum(rollout.completion_tokens for rollout in counted_rollouts(rollouts))
+    return make_completion("k", 0, rollouts, THINKING, tags, Correctness(correct, solved), tokens)
 
 
 def test_an_answer_is_right_by_the_component_that_says_so_and_in_format_by_another():

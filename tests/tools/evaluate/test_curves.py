@@ -2,25 +2,23 @@
 
 from pathlib import Path
 
-from headrace.tools.evaluate.charts import curve_chart
-from headrace.tools.evaluate.curves import curves_of
-from headrace.tools.evaluate.estimates import Estimate
-from headrace.tools.evaluate.models import Candidate
+from headrace.tools.evaluate.candidates import Candidate
+from headrace.tools.evaluate.charts import curve_chart, curve_charts
 from headrace.tools.evaluate.report import write_report
-from headrace.tools.evaluate.results import Result
+from headrace.tools.evaluate.results import Estimate, ModelResult
 from tests.tools.evaluate.test_charts import check_legible
 
 
-def result(run: str, step: int | None, accuracy: float, **measures: float) -> Result:
+def result(run: str, step: int | None, accuracy: float, **measures: float) -> ModelResult:
     around = {"avg@1": accuracy, "pass@1": accuracy, **measures}
     estimates = {name: Estimate(value, value - 0.1, value + 0.1) for name, value in around.items()}
-    return Result(f"{run}-{step}", run, 10, 1, estimates, run=run, step=step)
+    return ModelResult(f"{run}-{step}", run, 10, 1, estimates, run=run, step=step)
 
 
 def test_every_run_with_several_steps_is_a_line_in_the_order_of_its_steps():
     slow = [result("sweep/slow", step, 0.1 * step) for step in (4, 2, 3)]
     fast = [result("sweep/fast", step, 0.2 * step, thinking_tokens=50.0 * step) for step in (2, 4)]
-    pictures = curves_of("sums", [*slow, *fast, result("sweep/single", 4, 0.9), result("", None, 0.5)])
+    pictures = curve_charts("sums", [*slow, *fast, result("sweep/single", 4, 0.9), result("", None, 0.5)])
     assert list(pictures) == ["accuracy", "thinking"]
     accuracy, thinking = pictures.values()
     assert ">slow 0.400</text>" in accuracy and ">fast 0.800</text>" in accuracy
@@ -42,14 +40,14 @@ def test_the_line_and_its_band_are_where_the_numbers_are():
 
 def test_many_runs_of_a_sweep_are_all_named():
     results = [result(f"sweep/run-{n}", step, 0.5 + n / 1000) for n in range(30) for step in (1, 2)]
-    svg = curves_of("sums", results)["accuracy"]
+    svg = curve_charts("sums", results)["accuracy"]
     assert all(f">run-{n} " in svg for n in range(30))
     check_legible(svg)
 
 
 def test_words_are_shown_where_tokens_are_not_known():
     results = [result("run", step, 0.5, thinking_words=9.0 + step, format=1.0) for step in (1, 2)]
-    pictures = curves_of("sums", results)
+    pictures = curve_charts("sums", results)
     assert list(pictures) == ["accuracy", "thinking", "format"]
     assert "words of thinking, mean" in pictures["thinking"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.tools.evaluate.estimates import Estimate, estimate
+from headrace.tools.evaluate.results import Estimate, estimate
 
 
 def test_of_two_examples_that_differ_the_interval_is_everything():

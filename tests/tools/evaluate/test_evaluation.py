@@ -18,10 +18,10 @@ from headrace.errors import BadInput
 from headrace.orchestrator import shutdown
 from headrace.rollout.types import Rollout, Task
 from headrace.rollout.version import Version
+from headrace.tools.evaluate.candidates import Candidate
 from headrace.tools.evaluate.completions import Correctness
-from headrace.tools.evaluate.evaluation import Evaluation, Outcome, evaluate, examples_of
-from headrace.tools.evaluate.exam import Conditions
-from headrace.tools.evaluate.models import Candidate
+from headrace.tools.evaluate.episodes import Conditions
+from headrace.tools.evaluate.evaluation import Evaluation, EvaluationOutcome, evaluate, select_examples
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir
@@ -156,11 +156,11 @@ def test_the_tags_of_thoughts_are_those_of_the_environment_or_of_its_tasks(
 ):
     evaluation = asked(tmp_path, tmp_path, env=env, args=args)
     environment = load_environment(env, args)
-    assert examples_of(environment, evaluation).pairs == pairs
+    assert select_examples(environment, evaluation).pairs == pairs
     pool = WorkerPool(environment, env, args, size=1)
-    assert examples_of(pool, evaluation).pairs == pairs
+    assert select_examples(pool, evaluation).pairs == pairs
     given = evaluation.conditions._replace(tags=("<a>", "</a>"))
-    assert examples_of(environment, evaluation._replace(conditions=given)).pairs == [("<a>", "</a>")]
+    assert select_examples(environment, evaluation._replace(conditions=given)).pairs == [("<a>", "</a>")]
 
 
 def tagged(**kwargs: Any) -> list[TrainingSample]:
@@ -177,7 +177,7 @@ class MissingTag(Environment):
 
 def test_tags_that_an_environment_gives_must_be_two_texts(tmp_path: Path):
     with pytest.raises(BadInput) as error:
-        examples_of(MissingTag(), asked(tmp_path, tmp_path))
+        select_examples(MissingTag(), asked(tmp_path, tmp_path))
     assert (error.value.key, error.value.value) == ("MissingTag.thinking_tags", ("<think>", ""))
 
 
@@ -229,7 +229,7 @@ def test_an_environment_that_does_not_close_is_left_behind(
         monkeypatch.setattr(shutdown, name, 0.02)
     run = RunDir(tmp_path / "run")
 
-    async def work() -> list[Outcome]:
+    async def work() -> list[EvaluationOutcome]:
         async with StandInEngine(tiny_model, run):
             hanging = asked(tmp_path / "out", tiny_model, env=f"{__name__}:HangsAtTheEnd", samples=1)
             return await evaluate(hanging, [at(run)], silent)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput
-from headrace.tools.evaluate.models import find_models
+from headrace.tools.evaluate.candidates import find_models
 from headrace.transport.files import MARKER
 
 

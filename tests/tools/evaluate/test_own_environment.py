@@ -10,8 +10,7 @@ from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
-from headrace.tools.evaluate.models import Candidate
-from headrace.tools.evaluate.own_environment import own_environment
+from headrace.tools.evaluate.candidates import Candidate, run_environment
 
 
 def a_run(directory: Path, train: list[str], evaluated: list[str]) -> Candidate:
@@ -41,26 +40,26 @@ def test_a_run_is_evaluated_on_what_it_was_evaluated_on(tmp_path: Path):
     model = Candidate("base", "model", "models/base")
     run = a_run(tmp_path / "run", ["reverse-text"], ["arithmetic"])
     other = a_run(tmp_path / "other", ["reverse-text"], ["copy"])
-    own = own_environment([model, run, other])
+    own = run_environment([model, run, other])
     assert (own.id, own.name, own.args, own.run) == ("arithmetic", "arithmetic", {"split": "eval"}, run.run)
 
 
 def test_a_run_without_evaluation_is_evaluated_on_what_it_was_trained_on(tmp_path: Path):
-    own = own_environment([a_run(tmp_path / "run", ["reverse-text"], [])])
+    own = run_environment([a_run(tmp_path / "run", ["reverse-text"], [])])
     assert (own.id, own.args) == ("reverse-text", {"split": "train"})
 
 
 def test_a_supervised_run_is_evaluated_on_what_it_was_evaluated_on(tmp_path: Path):
-    assert own_environment([an_sft_run(tmp_path / "run", ["reverse-text"])]).id == "reverse-text"
+    assert run_environment([an_sft_run(tmp_path / "run", ["reverse-text"])]).id == "reverse-text"
     with pytest.raises(BadInput) as error:
-        own_environment([an_sft_run(tmp_path / "other_run", [])])
+        run_environment([an_sft_run(tmp_path / "other_run", [])])
     assert error.value.key == "--env"
 
 
 def test_where_there_is_not_exactly_one_it_is_asked_for(tmp_path: Path):
     with pytest.raises(BadInput) as error:
-        own_environment([Candidate("base", "model", "models/base")])
+        run_environment([Candidate("base", "model", "models/base")])
     assert error.value.key == "--env"
     with pytest.raises(BadInput) as error:
-        own_environment([a_run(tmp_path / "run", ["arithmetic"], ["reverse-text", "copy"])])
+        run_environment([a_run(tmp_path / "run", ["arithmetic"], ["reverse-text", "copy"])])
     assert error.value.key == "--env" and "reverse-text, copy" in error.value.fact

@@ -15,12 +15,12 @@ from headrace.environments.rewards import Exact
 from headrace.environments.single_turn import environment
 from headrace.errors import BadInput
 from headrace.text.tokenizer import Tokenizer
+from headrace.tools.evaluate.candidates import Candidate
 from headrace.tools.evaluate.completions import Correctness
+from headrace.tools.evaluate.episodes import Conditions
 from headrace.tools.evaluate.evaluation import Evaluation, evaluate
-from headrace.tools.evaluate.exam import Conditions
-from headrace.tools.evaluate.models import Candidate
 from headrace.tools.evaluate.report import write_report
-from headrace.tools.evaluate.results import zero_shot_of
+from headrace.tools.evaluate.results import zero_shot_record
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind
 from tests.inference.openai_stand_in import OpenAIStandIn, completion, error
@@ -103,7 +103,7 @@ async def test_what_the_server_does_not_count_is_left_out(tmp_path: Path):
     written = write_report(tmp_path / "report", "shout", {}, [result])
     assert "words of thinking, mean" in next(path for path in written if path.name == "accuracy-length.svg").read_text()
     with pytest.raises(BadInput) as error:
-        zero_shot_of(outcome.scored)
+        zero_shot_record(outcome.scored)
     assert error.value.key == "--zero-shot"
 
 
@@ -124,7 +124,7 @@ async def test_a_tokenizer_that_is_given_counts_thoughts(tmp_path: Path, tiny_mo
             (outcome,) = await evaluate(asked(tmp_path, tiny_model), [candidate], silent)
     expected = len(Tokenizer(tiny_model).encode("big letters"))
     assert outcome.result.estimates["thinking_tokens"].value == expected
-    assert [line.thinking_tokens for line in zero_shot_of(outcome.scored)] == [expected] * 4
+    assert [line.thinking_tokens for line in zero_shot_record(outcome.scored)] == [expected] * 4
 
 
 async def test_of_several_models_one_is_named(tmp_path: Path):

@@ -9,9 +9,9 @@ import msgspec
 
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
-from headrace.tools.evaluate.completions import Correctness, Scored
+from headrace.tools.evaluate.completions import Correctness, ScoredEpisode
 from headrace.tools.evaluate.report import write_report
-from headrace.tools.evaluate.results import Result, result_of
+from headrace.tools.evaluate.results import ModelResult, compute_result
 from headrace.tools.sweep.plan import Planned
 from headrace.tools.sweep.record import SweepRecord, named, revised, write_record
 from headrace.transport.run_dir import RunDir
@@ -62,13 +62,15 @@ def write_sweep(directory: Path, ends: Mapping[tuple[float, int], float]) -> Swe
 
 def write_evaluation(directory: Path, lengths: Mapping[str, tuple[Sequence[bool], int]]) -> None:
     """What `headrace eval` leaves about the runs: which answers are right, and how long thoughts are."""
-    results: list[Result] = []
+    results: list[ModelResult] = []
     for name, (right, length) in lengths.items():
         scored = [
-            Scored(f"task-{n}", 0, reward=float(correct), correct=correct, tokens=length + 5, thinking_tokens=length)
+            ScoredEpisode(
+                f"task-{n}", 0, reward=float(correct), correct=correct, tokens=length + 5, thinking_tokens=length
+            )
             for n, correct in enumerate(right)
         ]
-        results.append(result_of(name, str(RunDir(directory / name).final_model), scored, 1, Correctness()))
+        results.append(compute_result(name, str(RunDir(directory / name).final_model), scored, 1, Correctness()))
     write_report(directory / "eval", "sums", {"environment": "sums"}, results)
 
 

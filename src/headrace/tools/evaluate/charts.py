@@ -1,12 +1,10 @@
-"""The pictures of an evaluation: accuracy by model, accuracy against length with its frontier, and measures over steps.
-
-Every name has a row or a place of its own, so that no two lie on each other, however many models there are.
-"""
+"""Charts of an evaluation: accuracy by model, accuracy against length with its frontier, and curves over steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from headrace.observe.chart import (
     COLORS,
@@ -21,23 +19,23 @@ from headrace.observe.chart import (
     text,
     ticks,
 )
-from headrace.tools.evaluate.estimates import Estimate
+from headrace.tools.evaluate.results import Estimate, ModelResult, choose_score
+from headrace.tools.names import short_names
 
 CHARACTER = 7.2
-"""Pixels that a character takes, on average and at most about."""
-LONGEST = 40
-"""Characters of a name that are shown."""
+"""Approximate width of a character in pixels."""
+MAX_NAME_CHARS = 40
 ROW = 24
 MARGIN = 20
 TOP, UNDER = 44, 50
-TALL = 320
-"""Height of the chart of lengths, unless more models need more."""
+MIN_HEIGHT = 320
+"""Height of the charts of lengths and curves, unless more names need more."""
 
 
 def accuracy_chart(
     title: str, models: Sequence[tuple[str, Estimate]], what: str = "accuracy, with its 95% interval"
 ) -> str:
-    """A row per model: its accuracy or mean reward, and the interval around it; `what` says which that is."""
+    """Draw a row per model with its accuracy or mean reward and interval; `what` labels the axis."""
     left = MARGIN + CHARACTER * max((len(_shown(name)) for name, _ in models), default=0) + 12
     height = TOP + ROW * len(models) + UNDER
     x_ticks = ticks(min([0.0, *(each.low for _, each in models)]), max([1.0, *(each.high for _, each in models)]), 5)
@@ -62,13 +60,13 @@ def length_chart(
     bars: str = "95% intervals",
     score: str = "accuracy",
 ) -> str:
-    """`models` are names, lengths and scores; `what` and `score` name the axes; `bars` says what the error bars are.
+    """Draw (name, length, score) of models; `what` and `score` label the axes, `bars` describes the error bars.
 
-    Names are beside the chart, each with a line to its point. The frontier joins the models that none beats in both.
+    Names are to the right, each with a line to its point. The frontier joins the models that no other beats in both.
     """
     right = WIDTH - MARGIN - 24 - CHARACTER * max((len(_shown(name)) for name, _, _ in models), default=0)
     top = TOP + ROW
-    height = top + max(TALL, LABEL_SPACING * (len(models) + 1)) + UNDER
+    height = top + max(MIN_HEIGHT, LABEL_SPACING * (len(models) + 1)) + UNDER
     x_ticks = _range([length for _, length, _ in models], least=1.0)
     y_ticks = _range([accuracy for _, _, accuracy in models], least=0.1)
     plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), Box(60, top, right, height - UNDER))
@@ -90,12 +88,12 @@ def length_chart(
 
 
 def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, Estimate]]]) -> str:
-    """A line per run over its steps, in the band of its intervals. Names are beside the chart, near the last values."""
+    """Draw a line per run over its steps, with its intervals as a band; names are next to the last values."""
     ends = same_digits([points[-1][1].value for points in curves.values()])
     names = {name: f"{_shown(name)} {end}" for name, end in zip(curves, ends, strict=True)}
     right = WIDTH - MARGIN - 24 - CHARACTER * max(map(len, names.values()))
     top = TOP + ROW
-    height = top + max(TALL, LABEL_SPACING * (len(curves) + 1)) + UNDER
+    height = top + max(MIN_HEIGHT, LABEL_SPACING * (len(curves) + 1)) + UNDER
     steps = [step for points in curves.values() for step, _ in points]
     x_ticks = ticks(min(steps), max(steps), 5, whole=True)
     y_ticks = _range([estimate for points in curves.values() for _, estimate in points], least=0.1)
@@ -113,7 +111,7 @@ def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, 
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (length, accuracy) those than which no shorter or equally short one is as accurate, by length."""
+    """Return the Pareto frontier of (length, accuracy) points: shorter is better, more accurate is better."""
     best, edge = -math.inf, []
     for length, accuracy in sorted(points, key=lambda point: (point[0], -point[1])):
         if accuracy > best:
@@ -123,11 +121,44 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _range(estimates: Sequence[Estimate], least: float) -> list[float]:
-    """Ticks around all intervals, not from 0: models of one kind are close to each other."""
+    """Return ticks around all intervals; the axis does not start at 0 because models are close to each other."""
     low, high = min(each.low for each in estimates), max(each.high for each in estimates)
     return ticks(low, max(high, low + least), 5)
 
 
 def _shown(name: str) -> str:
-    """A long name by its end, which tells models of one folder apart."""
-    return name if len(name) <= LONGEST else f"…{name[-LONGEST + 1 :]}"
+    """Shorten a long name to its end, which distinguishes models of one folder."""
+    return name if len(name) <= MAX_NAME_CHARS else f"…{name[-MAX_NAME_CHARS + 1 :]}"
+
+
+Curves = dict[str, list[tuple[int, Estimate]]]
+MEASURES = {
+    "thinking": {"thinking_tokens": "tokens of thinking, mean", "thinking_words": "words of thinking, mean"},
+    "format": {"format": "share of replies in format"},
+}
+"""By chart: the measures that it may show, in order of preference, with their labels."""
+
+
+def curve_charts(title: str, results: Sequence[ModelResult]) -> dict[str, str]:
+    """Return charts by name: `accuracy` (or `reward`), `thinking` and `format`, if a run has two steps with values."""
+    score = choose_score([result.estimates for result in results], results[0].samples)
+    scores = _curves([(result, result.estimates[score.measure]) for result in results])
+    charts = {score.name.split()[-1]: curve_chart(title, score.name, scores)} if scores else {}
+    for name, measures in MEASURES.items():
+        for measure, what in measures.items():
+            values = [(result, result.estimates[measure]) for result in results if measure in result.estimates]
+            if curves := _curves(values):
+                charts[name] = curve_chart(title, what, curves)
+                break
+    return charts
+
+
+def _curves(values: Sequence[tuple[ModelResult, Estimate]]) -> Curves:
+    """Group values by run, under short names; runs with one step are left out."""
+    by_run: Curves = {}
+    for result, estimate in values:
+        if result.run and result.step is not None:
+            by_run.setdefault(str(Path(result.run).absolute()), []).append((result.step, estimate))
+    runs = [run for run, points in by_run.items() if len(points) > 1]
+    names = zip(short_names(runs), runs, strict=True)
+    return {name: sorted(by_run[run], key=lambda point: point[0]) for name, run in names}

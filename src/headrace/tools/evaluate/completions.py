@@ -1,7 +1,7 @@
-"""What an episode came to, and the file in which every model's episodes are kept, a line each, as they end.
+"""Scored episodes, and the file of a model's episodes, to which each is appended when it ends.
 
-A file that a kill left with half a line is cut back to its last whole one. An episode that failed is run again when the
-evaluation is; of two lines about one episode the later one counts.
+An incomplete last line, left by a kill, is removed. Failed episodes run again when the evaluation is repeated; of two
+lines about one episode, the later one counts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from headrace.orchestrator.batch_metrics import CORRECT
 from headrace.rollout.types import Message, Rollout
 
 FORMAT = "format"
-"""The reward or metric by which environments tell whether an answer is in format."""
+"""The reward or metric that is positive if an answer is in format."""
 
 
-class Scored(msgspec.Struct):
-    """One episode as it is counted. One that failed has an `error`, and counts in no mean."""
+class ScoredEpisode(msgspec.Struct):
+    """The numbers of one episode. A failed episode has an `error` and is left out of all means."""
 
     key: str
     sample: int
@@ -31,30 +31,30 @@ class Scored(msgspec.Struct):
     rewards: dict[str, float | None] = msgspec.field(default_factory=dict)
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
     in_format: bool | None = None
-    """None where the environment does not tell."""
+    """None if the environment does not report it."""
     tokens: int | None = 0
-    """None where nobody knows: the server deals in words alone, and does not say."""
+    """None if the server returns neither token ids nor usage."""
     thinking_tokens: int | None = None
     thinking_words: int | None = None
-    """None where there is no block of thoughts; tokens also where nobody can count them."""
+    """None without reasoning; tokens also without a tokenizer."""
     truncated: bool = False
     error: str = ""
 
 
-class Completion(Scored):
-    """The same with what was said, by agent."""
+class Completion(ScoredEpisode):
+    """A scored episode with its conversations by agent."""
 
     detail: str = ""
     conversations: dict[str, list[Message]] = msgspec.field(default_factory=dict)
 
 
 class Correctness(NamedTuple):
-    """What says whether an episode is right, as in the evaluations of a run."""
+    """The criterion of a correct episode, as in the evaluations of a run."""
 
     name: str | None = None
-    """A reward or metric; unset: `CORRECT`, or else the whole reward."""
+    """A reward or metric; unset: `CORRECT`, or else the total reward."""
     solved: float | None = None
-    """From which value on it is right; unset: from 1. Where it is set, and no name is, the whole reward counts."""
+    """The lowest value that is correct; unset: 1. If it is set without a name, the total reward is compared."""
 
     @property
     def threshold(self) -> float:
@@ -68,15 +68,15 @@ class Correctness(NamedTuple):
 
 
 class Thinking(NamedTuple):
-    """How thoughts are found in what was written, and measured."""
+    """How reasoning is read and measured."""
 
     written: Callable[[Rollout], list[str]]
-    """The text of every turn, thoughts included."""
-    counted: Callable[[str], int] | None
-    """Tokens of a text; None where there is no tokenizer."""
+    """Returns the text of every turn, reasoning included."""
+    count_tokens: Callable[[str], int] | None
+    """None without a tokenizer."""
 
 
-def completion_of(
+def make_completion(
     key: str,
     sample: int,
     rollouts: Sequence[Rollout],
@@ -85,12 +85,12 @@ def completion_of(
     correct: Correctness,
     tokens: int | None,
 ) -> Completion:
-    """An episode's rollouts as one line: those of the agents that are trained count, or all where none is.
+    """Return an episode's rollouts as one completion: those of trained agents count, or all if none is trained.
 
-    `tags` are those around thoughts; `tokens` is how many its replies took.
+    `tags` enclose reasoning; `tokens` is the number of tokens of all replies.
     """
     conversations = {rollout.agent: rollout.messages for rollout in rollouts}
-    counted = counted_of(rollouts)
+    counted = counted_rollouts(rollouts)
     failed = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
     if failed is not None:
         return Completion(key, sample, error=failed.reason, detail=failed.detail, conversations=conversations)
@@ -107,7 +107,7 @@ def completion_of(
             fix=f"It reports: {names}.",
         )
     formatted = values.get(FORMAT)
-    thoughts = [text for rollout in counted if (text := thoughts_of(rollout, thinking, tags)) is not None]
+    reasoning = [text for rollout in counted if (text := extract_reasoning(rollout, thinking, tags)) is not None]
     return Completion(
         key,
         sample,
@@ -117,42 +117,42 @@ def completion_of(
         metrics=dict(metrics),
         in_format=None if formatted is None else formatted > 0,
         tokens=tokens,
-        thinking_tokens=sum(map(thinking.counted, thoughts)) if thoughts and thinking.counted is not None else None,
-        thinking_words=sum(len(text.split()) for text in thoughts) if thoughts else None,
+        thinking_tokens=sum(map(thinking.count_tokens, reasoning)) if reasoning and thinking.count_tokens else None,
+        thinking_words=sum(len(text.split()) for text in reasoning) if reasoning else None,
         truncated=any(rollout.truncated for rollout in counted),
         conversations=conversations,
     )
 
 
-def counted_of(rollouts: Sequence[Rollout]) -> list[Rollout]:
+def counted_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if rollout.trainable] or list(rollouts)
 
 
-def thoughts_of(rollout: Rollout, thinking: Thinking, tags: tuple[str, str]) -> str | None:
-    """Return all thoughts: between the tags, to the end where they are not closed, or the renderer's own field."""
+def extract_reasoning(rollout: Rollout, thinking: Thinking, tags: tuple[str, str]) -> str | None:
+    """Return all reasoning: between the tags (to the end if they are not closed), or of the `reasoning_content`."""
     opening, closing = tags
-    found = []
+    tagged = []
     for written in thinking.written(rollout):
         _, opened, rest = written.partition(opening)
         if opened:
-            found.append(rest.partition(closing)[0].strip())
+            tagged.append(rest.partition(closing)[0].strip())
     separate = [str(message["reasoning_content"]) for message in rollout.messages if message.get("reasoning_content")]
-    return "\n".join(found or separate) if found or separate else None
+    return "\n".join(tagged or separate) if tagged or separate else None
 
 
 def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for table in tables for name in table)
-    known = {name: [table[name] for table in tables if name in table] for name in names}
-    return {name: sum(values) / len(values) for name, values in known.items()}
+    values_by_name = {name: [table[name] for table in tables if name in table] for name in names}
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
 class CompletionsFile:
-    """A model's `completions.jsonl`. Opening it reads what is there."""
+    """A model's `completions.jsonl`. The constructor reads existing episodes."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.scored = _read(path) if path.is_file() else {}
-        """By task key and number of the sample."""
+        """By task key and sample index."""
         self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
 
     def append(self, completion: Completion) -> None:
@@ -164,14 +164,15 @@ class CompletionsFile:
         self._file.close()
 
     def lacks(self, key: str, sample: int) -> bool:
-        known = self.scored.get((key, sample))
-        return known is None or bool(known.error)
+        """Return whether an episode is missing or has failed."""
+        episode = self.scored.get((key, sample))
+        return episode is None or bool(episode.error)
 
 
-def _read(path: Path) -> dict[tuple[str, int], Scored]:
-    """Its episodes. Half a line at its end is cut off."""
+def _read(path: Path) -> dict[tuple[str, int], ScoredEpisode]:
+    """Read all episodes and truncate the file to its last complete line."""
     scored = {}
-    decoder = msgspec.json.Decoder(Scored)
+    decoder = msgspec.json.Decoder(ScoredEpisode)
     with open(path, "rb+") as file:
         whole = 0
         for number, line in enumerate(file, 1):

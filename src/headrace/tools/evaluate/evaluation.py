@@ -1,7 +1,7 @@
-"""All models of an evaluation, as many at once as there are engines. The environment is loaded once.
+"""Evaluation of several models on one environment, as many concurrently as there are engines.
 
-Each model has a folder with its episodes and with what they were made under. Another evaluation does not mix with
-them: it is refused. A model that cannot be evaluated says why in its result, and the next one follows.
+Each model has a folder with its episodes and their settings. An evaluation with other settings in the same folder is
+refused. A model that cannot be evaluated has the reason in its result, and the others continue.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from headrace.launch.saved_config import read_run
 from headrace.launch.server_target import key_in
 from headrace.orchestrator.shutdown import wait_until_closed
 from headrace.rollout.types import Task
-from headrace.tools.evaluate.completions import CompletionsFile, Scored
-from headrace.tools.evaluate.engines import Team, gpus_per_engine, teams_of, this_machine
-from headrace.tools.evaluate.exam import Conditions, Examples, Tags, examine, missing
-from headrace.tools.evaluate.models import Candidate
-from headrace.tools.evaluate.results import Result, failures, result_of, unmatched_tags
-from headrace.tools.evaluate.rollouts import saving_rollouts
-from headrace.tools.evaluate.serving import engine_urls, serving
+from headrace.tools.evaluate.candidates import Candidate
+from headrace.tools.evaluate.completions import CompletionsFile, ScoredEpisode
+from headrace.tools.evaluate.episodes import Conditions, Examples, Tags, missing, run_episodes, save_rollouts
+from headrace.tools.evaluate.results import ModelResult, compute_result, failures_notice, missing_tags_notice
+from headrace.tools.evaluate.servers import EngineSet, Machine, engine_urls, gpus_per_engine, plan_engine_sets, serving
 from headrace.transport.files import MARKER, write_atomically
 
 log = logging.getLogger(__name__)
@@ -39,7 +37,7 @@ log = logging.getLogger(__name__)
 COMPLETIONS = "completions.jsonl"
 
 Progress = Callable[[str, int, int], AbstractContextManager[Callable[[], None]]]
-"""Shows how far a model has come, from so many episodes to all of them; called back as each one ends."""
+"""Shows the progress of a model from its name, finished and total episodes; yields a callback per finished episode."""
 
 
 class Evaluation(NamedTuple):
@@ -47,75 +45,77 @@ class Evaluation(NamedTuple):
     env: str
     args: dict[str, Any]
     workers: int
-    """Processes for an environment that computes; 0: none."""
+    """Worker processes of the environment; 0: none."""
     num_examples: int | None
     conditions: Conditions
     renderer: dict[str, Any]
-    """Options over those of the run that a model is of."""
+    """Options that override those of a model's run."""
     serve_options: Sequence[str]
     key_var: str
     engines: int | None = None
-    """Engines on this machine at once; unset: one on each GPU, or what the cores have room for."""
+    """Concurrent engines on this machine; unset: one per GPU, or as many as the cores allow."""
 
     def settings(self, candidate: Candidate, weights: Any, tags: Sequence[Tags]) -> dict[str, Any]:
-        """What its episodes depend on. More examples or samples are only more of the same."""
-        given = self.conditions
+        """Return the settings that episodes depend on, without the numbers of examples and samples."""
+        conditions = self.conditions
         return {
             "model": str(Path(candidate.source).resolve()) if Path(candidate.source).exists() else candidate.source,
             "weights": weights,
             "environment": self.env,
             "args": self.args,
-            "sampling": given.sampling,
-            "seq_len": given.seq_len,
-            "seed": given.seed,
+            "sampling": conditions.sampling,
+            "seq_len": conditions.seq_len,
+            "seed": conditions.seed,
             "tags": list(tags[0]) if len(tags) == 1 else [list(pair) for pair in tags],
-            "correct": given.correct.name,
-            **({} if given.correct.solved is None else {"solved": given.correct.solved}),
+            "correct": conditions.correct.name,
+            **({} if conditions.correct.solved is None else {"solved": conditions.correct.solved}),
             "renderer": self.renderer,
-            **({} if given.endpoint_model is None else {"endpoint_model": given.endpoint_model}),
+            **({} if conditions.endpoint_model is None else {"endpoint_model": conditions.endpoint_model}),
         }
 
 
-class Outcome(NamedTuple):
-    result: Result
-    scored: list[Scored]
+class EvaluationOutcome(NamedTuple):
+    result: ModelResult
+    scored: list[ScoredEpisode]
     error: Exception | None = None
-    """Why the model could not be evaluated; `result.failure` has its message."""
+    """The exception whose message is `result.failure`."""
 
 
-async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress) -> list[Outcome]:
-    """Return what each candidate came to, in their order. As many are evaluated at once as there are engines for."""
+async def evaluate(
+    evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress
+) -> list[EvaluationOutcome]:
+    """Evaluate all candidates; return their outcomes in order."""
     environment = load_environment(evaluation.env, evaluation.args)
-    examples = examples_of(environment, evaluation)
+    examples = select_examples(environment, evaluation)
     started_here = 0
-    for candidate in candidates:  # before the first of them takes an hour
+    for candidate in candidates:  # refuse invalid settings before the first episode
         await _settings(evaluation, candidate, examples)
         started_here += candidate.kind != "endpoint" and _is_incomplete(evaluation, candidate, environment, examples)
-    teams: asyncio.Queue[Team] = asyncio.Queue()
+    free_engines: asyncio.Queue[EngineSet] = asyncio.Queue()
     if started_here:
-        each = gpus_per_engine(evaluation.serve_options)
-        for team in teams_of(this_machine(), evaluation.engines, each, started_here):
-            teams.put_nowait(team)
+        gpus_each = gpus_per_engine(evaluation.serve_options)
+        for engines in plan_engine_sets(Machine.local(), evaluation.engines, gpus_each, started_here):
+            free_engines.put_nowait(engines)
     if evaluation.workers:
         environment = WorkerPool(environment, evaluation.env, evaluation.args, size=evaluation.workers)
     try:
         await environment.start()
         async with asyncio.TaskGroup() as group:
             jobs = [
-                group.create_task(_outcome(evaluation, candidate, environment, examples, teams, progress))
+                group.create_task(_try_evaluate(evaluation, candidate, environment, examples, free_engines, progress))
                 for candidate in candidates
             ]
         return [job.result() for job in jobs]
     finally:
-        await wait_until_closed({asyncio.create_task(_close(environment)): f"the environment {evaluation.env}"})
 
+        async def close() -> None:
+            await environment.close()
 
-async def _close(environment: Environment) -> None:
-    await environment.close()
+        await wait_until_closed({asyncio.create_task(close()): f"the environment {evaluation.env}"})
 
 
 def _is_incomplete(evaluation: Evaluation, candidate: Candidate, environment: Environment, examples: Examples) -> bool:
-    """Whether episodes are left to run, so that the candidate needs an engine."""
+    """Return whether episodes are left to run, so that the candidate needs an engine."""
     path = evaluation.output / candidate.name / COMPLETIONS
     if not path.is_file():
         return True
@@ -124,40 +124,42 @@ def _is_incomplete(evaluation: Evaluation, candidate: Candidate, environment: En
         return bool(missing(examples.tasks, samples, done, together=environment.scores_groups))
 
 
-def examples_of(environment: Environment, evaluation: Evaluation) -> Examples:
-    """The tasks that are asked for, each once, with the tags around thoughts: those given, else the environment's."""
+def select_examples(environment: Environment, evaluation: Evaluation) -> Examples:
+    """Return the first tasks without duplicates, and their reasoning tags: those configured, else the environment's."""
     tasks = list({task.key: task for task in tasks_of(environment, evaluation.env)}.values())[: evaluation.num_examples]
-    given = evaluation.conditions.tags
-    return Examples(tasks, {task.key: given or _tags(environment, task) for task in tasks})
+    configured = evaluation.conditions.tags
+    return Examples(tasks, {task.key: configured or _tags(environment, task) for task in tasks})
 
 
 def _tags(environment: Environment, task: Task) -> Tags:
     tags: Any = environment.thinking_tags(task)
     if not (isinstance(tags, tuple | list) and len(tags) == 2 and all(isinstance(tag, str) and tag for tag in tags)):
         raise BadInput(
-            "must be two texts, the tags around thoughts", key=f"{type(environment).__name__}.thinking_tags", value=tags
+            "must be two texts, the tags around reasoning",
+            key=f"{type(environment).__name__}.thinking_tags",
+            value=tags,
         )
     return tags[0], tags[1]
 
 
-async def _outcome(
+async def _try_evaluate(
     evaluation: Evaluation,
     candidate: Candidate,
     environment: Environment,
     examples: Examples,
-    teams: asyncio.Queue[Team],
+    free_engines: asyncio.Queue[EngineSet],
     progress: Progress,
-) -> Outcome:
-    """What a model came to; whatever it fails with costs the others nothing."""
+) -> EvaluationOutcome:
+    """Evaluate one model; a failure becomes its outcome, so that the other models continue."""
     try:
-        return await _evaluate(evaluation, candidate, environment, examples, teams, progress)
+        return await _evaluate(evaluation, candidate, environment, examples, free_engines, progress)
     except (Failure, EngineCallError) as error:
         failure: Exception = error
         message = str(error)
     except Exception as error:
         log.exception("%s could not be evaluated", candidate.name)
         failure, message = error, f"{type(error).__name__}: {error}"
-    return Outcome(Result(candidate.name, candidate.source, failure=message), [], failure)
+    return EvaluationOutcome(ModelResult(candidate.name, candidate.source, failure=message), [], failure)
 
 
 async def _evaluate(
@@ -165,64 +167,69 @@ async def _evaluate(
     candidate: Candidate,
     environment: Environment,
     examples: Examples,
-    teams: asyncio.Queue[Team],
+    free_engines: asyncio.Queue[EngineSet],
     progress: Progress,
-) -> Outcome:
+) -> EvaluationOutcome:
     folder, tasks = evaluation.output / candidate.name, examples.tasks
-    settings, given = await _settings(evaluation, candidate, examples), evaluation.conditions
+    settings, conditions = await _settings(evaluation, candidate, examples), evaluation.conditions
     write_atomically(folder / "settings.json", msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
     with closing(CompletionsFile(folder / COMPLETIONS)) as done:
-        if left := missing(tasks, given.samples, done, together=environment.scores_groups):
-            total = len(tasks) * given.samples
-            renderer = _renderer_of(candidate) | evaluation.renderer
+        if left := missing(tasks, conditions.samples, done, together=environment.scores_groups):
+            total = len(tasks) * conditions.samples
+            renderer = _renderer_options(candidate) | evaluation.renderer
             options = evaluation.serve_options, evaluation.key_var, folder / "serve.log"
-            async with _team_for(candidate, teams) as team:
+            async with _acquire_engines(candidate, free_engines) as engines:
                 with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
-                    saving = saving_rollouts(folder / "rollouts", candidate.step or 0)
-                    async with serving(candidate, *options, team) as served, saving as save:
-                        await examine(environment, examples, served, renderer, given, done, save, ended)
-        scored = [done.scored[task.key, sample] for task in tasks for sample in range(given.samples)]
-    result = result_of(candidate.name, candidate.source, scored, given.samples, given.correct)
+                    saving = save_rollouts(folder / "rollouts", candidate.step or 0)
+                    async with serving(candidate, *options, engines) as served, saving as save:
+                        await run_episodes(environment, examples, served, renderer, conditions, done, save, ended)
+        scored = [done.scored[task.key, sample] for task in tasks for sample in range(conditions.samples)]
+    result = compute_result(candidate.name, candidate.source, scored, conditions.samples, conditions.correct)
     if all(episode.error for episode in scored):
         reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
-        return Outcome(Result(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), [])
+        return EvaluationOutcome(
+            ModelResult(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), []
+        )
     result.run, result.step = str(candidate.run or ""), candidate.step
     result.thinking_tags = examples.pairs
-    result.notices = list(filter(None, [unmatched_tags(scored, examples.pairs), failures(result)]))
-    return Outcome(result, scored)
+    result.notices = list(filter(None, [missing_tags_notice(scored, examples.pairs), failures_notice(result)]))
+    return EvaluationOutcome(result, scored)
 
 
 @asynccontextmanager
-async def _team_for(candidate: Candidate, teams: asyncio.Queue[Team]) -> AsyncIterator[Team]:
-    """Wait for a team of engines that no other model is using; an endpoint needs none."""
+async def _acquire_engines(candidate: Candidate, free_engines: asyncio.Queue[EngineSet]) -> AsyncIterator[EngineSet]:
+    """Wait for a free set of engines; an endpoint needs none."""
     if candidate.kind == "endpoint":
         yield ()
         return
-    team = await teams.get()
+    engines = await free_engines.get()
     try:
-        yield team
+        yield engines
     finally:
-        teams.put_nowait(team)
+        free_engines.put_nowait(engines)
 
 
 async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Examples) -> dict[str, Any]:
-    """What its episodes are made under; refused if those that it has were made otherwise."""
-    is_served = candidate.kind == "endpoint"
-    weights = await _served(candidate, evaluation.key_var) if is_served else _age(candidate)
-    return _agreed(evaluation.output / candidate.name, evaluation.settings(candidate, weights, examples.pairs))
-
-
-def _agreed(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a candidate's episodes; raises `BadInput` if its saved episodes have others."""
+    weights: Any
+    if candidate.kind == "endpoint":  # names and versions from Headrace servers; None from others or if they are gone
+        client = EngineClient(engine_urls(candidate), api_key=key_in(evaluation.key_var))
+        health = await client.health_by_url()
+        await client.close()
+        weights = sorted({f"{each.model} {each.version}" for each in health.values()}) or None
+    else:  # the newest modification time: a model that was trained further is another model
+        weights = _modified_ns(candidate)
+    folder, settings = evaluation.output / candidate.name, evaluation.settings(candidate, weights, examples.pairs)
     path = folder / "settings.json"
     if not path.is_file() or not (folder / COMPLETIONS).is_file():
         return settings
     was = msgspec.json.decode(path.read_bytes())
-    if settings["weights"] is None:  # a server that is gone, say: what it has answered can still be looked at
+    if settings["weights"] is None:  # finished episodes of a server that is gone can still be reported
         settings["weights"] = was.get("weights")
     now = msgspec.json.decode(msgspec.json.encode(settings))
     changed = [
         BadInput(
-            f"the episodes in this folder were made with {was.get(key)!r}",
+            f"the episodes in this folder were sampled with {was.get(key)!r}",
             key=key,
             value=now[key],
             file=folder,
@@ -236,22 +243,13 @@ def _agreed(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-async def _served(endpoint: Candidate, key_var: str) -> list[str] | None:
-    """The weights that servers of ours say they have; of others, and if none answers, nothing is known."""
-    client = EngineClient(engine_urls(endpoint), api_key=key_in(key_var))
-    answers = await client.health_by_url()
-    await client.close()
-    return sorted({f"{health.model} {health.version}" for health in answers.values()}) or None
-
-
-def _age(candidate: Candidate) -> int | None:
-    """When the newest of its weights were written: a model that was trained further is another one."""
+def _modified_ns(candidate: Candidate) -> int | None:
     files = Path(candidate.source).glob(MARKER if candidate.kind == "checkpoint" else "*.safetensors")
     return max((file.stat().st_mtime_ns for file in files), default=None)
 
 
-def _renderer_of(candidate: Candidate) -> dict[str, Any]:
-    """How the run that it is of made prompts; nothing for a model of no run."""
+def _renderer_options(candidate: Candidate) -> dict[str, Any]:
+    """Return the renderer options of the candidate's run; empty without a run."""
     if candidate.run is None or not (candidate.run / "config.toml").is_file():
         return {}
     config = read_run(candidate.run)

@@ -1,7 +1,7 @@
-"""From episodes to a model's numbers: means over examples with intervals, and failures by reason. Pure functions.
+"""The numbers of a model from its episodes: means over examples with bootstrap intervals, and failures by reason.
 
-Each number is the mean over examples of the mean over an example's samples. A failed episode is left out of all of them
-and counted as `failed`, as in the evaluations of a run.
+Each number is the mean over examples of the mean over an example's samples. Failed episodes are left out of all of them
+and counted as `failed`, as in the evaluations of a run. Pure functions.
 """
 
 from __future__ import annotations
@@ -11,14 +11,62 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from headrace.errors import BadInput
 from headrace.orchestrator.batch_metrics import MAX_FAILED_SHARE
 from headrace.rollout.pass_at_k import pass_rates
-from headrace.tools.evaluate.completions import Correctness, Scored
-from headrace.tools.evaluate.estimates import Estimate, Spread, estimate, spread_of
+from headrace.tools.evaluate.completions import Correctness, ScoredEpisode
 
-LENGTH_OF: dict[str, Callable[[Scored], float | None]] = {
+RESAMPLES = 1000
+MAX_DRAWS_PER_CHUNK = 1_000_000
+"""Bounds the memory of a bootstrap."""
+CONFIDENCE = 0.95
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over examples with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Distribution of the values of single episodes; `p5` is the 5% quantile."""
+
+    median: float
+    std: float
+    min: float
+    p5: float
+    p25: float
+    p75: float
+    p95: float
+    max: float
+
+
+def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the mean of one value per example with its bootstrap percentile interval.
+
+    The same seed draws the same examples for all models.
+    """
+    array = np.asarray(values, np.float64)
+    rng = np.random.default_rng(seed)
+    rows = max(1, MAX_DRAWS_PER_CHUNK // len(array))
+    sizes = [min(rows, RESAMPLES - done) for done in range(0, RESAMPLES, rows)]
+    means = np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(axis=1) for size in sizes])
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(float(array.mean()), float(low), float(high))
+
+
+def compute_spread(values: Sequence[float]) -> Spread:
+    """Return quantiles, with linear interpolation, and the standard deviation (divided by n)."""
+    array = np.asarray(values, np.float64)
+    least, p5, p25, median, p75, p95, most = np.quantile(array, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist()
+    return Spread(median, float(array.std()), least, p5, p25, p75, p95, most)
+
+
+LENGTH_OF: dict[str, Callable[[ScoredEpisode], float | None]] = {
     "tokens": lambda episode: episode.tokens,
     "thinking_tokens": lambda episode: episode.thinking_tokens,
     "thinking_words": lambda episode: episode.thinking_words,
@@ -26,91 +74,86 @@ LENGTH_OF: dict[str, Callable[[Scored], float | None]] = {
 """Measures of length, which are reported with quantiles."""
 
 
-class Result(msgspec.Struct):
-    """What one model came to; `failure` says why there are no numbers, where there are none."""
+class ModelResult(msgspec.Struct):
+    """The numbers of one model; `failure` is the reason if it could not be evaluated."""
 
     name: str
     source: str
     examples: int = 0
     samples: int = 0
-    """Of each example."""
+    """Samples per example."""
     estimates: dict[str, Estimate] = msgspec.field(default_factory=dict)
     lengths: dict[str, Spread] = msgspec.field(default_factory=dict)
-    """By measure, over the episodes that have it."""
+    """By measure: the distribution over the episodes that have it."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
     failure: str = ""
     run: str = ""
-    """The run that it is of, where it is of one."""
+    """The directory of the model's run, if it has one."""
     step: int | None = None
-    """After which of the run's optimizer steps, for a checkpoint."""
+    """The optimizer step of a checkpoint."""
     thinking_tags: list[tuple[str, str]] = msgspec.field(default_factory=list)
-    """Those between which thoughts were looked for."""
+    """The tags around reasoning."""
     notices: list[str] = msgspec.field(default_factory=list)
-    """What makes a number mean less than it seems to."""
+    """Warnings about the numbers."""
 
 
-class Score(NamedTuple):
-    """What models are compared by, and what it is called in pictures."""
+class ScoreMeasure(NamedTuple):
+    """The measure that models are compared by, and its label in charts."""
 
     measure: str
     name: str
 
 
-def score_of(measured: Sequence[Collection[str]], samples: int) -> Score:
-    """Return accuracy where all models have one, else the mean reward.
-
-    `measured` has the names of the measures of each model.
-    """
-    binary = all("pass@1" in names for names in measured)
-    return Score("pass@1", "accuracy") if binary else Score(f"avg@{samples}", "mean reward")
+def choose_score(measures: Sequence[Collection[str]], samples: int) -> ScoreMeasure:
+    """Return accuracy if all models have it, else the mean reward; `measures` has the names of each model."""
+    binary = all("pass@1" in names for names in measures)
+    return ScoreMeasure("pass@1", "accuracy") if binary else ScoreMeasure(f"avg@{samples}", "mean reward")
 
 
-def result_of(name: str, source: str, scored: Sequence[Scored], samples: int, correct: Correctness) -> Result:
-    """`scored` has as many samples of each example as there are."""
-    by_key: dict[str, list[Scored]] = {}
+def compute_result(
+    name: str, source: str, scored: Sequence[ScoredEpisode], samples: int, correct: Correctness
+) -> ModelResult:
+    """Compute a model's numbers from all its episodes, `samples` of each example."""
+    by_key: dict[str, list[ScoredEpisode]] = {}
     for episode in scored:
         by_key.setdefault(episode.key, []).append(episode)
     groups = list(by_key.values())
-    whole = [[episode for episode in group if not episode.error] for group in groups]
-    values = {f"avg@{samples}": _means(whole, lambda episode: episode.reward)}
-    right = [[correct.value(each.rewards | each.metrics, each.reward) for each in group] for group in whole]
-    values |= {f"pass@{k}": rates for k, rates in pass_rates(right, samples, correct.solved).items()}
-    readings: dict[str, Callable[[Scored], float | None]] = {
+    succeeded = [[episode for episode in group if not episode.error] for group in groups]
+    values = {f"avg@{samples}": _means(succeeded, lambda episode: episode.reward)}
+    scores = [[correct.value(each.rewards | each.metrics, each.reward) for each in group] for group in succeeded]
+    values |= {f"pass@{k}": rates for k, rates in pass_rates(scores, samples, correct.solved).items()}
+    readings: dict[str, Callable[[ScoredEpisode], float | None]] = {
         "format": lambda episode: episode.in_format,
         **LENGTH_OF,
         "thinks": lambda episode: episode.thinking_words is not None,
         "truncated": lambda episode: episode.truncated,
     }
-    values |= {measure: _means(whole, read) for measure, read in readings.items()}
+    values |= {measure: _means(succeeded, read) for measure, read in readings.items()}
     values["failed"] = _means(groups, lambda episode: bool(episode.error))
-    for part in sorted({part for group in whole for episode in group for part in episode.rewards}):
-        values[f"reward/{part}"] = _means(whole, lambda episode, part=part: episode.rewards.get(part))  # type: ignore[misc]
-    for part in sorted({part for group in whole for episode in group for part in episode.metrics}):
-        values[f"metric/{part}"] = _means(whole, lambda episode, part=part: episode.metrics.get(part))  # type: ignore[misc]
-    estimates = {measure: estimate(known) for measure, known in values.items() if known}
+    episodes = [episode for group in succeeded for episode in group]
+    for part in sorted({part for episode in episodes for part in episode.rewards}):
+        values[f"reward/{part}"] = _means(succeeded, lambda episode, part=part: episode.rewards.get(part))  # type: ignore[misc]
+    for part in sorted({part for episode in episodes for part in episode.metrics}):
+        values[f"metric/{part}"] = _means(succeeded, lambda episode, part=part: episode.metrics.get(part))  # type: ignore[misc]
+    estimates = {measure: estimate(of_measure) for measure, of_measure in values.items() if of_measure}
+    lengths = {}
+    for measure, read in LENGTH_OF.items():
+        if of_episodes := [value for episode in episodes if (value := read(episode)) is not None]:
+            lengths[measure] = compute_spread(of_episodes)
     errors = Counter(episode.error for episode in scored if episode.error)
-    return Result(name, source, len(groups), samples, estimates, lengths_of(scored), dict(sorted(errors.items())))
+    return ModelResult(name, source, len(groups), samples, estimates, lengths, dict(sorted(errors.items())))
 
 
-def lengths_of(scored: Sequence[Scored]) -> dict[str, Spread]:
-    """Return how each measure of length is spread over the episodes that ended and have it."""
-    ended = [episode for episode in scored if not episode.error]
-    values = {
-        name: [value for episode in ended if (value := read(episode)) is not None] for name, read in LENGTH_OF.items()
-    }
-    return {name: spread_of(known) for name, known in values.items() if known}
-
-
-def unmatched_tags(scored: Sequence[Scored], pairs: Sequence[tuple[str, str]]) -> str | None:
-    """Return the notice that no completion has thoughts between these tags; None where one has."""
+def missing_tags_notice(scored: Sequence[ScoredEpisode], pairs: Sequence[tuple[str, str]]) -> str | None:
+    """Return a warning if no completion has reasoning between these tags."""
     if any(episode.thinking_words is not None for episode in scored):
         return None
-    looked_for = " or ".join(f"{opening}...{closing}" for opening, closing in pairs)
-    return f"no completion has {looked_for}: thinking is not measured. --think-tags OPENING CLOSING sets other tags."
+    tags = " or ".join(f"{opening}...{closing}" for opening, closing in pairs)
+    return f"no completion has {tags}: thinking is not measured. --think-tags OPENING CLOSING sets other tags."
 
 
-def failures(result: Result) -> str | None:
-    """Return the notice that more than `MAX_FAILED_SHARE` of the episodes failed; None where fewer did."""
+def failures_notice(result: ModelResult) -> str | None:
+    """Return a warning if more than `MAX_FAILED_SHARE` of the episodes failed."""
     share = result.estimates["failed"].value
     if share <= MAX_FAILED_SHARE:
         return None
@@ -118,29 +161,29 @@ def failures(result: Result) -> str | None:
     return f"{share:.0%} of the episodes failed and are left out of every mean ({reasons})."
 
 
-def _means(groups: Iterable[Sequence[Scored]], read: Callable[[Scored], float | None]) -> list[float]:
-    """By example, the mean over its samples that have a value; examples of which none has are left out."""
-    known = [[float(value) for episode in group if (value := read(episode)) is not None] for group in groups]
-    return [sum(several) / len(several) for several in known if several]
+def _means(groups: Iterable[Sequence[ScoredEpisode]], read: Callable[[ScoredEpisode], float | None]) -> list[float]:
+    """Return the mean of each example over its samples that have a value; examples without values are left out."""
+    values = [[float(value) for episode in group if (value := read(episode)) is not None] for group in groups]
+    return [sum(of_example) / len(of_example) for of_example in values if of_example]
 
 
 class ZeroShot(msgspec.Struct):
-    """A line of the record with which `token_utilisation_reward` compares: how the base model fared on an example."""
+    """A line of the record of a base model's results by example, which `token_utilisation_reward` reads."""
 
     key: str
     correct: bool
     thinking_tokens: int
 
 
-def zero_shot_of(scored: Sequence[Scored]) -> list[ZeroShot]:
-    """One line per example: right if most of its samples are, with their mean length. What only failed has none."""
+def zero_shot_record(scored: Sequence[ScoredEpisode]) -> list[ZeroShot]:
+    """Return one line per example: correct if most of its samples are, and their mean length; failures are skipped."""
     if any(episode.thinking_tokens is None and episode.thinking_words is not None for episode in scored):
         raise BadInput(
-            "the record counts thoughts in tokens, and the server has chat completions alone, without token ids",
+            "the record needs the length of reasoning in tokens, and the server does not return token ids",
             key="--zero-shot",
-            fix="Give --tokenizer DIR.",
+            fix="Set --tokenizer DIR.",
         )
-    by_key: dict[str, list[Scored]] = {}
+    by_key: dict[str, list[ScoredEpisode]] = {}
     for episode in scored:
         if not episode.error:
             by_key.setdefault(episode.key, []).append(episode)

@@ -10,9 +10,8 @@ from headrace.observe.chart import comparison_chart
 from headrace.observe.history import Curve
 from headrace.tools.compare.comparison import smaller_is_better
 from headrace.tools.evaluate.charts import accuracy_chart, length_chart
-from headrace.tools.evaluate.estimates import Estimate
 from headrace.tools.evaluate.report import LENGTHS
-from headrace.tools.evaluate.results import score_of
+from headrace.tools.evaluate.results import Estimate, choose_score
 from headrace.tools.sweep.results import Results, RunResult
 
 MOST_LINES = 12
@@ -53,7 +52,7 @@ def best(results: Results) -> list[str]:
 def evaluation_charts(results: Results) -> list[Chart]:
     """Of the variants whose models were evaluated."""
     known = [run for run in results.runs if run.evaluation]
-    score = score_of([run.evaluation for run in known], results.samples)
+    score = choose_score([run.evaluation for run in known], results.samples)
     scores = by_variant(known, lambda run: run.evaluation.get(score.measure))
     if not scores:
         return []

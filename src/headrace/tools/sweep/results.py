@@ -12,8 +12,7 @@ import msgspec
 
 from headrace.observe.history import Curve, History, Record, Tail
 from headrace.tools.compare.comparison import HELD_OUT, PREFERRED, curve_of, final_value, is_evaluation
-from headrace.tools.evaluate.estimates import Estimate
-from headrace.tools.evaluate.results import Result
+from headrace.tools.evaluate.results import Estimate, ModelResult
 from headrace.tools.sweep.record import RunRecord, State, SweepRecord, state_of
 from headrace.transport.run_dir import RunDir
 
@@ -54,7 +53,7 @@ class Results(NamedTuple):
 
 
 class _Evaluation(msgspec.Struct):
-    models: list[Result]
+    models: list[ModelResult]
 
 
 class _Read(NamedTuple):
@@ -119,7 +118,7 @@ def _result(run: RunRecord, state: State, read: _Read) -> RunResult:
     )
 
 
-def read_evaluation(directory: Path) -> dict[Path, Result]:
+def read_evaluation(directory: Path) -> dict[Path, ModelResult]:
     """What `headrace eval` said about final models, by run; nothing where there was no evaluation."""
     path = directory / EVALUATION / "results.json"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Which models are meant: a model, a run's final model or its permanent checkpoints, a folder of runs, an endpoint."""
+"""The models to evaluate, and the environment of a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from headrace.errors import BadInput
 from headrace.launch.run_directory import is_run
+from headrace.launch.saved_config import read_run
+from headrace.runfile.run import RunConfig
 from headrace.text.hub import model_directory
 from headrace.tools.names import short_names
 from headrace.transport.files import MARKER
@@ -21,29 +23,29 @@ class Candidate(NamedTuple):
     """A model to evaluate. `source` is a model directory or hub name, a checkpoint, or addresses of servers."""
 
     name: str
-    """Unlike all others of the evaluation; also the folder for what it says."""
+    """Unique within the evaluation; also the name of the model's folder."""
     kind: Literal["model", "checkpoint", "endpoint"]
     source: str
     run: Path | None = None
-    """The run that it is of."""
+    """The directory of the model's run."""
 
     @property
     def step(self) -> int | None:
-        """Of a checkpoint of a run."""
+        """The optimizer step of a run's checkpoint."""
         number = Path(self.source).name.removeprefix("step-")
         return int(number) if self.kind == "checkpoint" and number.isdecimal() else None
 
 
 def find_models(targets: Sequence[str], *, permanent: bool) -> list[Candidate]:
-    """In the order given; those of a folder by their names, with numbers in them by size."""
-    found = [candidate for target in targets for candidate in _find(target, permanent)]
-    unlike = list({(candidate.kind, candidate.source): candidate for candidate in found}.values())
-    names = short_names([candidate.name for candidate in unlike])
-    return [candidate._replace(name=name) for candidate, name in zip(unlike, names, strict=True)]
+    """Return the models of all targets in order, without duplicates; runs of a folder in natural sort order."""
+    candidates = [candidate for target in targets for candidate in _find(target, permanent)]
+    unique = list({(candidate.kind, candidate.source): candidate for candidate in candidates}.values())
+    names = short_names([candidate.name for candidate in unique])
+    return [candidate._replace(name=name) for candidate, name in zip(unique, names, strict=True)]
 
 
 def _find(target: str, permanent: bool) -> list[Candidate]:
-    """With long names: all of the path."""
+    """Return the models of one target, named by their absolute path."""
     if "://" in target:
         urls = target.split(",")
         return [Candidate("+".join(urlsplit(url).netloc.replace(":", "-") for url in urls), "endpoint", target)]
@@ -57,13 +59,13 @@ def _find(target: str, permanent: bool) -> list[Candidate]:
         runs = [*filter(is_run, path.glob("*"))] or [*filter(is_run, path.glob("*/*"))]
         if not runs:
             raise BadInput(
-                "this directory is neither a model (no config.json) nor a run nor a checkpoint, and has no runs in it",
+                "this directory is not a model (no config.json), a run or a checkpoint, and contains no runs",
                 key="CHECKPOINT",
                 value=target,
-                fix="Give a model, a run, a folder of runs, a checkpoint or http://HOST:PORT.",
+                fix="Name a model, a run, a folder of runs, a checkpoint or http://HOST:PORT.",
             )
         return [candidate for run in sorted(runs, key=_by_numbers) for candidate in _of_run(run, permanent)]
-    model_directory(target, "CHECKPOINT")  # it is there, or this says where it was looked for
+    model_directory(target, "CHECKPOINT")  # raises if the model does not exist
     return [Candidate(_long_name(path) if path.is_dir() else target, "model", target)]
 
 
@@ -77,7 +79,7 @@ def _of_run(run: Path, permanent: bool) -> list[Candidate]:
             "the run has no permanent checkpoint",
             key="CHECKPOINT",
             value=str(run),
-            fix="ckpt.permanent_interval in its run file makes them; --checkpoints final takes its final model.",
+            fix="Set ckpt.permanent_interval in its run file, or use --checkpoints final.",
         )
     return [
         Candidate(f"{_long_name(run)}/step-{int(path.name.removeprefix('step-'))}", "checkpoint", str(path), run)
@@ -86,9 +88,37 @@ def _of_run(run: Path, permanent: bool) -> list[Candidate]:
 
 
 def _long_name(path: Path) -> str:
-    return os.path.abspath(path).strip("/")  # a link's own name, not that of what it leads to
+    return os.path.abspath(path).strip("/")  # does not resolve links
 
 
 def _by_numbers(path: Path) -> list[tuple[float, str]]:
     pieces = re.split(r"(\d+(?:\.\d+)?)", path.name)
     return [(float(piece), "") if number % 2 else (0.0, piece) for number, piece in enumerate(pieces)]
+
+
+class RunEnvironment(NamedTuple):
+    id: str
+    name: str
+    args: dict[str, Any]
+    run: Path
+    """The run that has this environment."""
+
+
+def run_environment(candidates: Sequence[Candidate]) -> RunEnvironment:
+    """Return the evaluation environment of the first run, or else its training environment, for all models.
+
+    Runs of a sweep may have different rewards, so one environment is used for all.
+    """
+    run = next((candidate.run for candidate in candidates if candidate.run is not None), None)
+    if run is None:
+        raise BadInput("the models have no run with an environment", key="--env", fix="Set --env ID.")
+    config = read_run(run)
+    if isinstance(config, RunConfig):
+        listed = config.orchestrator.eval.env or config.orchestrator.train.env
+    else:
+        listed = config.eval.env
+    if len(listed) != 1:
+        names = ", ".join(env.name for env in listed) or "none"
+        raise BadInput(f"{run} has {names}", key="--env", fix="Set --env ID.")
+    [env] = listed
+    return RunEnvironment(env.id, env.name, dict(env.args), run)

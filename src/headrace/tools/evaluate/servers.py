@@ -1,0 +1,164 @@
+"""Servers of evaluated models: endpoints that are running already, or engines that are started on this machine.
+
+Models take turns on sets of engines. A set is one engine if there are more models than engines, and several engines
+that share a model's episodes otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.config.base import Tree
+from headrace.config.inference import InferenceConfig
+from headrace.errors import BadInput, Failure
+from headrace.launch.local import threads, usable_cores
+from headrace.launch.placement import seeing
+from headrace.launch.private_server import PrivateServer
+from headrace.launch.server_target import base_url, key_in
+from headrace.machine import free_memory, visible_gpus
+from headrace.runfile.reading import parse_overrides, put, validate
+from headrace.tools.evaluate.candidates import Candidate
+
+CORES_PER_ENGINE = 2
+MEMORY_PER_ENGINE_BYTES = 2 << 30
+"""Memory of an engine with a small model and without a GPU."""
+
+EngineSet = Sequence[Mapping[str, str]]
+"""Engines that serve one model at a time: the environment variables of each engine's process."""
+
+
+class Machine(NamedTuple):
+    gpus: Sequence[str]
+    cores: int
+    memory: int
+    """Free bytes."""
+
+    @classmethod
+    def local(cls) -> Machine:
+        return cls(visible_gpus(), usable_cores(), free_memory())
+
+
+def gpus_per_engine(serve_options: Sequence[str]) -> int:
+    """Return the number of GPUs of a server with these options of `headrace serve`; raises on invalid options."""
+    tree: Tree = {}
+    for key, value in parse_overrides(serve_options):
+        put(tree, key, value)
+    config, _ = validate(InferenceConfig, tree, "--serve-args")
+    return config.gpus_per_server
+
+
+def plan_engine_sets(machine: Machine, wanted: int | None, gpus_each: int, models: int) -> list[EngineSet]:
+    """Return the sets of engines on which `models` take turns, with `wanted` engines in total.
+
+    If `wanted` is None: one engine per `gpus_each` GPUs; without GPUs one per model, as far as there are 2 cores and
+    2 GiB of free memory for each.
+    """
+    sets = [machine.gpus[first : first + gpus_each] for first in range(0, len(machine.gpus), gpus_each)]
+    sets = [gpus for gpus in sets if len(gpus) == gpus_each]
+    if machine.gpus and (wanted or 1) > len(sets):
+        raise BadInput(
+            f"an engine needs {gpus_each} GPUs, and {len(machine.gpus)} are visible",
+            key="--engines",
+            value=wanted,
+            fix=f"Set at most {len(sets)}." if sets else "Lower the parallel sizes in --serve-args.",
+        )
+    capacity = min(models, machine.cores // CORES_PER_ENGINE, machine.memory // MEMORY_PER_ENGINE_BYTES)
+    count = max(1, wanted or len(sets) or capacity)
+    share = threads(max(1, machine.cores // count)) if count > 1 else {}
+    engines = [{**share, **(seeing(sets[number]) if sets else {})} for number in range(count)]
+    each = max(1, count // max(1, models))
+    return [engines[first : first + each] for first in range(0, count - each + 1, each)]
+
+
+POLL_INTERVAL_S = 0.1
+
+
+class ServedModelUrls(NamedTuple):
+    """The addresses of a model, its API key, and the directory of its tokenizer (None: the server's model name)."""
+
+    urls: list[str]
+    key: str | None
+    directory: str | None
+    chat_urls: Sequence[str] = ()
+    """Base URLs of the OpenAI interface; empty for engines that were started here."""
+    key_var: str = ""
+    """The environment variable of the key."""
+
+
+class ExportFailed(Failure):
+    """`headrace export` failed; the message has its output."""
+
+
+@asynccontextmanager
+async def serving(
+    candidate: Candidate, options: Sequence[str], key_var: str, log: Path, engines: EngineSet
+) -> AsyncIterator[ServedModelUrls]:
+    """Serve a model on these engines with these options of `headrace serve`; their logs are kept.
+
+    An endpoint needs no engines; `key_var` is the environment variable of its key.
+    """
+    if candidate.kind == "endpoint":
+        chat_urls = [base_url(url) for url in candidate.source.split(",")]
+        yield ServedModelUrls(engine_urls(candidate), key_in(key_var), None, chat_urls, key_var)
+    elif candidate.kind == "model":
+        _check_final_model(candidate)
+        async with _start_engines(candidate.source, options, log, engines) as served:
+            yield served
+    else:
+        with tempfile.TemporaryDirectory(prefix="model-", dir=log.parent) as directory:
+            await _export(candidate.source, directory)
+            async with _start_engines(directory, options, log, engines) as served:
+                yield served
+
+
+def engine_urls(endpoint: Candidate) -> list[str]:
+    return [base_url(url).removesuffix("/v1") for url in endpoint.source.split(",")]
+
+
+def _check_final_model(candidate: Candidate) -> None:
+    if candidate.run is not None and not Path(candidate.source).is_dir():
+        raise BadInput(
+            "the run has no final model yet",
+            key="CHECKPOINT",
+            value=str(candidate.run),
+            fix="Finish the run, or use --checkpoints permanent.",
+        )
+
+
+async def _export(checkpoint: str, directory: str) -> None:
+    """Export a checkpoint in another process: it needs torch and as much memory as the model."""
+    argv = [sys.executable, "-m", "headrace", "export", checkpoint, directory]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*argv, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise ExportFailed(f"{checkpoint} cannot be exported: {output.decode(errors='replace').strip()[-2000:]}")
+
+
+@asynccontextmanager
+async def _start_engines(
+    model: str, options: Sequence[str], log: Path, engines: EngineSet
+) -> AsyncIterator[ServedModelUrls]:
+    """Start a server per engine, with the same key. The second logs to `serve-2.log`."""
+    key = secrets.token_urlsafe()
+    servers: list[PrivateServer] = []
+    try:
+        for number, env in enumerate(engines, 1):
+            own_log = log if number == 1 else log.with_stem(f"{log.stem}-{number}")
+            servers.append(PrivateServer(model, options, own_log, env, key))
+        while None in (addresses := [server.address() for server in servers]):
+            await asyncio.sleep(POLL_INTERVAL_S)
+        yield ServedModelUrls([address.removesuffix("/v1") for address in addresses if address], key, model)
+    finally:
+        await asyncio.gather(*(asyncio.to_thread(server.close) for server in servers))
