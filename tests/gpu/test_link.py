@@ -91,7 +91,7 @@ def publish(trainer: SenderProcess, file: Path) -> Version:
 
 def fetch(receiver: WeightsReceiver, store: WeightStore, version: Version, *, shared: bool = True) -> Received:
     received = receiver.receive(store.path(version), version)
-    assert (receiver._lent is not None) == shared
+    assert (receiver._borrowed is not None) == shared
     return received
 
 
@@ -163,7 +163,7 @@ def test_other_bytes_than_those_published_are_refused(
     edit_manifest(damaged, digests=[*digests[:-1], digests[-1] + 1])
     with pytest.raises(WeightsUnreachable, match=f"bucket {len(digests)}"):
         receiver.receive(damaged, version)
-    assert receiver._lent is None
+    assert receiver._borrowed is None
     received = fetch(receiver, store, version)
     assert_same(received, files[1])
     received.release()
@@ -222,7 +222,7 @@ def test_a_live_engine_installs_borrowed_weights(
         version = publish(trainers[0], tmp_path / "model.safetensors")
         thread.update_weights(store.path(version), version)
         request.future.result(timeout=60)
-        assert engine.version == version and engine.link._lent is None
+        assert engine.version == version and engine.link._borrowed is None
         found = engine.model.state_dict()
         assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in model.state_dict().items())
     thread.stop()
@@ -245,7 +245,7 @@ def test_an_adapter_is_merged_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
         assert not torch.equal(merged, parameters[f"{layer}.weight"])
         torch.testing.assert_close(merged, expected[f"{layer}.weight"])
         assert all(torch.equal(tensor.cpu(), parameters[name]) for name, tensor in found.items())
-    assert all(tensor.is_pinned() for tensor in ours._kept.values())
+    assert all(tensor.is_pinned() for tensor in ours._pinned.values())
 
 
 def test_exported_memory_is_ordinary_memory() -> None:

@@ -73,7 +73,7 @@ class AlgorithmConfig(Alternative):
         if "advantage" in table:
             other = spelled_out(table.pop("advantage"), "type")
             table = united(table, other, "", "advantage")
-        section = ALGORITHMS.sections.get(ALGORITHMS.tag(table))
+        section = ALGORITHMS.chosen_section(table)
         if "model" in table and section is not None and "teacher" in section.model_fields:
             table = renamed(table, "model", "teacher")
         return table

@@ -52,6 +52,10 @@ class Registry(Generic[T]):
         """Return the class of a type or import path."""
         return self._sections[IMPORTED if ":" in name else name]
 
+    def chosen_section(self, table: dict[str, Any]) -> type[T] | None:
+        """Return the class that a table chooses; None if its type is not registered."""
+        return self._sections.get(self.tag(table))
+
     def make_default(self) -> T:
         assert self.default is not None, f"a {self.kind} has no default"
         return self._sections[self.default].model_validate({})
@@ -116,6 +120,8 @@ class Alternative(Config):
         if "REGISTRY" not in vars(cls):
             return handler(source)
         registry = cls.REGISTRY
+        if not registry.sections:
+            raise RuntimeError(f"no {registry.kind} is registered: import headrace.runfile before this section is used")
         choices = {name: handler.generate_schema(section) for name, section in registry.sections.items()}
         union = core_schema.tagged_union_schema(choices, discriminator=registry.tag)
         return core_schema.no_info_before_validator_function(lambda given: registry.table(given, cls), union)

@@ -49,7 +49,7 @@ def make_fixtures() -> Fixtures:
 def algorithm_config(section: Tree, where: str) -> AlgorithmConfig:
     """Validate an `algo` section by itself; raises `ConfigError` with all problems and their keys."""
     has_model = any(key in section for key in ("teacher", "model", "sampling"))
-    declared = ALGORITHMS.sections.get(ALGORITHMS.tag(section))  # validation reports an unknown type
+    declared = ALGORITHMS.chosen_section(section)  # validation reports an unknown type
     needs_teacher = declared is not None and declared.NEEDS_TEACHER and not has_model
     tree = {"algo": {**section, "teacher": TEACHER} if needs_teacher else section, "seq_len": SEQ_LEN}
     return validate(OrchestratorConfig, tree, where)[0].algo

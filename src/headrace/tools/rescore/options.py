@@ -49,8 +49,8 @@ def with_algorithm(
         if length_penalty is not None:
             section["length_penalty"] = {"type": length_penalty}
         put_algorithm_keys(section, overrides)
-        keys = ALGORITHMS.section(ALGORITHMS.tag(section)).model_fields
-        if length_penalty is not None and "length_penalty" not in keys:
+        chosen = ALGORITHMS.chosen_section(section)  # validation reports an unknown type
+        if length_penalty is not None and chosen is not None and "length_penalty" not in chosen.model_fields:
             added[id(section)] = section.pop("length_penalty")
     penalties = {
         entry["name"]: validate(_Penalty, {"length_penalty": penalty}, "command line")[0].length_penalty
