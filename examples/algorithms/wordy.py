@@ -1,4 +1,4 @@
-"""Write a word backwards, after any number of words that nobody asked for: only the last word counts."""
+"""Write a word backwards, after any number of superfluous words: only the last word counts."""
 
 import random
 from collections.abc import Iterator

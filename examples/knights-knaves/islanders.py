@@ -67,7 +67,7 @@ def assignment(knights: Sequence[bool]) -> str:
 
 
 def shortened(statement: tuple[Any, ...]) -> str:
-    """What somebody says, as the family has it: an operator and its operands."""
+    """Return a statement of reasoning-gym's family, an operator and its operands, as a short text."""
     operator, *operands = statement
     if operator in ("telling-truth", "lying"):
         return f"{NAMES[operands[0]]} {'knight' if operator == 'telling-truth' else 'knave'}"

@@ -121,7 +121,7 @@ async def play(
 ) -> list[list[Rollout]]:
     """A group of rollouts for each task: `group_size` episodes of it, all episodes side by side.
 
-    An environment is a coroutine that asks for replies. Whoever asks waits, and all who wait are answered in one batch.
+    An environment is a coroutine that requests replies. All waiting requests are answered in one batch.
     The reward of rollout i is the sum of what the environment gave it: r_i = sum over k of r_ik.
     """
     waiting: list[tuple[list[int], int, asyncio.Future[Reply]]] = []
@@ -277,10 +277,10 @@ async def train(args: argparse.Namespace, model: PreTrainedModel, prompter: Prom
         rollouts = [rollout for group in groups for rollout in group]
         reward, tokens = np.mean([(rollout.reward, rollout.completion_tokens) for rollout in rollouts], 0)
         trained, seconds = f"{len(samples)} of {len(rollouts)} trained", time.perf_counter() - began
-        told = (
+        line = (
             f"step {step:3d}   reward {reward:.3f}   tokens {tokens:.1f}   {trained}   |g| {norm:.3f}   {seconds:.1f} s"
         )
-        print(told, flush=True)
+        print(line, flush=True)
     await environment.close()
     if before is not None:
         print(f"held-out reward {before:.3f} -> {await evaluate(args, model, prompter):.3f}")

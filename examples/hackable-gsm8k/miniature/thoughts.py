@@ -22,7 +22,7 @@ from headrace.environments.strict_format import StrictFormat
 
 MOST_LINES = 6
 PLAIN = {"digits": 1, "operations": "+-", "instructions": ""}
-"""A question and nothing else: the model reads byte by byte, and was never told anything in words."""
+"""Only the question: the model has a byte vocabulary and was never trained on instructions."""
 
 
 @register_data_provider
