@@ -75,15 +75,10 @@ def is_type_of(section: type[BaseModel], value: Any) -> bool:
 
 
 def sections_at(kind: type[BaseModel], path: Iterable[str]) -> list[type[BaseModel]]:
-    """Return the section types that may stand at a path of keys; positions in lists do not matter."""
+    """Return the section types that a path of keys may hold, each once; positions in lists do not matter."""
     sections = [kind]
     for part in path:
         if not part.isdecimal():
             fields = [section.model_fields[part] for section in sections if part in section.model_fields]
             sections = [child for field in fields for child in sections_in(field.annotation)]
-    return sections
-
-
-def fields_at(kind: type[BaseModel], path: Iterable[str]) -> list[str]:
-    """Return the keys of the section at a path."""
-    return [name for section in sections_at(kind, path) for name in section.model_fields]
+    return list(dict.fromkeys(sections))

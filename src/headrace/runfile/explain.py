@@ -1,7 +1,7 @@
-"""`headrace config --explain KEY`: what a key of a run file takes, what it is when nobody sets it, and what it is for.
+"""`headrace config --explain KEY`: the type, the default and the description of a key of a run file.
 
-Everything is read off the models of this room: types and defaults from their fields, sentences from the text under a
-field in the source, and else from the section that the key holds.
+Types and defaults are read from the fields of the sections. The description is the text under the field in the source,
+else the docstring of the section that the key holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headrace.config.annotations import sections_in
+from headrace.config.annotations import sections_at, sections_in, type_values
 from headrace.config.base import ConfigError
 from headrace.runfile.foreign_keys import HINTS, OTHER_NAMES
 
@@ -41,10 +41,10 @@ PLAIN: dict[Any, str] = {
 
 
 class Explanation(NamedTuple):
-    """A key in one section. A union of sections may have several that differ."""
+    """The explanation of a key in one type of section; a key may differ between the types of its section."""
 
     kinds: tuple[str, ...]
-    """The types of section that it is a key of, where there is a choice."""
+    """The types of section that have this key, where there is a choice."""
     type: str
     default: str
     sentence: str
@@ -60,126 +60,122 @@ class _Field(NamedTuple):
 
 
 def explain(root: type[BaseModel], key: str) -> list[Explanation]:
-    """What there is to say about a dotted key; several entries where it differs by the `type` of its section."""
+    """Explain a dotted key; return several entries where it differs by the `type` of its section."""
     fields = find(root, key)
     if not fields:
-        close = nearest(root, key)
-        fix = HINTS.get(key.rpartition(".")[2]) or (f"Did you mean {close}?" if close else None)
-        raise ConfigError("unknown key", key=key, fix=fix)
-    if key.rpartition(".")[2] == "type":
-        return [_explain_type(fields, find(root, key.rpartition(".")[0]))]
-    if _plain(key.split("."))[-1] != fields[0].name:
-        return [_explain_free(fields[0])]
+        raise ConfigError("unknown key", key=key, fix=suggest_key(key, nearest(root, key)))
+    section, _, name = key.rpartition(".")
+    if name == "type":
+        kinds = dict.fromkeys(kind for field in fields for kind in _kinds(field.section))
+        defaults = [_default(holder.info) for holder in find(root, section) if not holder.info.is_required()]
+        chosen = sorted({value_words(default.type) for default in defaults if hasattr(default, "type")})
+        default = " or ".join(chosen) or "none: it must be set with the section"
+        return [Explanation((), _or([value_words(kind) for kind in kinds]), default, TYPE_SENTENCE)]
+    if _without_positions(key)[-1] != fields[0].name:  # a key in a table whose keys the user chooses
+        table = fields[0].info.annotation
+        value = words_of(get_args(table)[1]) if get_origin(table) is dict else "anything"
+        return [Explanation((), value, "unset", f"A name of your own. {sentence(fields[0])}")]
     merged: dict[Explanation, list[str]] = {}
     for field in fields:
-        entry = Explanation((), type_words(field.info), default_words(field.info), sentence(field))
-        merged.setdefault(entry, []).extend(_kind(field.section))
+        kind = _within(words_of(field.info.annotation), field.info.metadata)
+        entry = Explanation((), kind, default_words(field.info), sentence(field))
+        merged.setdefault(entry, []).extend(_kinds(field.section))
     return [entry._replace(kinds=tuple(dict.fromkeys(kinds))) for entry, kinds in merged.items()]
 
 
-def _explain_free(field: _Field) -> Explanation:
-    """A name of the user's own, in a table that takes any."""
-    table = field.info.annotation
-    value = words_of(get_args(table)[1]) if get_origin(table) is dict else "anything"
-    return Explanation((), value, "unset", f"A name of your own. {sentence(field)}")
-
-
-def _explain_type(fields: Sequence[_Field], holders: Sequence[_Field]) -> Explanation:
-    """All kinds of a section at once; the default is that of the section which has the key."""
-    known = dict.fromkeys(kind for field in fields for kind in _kind(field.section))
-    defaults = [_default(holder.info) for holder in holders if not holder.info.is_required()]
-    chosen = {value_words(default.type) for default in defaults if hasattr(default, "type")}
-    default = " or ".join(sorted(chosen)) or "none: it must be set with the section"
-    return Explanation((), _or([value_words(kind) for kind in known]), default, TYPE_SENTENCE)
-
-
 def kinds_of(root: type[BaseModel], key: str) -> dict[str, str]:
-    """The types of section that a key may hold, each with a sentence."""
-    sections = sections_at(root, key)
-    return {kind: _one_line(section.__doc__ or "") for section in sections for kind in _kind(section)}
+    """Return the types of section that a key may hold, each with its description."""
+    sections = sections_at(root, key.split("."))
+    return {kind: _one_line(section.__doc__ or "") for section in sections for kind in _kinds(section)}
 
 
 def summary_of(root: type[BaseModel], key: str) -> str:
-    """The first sentence about a key, for a list of them."""
+    """Return the first sentence of a key's description, without its full stop."""
     return re.split(r"(?<=\.)\s", explain(root, key)[0].sentence)[0].rstrip(".")
 
 
 def find(root: type[BaseModel], key: str) -> list[_Field]:
-    """The fields that a dotted key may be. Numbers step into lists, and a table of free keys takes any."""
+    """Return the fields that a dotted key may be. Numbers step into lists; a table of free keys takes any name."""
     sections: list[type[BaseModel]] = [root]
-    found: list[_Field] = []
+    matches: list[_Field] = []
     free = False
     for part in key.split("."):
-        if found and part.isdecimal():
+        if matches and part.isdecimal():
             continue
         fields = [_Field(section, part) for section in sections if part in section.model_fields]
         if fields:
-            found, free = fields, any(_is_free(field.info.annotation) for field in fields)
+            matches, free = fields, any(_has_free_keys(field.info.annotation) for field in fields)
             sections = [section for field in fields for section in sections_in(field.info.annotation)]
         elif free:
-            free = not sections  # a name of the user's own stands here, and perhaps a section under it
+            free = not sections  # the part is a name chosen by the user, perhaps with a section under it
         else:
             return []
-    return found
+    return matches
 
 
-def nearest(root: type[BaseModel], key: str) -> str | None:
-    """The known key closest to one that is not: beside it first, then by its last part anywhere, then by all of it."""
-    *parents, wrong = key.split(".")
+def nearest(root: type[BaseModel], key: str, siblings: Collection[str] | None = None) -> str | None:
+    """Return the key that is most similar to an unknown one, or None.
+
+    Candidates are its siblings first (by default the keys of every type of its section), then keys with the same last
+    part, then all keys.
+    """
+    parents, _, wrong = key.rpartition(".")
     ours = OTHER_NAMES.get(wrong, wrong)
     everywhere = list(keys(root))
-    beside = {path.split(".")[-1]: path for path in everywhere if path.split(".")[:-1] == _plain(parents)}
-    if close := [ours] if ours in beside else difflib.get_close_matches(wrong, beside, n=1, cutoff=0.6):
-        return beside[close[0]]
+    if siblings is None:
+        parents = ".".join(_without_positions(parents))
+        siblings = {path.rpartition(".")[2] for path in everywhere if path.rpartition(".")[0] == parents}
+    if close := [ours] if ours in siblings else difflib.get_close_matches(wrong, siblings, n=1):
+        return f"{parents}.{close[0]}".removeprefix(".")
     if same := [path for path in everywhere if path.split(".")[-1] == ours]:
         return max(same, key=lambda path: difflib.SequenceMatcher(None, key, path).ratio())
-    return next(iter(difflib.get_close_matches(key, everywhere, n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(key, everywhere, n=1)), None)
 
 
-def _plain(parents: Sequence[str]) -> list[str]:
-    return [part for part in parents if not part.isdecimal()]
+def suggest_key(key: str, close: str | None) -> str | None:
+    """Return the fix for an unknown key: the hint for its last part, else the similar key."""
+    return HINTS.get(key.rpartition(".")[2]) or (f"Did you mean {close}?" if close else None)
 
 
-def keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key under a section, in order, each once, sections before what is in them."""
-    yield from dict.fromkeys(_keys([root], prefix))
+def _without_positions(key: str) -> list[str]:
+    return [part for part in key.split(".") if not part.isdecimal()]
 
 
-def _keys(sections: Sequence[type[BaseModel]], prefix: str) -> Iterator[str]:
-    for name in dict.fromkeys(name for section in sections for name in section.model_fields):
-        yield prefix + name
-        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
-        yield from _keys([inner for field in fields for inner in sections_in(field.annotation)], f"{prefix}{name}.")
+def keys(root: type[BaseModel]) -> Iterator[str]:
+    """Yield every dotted key of a section once, in order, a section before its keys."""
+
+    def walk(sections: Sequence[type[BaseModel]], prefix: str) -> Iterator[str]:
+        for name in dict.fromkeys(name for section in sections for name in section.model_fields):
+            yield prefix + name
+            fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+            yield from walk([inner for field in fields for inner in sections_in(field.annotation)], f"{prefix}{name}.")
+
+    yield from dict.fromkeys(walk([root], ""))
 
 
 def children(root: type[BaseModel], key: str) -> list[str]:
-    """The keys right under one."""
-    return list(dict.fromkeys(f"{key}.{name}" for section in sections_at(root, key) for name in section.model_fields))
-
-
-def sections_at(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
-    """The sections that a key may hold, each once."""
-    found = [section for field in find(root, key) for section in sections_in(field.info.annotation)]
-    return list(dict.fromkeys(found))
+    """Return the keys directly under a key."""
+    sections = sections_at(root, key.split("."))
+    return list(dict.fromkeys(f"{key}.{name}" for section in sections for name in section.model_fields))
 
 
 def values_at(tree: Any, key: str) -> list[tuple[str, Any]]:
-    """What a resolved tree has at a key: one entry for each member of the lists on the way; None where it is unset."""
-    return list(_values(tree, key.split("."), []))
+    """Return the values of a resolved tree at a key, one per member of the lists on its path; None where unset."""
 
+    def walk(node: Any, parts: Sequence[str], path: list[str]) -> Iterator[tuple[str, Any]]:
+        if not parts:
+            yield ".".join(path), node
+        elif isinstance(node, list) and not parts[0].isdecimal():
+            for index, item in enumerate(node):
+                yield from walk(item, parts, [*path, str(index)])
+        else:
+            if isinstance(node, list):
+                inner = node[int(parts[0])] if int(parts[0]) < len(node) else None
+            else:
+                inner = node.get(parts[0]) if isinstance(node, Mapping) else None
+            yield from walk(inner, parts[1:], [*path, parts[0]])
 
-def _values(node: Any, parts: Sequence[str], path: list[str]) -> Iterator[tuple[str, Any]]:
-    if not parts:
-        yield ".".join(path), node
-    elif isinstance(node, list) and not parts[0].isdecimal():
-        for index, item in enumerate(node):
-            yield from _values(item, parts, [*path, str(index)])
-    elif isinstance(node, list):
-        inner = node[int(parts[0])] if int(parts[0]) < len(node) else None
-        yield from _values(inner, parts[1:], [*path, parts[0]])
-    else:
-        inner = node.get(parts[0]) if isinstance(node, Mapping) else None
-        yield from _values(inner, parts[1:], [*path, parts[0]])
+    return list(walk(tree, key.split("."), []))
 
 
 def sentence(field: _Field) -> str:
@@ -188,13 +184,13 @@ def sentence(field: _Field) -> str:
     for owner in owners:
         if text := _texts(owner).get(field.name):
             return _one_line(text)
-    held = [_one_line(inner.__doc__) for inner in sections_in(field.info.annotation) if inner.__doc__]
-    return held[0] if held else ""
+    docstrings = (_one_line(inner.__doc__) for inner in sections_in(field.info.annotation) if inner.__doc__)
+    return next(docstrings, "")
 
 
 @cache
 def _texts(section: type[BaseModel]) -> dict[str, str]:
-    """The text under each field of a class, as its source has it; nothing of a class that was made at run time."""
+    """Return the text under each field of a class in its source; nothing for a class that was made at run time."""
     classes = ast.parse(inspect.getsource(sys.modules[section.__module__])).body
     body = next((c.body for c in classes if isinstance(c, ast.ClassDef) and c.name == section.__name__), [])
     return {
@@ -212,13 +208,8 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def type_words(field: FieldInfo) -> str:
-    """What a field takes, in words."""
-    return _within(words_of(field.annotation), field.metadata)
-
-
 def words_of(annotation: Any) -> str:
-    """A type, in words."""
+    """Describe a type."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if annotation in PLAIN:
         return PLAIN[annotation]
@@ -229,23 +220,22 @@ def words_of(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return _union(inside)
     if origin is tuple:
-        return f"list of {len(inside)} {_several(words_of(inside[0]))}"
+        return f"list of {len(inside)} {_plural(words_of(inside[0]))}"
     if origin in (list, Sequence):
-        return f"list of {_several(words_of(inside[0]))}"
-    if origin is dict:
-        return "table" if inside[1] is Any else f"table of {_several(words_of(inside[1]))}"
+        return f"list of {_plural(words_of(inside[0]))}"
+    if origin is dict and inside[1] is not Any:
+        return f"table of {_plural(words_of(inside[1]))}"
     return "table"
 
 
-def _several(words: str) -> str:
-    """Of a kind of value, more than one."""
+def _plural(words: str) -> str:
     return re.sub(r"^(table|text|path|number|whole number)\b", r"\1s", words)
 
 
 def _union(members: Sequence[Any]) -> str:
-    """Sections are one word, with their types; not being set comes last."""
+    """Describe a union: all its sections as one table with their types, "unset" last."""
     sections = [section for member in members for section in sections_in(member)]
-    kinds = list(dict.fromkeys(kind for section in sections for kind in _kind(section)))
+    kinds = list(dict.fromkeys(kind for section in sections for kind in _kinds(section)))
     table = [f"table of type {_or(kinds)}"] if kinds else ["table"] if sections else []
     lists = any(get_origin(member) is list for member in members)
     others = [
@@ -260,22 +250,22 @@ def _or(words: Sequence[str]) -> str:
 
 
 def _within(words: str, metadata: Sequence[Any]) -> str:
-    """With the limits of its value."""
-    limits = [limit for entry in metadata for limit in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
-    found = [
-        f"{told} {getattr(entry, name):g}"
-        for entry in limits
-        for name, told in LIMITS.items()
+    """Add the limits of a value to the description of its type."""
+    entries = [inner for entry in metadata for inner in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
+    limits = [
+        f"{limit} {getattr(entry, name):g}"
+        for entry in entries
+        for name, limit in LIMITS.items()
         if isinstance(getattr(entry, name, None), int | float)
     ]
-    if not found:
+    if not limits:
         return words
     value, unset, rest = words.partition(" or unset")
-    return f"{value}, {' and '.join(found)}{',' if unset else ''}{unset}{rest}"
+    return f"{value}, {' and '.join(limits)}{',' if unset else ''}{unset}{rest}"
 
 
 def default_words(field: FieldInfo) -> str:
-    """What it is unless somebody sets it."""
+    """Describe the default of a field."""
     if field.is_required():
         return "none: it must be set"
     default = _default(field)
@@ -290,7 +280,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def value_words(value: Any) -> str:
-    """A value as a run file writes it."""
+    """Return a value as a run file writes it."""
     if value is None:
         return "unset"
     if isinstance(value, BaseModel):
@@ -306,16 +296,11 @@ def value_words(value: Any) -> str:
     return f"{value}"
 
 
-def _kind(section: type[BaseModel]) -> list[str]:
-    """What `type` says for a section to be this one."""
-    field = section.model_fields.get("type")
-    if field is None:
-        return []
-    if get_origin(field.annotation) is Literal:
-        return [str(value) for value in get_args(field.annotation)]
-    return ["package.module:Class"]
+def _kinds(section: type[BaseModel]) -> list[str]:
+    """Return the values of `type` that choose a section."""
+    return [str(value) for value in type_values(section)] or ["package.module:Class"] * ("type" in section.model_fields)
 
 
-def _is_free(annotation: Any) -> bool:
-    """Whether a table is allowed whose keys are the user's own."""
-    return get_origin(annotation) is dict or any(_is_free(inner) for inner in get_args(annotation))
+def _has_free_keys(annotation: Any) -> bool:
+    """Return whether the annotation allows a table whose keys the user chooses."""
+    return get_origin(annotation) is dict or any(_has_free_keys(inner) for inner in get_args(annotation))

@@ -1,39 +1,47 @@
-"""Explain what is wrong with a configuration: the key and its source, and for an unknown key the nearest known one."""
+"""Turn the errors of pydantic into `BadInput` with the whole dotted key, its source, and a similar known key."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, get_args, get_origin
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from headrace.config.annotations import Member, NoNumber, members_of, sections_in
+from headrace.config.annotations import Member, NoNumber, members_of
 from headrace.config.base import COMMAND_LINE, Origins
 from headrace.errors import BadInput, InvalidValue
-from headrace.runfile.foreign_keys import HINTS, OTHER_NAMES
+from headrace.runfile.explain import nearest, suggest_key
+
+EXPECTED = {
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "dict_type": "must be a table",
+    "list_type": "must be a list",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+}
+"""Facts by pydantic's error type, where pydantic's own message names Python classes."""
 
 
 def explain_all(
     kind: type[BaseModel], error: ValidationError, filled_from: Mapping[str, str], origins: Origins
 ) -> list[BadInput]:
-    """Every problem once: not again for a key that `filled_from` says has its value from another."""
-    found: dict[tuple[str, str], BadInput] = {}
-    for problem in error.errors():
-        place = _trace(kind, problem)
-        name = ".".join(str(part) for part in place.path)
-        if not any((source, problem["type"]) in found for source in filled_sources(name, filled_from)):
-            found[name, problem["type"]] = located(_explain(kind, problem, place), origins)
-    return list(found.values())
+    """Return every problem once; a key that `filled_from` fills does not repeat the problem of its source."""
+    problems: dict[tuple[str, str], BadInput] = {}
+    for details in error.errors():
+        key, known = _trace(kind, details)
+        if not any((source, details["type"]) in problems for source in filled_sources(key, filled_from)):
+            problems[key, details["type"]] = located(_explain(kind, details, key, known), origins)
+    return list(problems.values())
 
 
 def filled_sources(key: str, filled_from: Mapping[str, str]) -> list[str]:
-    """Return the keys from which this one has its value where none is written."""
+    """Return the keys that fill a key which is not set."""
     return [f"{s}{key.removeprefix(t)}" for t, s in filled_from.items() if f"{key}.".startswith(f"{t}.")]
 
 
 def located(problem: BadInput, origins: Origins) -> BadInput:
-    """Name the file in which the key is written; a key from the command line is named as an option."""
+    """Set the file in which the key is written; a key from the command line becomes an option."""
     source = origins.of(problem.key or "")
     if source != COMMAND_LINE:
         problem.file = source
@@ -42,105 +50,56 @@ def located(problem: BadInput, origins: Origins) -> BadInput:
     return problem
 
 
-def _explain(kind: type[BaseModel], problem: Any, place: _Place) -> BadInput:
-    """Turn a problem of pydantic into an error whose key is the whole dotted one."""
-    name = ".".join(str(part) for part in place.path)
-    cause = problem.get("ctx", {}).get("error")
+def _explain(kind: type[BaseModel], details: Any, key: str, known: list[str]) -> BadInput:
+    cause = details.get("ctx", {}).get("error")
     if isinstance(cause, InvalidValue):
-        key = ".".join(part for part in (name, cause.key) if part)
-        return BadInput(cause.fact, key=key, value=cause.value, fix=cause.fix, file=cause.file, line=cause.line)
-    if problem["type"] == "extra_forbidden":
-        close = _nearest(kind, place)
-        if close == _without_positions(place.path):
-            return BadInput("a key of another `type`", key=name, fix=f"This one has {', '.join(place.known)}.")
-        fix = HINTS.get(str(place.path[-1])) or (f"Did you mean {close}?" if close else None)
-        return BadInput("unknown key", key=name, fix=fix)
-    if problem["type"] == "missing":
-        return BadInput("required, and not set", key=name)
-    if problem["type"] == "value_error":
-        return BadInput(problem["msg"].removeprefix("Value error, "), key=name)
-    return _wrong_value(problem, name)
-
-
-def _wrong_value(problem: Any, name: str) -> BadInput:
-    """Explain a value of the wrong type or out of range."""
-    value = problem["input"].given if isinstance(problem["input"], NoNumber) else problem["input"]
-    fact = _EXPECTED.get(problem["type"]) or problem["msg"].replace("Input should be", "must be")
+        whole_key = ".".join(part for part in (key, cause.key) if part)
+        return BadInput(cause.fact, key=whole_key, value=cause.value, fix=cause.fix, file=cause.file, line=cause.line)
+    if details["type"] == "extra_forbidden":
+        close = nearest(kind, key, known)
+        if close == ".".join(part for part in key.split(".") if not part.isdecimal()):
+            return BadInput("a key of another `type`", key=key, fix=f"This one has {', '.join(known)}.")
+        return BadInput("unknown key", key=key, fix=suggest_key(key, close))
+    if details["type"] == "missing":
+        return BadInput("required, and not set", key=key)
+    if details["type"] == "value_error":
+        return BadInput(details["msg"].removeprefix("Value error, "), key=key)
+    value = details["input"].given if isinstance(details["input"], NoNumber) else details["input"]
+    fact = EXPECTED.get(details["type"]) or details["msg"].replace("Input should be", "must be")
     fix = None
     if value is True:
-        fix = f"--{name} without a value means true: give it one."
-    elif problem["type"] == "list_type" and isinstance(value, dict):
-        fix = f"Write [[{name}]], once for each entry."
-        value = None
-    return BadInput(fact, key=name or "configuration", value=value, fix=fix)
+        fix = f"--{key} without a value means true: give it one."
+    elif details["type"] == "list_type" and isinstance(value, dict):
+        value, fix = None, f"Write [[{key}]], once for each entry."
+    return BadInput(fact, key=key or "configuration", value=value, fix=fix)
 
 
-_EXPECTED = {
-    "model_type": "must be a table",
-    "model_attributes_type": "must be a table",
-    "dict_type": "must be a table",
-    "list_type": "must be a list",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-}
-"""By pydantic's name of a problem: what it wants, where it would speak of its own classes."""
+def _trace(kind: type[BaseModel], details: Any) -> tuple[str, list[str]]:
+    """Return the dotted key of an error, and the keys of the section there.
 
-
-def _nearest(kind: type[BaseModel], place: _Place) -> str | None:
-    """The known key closest to the last part, first among those beside it, then anywhere in the tree."""
-    *parents, last = place.path
-    wrong = str(last)
-    ours = OTHER_NAMES.get(wrong)
-    match = [ours] if ours in place.known else difflib.get_close_matches(wrong, place.known, n=1, cutoff=0.6)
-    if match:
-        return ".".join(str(part) for part in (*parents, match[0]))
-    everywhere = [".".join(path) for path in _paths(kind)]
-    exact = [path for path in everywhere if path.split(".")[-1] in (wrong, ours)]
-    return exact[0] if exact else None
-
-
-def _without_positions(path: list[Any]) -> str:
-    """A key as explanations name it: the same for every entry of a list."""
-    return ".".join(part for part in path if isinstance(part, str))
-
-
-class _Place(NamedTuple):
-    path: list[Any]
-    """The key as it was written."""
-    known: list[str]
-    """For an unknown key: those that its section knows."""
-
-
-def _trace(kind: type[BaseModel], problem: Any) -> _Place:
-    """Follow a location from the root, leaving out what pydantic adds to it: tags, and names of types."""
-    unknown = problem["type"] == "extra_forbidden"
-    parts = problem["loc"][:-1] if unknown else problem["loc"]
+    The location of pydantic also has tags of unions and names of types in it, which are left out.
+    """
+    unknown = details["type"] == "extra_forbidden"
     path: list[Any] = []
     members = [Member(kind)]
-    for part in parts:
+    for part in details["loc"][:-1] if unknown else details["loc"]:
         chosen = [member for member in members if part in member.tags] if len(members) > 1 else []
-        inside = [inner for member in members for inner in _inside(member.kind, part)]
+        inside = [inner for member in members for inner in _types_under(member.kind, part)]
         if chosen:
             members = chosen
         elif inside:
             path.append(part)
             members = [member for annotation in inside for member in members_of(annotation)]
     if unknown:
-        path.append(problem["loc"][-1])
-    return _Place(path, [name for member in members for name in getattr(member.kind, "model_fields", ())])
+        path.append(details["loc"][-1])
+    known = [name for member in members for name in getattr(member.kind, "model_fields", ())]
+    return ".".join(str(part) for part in path), known
 
 
-def _inside(kind: Any, part: Any) -> list[Any]:
-    """The types of what `part` leads to."""
+def _types_under(kind: Any, part: Any) -> list[Any]:
+    """Return the types of the values that a key or a position leads to."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [kind.model_fields[part].annotation] if part in kind.model_fields else []
     if get_origin(kind) is dict and part != "[key]":
         return [get_args(kind)[1]]
     return list(get_args(kind)) if isinstance(part, int) else []
-
-
-def _paths(kind: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
-    for name in kind.model_fields:
-        yield (*prefix, name)
-        for child in sections_in(kind.model_fields[name].annotation):
-            yield from _paths(child, (*prefix, name))

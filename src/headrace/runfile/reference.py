@@ -15,8 +15,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from headrace.config.algorithms import ALGORITHMS
+from headrace.config.annotations import sections_at
 from headrace.config.sft import SftConfig
-from headrace.runfile.explain import Explanation, children, explain, kinds_of, sections_at
+from headrace.runfile.explain import Explanation, children, explain, kinds_of
 from headrace.runfile.hackable.sections import HackableConfig
 from headrace.runfile.run import RunConfig
 
@@ -71,7 +72,7 @@ class _File:
             yield from self.parts(child)
 
     def _sections(self, key: str) -> Sections:
-        return tuple(sections_at(self._root, key))
+        return tuple(sections_at(self._root, key.split(".")))
 
     def _tell(self, key: str) -> bool:
         """Whether the section at a key is to be told there."""

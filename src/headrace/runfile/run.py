@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from headrace.config.annotations import fields_at, sections_at
+from headrace.config.annotations import sections_at
 from headrace.config.base import Config, Origins, Tree
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
@@ -169,7 +169,7 @@ def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> Non
             return  # not a table: validation of the tree says so better
     key = path[-1]
     if isinstance(value, dict) and isinstance(node.get(key, {}), dict):
-        known = fields_at(RunConfig, path)
+        known = {name for section in sections_at(RunConfig, path) for name in section.model_fields}
         for name, inner in value.items():
             if name in known:
                 _fill(tree, [*path, name], inner, f"{source}.{name}")

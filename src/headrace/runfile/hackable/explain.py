@@ -1,7 +1,7 @@
-"""What a kwarg of a data provider, a reward or an objective takes, and what it is unless somebody sets it.
+"""Explain the kwargs of data providers, rewards and objectives: type, default and description.
 
-Read off the plugin's signature, so that a user's own plugins are explained, too; sentences are kept here for those that
-ship.
+Types and defaults are read from the plugin's signature, so that a user's own plugins are explained, too;
+`SENTENCES` has the descriptions of the shipped ones.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from headrace.runfile.hackable.sections import HackableConfig
 
 SENTENCES = {
     "additional_rewards": "Further rewards, added as they are: registered names or import paths.",
-    "beta": "What thinking longer than the base model costs, or earns.",
+    "beta": "Weight of thinking longer than the base model: a penalty if that was right, a bonus if it was wrong.",
     "cache_dir": "Where a tokenizer is looked for, and kept if it comes from the hub.",
-    "columns": "What the columns of the data are to us: `question`, `answer`.",
-    "correctness_reward": "The reward that says what is right.",
+    "columns": "The roles of the data's columns: `question`, `answer`.",
+    "correctness_reward": "The reward that measures correctness.",
     "correctness_weight": "Weight of correctness in the weighted mode.",
     "count_malformed": "Whether the mean length of a group counts malformed completions, with a length of 0.",
-    "digits": "Digits of the numbers that are added.",
+    "digits": "Digits of the operands.",
     "enable_length_penalty": "Whether brevity counts; unset: in the weighted mode alone.",
     "enable_token_utilisation": "Whether token utilisation counts.",
     "family": "The family of reasoning-gym.",
-    "group_size": "Completions of a group; unset: those in a row whose prompts are equal.",
+    "group_size": "Completions per group; unset: consecutive completions with the same prompt are a group.",
     "gsm8k_source": "GSM8K: a file, a directory or a dataset.",
-    "instructions": 'Words before the question; unset: those that ask for the strict format; "" for none.',
+    "instructions": 'Text before the question; unset: a request for the strict format; "": no text.',
     "length_penalty_interaction": "What the weight of brevity is multiplied with: c*l, or c*l*f.",
     "length_penalty_lambda": "Weight of brevity in the weighted mode.",
     "levels": "Levels of MATH that are taken; unset: all.",
-    "limit": "The first so many samples; unset: all.",
+    "limit": "Use only the first this many samples; unset: all.",
     "math_source": "MATH: a file, a directory or a dataset.",
     "name": "The dataset's name on the hub, or the directory where it was saved.",
-    "non_strict_penalty": "What a completion gets that the gate stops.",
-    "num_tasks": "How many are made up.",
-    "operations": "Which of + - * are asked for.",
+    "non_strict_penalty": "Reward of a completion that the strict format gate rejects.",
+    "num_tasks": "Number of generated tasks.",
+    "operations": "Which of + - * occur in the tasks.",
     "order": '"interleaved": spread evenly; "sequential": one after another; or "shuffled" together.',
     "part": 'What the reward sees: "all", or what is boxed alone, "answer".',
     "path": "A JSONL or Parquet file, or a directory of them.",
-    "processes": "Processes that do algebra.",
+    "processes": "Processes for symbolic comparison.",
     "providers": "A list of {provider, kwargs, share, order_by}: where the samples come from.",
     "reward_mode": '"additive", or "weighted_length_penalty".',
-    "seed": "What decides every random choice; unset: the run's.",
+    "seed": "Random seed; unset: that of the run.",
     "settings": "The family's own settings.",
     "shuffle": "Whether the order is random.",
     "source": "A file, a directory or a dataset.",
-    "split": "The part of the data.",
+    "split": "The split of the data.",
     "stage2_length_penalty_lambda": "Weight of brevity in the second stage.",
     "stage2_start_epoch": "Passes over the data after which the second stage begins.",
     "stage2_start_step": "Optimizer steps after which the second stage begins.",
     "strict_format_gate": "Whether a completion that is not in the strict format gets `non_strict_penalty` alone.",
     "subjects": "Subjects of MATH that are taken; unset: all.",
     "subset": "Of the dataset, where it has several.",
-    "symbolic": "Whether algebra decides what numbers cannot.",
-    "tags": "The pair around the thoughts; unset: <think> and </think>.",
+    "symbolic": "Compare answers symbolically where a numeric comparison is not possible.",
+    "tags": "The pair of tags around the thinking; unset: <think> and </think>.",
     "timeout": "Seconds that one comparison, request or program may take.",
     "tokenizer_name": 'Whose tokens are counted; unset: those of the run\'s model; "" for words.',
-    "zero_shot_path": "What the base model made of each example: JSONL of `key`, `correct` and `thinking_tokens`.",
+    "zero_shot_path": "Results of the base model on each example: JSONL with `key`, `correct` and `thinking_tokens`.",
 }
 
 
 def explain_kwarg(root: type[Config], key: str, tree: dict[str, Any] | None) -> list[Explanation]:
-    """What there is to say about a kwarg, once for all plugins that have it alike; nothing about any other key."""
+    """Explain a kwarg, one entry for all plugins in which it is the same; return nothing for other keys."""
     if root is not HackableConfig:
         return []
     table, _, name = key.rpartition(".")
@@ -84,7 +84,7 @@ def explain_kwarg(root: type[Config], key: str, tree: dict[str, Any] | None) -> 
 
 
 def kwargs_under(root: type[Config], key: str, tree: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The kwargs of the one plugin whose table this is, each with a sentence; none where it could be any of several."""
+    """Return the kwargs of the plugin whose table this is, with descriptions; nothing if it may be one of several."""
     plugins = _plugins(key, tree) if root is HackableConfig else []
     if len(plugins) != 1:
         return []
@@ -92,7 +92,7 @@ def kwargs_under(root: type[Config], key: str, tree: dict[str, Any] | None) -> l
 
 
 def _plugins(table: str, tree: dict[str, Any] | None) -> list[Plugin]:
-    """Those whose kwargs stand in this table: the one that the file names, or any of those that are registered."""
+    """Return the plugins whose kwargs this table holds: the one that the file names, else all registered ones."""
     from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES
     from headrace.environments.rewards.registry import REWARDS
 
@@ -118,7 +118,7 @@ def _explained(plugin: Plugin, parameter: inspect.Parameter) -> Explanation:
 
 
 def _type(plugin: Plugin, parameter: inspect.Parameter) -> str:
-    """In words; as it is written, where that names what cannot be found."""
+    """Describe the type of a parameter; its annotation as written if a name in that cannot be resolved."""
     found = plugin.registry.find(plugin.name)
     try:
         hints = get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]

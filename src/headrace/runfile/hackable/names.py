@@ -1,4 +1,4 @@
-"""One name for each key of the file: those of other systems become ours before anything is read."""
+"""Rename keys of other systems to the names of Headrace, before a short run file is validated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.config.base import Tree
 from headrace.config.shorthand import renamed, spelled_out, united
 from headrace.errors import BadInput, InvalidValue
 from headrace.runfile.foreign_keys import HINTS, fold_habits
-from headrace.runfile.hackable.trainer import GENERATION, OTHER_NAMES, TYPED, without_needless
+from headrace.runfile.hackable.trainer import GENERATION, LOGGING, NEEDLESS, OTHER_NAMES, TYPED
 
 MODEL_NAMES = {"name_or_path": "name", "model_name_or_path": "name", "torch_dtype": "dtype"}
 GENERATION_NAMES = {"max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens"}
@@ -44,34 +44,39 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
         if name != "num_generations"
     ),
 )
-"""Keys of this form and of the run file of which one is given, by several names or in several ways."""
+"""Groups of keys, of the short form and of the run file, that set the same thing: only one of a group may be set."""
 NEUTRAL = {"do_sample": (True,), "repetition_penalty": (1, 1.0)}
 """Keys of `generation` that have no counterpart, with the values at which they change nothing."""
 
 
-def usual_names(tree: Tree) -> tuple[Tree, list[str]]:
-    """The tree with one name for each key, and notices about keys that say nothing."""
+def rename_keys(tree: Tree) -> tuple[Tree, list[str]]:
+    """Return the tree with one name for each key, and notices about keys that are ignored."""
     notices = fold_habits(tree)
     if isinstance(tree.get("model"), str | dict):
         tree["model"] = _renamed(spelled_out(tree["model"], "name"), MODEL_NAMES, "model")
     if isinstance(tree.get("trainer"), dict):
-        trainer, needless = without_needless(_renamed(tree["trainer"], OTHER_NAMES, "trainer"))
-        notices += needless
+        trainer = _renamed(tree["trainer"], OTHER_NAMES, "trainer")
+        for names, reason in ((LOGGING, "every step is logged"), (NEEDLESS, "there is nothing like it here")):
+            if ignored := [name for name in names if name in trainer]:
+                notices.append(f"{', '.join(f'trainer.{name}' for name in ignored)}: ignored, since {reason}.")
+        trainer = {key: value for key, value in trainer.items() if key not in (*LOGGING, *NEEDLESS)}
         if isinstance(trainer.get("scheduler"), str):
             trainer = renamed(trainer, "scheduler", "lr_scheduler_type", "trainer.")
-        _move_to_generation(tree, trainer)
+        for other in [other for other in GENERATION if other in trainer]:
+            name, value = GENERATION[other], trainer.pop(other)
+            generation = table_at(tree, "generation")
+            united(generation.get(name, value), value, f"generation.{name}", f"trainer.{other}")
+            tree["generation"] = {**generation, name: value}
         tree["trainer"] = trainer
     if isinstance(tree.get("generation"), dict):
-        tree["generation"] = _without_neutral(_renamed(tree["generation"], GENERATION_NAMES, "generation"))
+        generation = _renamed(tree["generation"], GENERATION_NAMES, "generation")
+        for name, neutral in NEUTRAL.items():
+            value = generation.pop(name, None)
+            if value is not None and value not in neutral:
+                fact = "sampling has no such setting"
+                raise InvalidValue(fact, key=f"generation.{name}", value=value, fix="Leave it out.")
+        tree["generation"] = generation
     return tree, notices
-
-
-def _move_to_generation(tree: Tree, trainer: Tree) -> None:
-    for other in [other for other in GENERATION if other in trainer]:
-        name, value = GENERATION[other], trainer.pop(other)
-        table = table_at(tree, "generation")
-        united(table.get(name, value), value, f"generation.{name}", f"trainer.{other}")
-        tree["generation"] = {**table, name: value}
 
 
 def _renamed(table: Tree, names: dict[str, str], section: str) -> Tree:
@@ -79,15 +84,6 @@ def _renamed(table: Tree, names: dict[str, str], section: str) -> Tree:
         if other in table:
             table = renamed(table, other, name, f"{section}.")
     return table
-
-
-def _without_neutral(table: Tree) -> Tree:
-    for name, neutral in NEUTRAL.items():
-        if name in table and table[name] is not None and table[name] not in neutral:
-            raise InvalidValue(
-                "sampling has no such setting", key=f"generation.{name}", value=table[name], fix="Leave it out."
-            )
-    return {key: value for key, value in table.items() if key not in NEUTRAL}
 
 
 def unknown_keys(table: Tree, known: Collection[str], section: str = "") -> list[BadInput]:
@@ -102,7 +98,7 @@ def unknown_keys(table: Tree, known: Collection[str], section: str = "") -> list
 
 
 def table_at(tree: Tree, *path: str) -> Tree:
-    """The table at a path; an empty one where there is none."""
+    """Return the table at a path; an empty one where there is none."""
     node: Any = tree
     for key in path:
         node = node.get(key, {}) if isinstance(node, dict) else {}

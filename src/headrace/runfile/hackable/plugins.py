@@ -1,6 +1,6 @@
-"""Whether the plugins that a file names are there and take their kwargs; what is wrong, by the key as it was written.
+"""Check the plugins of a short run file and their kwargs. Problems name the key that the user wrote.
 
-It imports the user's own code, and constructs the objective; data is read only to be counted.
+The user's own code is imported and the objective is constructed; data is read only to count its samples.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,33 +25,22 @@ Kwargs = dict[str, Any]
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 PLAIN = {"int", "float", "bool", "None", "Optional", "NoneType"}
 WORDS_IF_NULL = "tokenizer_name"
-"""The kwarg to which null says something: count words, and not tokens of the run's model."""
+"""The kwarg for which null has a meaning: count words, not tokens of the run's model."""
 FILLED = frozenset({"tokenizer_name", "seed"})
 """Kwargs that the run fills in."""
 
 
 class Plugin(NamedTuple):
-    """One that a file names: `key` is the section that has its kwargs, as `objective.kwargs`."""
+    """A plugin of a run file."""
 
     registry: PluginRegistry
     name: str
     key: str
+    """The key of its kwargs: `objective.kwargs`."""
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its kwargs."""
         return self.registry.options(self.name)
-
-    @property
-    def is_curriculum(self) -> bool:
-        """Whether its kwargs name other data providers."""
-        from headrace.environments.hackable.providers.curriculum import curriculum
-
-        return self.registry.find(self.name) is curriculum
-
-    @property
-    def takes_any(self) -> bool:
-        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
 
 
 def objective_named(name: str) -> Plugin:
@@ -72,42 +61,35 @@ def reward_named(name: str) -> Plugin:
     return Plugin(REWARDS, name, f"rewards.kwargs.{name}")
 
 
-def normalized(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[BadInput], *, needed: bool = True) -> Kwargs:
-    """Its kwargs with numbers for texts that are meant as such, and without those that are null, and so taken back.
+def check_kwargs(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[BadInput], *, needed: bool = True) -> Kwargs:
+    """Return kwargs without nulls, with texts read as the numbers or booleans that the plugin takes.
 
-    One that is not `needed` may lack some.
+    Unknown kwargs, and if `needed` missing ones, are added to `problems`. A null that has a meaning becomes an empty
+    text, since TOML has no null.
     """
-    parameters = plugin.parameters
+    parameters, noun = plugin.parameters, plugin.registry.what
     known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    given = {name: v for name, v in kwargs.items() if v is not None or (name == WORDS_IF_NULL and name in known)}
-    for name in given if not plugin.takes_any else ():
-        if name not in known:
-            problems.append(_unknown(plugin, name, known))
+    values = {name: v for name, v in kwargs.items() if v is not None or (name == WORDS_IF_NULL and name in known)}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in [name for name in values if name not in known and not takes_any]:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {plugin.key}.{close[0]}? " if close else ""
+        fix = f"{hint}{noun.capitalize()} {plugin.name!r} takes {', '.join(known) or 'no kwargs'}."
+        problems.append(BadInput("unknown key", key=f"{plugin.key}.{name}", fix=fix))
     for name in known if needed else ():
-        if parameters[name].default is inspect.Parameter.empty and name not in {*given, *FILLED}:
-            fact = f"required by {plugin.registry.what} {plugin.name!r}, and not set"
+        if parameters[name].default is inspect.Parameter.empty and name not in {*values, *FILLED}:
+            fact = f"required by {noun} {plugin.name!r}, and not set"
             problems.append(BadInput(fact, key=f"{plugin.key}.{name}"))
-    return {name: _value(parameters.get(name), value) for name, value in given.items()}
-
-
-def _unknown(plugin: Plugin, name: str, known: Sequence[str]) -> BadInput:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {plugin.key}.{close[0]}? " if close else ""
-    takes = f"{plugin.registry.what.capitalize()} {plugin.name!r} takes {', '.join(known) or 'no kwargs'}."
-    return BadInput("unknown key", key=f"{plugin.key}.{name}", fix=hint + takes)
-
-
-def _value(parameter: inspect.Parameter | None, value: Any) -> Any:
-    """Null is no value of TOML: where it says something, it is an empty text instead."""
-    if value is None:
-        return ""
-    if parameter is None or not isinstance(value, str):
-        return value
-    return read_as(kinds_of(parameter), value)
+    for name, value in values.items():
+        if value is None:
+            values[name] = ""
+        elif isinstance(value, str) and name in parameters:
+            values[name] = read_as(kinds_of(parameters[name]), value)
+    return values
 
 
 def kinds_of(parameter: inspect.Parameter) -> set[str]:
-    """The plain types that a parameter takes, by its annotation or its default; none if it also takes others."""
+    """Return the plain types of a parameter, by its annotation or its default; empty if it also takes other types."""
     annotation: Any = parameter.annotation
     if annotation is inspect.Parameter.empty:
         return {type(parameter.default).__name__} & (PLAIN - {"NoneType"})
@@ -117,7 +99,7 @@ def kinds_of(parameter: inspect.Parameter) -> set[str]:
 
 
 def read_as(kinds: set[str], text: str) -> Any:
-    """A number or a truth value that was written as a text; the text where it is none."""
+    """Return the number or boolean that a text stands for, else the text."""
     if "bool" in kinds and text.strip().lower() in WORDS:
         return WORDS[text.strip().lower()]
     for kind, read in (("int", int), ("float", float)):
@@ -129,8 +111,8 @@ def read_as(kinds: set[str], text: str) -> Any:
     return text
 
 
-def constructed(plugin: Plugin, kwargs: Kwargs, problems: list[BadInput]) -> Objective | None:
-    """The objective; None where its own checks refuse its kwargs."""
+def construct_objective(plugin: Plugin, kwargs: Kwargs, problems: list[BadInput]) -> Objective | None:
+    """Return the objective; None where its own checks refuse its kwargs."""
     from headrace.environments.hackable.registry import build_objective
 
     try:
@@ -145,8 +127,8 @@ def constructed(plugin: Plugin, kwargs: Kwargs, problems: list[BadInput]) -> Obj
         return None
 
 
-def found(plugin: Plugin, key: str, problems: list[BadInput]) -> bool:
-    """Whether there is such a plugin; `key` is where its name was written."""
+def is_registered(plugin: Plugin, key: str, problems: list[BadInput]) -> bool:
+    """Return whether the plugin exists; `key` is the one that names it."""
     try:
         plugin.registry.find(plugin.name)
     except BadInput as error:
@@ -155,8 +137,8 @@ def found(plugin: Plugin, key: str, problems: list[BadInput]) -> bool:
     return True
 
 
-def number_of_samples(name: str, kwargs: Kwargs, seed: int, variables: Mapping[str, str]) -> int:
-    """How many the provider gives; it finds the environment that the run's processes will have."""
+def count_samples(name: str, kwargs: Kwargs, seed: int, variables: Mapping[str, str]) -> int:
+    """Count the samples of a provider under the environment variables of the run's processes."""
     from headrace.environments.hackable.registry import build_data_provider
 
     with _environment(variables):
@@ -178,9 +160,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def asks_the_hub(plugin: Plugin, kwargs: Mapping[str, Any], is_name: Callable[[str], bool]) -> bool:
-    """Whether one of its sources, set or not, is nothing on this machine, nor in its `cache_dir`."""
+def needs_hub(plugin: Plugin, kwargs: Mapping[str, Any], is_name: Callable[[str], bool]) -> bool:
+    """Return whether a source of the plugin, set or default, is neither on this machine nor in its `cache_dir`."""
     values = {p.name: p.default for p in plugin.parameters.values()} | dict(kwargs)
-    named = [value for name, value in values.items() if is_name(name) and isinstance(value, str) and value]
+    sources = [value for name, value in values.items() if is_name(name) and isinstance(value, str) and value]
     cache = Path(values.get("cache_dir") or ".")
-    return any(not (Path(name).exists() or (cache / name).exists()) for name in named)
+    return any(not (Path(name).exists() or (cache / name).exists()) for name in sources)

@@ -1,8 +1,7 @@
-"""Where a relative path of the file leads, where the run goes, and which environment variables its processes get.
+"""Resolve the relative paths of a short run file, its run directory and the environment variables of its processes.
 
-A relative path is what lies beside a run file, if there is something of that name; else it is under the storage root. A
-model is also looked for in `models/` of the root, and data in `datasets/`. What is found nowhere may be a name on the
-hub.
+A relative path is resolved beside the run files if it exists there, else under the storage root. Models are also looked
+up in `models/` of the root, and data in `datasets/`. A name that exists nowhere may be one on the hub.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ HUB_KWARGS = ("source", "name")
 """Kwargs of data providers that may be a path or a name on the hub; so may those that end in `_source`."""
 
 
-class Places(NamedTuple):
-    """`folders` are those of the run files; `root` is None where no storage root is given."""
-
+class PathResolver(NamedTuple):
     folders: Sequence[Path]
+    """The folders of the run files."""
     root: Path | None
+    """The storage root; None where it is not set."""
 
     def existing(self, given: str, inside: str = "") -> Path | None:
         path = Path(given).expanduser()
         beside = [folder / path for folder in self.folders]
-        found = [*beside, self._below_root(path), (self.root or Path.cwd()) / inside / path]
-        return next((place.resolve() for place in found if given and place.exists()), None)
+        candidates = [*beside, self._below_root(path), (self.root or Path.cwd()) / inside / path]
+        return next((candidate.resolve() for candidate in candidates if given and candidate.exists()), None)
 
     def model(self, given: str) -> str:
-        """A directory, or as it is: a name on the hub."""
+        """Return the model's directory, or the name unchanged: one on the hub."""
         return str(self.existing(given, MODELS) or given)
 
     def under_root(self, given: str) -> str:
@@ -45,8 +44,8 @@ class Places(NamedTuple):
         root = self.root or here
         return here / path if root.is_relative_to(here) and (here / path).is_relative_to(root) else root / path
 
-    def in_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """With the paths among them resolved: those that are called so."""
+    def resolve_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Resolve the paths among kwargs, which are recognized by their names."""
         return {name: self._value(name, value) if isinstance(value, str) else value for name, value in kwargs.items()}
 
     def _value(self, name: str, value: str) -> str:
@@ -67,12 +66,12 @@ def may_be_on_the_hub(kwarg: str) -> bool:
 
 
 def variables(root: Path | None, *, offline: bool) -> dict[str, str]:
-    """What every process of the run finds in its environment."""
+    """Return the environment variables of every process of the run."""
     home = {} if root is None else {CACHE_VARIABLE: str(root), "HF_HOME": str(root / "hf")}
     return home | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
 def tokens(auth: AuthConfig) -> dict[str, str]:
-    """By the name under which libraries look for a token, the variable that has it, where that is another."""
+    """Map the variables in which libraries look for a token to those of the run file, where they differ."""
     named = {"HF_TOKEN": auth.hf_token, "WANDB_API_KEY": auth.wandb_api_key}
     return {standard: name for standard, name in named.items() if standard != name}

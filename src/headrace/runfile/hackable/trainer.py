@@ -1,4 +1,4 @@
-"""From the names that Hugging Face trainers have for things to ours. Plain trees in, plain trees out."""
+"""Translate the keys of Hugging Face trainers (`learning_rate`, `bf16`, ...) into keys of a run file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL_ADAMW = (
     "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "paged_adamw", "paged_adamw_8bit",
     "paged_adamw_32bit",
 )  # fmt: skip
-"""AdamW with a state that takes less of the GPU's memory."""
+"""Variants of AdamW whose state takes less GPU memory."""
 OPTIMIZERS = {**dict.fromkeys((*ADAMW, *SMALL_ADAMW), "adamw"), "sgd": "sgd", "muon": "muon"}
 SCHEDULERS = {
     "constant": "constant",
@@ -39,7 +39,7 @@ OTHER_NAMES = {
     "train_batch_size": "batch_size",
     "permanent_checkpoint_steps": "permanent_save_steps",
 }
-"""What some call the keys of `NamedTrainerConfig`."""
+"""Other names of keys of `NamedTrainerConfig`."""
 GENERATION = {
     "num_generations": "num_generations",
     "max_completion_length": "max_new_tokens",
@@ -49,7 +49,7 @@ GENERATION = {
     "top_k": "top_k",
     "min_p": "min_p",
 }
-"""Keys of `generation` that some trainers have among their own."""
+"""Keys of `trainer` in other systems, each with its name in `generation`."""
 TYPED = {
     "learning_rate": "trainer.optim.lr",
     "weight_decay": "trainer.optim.weight_decay",
@@ -61,18 +61,18 @@ TYPED = {
     "permanent_save_steps": "trainer.ckpt.permanent_interval",
     "warmup_steps": "trainer.scheduler.warmup_steps",
 }
-"""Keys of `NamedTrainerConfig` that are a key of a run file with the same value."""
+"""Keys of `NamedTrainerConfig`, each with the key of a run file that takes the same value."""
 LOGGING = ("logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "log_completions", "disable_tqdm")
 NEEDLESS = (
     "dataloader_num_workers", "dataloader_pin_memory", "ddp_find_unused_parameters", "do_eval", "do_train",
     "eval_strategy", "evaluation_strategy", "group_by_length", "overwrite_output_dir", "per_device_eval_batch_size",
     "remove_unused_columns", "save_strategy",
 )  # fmt: skip
-"""Keys that have no counterpart and change nothing."""
+"""Keys without a counterpart, which are ignored with a notice."""
 
 
-class Written:
-    """Keys of the typed tree, each with the key that the user wrote for it."""
+class Translated:
+    """A tree of the run file under construction; `keys` maps each of its keys to the key that the user wrote."""
 
     def __init__(self) -> None:
         self.tree: Tree = {}
@@ -83,167 +83,121 @@ class Written:
         self.keys[path] = key
 
 
-def without_needless(table: Tree) -> tuple[Tree, list[str]]:
-    """The table without keys that say nothing here, and a notice about them."""
-    notices = []
-    for names, why in ((LOGGING, "every step is logged"), (NEEDLESS, "there is nothing like it here")):
-        if given := [name for name in names if name in table]:
-            notices.append(f"{', '.join(f'trainer.{name}' for name in given)}: ignored, since {why}.")
-    return {key: value for key, value in table.items() if key not in (*LOGGING, *NEEDLESS)}, notices
-
-
-def typed_trainer(
-    given: NamedTrainerConfig, max_steps: int | None, problems: list[BadInput], notices: list[str]
-) -> Written:
-    """Its `trainer`, `model` and `inference` keys in the typed tree. `max_steps` are those of the run."""
-    written = Written()
+def translate_trainer(
+    config: NamedTrainerConfig, max_steps: int | None, problems: list[BadInput], notices: list[str]
+) -> Translated:
+    """Return the `trainer`, `model` and `inference` keys of the run file; `max_steps` is that of the run."""
+    result = Translated()
     for name, path in TYPED.items():
-        if (value := getattr(given, name)) is not None:
-            written.set(path, value, f"trainer.{name}")
-    for part in (_optimizer, _scheduler, _loss, _precision):
-        part(given, written, problems, notices)
-    _warmup(given, written, max_steps, problems)
-    if given.gradient_checkpointing is not None:
-        value = "full" if given.gradient_checkpointing else False
-        written.set("trainer.activation_checkpointing", value, "trainer.gradient_checkpointing")
-    if given.use_vllm is not None:
-        written.set("inference.engine", "vllm" if given.use_vllm else "embedded", "trainer.use_vllm")
-    return written
+        if (value := getattr(config, name)) is not None:
+            result.set(path, value, f"trainer.{name}")
+    _optimizer(config, result, problems, notices)
+    _scheduler(config, result, max_steps, problems)
+    _loss(config, result, problems)
+    if config.fp16:
+        fix = "Set trainer.bf16, or leave both out."
+        problems.append(BadInput("training in float16 is not supported", key="trainer.fp16", value=True, fix=fix))
+    elif config.bf16 is not None:
+        result.set("model.dtype", "bfloat16" if config.bf16 else "float32", "trainer.bf16")
+    if config.gradient_checkpointing is not None:
+        value = "full" if config.gradient_checkpointing else False
+        result.set("trainer.activation_checkpointing", value, "trainer.gradient_checkpointing")
+    if config.use_vllm is not None:
+        result.set("inference.engine", "vllm" if config.use_vllm else "embedded", "trainer.use_vllm")
+    return result
 
 
-def _optimizer(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
-    if isinstance(given.optim, str):
-        kind = OPTIMIZERS.get(given.optim.lower())
+def _optimizer(config: NamedTrainerConfig, result: Translated, problems: list[BadInput], notices: list[str]) -> None:
+    if isinstance(config.optim, str):
+        kind = OPTIMIZERS.get(config.optim.lower())
         if kind is None:
-            problems.append(_not_known("optimizer", "trainer.optim", given.optim, OPTIMIZERS))
+            problems.append(_unknown("optimizer", "trainer.optim", config.optim, OPTIMIZERS))
         else:
-            written.set("trainer.optim.type", kind, "trainer.optim")
-        if given.optim.lower() in SMALL_ADAMW:
+            result.set("trainer.optim.type", kind, "trainer.optim")
+        if config.optim.lower() in SMALL_ADAMW:
             notices.append(
-                f"trainer.optim is {given.optim}: it is AdamW with a state in float32 on the GPU here; "
+                f"trainer.optim is {config.optim}: it is AdamW with a state in float32 on the GPU here; "
                 "trainer.optim = {type: adamw, offload_state: true} keeps it in CPU memory."
             )
-    betas = {name: getattr(given, name) for name in ("adam_beta1", "adam_beta2") if getattr(given, name) is not None}
-    if betas:
-        pair = [betas.get("adam_beta1", 0.9), betas.get("adam_beta2", 0.999)]
-        written.set("trainer.optim.betas", pair, f"trainer.{next(iter(betas))}")
-    if written.tree.get("trainer", {}).get("optim", {}).get("type") == "sgd":
-        problems.extend(
-            BadInput(
-                "sgd has no such setting",
-                key=f"trainer.{name}",
-                value=getattr(given, name),
-                fix="Leave it out, or set trainer.optim to adamw_torch.",
-            )
-            for name in (*betas, *(["adam_epsilon"] if given.adam_epsilon is not None else []))
-        )
+    own = ("adam_beta1", "adam_beta2", "adam_epsilon")
+    adam = {name: value for name in own if (value := getattr(config, name)) is not None}
+    if betas := [name for name in adam if name != "adam_epsilon"]:
+        pair = [adam.get("adam_beta1", 0.9), adam.get("adam_beta2", 0.999)]
+        result.set("trainer.optim.betas", pair, f"trainer.{betas[0]}")
+    if result.tree.get("trainer", {}).get("optim", {}).get("type") == "sgd":
+        fix = "Leave it out, or set trainer.optim to adamw_torch."
+        for name, value in adam.items():
+            problems.append(BadInput("sgd has no such setting", key=f"trainer.{name}", value=value, fix=fix))
 
 
-def _scheduler(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
-    if given.lr_scheduler_type is not None:
-        kind = SCHEDULERS.get(given.lr_scheduler_type.lower())
+def _scheduler(config: NamedTrainerConfig, result: Translated, max_steps: int | None, problems: list[BadInput]) -> None:
+    ratio = config.warmup_ratio
+    if ratio is not None and config.warmup_steps:
+        fact = f"trainer.warmup_steps = {config.warmup_steps} also sets the length of the warmup"
+        problems.append(BadInput(fact, key="trainer.warmup_ratio", value=ratio, fix="Give one of the two."))
+    elif ratio is not None and max_steps is not None:
+        steps = math.ceil(ratio * max_steps - 1e-9)  # a rounding error of floats must not add a step
+        result.set("trainer.scheduler.warmup_steps", steps, "trainer.warmup_ratio")
+    if config.lr_scheduler_type is not None:
+        kind = SCHEDULERS.get(config.lr_scheduler_type.lower())
         if kind is None:
             key = "trainer.lr_scheduler_type"
-            problems.append(_not_known("schedule", key, given.lr_scheduler_type, SCHEDULERS))
+            problems.append(_unknown("schedule", key, config.lr_scheduler_type, SCHEDULERS))
             return
-        written.set("trainer.scheduler.type", kind, "trainer.lr_scheduler_type")
-    for name, value in given.lr_scheduler_kwargs.items():
+        result.set("trainer.scheduler.type", kind, "trainer.lr_scheduler_type")
+    for name, value in config.lr_scheduler_kwargs.items():
         key = f"trainer.lr_scheduler_kwargs.{name}"
-        if name == "min_lr" and given.learning_rate is not None:
-            written.set("trainer.scheduler.min_factor", float(value) / given.learning_rate, key)
+        if name == "min_lr" and config.learning_rate is not None:
+            result.set("trainer.scheduler.min_factor", float(value) / config.learning_rate, key)
         elif name in SCHEDULER_KWARGS:
-            written.set(f"trainer.scheduler.{SCHEDULER_KWARGS[name]}", value, key)
+            result.set(f"trainer.scheduler.{SCHEDULER_KWARGS[name]}", value, key)
         else:
-            known = ", ".join([*SCHEDULER_KWARGS, "min_lr (with trainer.learning_rate)"])
-            problems.append(
-                BadInput(
-                    "unknown key", key=key, value=value, fix=f"There is {known}; all else is in trainer.scheduler."
-                )
-            )
+            fix = f"Known: {', '.join(SCHEDULER_KWARGS)}, min_lr (with trainer.learning_rate); or trainer.scheduler."
+            problems.append(BadInput("unknown key", key=key, value=value, fix=fix))
 
 
-def _warmup(given: NamedTrainerConfig, written: Written, max_steps: int | None, problems: list[BadInput]) -> None:
-    if given.warmup_ratio is None:
-        return
-    if given.warmup_steps:
-        problems.append(
-            BadInput(
-                f"trainer.warmup_steps is {given.warmup_steps}, and both say how long the warmup is",
-                key="trainer.warmup_ratio",
-                value=given.warmup_ratio,
-                fix="Give one of the two.",
-            )
-        )
-    elif max_steps is not None:
-        steps = math.ceil(given.warmup_ratio * max_steps - 1e-9)  # .1 of 30 is 3, whatever floats make of it
-        written.set("trainer.scheduler.warmup_steps", steps, "trainer.warmup_ratio")
+def _loss(config: NamedTrainerConfig, result: Translated, problems: list[BadInput]) -> None:
+    if config.beta:
+        fix = "Set 0; trainer.loss.kl_tau weighs how far a step may move from the policy that sampled."
+        fact = "there is no penalty for the distance to the initial model"
+        problems.append(BadInput(fact, key="trainer.beta", value=config.beta, fix=fix))
+    high = "epsilon" if config.epsilon_high is None else "epsilon_high"
+    for name, source in (("eps_low", "epsilon"), ("eps_high", high)):
+        if (value := getattr(config, source)) is not None:
+            result.set("trainer.loss.type", "ppo_clip", f"trainer.{source}")
+            result.set(f"trainer.loss.{name}", value, f"trainer.{source}")
 
 
-def _loss(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
-    if given.beta:
-        problems.append(
-            BadInput(
-                "there is no penalty for leaving the start model",
-                key="trainer.beta",
-                value=given.beta,
-                fix="Set 0; trainer.loss.kl_tau weighs how far a step may leave the policy that sampled.",
-            )
-        )
-    clip = {
-        "eps_low": given.epsilon,
-        "eps_high": given.epsilon_high if given.epsilon_high is not None else given.epsilon,
-    }
-    for name, value in clip.items():
-        if value is not None:
-            key = "trainer.epsilon_high" if given.epsilon_high is not None and name == "eps_high" else "trainer.epsilon"
-            written.set("trainer.loss.type", "ppo_clip", key)
-            written.set(f"trainer.loss.{name}", value, key)
-
-
-def _precision(given: NamedTrainerConfig, written: Written, problems: list[BadInput], notices: list[str]) -> None:
-    if given.fp16:
-        problems.append(
-            BadInput(
-                "training in float16 is not supported",
-                key="trainer.fp16",
-                value=True,
-                fix="Set trainer.bf16, or leave both out.",
-            )
-        )
-    elif given.bf16 is not None:
-        written.set("model.dtype", "bfloat16" if given.bf16 else "float32", "trainer.bf16")
-
-
-def trackers(given: NamedTrainerConfig, problems: list[BadInput]) -> dict[str, Tree]:
-    """The sections that `report_to` stands for."""
-    listed = [given.report_to] if isinstance(given.report_to, str) else given.report_to or []
-    asked = [name for name in listed if name != "none"]
+def trackers(config: NamedTrainerConfig, problems: list[BadInput]) -> dict[str, Tree]:
+    """Return an empty section for each tracker of `report_to`."""
+    listed = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
+    names = [name for name in listed if name != "none"]
     problems.extend(
-        _not_known("tracker", "trainer.report_to", name, (*TRACKERS, "none")) for name in asked if name not in TRACKERS
+        _unknown("tracker", "trainer.report_to", name, (*TRACKERS, "none")) for name in names if name not in TRACKERS
     )
-    return {name: {} for name in asked if name in TRACKERS}
+    return {name: {} for name in names if name in TRACKERS}
 
 
-def contradictions(written: Written, explicit: Tree) -> list[BadInput]:
-    """Return an error for each key that was written under both of its names, with different values."""
+def contradictions(result: Translated, explicit: Tree) -> list[BadInput]:
+    """Return an error for each key that is set under both of its names, with different values."""
     both = leaves({"trainer": explicit.get("trainer", {}), "model": explicit.get("model", {})})
-    mine = leaves(written.tree)
+    mine = leaves(result.tree)
     return [
         BadInput(
             f"another name of {path}, which is {shown_value(value)}",
-            key=written.keys[path],
+            key=result.keys[path],
             value=mine[path],
             fix="Give one of them.",
         )
         for path, value in both.items()
-        if path in written.keys and not _same(mine[path], value)
+        if path in result.keys and not _same(mine[path], value)
     ]
 
 
-def _not_known(what: str, key: str, given: str, known: Collection[str]) -> BadInput:
-    close = difflib.get_close_matches(given, known, n=1)
+def _unknown(noun: str, key: str, value: str, known: Collection[str]) -> BadInput:
+    close = difflib.get_close_matches(value, known, n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
-    return BadInput(f"unknown {what}", key=key, value=given, fix=f"{hint}Known: {', '.join(known)}.")
+    return BadInput(f"unknown {noun}", key=key, value=value, fix=f"{hint}Known: {', '.join(known)}.")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,8 +1,7 @@
 """Translate a file with data, rewards and an objective (docs/tutorials/hacking.md) into a run file.
 
-A thin layer: what comes out is a tree of `RunConfig` and nothing else, with one environment, `hackable`. Sections of a
-run file may stand beside; where they set what would be derived, they win. Every problem is named by the key that the
-user wrote.
+The result is a tree of `RunConfig` with one environment, `hackable`. Sections of a run file are allowed beside those of
+the short form; their values take precedence over derived ones. Problems name the key that the user wrote.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from pydantic import ValidationError
 from headrace.config.base import ConfigError, Origins, Tree
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
-from headrace.runfile.hackable.names import table_at, unknown_keys, usual_names
+from headrace.runfile.hackable.names import rename_keys, table_at, unknown_keys
 from headrace.runfile.hackable.plugins import (
     Plugin,
-    asks_the_hub,
-    constructed,
-    found,
-    normalized,
-    number_of_samples,
+    check_kwargs,
+    construct_objective,
+    count_samples,
+    is_registered,
+    needs_hub,
     objective_named,
     provider_named,
     reward_named,
@@ -37,8 +36,8 @@ from headrace.runfile.hackable.sections import (
     HackableConfig,
     NamedTrainerConfig,
 )
-from headrace.runfile.hackable.storage import Places, may_be_on_the_hub, tokens, variables
-from headrace.runfile.hackable.trainer import contradictions, trackers, typed_trainer
+from headrace.runfile.hackable.storage import PathResolver, may_be_on_the_hub, tokens, variables
+from headrace.runfile.hackable.trainer import contradictions, trackers, translate_trainer
 from headrace.runfile.problems import explain_all, located
 from headrace.runfile.reading import merge
 
@@ -49,16 +48,16 @@ GROUP_SIZE, GROUPS_PER_STEP = 8, 16
 
 
 def is_hackable(tree: Tree) -> bool:
-    """Whether it is such a file: supervised runs have `data`, too, but no provider."""
+    """Return whether a tree is of the short form. SFT run files have `data`, too, but no provider."""
     data = tree.get("data")
     named = isinstance(data, dict) and bool(data.keys() & {"provider", "class_path"})
     return named or bool(tree.keys() & (set(OWN_SECTIONS) - {"data"}))
 
 
 def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
-    """The tree of a run, and notices. `known` are the sections that a run file may have."""
+    """Return the tree of a `RunConfig`, and notices; `known` are the sections of a run file."""
     try:
-        written, notices = usual_names(copy.deepcopy(tree))
+        written, notices = rename_keys(copy.deepcopy(tree))
     except InvalidValue as error:
         raise _refusal([error], origins) from error
     of_trainer = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
@@ -80,7 +79,7 @@ def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], origins: 
 
 
 def _without_nulls(tree: Tree) -> Tree:
-    """Null takes back what an earlier file said; among kwargs it is the plugins' own business."""
+    """Drop keys that a later file set to null; nulls among kwargs are left to the plugins."""
     return {
         key: _without_nulls(value) if isinstance(value, dict) and key != "kwargs" else value
         for key, value in tree.items()
@@ -93,7 +92,7 @@ def _refusal(problems: Sequence[BadInput], origins: Origins) -> ConfigError:
 
 
 class _Translation:
-    """One file on its way: what it says, what follows, and what is wrong with it."""
+    """The translation of one file: its validated sections, the problems and the notices."""
 
     def __init__(self, given: HackableConfig, tree: Tree, files: Sequence[Path]) -> None:
         self.given = given
@@ -102,62 +101,55 @@ class _Translation:
         self._file = files[-1].stem if files else "run"
         root = given.storage.cache_dir
         self._root = None if root is None else root.expanduser().absolute()
-        self._places = Places([file.parent.absolute() for file in files], self._root)
+        self._paths = PathResolver([file.parent.absolute() for file in files], self._root)
         self._explicit = {key: value for key, value in tree.items() if key not in OWN_SECTIONS}
-        self._explicit["trainer"] = self._explicit_trainer(tree)
-        self._model()
-        self._hub_is_asked = self._names_a_hub_model()
+        """The sections of a run file that are set beside those of the short form."""
+        self._explicit["trainer"] = {
+            key: value
+            for key, value in table_at(tree, "trainer").items()
+            if key not in NamedTrainerConfig.model_fields or (key == "optim" and isinstance(value, dict))
+        }
+        model = table_at(self._explicit, "model")
+        if isinstance(model.get("name"), str):
+            model["name"] = self._paths.model(model["name"])
+        if "lora" in model:
+            self._explicit["trainer"].setdefault("lora", model.pop("lora"))
+        self._needs_hub = isinstance(model.get("name"), str) and not Path(model["name"]).exists()
 
     def _refuse(self, fact: str, key: str, value: Any = None, fix: str | None = None) -> None:
         self.problems.append(BadInput(fact, key=key, value=value, fix=fix))
 
     def result(self) -> Tree:
-        """The tree of the run; it means something only if there are no problems."""
-        group_size = self._group_size()
+        """Return the tree of the run; it is only valid if there are no problems."""
+        group_size = self._number("orchestrator", "group_size") or self.given.generation.num_generations or GROUP_SIZE
         batch_size = self._batch_size(group_size)
         groups_per_step = None if batch_size is None else batch_size / group_size
         args = self._environment_args(groups_per_step)
         max_steps = self._max_steps(args, groups_per_step)
-        written = typed_trainer(self.given.trainer, max_steps, self.problems, self.notices)
+        written = translate_trainer(self.given.trainer, max_steps, self.problems, self.notices)
         self.problems += contradictions(written, self._explicit)
         tree = written.tree
         self._shared(tree, max_steps)
         merge(tree, {"orchestrator": self._orchestrator(args, group_size, batch_size)})
         self._trackers(tree)
-        self._launch(tree)
-        self._over(tree)
+        launch = {"env": self._variables(), "env_from": tokens(self.given.auth)}
+        if launch := {name: table for name, table in launch.items() if table}:
+            merge(tree, {"launch": launch})
+        for slot in ("train", "eval"):  # environments of both forms stay in the list
+            section = table_at(self._explicit, "orchestrator", slot)
+            if isinstance(section.get("env"), list):
+                section["env"] = [*table_at(tree, "orchestrator", slot).get("env", []), *section["env"]]
+        merge(tree, self._explicit)
         return tree
 
-    def _explicit_trainer(self, tree: Tree) -> Tree:
-        """What of `trainer` is written as a run file has it."""
-        table = table_at(tree, "trainer")
-        names = set(type(self.given.trainer).model_fields)
-        return {key: v for key, v in table.items() if key not in names or (key == "optim" and isinstance(v, dict))}
-
-    def _model(self) -> None:
-        model = self._explicit.get("model")
-        if not isinstance(model, dict):
-            return
-        if isinstance(model.get("name"), str):
-            model["name"] = self._places.model(model["name"])
-        if "lora" in model:
-            self._explicit["trainer"].setdefault("lora", model.pop("lora"))
-
-    def _names_a_hub_model(self) -> bool:
-        name = table_at(self._explicit, "model").get("name")
-        return isinstance(name, str) and not Path(name).exists()
-
     def _number(self, *path: str) -> int | None:
-        """A whole number that is set in a section of the run file; what is none, its own section refuses."""
+        """Return a whole number of a section of the run file; None for other values, which validation refuses later."""
         *parents, name = path
         value = table_at(self._explicit, *parents).get(name)
         return int(str(value)) if str(value).isdecimal() else None
 
-    def _group_size(self) -> int:
-        return self._number("orchestrator", "group_size") or self.given.generation.num_generations or GROUP_SIZE
-
     def _batch_size(self, group_size: int) -> int | None:
-        """Completions of a step; None where it is so many tokens instead."""
+        """Return the completions per step; None where a step is counted in tokens."""
         trainer, section = self.given.trainer, table_at(self._explicit, "orchestrator")
         if section.keys() & {"batch_size", "token_batch_size"}:
             return self._number("orchestrator", "batch_size")
@@ -167,7 +159,7 @@ class _Translation:
             product = trainer.per_device_train_batch_size * (trainer.gradient_accumulation_steps or 1) * ranks
             if size is not None and size != product:
                 self._refuse(
-                    f"trainer.per_device_train_batch_size and what it is multiplied with come to {product}",
+                    f"trainer.per_device_train_batch_size times accumulation steps times processes is {product}",
                     "trainer.batch_size",
                     size,
                     "Give one of them, or the same size twice.",
@@ -183,8 +175,10 @@ class _Translation:
         return size or GROUPS_PER_STEP * group_size
 
     def _environment_args(self, groups_per_step: float | None) -> dict[str, Any]:
-        """Of the environment that is trained on."""
-        args: dict[str, Any] = {**self._data_args(), **self._objective_args(), "seed": self._seed()}
+        """Return the arguments of the environment that is trained on."""
+        seed = self._explicit.get("seed", self.given.trainer.seed)
+        seed = int(str(seed)) if str(seed).lstrip("-").isdecimal() else 0
+        args: dict[str, Any] = {**self._data_args(), **self._objective_args(), "seed": seed}
         if self.given.rewards.timeout != 60.0:
             args["reward_timeout"] = self.given.rewards.timeout
         if groups_per_step is not None:
@@ -198,10 +192,6 @@ class _Translation:
             )
         return args
 
-    def _seed(self) -> int:
-        seed = self._explicit.get("seed", self.given.trainer.seed)
-        return int(str(seed)) if str(seed).lstrip("-").isdecimal() else 0
-
     def _data_args(self) -> dict[str, Any]:
         data = self.given.data
         if data.chosen is None:
@@ -213,17 +203,17 @@ class _Translation:
         return {"provider": data.chosen, "provider_kwargs": kwargs}
 
     def _objective_args(self) -> dict[str, Any]:
-        """Also checks the rewards that it asks for."""
+        """Return the objective with the kwargs of its rewards, all checked."""
         given = self.given.objective
         plugin, before = objective_named(given.chosen), len(self.problems)
         kwargs = self._checked(plugin, given.kwargs, "objective.class_path" if given.class_path else "objective.name")
-        objective = None if len(self.problems) > before else constructed(plugin, kwargs, self.problems)
+        objective = None if len(self.problems) > before else construct_objective(plugin, kwargs, self.problems)
         self._algorithm = "grpo" if objective is None else objective.algorithm
         used = {} if objective is None else self._reward_kwargs(objective.reward_names())
         return {"objective": given.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
 
     def _reward_kwargs(self, names: Sequence[str]) -> dict[str, Any]:
-        """By the rewards that the objective asks for; kwargs of other known rewards have no effect."""
+        """Return the kwargs of the objective's rewards; those of other rewards are checked and have no effect."""
         from headrace.environments.rewards.registry import options_by_reward
 
         objective = self.given.objective.chosen
@@ -240,21 +230,23 @@ class _Translation:
         }
         for name in (name for name in rewards if name not in names):
             self._checked(reward_named(name), dict(rewards[name]), f"rewards.kwargs.{name}", needed=False)
-            self.notices.append(f"rewards.kwargs.{name}: no effect, since objective {objective!r} does not ask for it.")
+            self.notices.append(f"rewards.kwargs.{name}: no effect, since objective {objective!r} does not use it.")
         return {name: own for name, own in checked.items() if own}
 
     def _checked(self, plugin: Plugin, kwargs: Tree, key: str, *, needed: bool = True) -> dict[str, Any]:
-        """Kwargs that are known to be taken, with their paths resolved."""
-        if not found(plugin, key, self.problems):
+        """Check kwargs and resolve the paths among them."""
+        from headrace.environments.hackable.providers.curriculum import curriculum
+
+        if not is_registered(plugin, key, self.problems):
             return {}
-        values = self._places.in_kwargs(normalized(plugin, kwargs, self.problems, needed=needed))
-        if plugin.is_curriculum and "providers" in values:
+        values = self._paths.resolve_kwargs(check_kwargs(plugin, kwargs, self.problems, needed=needed))
+        if plugin.registry.find(plugin.name) is curriculum and "providers" in values:
             values["providers"] = self._parts(values["providers"], plugin.key)
-        self._hub_is_asked |= needed and asks_the_hub(plugin, values, may_be_on_the_hub)
+        self._needs_hub |= needed and needs_hub(plugin, values, may_be_on_the_hub)
         return values
 
     def _parts(self, providers: Any, key: str) -> Any:
-        """The providers of a curriculum, each with kwargs that are known to be taken."""
+        """Return the providers of a curriculum with their kwargs checked."""
         from headrace.environments.hackable.providers.curriculum import read_parts
 
         try:
@@ -276,7 +268,7 @@ class _Translation:
             return explicit
         if steps is not None and trainer.num_train_epochs is not None:
             self._refuse(
-                f"trainer.num_train_epochs is {trainer.num_train_epochs:g}, and both say when the run ends",
+                f"trainer.num_train_epochs = {trainer.num_train_epochs:g} also sets the end of the run",
                 "trainer.max_steps",
                 steps,
                 "Give one of the two.",
@@ -289,20 +281,20 @@ class _Translation:
         return steps
 
     def _samples(self, args: dict[str, Any], groups_per_step: float | None, key: str) -> int | None:
-        """The size of an epoch."""
+        """Return the samples per epoch."""
         if groups_per_step is None:
             self._refuse("epochs are counted in steps of a known size", key, fix="Set orchestrator.batch_size.")
         if self.problems:
             return None
         try:
-            return number_of_samples(args["provider"], args["provider_kwargs"], args["seed"], self._variables())
+            return count_samples(args["provider"], args["provider_kwargs"], args["seed"], self._variables())
         except BadInput as error:
             self._refuse(f"the samples cannot be counted: {error}", key, fix="Set trainer.max_steps instead.")
             return None
 
     def _variables(self) -> dict[str, str]:
         offline = self.given.storage.offline
-        return variables(self._root, offline=not self._hub_is_asked if offline is None else offline)
+        return variables(self._root, offline=not self._needs_hub if offline is None else offline)
 
     def _shared(self, tree: Tree, max_steps: int | None) -> None:
         storage, trainer = self.given.storage, self.given.trainer
@@ -316,8 +308,8 @@ class _Translation:
         name = storage.run_name or trainer.run_name or self._file
         output = self._explicit.pop("output_dir", None) or trainer.output_dir
         if isinstance(output, str) and self._root is not None:
-            output = self._places.under_root(output)
-        tree["output_dir"] = str(output or self._places.run_directory(name))
+            output = self._paths.under_root(output)
+        tree["output_dir"] = str(output or self._paths.run_directory(name))
         if max_steps is not None:
             tree["max_steps"] = max_steps
         if trainer.seed is not None:
@@ -336,7 +328,7 @@ class _Translation:
         if data.eval is not None and "provider" in args:
             section["eval"] = self._eval(data, data.eval, args, sampling)
         elif self.given.trainer.eval_steps is not None:
-            self.notices.append("trainer.eval_steps: nothing is evaluated; say on what in data.eval.")
+            self.notices.append("trainer.eval_steps: ignored, since nothing is evaluated; set data.eval.")
         return section
 
     def _train_env(self, args: dict[str, Any]) -> Tree:
@@ -354,7 +346,7 @@ class _Translation:
         return env
 
     def _eval(self, data: DataConfig, given: EvalDataConfig, args: dict[str, Any], sampling: Tree) -> Tree:
-        """`data.eval`, and what it has from training."""
+        """Return the section of `data.eval`, with values of training where it has none."""
         chosen = given.class_path or given.provider or args["provider"]
         inherited = data.kwargs if chosen == data.chosen else {}
         key = "data.eval.class_path" if given.class_path else "data.eval.provider"
@@ -380,25 +372,14 @@ class _Translation:
         if "wandb" not in tree and not isinstance(explicit, dict):
             return
         made = {} if self._root is None else {"dir": str(self._root / "logs")}
-        if self.given.storage.offline:  # of all of the network, and so of W&B, whatever its own section has
+        if self.given.storage.offline:  # storage.offline also applies to W&B and overrides its section
             made["mode"] = "offline"
             if isinstance(explicit, dict) and explicit.get("mode") == "online":
                 del explicit["mode"]
-                self.notices.append("wandb.mode = online: storage.offline wins; export WANDB_MODE=online to send them.")
+                self.notices.append(
+                    "wandb.mode = online: storage.offline overrides it; export WANDB_MODE=online instead."
+                )
         merge(tree, {"wandb": made})
-
-    def _launch(self, tree: Tree) -> None:
-        made = {"env": self._variables(), "env_from": tokens(self.given.auth)}
-        if launch := {name: table for name, table in made.items() if table}:
-            merge(tree, {"launch": launch})
-
-    def _over(self, tree: Tree) -> None:
-        """Put the sections of the run file over what was derived; environments stand beside each other."""
-        for slot in ("train", "eval"):
-            section = table_at(self._explicit, "orchestrator", slot)
-            if isinstance(section.get("env"), list):
-                section["env"] = [*table_at(tree, "orchestrator", slot).get("env", []), *section["env"]]
-        merge(tree, self._explicit)
 
 
 def _sampling(given: GenerationConfig | EvalDataConfig) -> Tree:
