@@ -80,12 +80,12 @@ def in_words(group: Sequence[RolloutView]) -> str:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (one_too_many, "test_custom:one_too_many returned 3 entries for a group of 2 rollouts"),
-        (forgetful, "test_custom:forgetful returned a NoneType for a group of 2 rollouts"),
-        (too_short, "test_custom:too_short returned 1 advantages for 2 completion tokens of task task-0"),
-        (infinite, "test_custom:infinite returned inf"),
-        (by_number, "test_custom:by_number returned a dict for a group of 2 rollouts"),
-        (in_words, "test_custom:in_words returned a str for a group of 2 rollouts"),
+        (one_too_many, "test_custom:one_too_many.*3.*2"),
+        (forgetful, "test_custom:forgetful.*NoneType"),
+        (too_short, "test_custom:too_short.*1.*2.*task-0"),
+        (infinite, "test_custom:infinite.*inf"),
+        (by_number, "test_custom:by_number.*dict"),
+        (in_words, "test_custom:in_words.*str"),
     ],
 )
 async def test_what_cannot_be_credited_names_the_function(function: Any, message: str):

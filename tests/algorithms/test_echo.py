@@ -113,9 +113,9 @@ def short_mask(rollout: Rollout) -> list[Any]:
 @pytest.mark.parametrize(
     ("keep", "complaint"),
     [
-        (no_masks, "no_masks returned a NoneType for 3 turns: give a list with a mask for each"),
-        (two_masks, "two_masks returned 2 masks for 3 turns: give a list with a mask for each"),
-        (short_mask, r"short_mask returned a mask of shape \(5,\) for turn 1, whose prompt has 6 tokens"),
+        (no_masks, "no_masks.*NoneType"),
+        (two_masks, r"two_masks.*\b2\b.*\b3\b"),
+        (short_mask, r"short_mask.*\(5,\).*turn 1\b.*\b6\b"),
     ],
 )
 async def test_a_filter_of_the_wrong_shape_is_named(keep: Any, complaint: str):
@@ -125,7 +125,7 @@ async def test_a_filter_of_the_wrong_shape_is_named(keep: Any, complaint: str):
 
 async def test_where_the_renderer_cannot_tell_it_says_which_one_to_use():
     [view] = make_group([1.0], 4, turns=2, tool_tokens=2, roles_known=False)
-    with pytest.raises(ValueError, match=r"set orchestrator\.renderer\.name to the renderer of the model's family"):
+    with pytest.raises(ValueError, match=r"orchestrator\.renderer\.name"):
         await echo().score_rollout(view)
 
 

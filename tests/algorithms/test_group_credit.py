@@ -222,11 +222,11 @@ def words(group: Sequence[RolloutView]) -> list[str]:
 @pytest.mark.parametrize(
     ("term", "message"),
     [
-        (too_few, r"test_group_credit:too_few returned an array of shape \(1,\) for a group of 2 rollouts"),
-        (partial(not_finite, value=float("nan")), "test_group_credit:not_finite returned nan"),
-        (partial(not_finite, value=float("-inf")), "test_group_credit:not_finite returned -inf"),
-        (forgetful, "test_group_credit:forgetful returned nan"),
-        (words, "test_group_credit:words returned"),
+        (too_few, r"test_group_credit:too_few.*\(1,\).*\b2\b"),
+        (partial(not_finite, value=float("nan")), "test_group_credit:not_finite.*nan"),
+        (partial(not_finite, value=float("-inf")), "test_group_credit:not_finite.*-inf"),
+        (forgetful, "test_group_credit:forgetful.*nan"),
+        (words, "test_group_credit:words"),
     ],
 )
 def test_a_term_that_is_not_one_finite_number_per_rollout_is_named(term: Any, message: str):
@@ -235,7 +235,7 @@ def test_a_term_that_is_not_one_finite_number_per_rollout_is_named(term: Any, me
 
 
 def test_a_single_number_is_not_spread_over_the_group():
-    with pytest.raises(ValueError, match="it must return one number for each"):
+    with pytest.raises(ValueError, match="<lambda>"):
         credit(make_group([1, 0]), terms=[lambda group: 0.5])
 
 

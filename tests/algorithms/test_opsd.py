@@ -58,7 +58,7 @@ async def test_an_empty_hint_has_no_tokens():
 async def test_a_template_without_a_demonstration_in_it_is_refused_on_arrival(empty: Any):
     algorithm = await set_up(Opsd())
     [view] = survivors([rollout_of([1])], task_of(demonstration=empty))
-    with pytest.raises(ValueError, match="task task-7 of env has an empty demonstration as 'demonstration'"):
+    with pytest.raises(ValueError, match=r"task-7.*'demonstration'"):
         await algorithm.score_rollout(view)
 
 

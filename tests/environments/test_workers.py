@@ -138,9 +138,9 @@ async def test_an_exception_says_what_it_was_and_where():
         ("mumble", "environment", r"ValueError: a lone surrogate: \\ud800"),
         ("leave", "environment", "SystemExit: a checker that wants to end the program"),
         ("explain", "sandbox", "no sandbox is free"),
-        ("cancel_itself", "environment", "the environment cancelled its own episode"),
-        ("return_text", "environment", r"result is malformed: Expected `array`, got `str` - at `\$\[0\]"),
-        ("return_instead", "environment", r"run\(\) must return a list of Rollout, not a Rollout"),
+        ("cancel_itself", "environment", "cancelled"),
+        ("return_text", "environment", r"`str` - at `\$\[0\]"),
+        ("return_instead", "environment", r"run\(\).*Rollout"),
         ("give_odd_reason", "404", "not found"),
         ("give_unprintable_reason", r"half \ud800", "a reason"),
         ("give_reason_without_text", "environment", "RuntimeError: says nothing"),
@@ -259,7 +259,7 @@ async def test_an_episode_stuck_in_synchronous_code_is_ended_by_killing_its_work
         stuck.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stuck
-        with pytest.raises(EpisodeError, match=r"within 0\.2 s") as failure:
+        with pytest.raises(EpisodeError, match=r"0\.2 s") as failure:
             await other
         assert failure.value.reason == "worker"
         assert await pid_of(workers) != before
@@ -275,7 +275,7 @@ async def test_a_killed_worker_costs_its_episodes_and_the_pool_goes_on(caplog: p
             await model.asked.wait()
         victim = await pid_of(workers)  # both have one episode, so this is the worker of the first
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(EpisodeError, match="was ended by SIGKILL") as failure:
+        with pytest.raises(EpisodeError, match="SIGKILL") as failure:
             await episodes[0]
         assert failure.value.reason == "worker"
         await models[0].hung_up.wait()
@@ -287,12 +287,10 @@ async def test_a_killed_worker_costs_its_episodes_and_the_pool_goes_on(caplog: p
     ]
 
 
-@pytest.mark.parametrize(
-    ("deed", "words"), [("exit_at_once", "ended with exit status 3"), ("read_nowhere", "was ended by SIGSEGV")]
-)
+@pytest.mark.parametrize(("deed", "words"), [("exit_at_once", "status 3"), ("read_nowhere", "SIGSEGV")])
 async def test_a_worker_that_dies_says_how(deed: str, words: str):
     async with pool() as workers:
-        with pytest.raises(EpisodeError, match=f"the worker process {words}") as failure:
+        with pytest.raises(EpisodeError, match=words) as failure:
             await workers.run(task(deed), Echo())
         assert failure.value.reason == "worker"
         assert await pid_of(workers)
@@ -362,7 +360,7 @@ async def test_an_environment_that_does_not_load_in_a_worker_is_named_at_the_sta
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     args = {"home": os.getpid(), "broken": str(tmp_path)}
-    with pytest.raises(WorkersFailed, match=r"'.*:HereOnly' cannot load .*: RuntimeError: the data set is not"):
+    with pytest.raises(WorkersFailed, match=r":HereOnly'.*RuntimeError: the data set is not"):
         async with pool(2, f"{OTHERS}:HereOnly", args):
             pass
     assert caplog.text.count("Traceback") == 1
@@ -393,7 +391,7 @@ async def test_a_pool_closed_while_a_worker_starts_closes_the_environment_there_
 
 
 async def test_an_environment_that_takes_too_long_to_load_is_named():
-    with pytest.raises(WorkersFailed, match=r"within 0\.5 s"):
+    with pytest.raises(WorkersFailed, match=r"0\.5 s"):
         async with pool(1, f"{OTHERS}:Slow", {"home": os.getpid()}, start_timeout=0.5):
             pass
 
@@ -404,9 +402,9 @@ async def test_episodes_fail_with_the_cause_when_no_worker_starts_any_more(tmp_p
         last = await pid_of(workers)
         broken.touch()
         os.kill(last, signal.SIGKILL)
-        with pytest.raises(EpisodeError, match="was ended by SIGKILL"):
+        with pytest.raises(EpisodeError, match="SIGKILL"):
             await workers.run(task("nothing"), Echo())
-        with pytest.raises(EpisodeError, match=r"3 worker processes in a row .*the data set is not mounted") as failure:
+        with pytest.raises(EpisodeError, match=r"\b3\b.*the data set is not mounted") as failure:
             await workers.run(task("nothing"), Echo())
         assert failure.value.reason == "worker"
         broken.unlink()
@@ -421,7 +419,7 @@ async def test_closing_ends_a_worker_that_is_stuck_with_all_it_has_started(tmp_p
         deed = task("spin_until", started=str(started), path=str(tmp_path / "never"))
         episode = asyncio.create_task(workers.run(deed, Echo()))
         await until(started.exists)
-    with pytest.raises(EpisodeError, match=r"within 0\.2 s"):
+    with pytest.raises(EpisodeError, match=r"0\.2 s"):
         await episode
     wait_for_lock(lock)
 

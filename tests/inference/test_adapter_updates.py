@@ -218,7 +218,7 @@ def test_an_adapter_without_a_base_to_merge_it_with_is_refused(
     directory = publish_adapter(adapter, V1)
     with pytest.raises(WeightsError, match="adapter"):
         Engine(make_model(0), max_model_len=64).update_weights(directory, V1)
-    with pytest.raises(WeightsError, match="has no safetensors files"):
+    with pytest.raises(WeightsError, match="safetensors"):
         Engine(make_model(0), max_model_len=64, base=tmp_path).update_weights(directory, V1)
 
 
@@ -230,5 +230,5 @@ def test_an_adapter_that_is_damaged_is_refused(
     directory = publish_adapter(adapter, V1)
     content = (directory / file).read_bytes()
     (directory / file).write_bytes(content + b" ")
-    with pytest.raises(WeightsError, match="is damaged"):
+    with pytest.raises(WeightsError, match="damaged"):
         Engine(make_model(0), max_model_len=64, base=base).update_weights(directory, V1)

@@ -131,7 +131,7 @@ def test_messages_that_cannot_be_rendered_are_refused(chat: Chat, monkeypatch: p
         raise ValueError("roles must alternate")
 
     monkeypatch.setattr(chat.renderer, "render_ids", render_ids)
-    with pytest.raises(InvalidRequest, match="messages cannot be rendered: ValueError: roles must alternate"):
+    with pytest.raises(InvalidRequest, match="ValueError: roles must alternate"):
         chat.prompt(ask())
 
 

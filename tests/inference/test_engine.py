@@ -212,9 +212,9 @@ def test_the_context_limit_ends_a_completion(model: Any) -> None:
         ([5], SamplingParams(min_p=1.1), "min_p"),
         ([5], SamplingParams(temperature=float("nan")), "temperature"),
         ([5], SamplingParams(max_tokens=0), "max_tokens"),
-        ([5], SamplingParams(logprobs=21), "logprobs must be between 0 and 20"),
+        ([5], SamplingParams(logprobs=21), "logprobs"),
         ([5], SamplingParams(prompt_logprobs=-1), "prompt_logprobs"),
-        ([5], SamplingParams(stop=["x"]), "stop.*no tokenizer"),
+        ([5], SamplingParams(stop=["x"]), "stop"),
         ([5], SamplingParams(stop=[""]), "stop"),
     ],
 )

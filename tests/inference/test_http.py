@@ -194,7 +194,8 @@ async def test_a_cancelled_request_leaves_no_connection_with_half_an_answer():
     async with server(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n", b"ok", pause=0.05)) as (url, seen):
         client = HttpClient()
         asking = asyncio.create_task(client.request("GET", url, "/", None, 5.0))
-        await asyncio.sleep(0.02)
+        while seen != [1]:
+            await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert (await client.request("GET", url, "/", None, 5.0)).content == b"ok"

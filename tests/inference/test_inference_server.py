@@ -434,7 +434,7 @@ async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(mortal_server:
     process.send_signal(signal.SIGTERM)
     with pytest.raises(EngineUnavailable, match="shutting down"):
         await task
-    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert await asyncio.to_thread(process.wait, START) == 0
     assert not list(run.endpoints.iterdir())
     assert read_status(run.status)["inference"].state == "done"
     await client.close()

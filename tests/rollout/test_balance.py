@@ -123,5 +123,5 @@ def test_one_worker_gets_everything():
 
 
 def test_a_number_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="5 items cannot be spread evenly over 2 workers"):
+    with pytest.raises(ValueError, match=r"\b5\b.*\b2\b"):
         spread([1, 2, 3, 4, 5], 2)

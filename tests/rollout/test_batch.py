@@ -101,13 +101,13 @@ def test_integers_of_an_unknown_stream_stay_exact(directory: Path):
 
 def test_a_newer_schema_is_refused_by_name(directory: Path):
     newer = with_header(encode_batch(Batch(1, 0, [])), schema=SCHEMA + 1)
-    with pytest.raises(SchemaError, match=f"batch.safetensors has schema {SCHEMA + 1}, but .* upgrade"):
+    with pytest.raises(SchemaError, match=rf"batch\.safetensors.*\b{SCHEMA + 1}\b"):
         decode(newer, directory)
 
 
 def test_a_newer_schema_is_refused_even_if_its_header_has_another_shape(directory: Path):
     newer = save({}, metadata={"headrace": json.dumps({"schema": SCHEMA + 1, "steps": "other"})})
-    with pytest.raises(SchemaError, match="newer version"):
+    with pytest.raises(SchemaError, match=rf"\b{SCHEMA + 1}\b"):
         decode(newer, directory)
 
 
@@ -130,7 +130,7 @@ def test_columns_that_this_version_does_not_know_are_ignored(directory: Path):
 
 def test_a_safetensors_file_that_is_no_batch_is_refused(directory: Path):
     for metadata in (None, {"format": "pt"}):
-        with pytest.raises(SchemaError, match="not a Headrace batch"):
+        with pytest.raises(SchemaError, match=r"batch\.safetensors"):
             decode(save({"weight": np.zeros(3, np.float32)}, metadata=metadata), directory)
 
 
@@ -142,7 +142,7 @@ def test_a_truncated_file_is_refused_with_its_name(directory: Path, kept: float)
 
 
 def test_a_file_of_something_else_is_refused(directory: Path):
-    with pytest.raises(SchemaError, match="not a readable batch"):
+    with pytest.raises(SchemaError, match=r"batch\.safetensors"):
         decode(b"PK\x03\x04 this is a zip archive, perhaps", directory)
 
 

@@ -35,7 +35,7 @@ def test_the_first_token_of_a_sequence_is_never_trained():
 
 @pytest.mark.parametrize(
     ("streams", "words"),
-    [({}, "rl tokens but no advantages"), ({"ref_kl_weights": [0, 1, 1]}, "ref_kl tokens but no ref_logprobs")],
+    [({}, "advantages"), ({"ref_kl_weights": [0, 1, 1]}, "ref_logprobs")],
 )
 def test_members_without_what_they_are_trained_with_are_refused(streams: dict[str, list[float]], words: str):
     credited = {"advantages": [0, 1, 1], **streams} if streams else {}

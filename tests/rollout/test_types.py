@@ -25,12 +25,12 @@ def test_the_words_of_an_error_can_always_be_written():
 def test_a_sample_refuses_an_array_of_another_length(short: str):
     arrays = {"mask": [False, True, True], "logprobs": [0.0, -1.0, -1.0], "versions": [-1, 0, 0]}
     arrays[short] = arrays[short][:-1]
-    with pytest.raises(ValueError, match=f"{short}.*one value per token"):
+    with pytest.raises(ValueError, match=short):
         Sample([1, 2, 3], **arrays, prompt_length=1)
 
 
 def test_a_sample_refuses_a_stream_of_another_length_and_keeps_the_name_in_the_message():
-    with pytest.raises(ValueError, match="'advantages' has shape \\(2,\\), but the sample has 3 tokens"):
+    with pytest.raises(ValueError, match=r"'advantages'.*\(2,\).*\b3\b"):
         sample(1, 2).set_stream("advantages", [1.0, 1.0])
 
 
@@ -54,12 +54,12 @@ def test_a_prompt_cannot_reach_outside_its_sample(prompt_length: int):
 
 @pytest.mark.parametrize(("logprobs", "versions"), [([-1.0], [0, 0]), ([-1.0, -1.0], [0])])
 def test_a_turn_refuses_answers_without_a_logprob_and_a_version_each(logprobs: list[float], versions: list[int]):
-    with pytest.raises(ValueError, match="must have one length"):
+    with pytest.raises(ValueError, match="logprobs"):
         Turn([1], [2, 3], logprobs, versions, 1.0)
 
 
 def test_a_turn_refuses_truncated_logprobs_of_another_length():
-    with pytest.raises(ValueError, match="a turn of 2 tokens has 1 truncated_logprobs"):
+    with pytest.raises(ValueError, match=r"\b2\b.*\b1\b.*truncated_logprobs"):
         Turn([1], [2, 3], [-1.0, -1.0], [0, 0], 1.0, truncated_logprobs=[-0.5])
 
 

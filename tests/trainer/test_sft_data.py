@@ -65,7 +65,7 @@ def test_another_seed_holds_out_other_rows():
 
 @pytest.mark.parametrize(("count", "fraction"), [(1, 0.1), (2, 0.9)])
 def test_holding_out_everything_is_refused(count: int, fraction: float):
-    with pytest.raises(DataError, match=rf"fraction {fraction} of {count} rows leaves none to train on"):
+    with pytest.raises(DataError, match=rf"fraction.*{fraction}.*\b{count}\b"):
         hold_out(numbered(count), fraction, seed=0)
 
 

@@ -302,7 +302,7 @@ def test_a_loss_of_ones_own_may_leave_it_out(directory: Path, tmp_path: Path):
 
 def test_a_newer_header_is_refused():
     header = ExportHeader(1, 0, {}, 1.0, schema=2)
-    with pytest.raises(Exception, match="tokens has schema 2, but this Headrace reads up to 1"):
+    with pytest.raises(Exception, match=r"tokens.*\b2\b"):
         read_header({b"headrace": msgspec.json.encode(header)}, "tokens")
 
 

@@ -215,5 +215,5 @@ def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again(directory: Path
 
     model = PackedModel(directory)
     step = TrainStep(model, Full(model.named_parameters()), LOSSES, lm_head_chunk=7)
-    with pytest.raises(Failure, match=r"some parameters may have changed .*CUDA out of memory.*offload_state"):
+    with pytest.raises(Failure, match=r"CUDA out of memory.*offload_state"):
         step.run(pack(random_samples(seed=3, count=2), 32), lr=1.0)

@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(make_learner: MakeLearner
     learner.checkpoints.finish(wait=True)
     (tensors,) = learner.checkpoints.directory.glob("step-*/tensors/*.safetensors")
     os.truncate(tensors, 1000)
-    with pytest.raises(BadInput, match="step-00000001: "):
+    with pytest.raises(BadInput, match="step-00000001"):
         make_learner()
 
 
@@ -202,7 +202,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path):
     save(tmp_path, 1)
     path = tmp_path / "step-00000001"
     (path / "state.json").write_bytes(msgspec.json.encode(TrainState(step=1, schema=99)))
-    with pytest.raises(SchemaError, match="schema 99"):
+    with pytest.raises(SchemaError, match=r"\b99\b"):
         checkpoint.read_state(path)
 
 

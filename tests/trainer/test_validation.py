@@ -66,7 +66,7 @@ def test_a_stop_leaves_no_loss(directory: Path):
 def test_examples_without_anything_to_learn_are_refused(directory: Path):
     zeros = [0.0] * 9
     sample = make_sample([1] * 9, 8, rl_weights=zeros, ce_weights=[*zeros[1:], 1.0])
-    with pytest.raises(DataError, match=r"none of 1 examples .* 8 tokens"):
+    with pytest.raises(DataError, match=r"\b1\b.*\b8\b"):
         validation_of(directory, [sample], seq_len=8)
 
 

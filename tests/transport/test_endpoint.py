@@ -56,7 +56,7 @@ def test_an_endpoint_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_an_endpoint_of_a_newer_schema_is_refused(tmp_path: Path):
     path = tmp_path / "endpoint.json"
     path.write_text(json.dumps({"schema": SCHEMA + 1, "socket": "elsewhere"}))
-    with pytest.raises(SchemaError, match=r"endpoint\.json has schema 2"):
+    with pytest.raises(SchemaError, match=r"endpoint\.json.*\b2\b"):
         read_endpoint(path)
 
 

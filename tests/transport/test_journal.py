@@ -88,7 +88,7 @@ def test_a_draw_that_is_drawn_again_keeps_one_record(tmp_path: Path):
 def test_an_outcome_is_recorded_once_or_not_at_all(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0), shipped(0)), shipped=1)
-    with pytest.raises(RuntimeError, match="draw 0 is already in the journal"):
+    with pytest.raises(RuntimeError, match="draw 0"):
         journal.commit(entries(draws(1), dropped(0, "off_policy"), dropped(1, "off_policy")))
     assert journal.states() == {"shipped": 1}
     with pytest.raises(RuntimeError, match="draw 7"):
@@ -172,7 +172,7 @@ def test_drops_are_counted_by_environment(tmp_path: Path):
 def test_a_commit_that_would_leave_out_a_draw_is_refused(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0, 1)))
-    with pytest.raises(RuntimeError, match=r"2 draws.*\[3\]"):
+    with pytest.raises(RuntimeError, match=r"\b2\b.*\[3\]"):
         journal.commit(entries(draws(3)))
     assert journal.drawn_per_env() == {"env": 2}
 

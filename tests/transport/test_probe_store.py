@@ -55,11 +55,11 @@ def test_damaged_foreign_and_misplaced_files_are_refused_by_name(store: ProbeSto
     store.write(Version(0, 1), [probed()])
     path = store.path(Version(0, 2))
     path.write_bytes(store.path(Version(0, 1)).read_bytes())
-    with pytest.raises(SchemaError, match=r"v-0-2\.safetensors .*version 0-1"):
+    with pytest.raises(SchemaError, match=r"v-0-2\.safetensors .*0-1"):
         store.read(Version(0, 2))
     path.write_bytes(store.path(Version(0, 1)).read_bytes()[:-4])
     with pytest.raises(SchemaError, match=r"v-0-2\.safetensors"):
         store.read(Version(0, 2))
     path.write_bytes(encode_batch(Batch(2, 0, [BatchSample(sample(1, 1), "math", 0)])))
-    with pytest.raises(SchemaError, match="has no trainer_logprobs"):
+    with pytest.raises(SchemaError, match="trainer_logprobs"):
         store.read(Version(0, 2))

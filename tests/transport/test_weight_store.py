@@ -96,7 +96,7 @@ def test_a_directory_without_a_marker_is_no_version(store: WeightStore):
     store.path(Version(0, 3)).mkdir(parents=True)
     model()(store.path(Version(0, 3)))
     assert store.published() == []
-    with pytest.raises(FileNotFoundError, match=r"v-0-3 has no COMPLETE\.json"):
+    with pytest.raises(FileNotFoundError, match=r"v-0-3.*COMPLETE\.json"):
         read_marker(store.path(Version(0, 3)))
 
 
@@ -123,14 +123,14 @@ def test_a_marker_of_a_newer_schema_is_refused(store: WeightStore):
     store.publish(Version(0, 1), model())
     path = store.path(Version(0, 1)) / MARKER
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": SCHEMA + 1}))
-    with pytest.raises(SchemaError, match=rf"COMPLETE\.json has schema {SCHEMA + 1}"):
+    with pytest.raises(SchemaError, match=rf"COMPLETE\.json.*\b{SCHEMA + 1}\b"):
         read_marker(store.path(Version(0, 1)))
 
 
 def test_a_garbled_marker_is_refused_by_name(store: WeightStore):
     store.publish(Version(0, 1), model())
     (store.path(Version(0, 1)) / MARKER).write_text("{")
-    with pytest.raises(SchemaError, match=r"COMPLETE\.json is not readable"):
+    with pytest.raises(SchemaError, match=r"COMPLETE\.json"):
         read_marker(store.path(Version(0, 1)))
 
 

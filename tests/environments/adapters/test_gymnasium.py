@@ -84,7 +84,7 @@ async def test_splits_have_seeds_of_their_own():
 
 
 async def test_an_environment_of_the_older_form_is_named():
-    with pytest.raises(EpisodeError, match=r"reset\(\) must return \(observation, info\), not 'hello'"):
+    with pytest.raises(EpisodeError, match=r"reset\(\).*'hello'"):
         await play_one(count_up, "gymnasium:tests.environments.adapters.games:OldForm")
 
 

@@ -190,7 +190,7 @@ def test_what_json_does_not_have_comes_back_as_it_was():
     travelled = json.loads(json.dumps(portable(held)))
     assert restored(travelled) == held
     assert type(restored(travelled)["grid"][0]) is tuple
-    with pytest.raises(TypeError, match="a complex, which cannot be passed on"):
+    with pytest.raises(TypeError, match="complex"):
         portable({"z": 1j})
 
 

@@ -146,12 +146,12 @@ async def test_models_are_listed_and_found_by_any_name(proxy: Proxy):
     ("asked", "words"),
     [
         ({"messages": []}, "messages"),
-        ({"n": 0}, "n must"),
+        ({"n": 0}, r"\bn\b"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": True}, "logprobs"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
-        ({"extra_body": {"messages": "hello"}}, "Expected `array`"),
+        ({"extra_body": {"messages": "hello"}}, "array"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_with_its_name(proxy: Proxy, asked: dict[str, Any], words: str):

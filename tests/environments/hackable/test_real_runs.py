@@ -77,8 +77,10 @@ def test_a_reward_that_fails_in_every_way_is_counted_and_the_run_goes_on(tmp_pat
     (report,) = msgspec.json.decode(output)["environments"]
     assert report["rollouts_trained"] > 0
     assert {"reward_failed", "reward_timeout", "reward_no_number"} <= set(report["dropped"])
-    assert report["errors"]["reward_failed"] == "reward 'own:variety': KeyError: 'no such entry'"
-    assert report["errors"]["reward_timeout"] == "reward 'own:variety': it took longer than 0.5 s"
+    assert "'own:variety'" in report["errors"]["reward_failed"]
+    assert "KeyError: 'no such entry'" in report["errors"]["reward_failed"]
+    assert "'own:variety'" in report["errors"]["reward_timeout"]
+    assert "0.5 s" in report["errors"]["reward_timeout"]
     assert report["errors"]["reward_no_number"].startswith("reward 'own:variety' gave ")
     for reason, message in report["errors"].items():
         assert f"{reason}: {message}" in output

@@ -36,7 +36,7 @@ def test_the_gold_answer_may_stand_elsewhere():
 
 
 def test_a_field_that_is_not_there_is_named():
-    with pytest.raises(LookupError, match="no field 'answer', only 'question', 'gold'"):
+    with pytest.raises(LookupError, match=r"'answer'.*'question', 'gold'"):
         Exact()("x", {"question": "?", "gold": "!"})
 
 

@@ -83,9 +83,7 @@ def test_what_to_give_on_failure_must_be_a_number():
 
 async def test_a_field_that_a_task_does_not_have_is_named(server: OpenAIStandIn):
     async with judging(server) as reward:
-        with pytest.raises(
-            EpisodeError, match="reward 'judge': LookupError: the task has no field 'question', only 'x'"
-        ):
+        with pytest.raises(EpisodeError, match=r"'judge'.*LookupError.*'question'.*'x'"):
             await Rewards([reward]).score("4", {"x": 1})
     assert server.asked == []
 
@@ -241,7 +239,7 @@ async def test_what_may_pass_is_tried_again(server: OpenAIStandIn):
 async def test_what_will_not_pass_is_not_tried_again(server: OpenAIStandIn):
     server.respond = lambda asked: error(400, "the prompt is too long")
     async with judging(server) as reward:
-        with pytest.raises(JudgeFailed, match="the judge gave no score: the prompt is too long"):
+        with pytest.raises(JudgeFailed, match="the prompt is too long"):
             await reward("4", DATA)
         assert (reward.counts["calls"], reward.counts["failures"]) == (1, 1)
 
@@ -249,7 +247,7 @@ async def test_what_will_not_pass_is_not_tried_again(server: OpenAIStandIn):
 async def test_a_judge_that_stays_away_fails_the_episode_or_gives_what_was_agreed(server: OpenAIStandIn):
     server.hold = asyncio.Event()
     async with judging(server, timeout=0.05, retries=1) as reward:
-        with pytest.raises(EpisodeError, match=r"reward 'judge': .*did not answer within 0\.05 s") as failure:
+        with pytest.raises(EpisodeError, match=r"'judge'.*0\.05 s") as failure:
             await Rewards([reward]).score("4", DATA)
         assert failure.value.reason == "reward_failed"
         assert (reward.counts["calls"], reward.counts["failures"]) == (2, 1)
@@ -305,7 +303,7 @@ async def test_closing_ends_what_is_being_asked(server: OpenAIStandIn):
         scoring = asyncio.create_task(Rewards([reward]).score("4", DATA))
         while not server.asked:
             await asyncio.sleep(0.001)
-    with pytest.raises(EpisodeError, match="reward 'judge': CancelledError"):
+    with pytest.raises(EpisodeError, match=r"'judge'.*CancelledError"):
         await scoring
 
 

@@ -83,7 +83,7 @@ async def test_a_value_that_is_not_a_finite_number_fails_the_episode_and_names_t
     async def give(text: str, data: Data) -> Any:
         return value
 
-    with pytest.raises(EpisodeError, match="reward 'mine'") as failure:
+    with pytest.raises(EpisodeError, match="'mine'") as failure:
         await Rewards({"fine": length, "mine": give}).score("", {})
     assert failure.value.reason == "reward_no_number"
     assert len(str(failure.value)) < 200
@@ -116,7 +116,7 @@ async def time_out_by_itself(text: str, data: Data) -> float:
     ],
 )
 async def test_a_reward_that_raises_fails_the_episode_with_the_place(reward: Any, words: str):
-    with pytest.raises(EpisodeError, match=f"reward 'mine': {words}") as failure:
+    with pytest.raises(EpisodeError, match=f"'mine'.*{words}") as failure:
         await Rewards({"mine": reward}).score("", {})
     assert failure.value.reason == "reward_failed"
     assert "test_running.py:" in failure.value.place
@@ -139,7 +139,7 @@ async def test_a_reward_that_takes_too_long_fails_the_episode():
         await asyncio.sleep(3600)
         return 1.0
 
-    with pytest.raises(EpisodeError, match=r"reward 'never': it took longer than 0\.05 s") as failure:
+    with pytest.raises(EpisodeError, match=r"'never'.*0\.05 s") as failure:
         await Rewards([length, never], timeout=0.05).score("", {})
     assert failure.value.reason == "reward_timeout"
 
@@ -195,10 +195,10 @@ async def test_a_scaled_reward_counts_so_many_times():
 
 async def test_a_users_function_runs_in_a_sandbox_and_is_killed_if_it_never_returns():
     rewards = Rewards([in_sandbox(f"{NAME}:length", 60.0, 1), in_sandbox(f"{NAME}:never", 0.3, 1)])
-    with pytest.raises(EpisodeError, match=r"reward 'never': .*:never took longer than 0\.3 s") as failure:
+    with pytest.raises(EpisodeError, match=r"'never'.*:never.*0\.3 s") as failure:
         await rewards.score("four", {"most": 8})
     assert failure.value.reason == "reward_timeout"
-    with pytest.raises(EpisodeError, match="reward 'length': ZeroDivisionError") as failure:
+    with pytest.raises(EpisodeError, match=r"'length'.*ZeroDivisionError") as failure:
         await rewards.score("four", {"most": 0})
     assert failure.value.reason == "reward_failed"
     assert "sandbox_functions.py" in failure.value.remote_traceback

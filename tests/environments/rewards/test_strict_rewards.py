@@ -70,7 +70,7 @@ async def test_a_reference_may_be_a_whole_solution_of_gsm8k_or_math():
     assert reference_answer("2*9 = <<2*9=18>>18\n#### 1,018") == "1,018"
     assert reference_answer(r"It is $\boxed{\frac{1}{2}}$.") == r"\frac{1}{2}"
     assert reference_answer(" 18 ") == "18"
-    with pytest.raises(ValueError, match="no answer to compare with"):
+    with pytest.raises(ValueError, match="answer"):
         reference_answer("####")
 
 
