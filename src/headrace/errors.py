@@ -1,4 +1,4 @@
-"""Errors that explain themselves: the command line prints their message without a traceback."""
+"""Errors whose message the command line prints without a traceback."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any, Self
 
 AGAIN = os.EX_TEMPFAIL
-"""The exit status (75) of a process that can go on if it is started again: the engine under a server died."""
+"""Exit status (75) of a process that may succeed if it is restarted: the engine under a server died."""
 
 BAD_INPUT = 2
-"""The exit status of a command that cannot do what the user asked for."""
+"""Exit status of a command with invalid input."""
 
 LONGEST_VALUE = 100
 """Characters of a value that a message shows."""
 
 
 class Failure(Exception):
-    """Something went wrong at run time. The message names what, and what to do about it."""
+    """An error at run time. The message has the cause and a fix."""
 
 
 class BadInput(Failure):
-    """Something that the user gave cannot be used; nothing has been started or changed.
+    """Invalid input of the user; nothing has been started or changed.
 
     The message is made of the fields, as `file:line: key = value: fact. Fix`, without those that are not set.
     Tests assert on the fields, so that wording stays free to improve.
@@ -45,19 +45,19 @@ class BadInput(Failure):
         self.key = key
         """The key, option or argument as the user wrote it: `trainer.optim.lr`, `--trainer.optim.lr`, `MODEL`."""
         self.value = value
-        """What the user gave; None: nothing."""
+        """The invalid value; None: no value is shown."""
         self.fix = fix
-        """What to do about it: a sentence."""
+        """A sentence with the fix."""
         self.file = file
-        """The file at fault, or the one in which the key is written."""
+        """The invalid file, or the one that has the key."""
         self.line = line
         """The line in it, from 1."""
         self.problems: tuple[BadInput, ...] = (self,)
-        """Several problems that were found together; otherwise this one."""
+        """All problems that are reported together, by default only this one."""
 
     @classmethod
     def combine(cls, problems: Sequence[BadInput]) -> Self:
-        """Make one error of several: its fields are those of the first."""
+        """Combine several errors into one with the fields of the first."""
         first = problems[0]
         error = cls(first.fact, key=first.key, value=first.value, fix=first.fix, file=first.file, line=first.line)
         if len(problems) > 1:
@@ -75,11 +75,11 @@ class BadInput(Failure):
 
 
 class InvalidValue(BadInput, ValueError):
-    """A validator of the configuration refuses a value; `key` is relative to the validator's section."""
+    """An error of a validator of the configuration; `key` is relative to the validator's section."""
 
 
 class DataError(BadInput):
-    """Data that cannot be used: `file` is the file or the dataset, `line` the line or row in it, `key` the column."""
+    """Invalid data: `file` is the file or the dataset, `line` the line or row in it, `key` the column."""
 
 
 def shown_value(value: Any) -> str:

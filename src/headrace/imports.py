@@ -33,10 +33,10 @@ def load_file(file: str) -> ModuleType:
     the run files. A file that lies directly in such a folder is the module of its name.
     """
     folders = [Path(folder or ".") for folder in sys.path]
-    found = next((path for folder in (Path("."), *folders) if (path := folder / file).is_file()), None)
-    if found is None:
+    match = next((path for folder in (Path("."), *folders) if (path := folder / file).is_file()), None)
+    if match is None:
         raise ImportError(f"no file {file} in {Path.cwd()} or in a folder of sys.path")
-    path = found.resolve()
+    path = match.resolve()
     if path.stem.isidentifier() and path.parent in {folder.resolve() for folder in folders}:
         module = importlib.import_module(path.stem)
         if getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:

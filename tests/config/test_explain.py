@@ -27,17 +27,13 @@ def test_every_key_has_a_type_a_default_and_a_sentence(root: type[Config]):
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_type_of_section_has_a_sentence(root: type[Config]):
-    assert [(key, kind) for key in keys(root) for kind, told in kinds_of(root, key).items() if not told] == []
+    assert [(key, kind) for key in keys(root) for kind, text in kinds_of(root, key).items() if not text] == []
 
 
-def test_a_number_tells_its_limits_its_default_and_its_text():
+def test_a_number_is_explained_with_its_limits_its_default_and_its_text():
     (entry,) = explain(RunConfig, "trainer.optim.max_grad_norm")
-    assert entry == (
-        ("adamw", "muon", "sgd"),
-        "number, at least 0",
-        "1.0",
-        "Gradients are scaled down to this norm; 0: never.",
-    )
+    assert entry[:3] == (("adamw", "muon", "sgd"), "number, at least 0", "1.0")
+    assert "norm" in entry.sentence
 
 
 @pytest.mark.parametrize(
@@ -78,7 +74,8 @@ def test_keys_in_lists_and_tables_are_found_with_and_without_an_index_or_a_name(
 def test_in_a_table_of_free_keys_any_name_is_one_of_the_users_own():
     (entry,) = explain(RunConfig, "orchestrator.train.env.0.args.split")
     assert entry.type == "anything"
-    assert entry.sentence == "A name of your own. What the environment is constructed with."
+    (table,) = explain(RunConfig, "orchestrator.train.env.args")
+    assert entry.sentence.endswith(table.sentence)
 
 
 def test_a_section_lists_its_keys_in_order():

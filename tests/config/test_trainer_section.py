@@ -165,7 +165,7 @@ def test_engines_elsewhere_read_files_unless_a_link_is_asked_for(given: str):
 
 def test_requests_wait_longer_for_engines_that_stand_still_for_the_trainer():
     client = run().orchestrator.client
-    assert client.patience(in_turns=False) == (600, 300)
-    assert client.patience(in_turns=True) == (3600, 3600)
+    assert client.resolve_timeouts(alternating=False) == (600, 300)
+    assert client.resolve_timeouts(alternating=True) == (3600, 3600)
     chosen = run(orchestrator={"client": {"timeout": 7, "retry_for": 0}}).orchestrator.client
-    assert chosen.patience(in_turns=False) == chosen.patience(in_turns=True) == (7, 0)
+    assert chosen.resolve_timeouts(alternating=False) == chosen.resolve_timeouts(alternating=True) == (7, 0)

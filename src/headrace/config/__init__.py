@@ -1,1 +1,1 @@
-"""One typed tree for a run file, and how it is read, merged, checked and written."""
+"""Sections of run files: field types, registries of alternatives, and their files."""

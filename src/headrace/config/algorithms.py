@@ -1,7 +1,7 @@
 """`[orchestrator.algo]`: the keys that every algorithm has. Each algorithm declares its own in `headrace.algorithms`.
 
-A type with no other key is the vetted setting: there are no presets. Checks that need more than the section itself, a
-renderer or a length, are those of `[orchestrator]`.
+Defaults are the tested settings; there are no presets. `[orchestrator]` has the checks that need the renderer or
+`seq_len`.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ LENGTH_PENALTIES: Registry[LengthPenaltyConfig] = Registry("length penalty")
 
 class AlgoSamplingConfig(Config):
     source: ModelReference = "policy"
-    """Which model plays the episodes."""
+    """The model that samples the episodes."""
 
 
 class ImportConfig(Config):
-    """A function of your own; its import path alone is enough."""
+    """A function of your own; a text is its import path."""
 
     import_path: str
     """`package.module:function`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for your function, beside what it is called with."""
+    """Further keyword arguments of your function."""
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, given: Any) -> Any:
+    def _read_text_as_path(cls, given: Any) -> Any:
         return spelled_out(given, "import_path")
 
 
 class AlgorithmConfig(Alternative):
-    """An algorithm: what it is called, its keys, and what the rest of a run must know of it."""
+    """An algorithm: its keys, and the properties that other parts of a run depend on."""
 
     REGISTRY = ALGORITHMS
     ON_POLICY: ClassVar[bool] = True
-    """Trains on what the policy sampled, with the logprobs that it gave to it."""
+    """Trains on samples of the policy, with the logprobs of the policy."""
     COMPARES: ClassVar[bool] = False
     """Gives credit relative to the other rollouts of the group."""
     HAS_ADVANTAGES: ClassVar[bool] = True
     """Gives credit as advantages, which gates and length penalties can read."""
     NEEDS_TEACHER: ClassVar[bool] = False
-    """Refuses a section without a teacher."""
+    """Requires a teacher."""
     RENDERER_FOR: ClassVar[str] = ""
-    """Why it needs a renderer, as the end of a sentence that begins with its name; empty: it needs none."""
+    """Why it needs a renderer, as the end of a sentence that begins with its name; empty: it does not."""
     NEEDS_ROLES: ClassVar[bool] = False
-    """Needs the role that wrote each token, which the model's own chat template does not give."""
+    """Needs the role of each token, which the model's own chat template does not report."""
     LOSS: ClassVar[str] = "rl"
     """The loss components that it trains with, for the table in docs/reference/algorithms.md."""
     CREDIT: ClassVar[str] = ""
     """The credit of rollout i, with reward r_i in a group of n, for the table in docs/reference/algorithms.md."""
     UNSCORED: ClassVar[str] = ""
-    """For an algorithm with hints: what happens to rollouts that are too long to be scored."""
+    """For an algorithm with hints: how rollouts that are too long to be scored are treated."""
 
     type: str
     sampling: AlgoSamplingConfig = Field(default_factory=AlgoSamplingConfig)
-    """Which model plays the episodes that are learned from."""
+    """The model that samples the episodes that are trained on."""
 
     @classmethod
     def spell_out(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class AlgorithmConfig(Alternative):
 
     @property
     def sampling_source(self) -> FrozenModelConfig | None:
-        """The frozen model that plays the episodes; None: the policy plays them."""
+        """The frozen model that samples the episodes; None: the policy samples them."""
         return None if self.sampling.source == "policy" else self.sampling.source
 
     @property
@@ -124,10 +124,10 @@ class LengthPenaltyConfig(Alternative):
 
 
 def check_template(template: str | None, placeholder: str) -> str | None:
-    """Return a template that has the placeholder, and no other that would be left in the text as it stands."""
+    """Return the template; raise if it lacks the placeholder, or has another one that would not be replaced."""
     if template is not None and placeholder not in template:
         raise InvalidValue(
-            f"the template has no {placeholder} in it", value=template, fix="Write it where the text shall go."
+            f"the template has no {placeholder} in it", value=template, fix="Write it where the text belongs."
         )
     # A brace that follows a word or a power is LaTeX: \boxed{answer}, x^{n}.
     others = [name for name in re.findall(r"(?<![\w\\^}])\{[A-Za-z_]\w*\}", template or "") if name != placeholder]

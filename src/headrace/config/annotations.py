@@ -13,7 +13,7 @@ IMPORTED = "imported"
 
 
 class NoNumber(NamedTuple):
-    """Stands for true or false where a number belongs, since pydantic would take them for 1 and 0."""
+    """Replaces a boolean where a number belongs, so that pydantic refuses it."""
 
     given: bool
 

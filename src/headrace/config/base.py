@@ -19,16 +19,16 @@ COMMAND_LINE = "command line"
 
 
 class Origins:
-    """By dotted key, the last source that set it."""
+    """The last source that set each dotted key: a file, or the command line."""
 
     def __init__(self, everything: str) -> None:
         self._everything = everything
-        """What is named for keys that no source set: all files, or the command line."""
+        """The source of keys that are not recorded: all files, or the command line."""
         self._source_of: dict[str, Path | str] = {}
 
     def record(self, keys: Iterable[str], source: Path | str) -> None:
         for key in keys:
-            self._source_of.pop(key, None)  # the newest stand last
+            self._source_of.pop(key, None)  # keeps the newest last
             self._source_of[key] = source
 
     def of(self, key: str) -> Path | str:
@@ -43,7 +43,7 @@ class Origins:
 
 
 class ConfigError(BadInput):
-    """The configuration cannot be used. The message is complete: print it and stop."""
+    """An invalid configuration; print its message and stop."""
 
 
 class Config(BaseModel):
@@ -64,13 +64,13 @@ class Config(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
         defer_build=True,  # a field may take alternatives that are registered later
-        ser_json_inf_nan="constants",  # tables of the user's own may have them, and TOML knows them
+        ser_json_inf_nan="constants",  # TOML has them, and tables of the user may
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _true_is_no_number(cls, given: Any) -> Any:
-        """To pydantic it is 1, so that a key whose value was forgotten would quietly have one."""
+    def _refuse_booleans_for_numbers(cls, given: Any) -> Any:
+        """Refuse booleans for numbers: pydantic reads `--key` without a value, which is true, as 1."""
         if not isinstance(given, dict):
             return given
         flags = [key for key, value in given.items() if isinstance(value, bool) and key in cls.model_fields]

@@ -1,4 +1,4 @@
-"""`[orchestrator.train.curriculum]`: which tasks are drawn, and which groups are worth training on."""
+"""`[orchestrator.train.curriculum]`: the sampler that draws tasks, and the gate that rejects groups."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from headrace.errors import InvalidValue
 
 
 class ShuffledConfig(Config):
-    """Every task once before any comes again."""
+    """Random order without replacement: each task once per pass over all tasks."""
 
     type: Literal["shuffled"] = "shuffled"
 
 
 class InOrderConfig(Config):
-    """As they come from the environment, from the first to the last, and again."""
+    """In the order of the environment, repeated after the last task."""
 
     type: Literal["in_order"] = "in_order"
 
 
 class PoolWeightsConfig(Config):
-    """How likely each task of a pool is, relative to the others."""
+    """Relative probability of drawing a task, by its pool."""
 
     unseen: float = Field(1.0, ge=0)
-    """Of tasks that were never drawn."""
+    """Weight of tasks that have not been drawn yet."""
     hard: float = Field(0.2, ge=0)
-    """Of hard tasks."""
+    """Weight of hard tasks."""
     normal: float = Field(1.0, ge=0)
-    """Of tasks that are neither."""
+    """Weight of normal tasks."""
     easy: float = Field(0.2, ge=0)
-    """Of easy tasks."""
+    """Weight of easy tasks."""
 
 
 class DifficultyPoolConfig(Config):
@@ -43,7 +43,7 @@ class DifficultyPoolConfig(Config):
     hard_max: float = 0.25
     """Mean reward up to which a task is hard."""
     normal_max: float = 0.75
-    """Mean reward up to which it is normal; above that it is easy."""
+    """Mean reward up to which a task is normal; above it, a task is easy."""
     weights: PoolWeightsConfig = Field(default_factory=PoolWeightsConfig)
 
     @model_validator(mode="after")
@@ -66,7 +66,7 @@ class ImportedSamplerConfig(Config):
     type: str
     """`package.module:Class`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What it is constructed with, beside the tasks."""
+    """Keyword arguments of its constructor, besides the tasks."""
 
 
 class NoGateConfig(Config):
@@ -76,13 +76,13 @@ class NoGateConfig(Config):
 
 
 class AdvantageRangeConfig(Config):
-    """Rejects a group in which every trainable advantage lies between the two, both included."""
+    """Rejects a group in which every trainable advantage is in `[reject_min, reject_max]`."""
 
     type: Literal["advantage_range"] = "advantage_range"
     reject_min: float = 0.0
-    """The lower end of what is no signal."""
+    """Lower end of the rejected range, included."""
     reject_max: float = 0.0
-    """The upper end of what is no signal."""
+    """Upper end of the rejected range, included."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:
@@ -102,7 +102,7 @@ class ImportedGateConfig(Config):
     type: str
     """`package.module:Class`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What it is constructed with."""
+    """Keyword arguments of its constructor."""
 
 
 def _kind(value: Any) -> str:
@@ -141,13 +141,13 @@ GateConfig = Annotated[
 
 
 class CurriculumConfig(Config):
-    """A type alone will do for either."""
+    """How tasks are drawn and groups are rejected; a text is the `type` of a sampler or gate."""
 
     sampler: SamplerConfig | None = None
-    """Which tasks are drawn; unset: every task once before any comes again."""
+    """How tasks are drawn; unset: `shuffled`."""
     gate: GateConfig | None = None
-    """Which groups are worth training on; unset: all."""
+    """Which groups are trained on; unset: all."""
 
     def over(self, default: CurriculumConfig) -> CurriculumConfig:
-        """What is set here, and the default's where nothing is."""
+        """Return this section with unset keys from `default`."""
         return CurriculumConfig(sampler=self.sampler or default.sampler, gate=self.gate or default.gate)

@@ -1,6 +1,6 @@
-"""Files of settings as plain trees: TOML, and YAML without two of its surprises.
+"""Read and write run files in TOML and YAML as plain trees.
 
-In YAML a key given twice is an error, and `1e-5` is a number. TOML has no null: the text "null" stands for it.
+In YAML a duplicate key is an error and `1e-5` is a number. TOML has no null: the text "null" stands for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.config.base import Config, ConfigError, Tree
 from headrace.errors import BadInput
 
 OWN_ARGUMENTS = ("args", "kwargs")
-"""Tables whose values go to the user's own code as they are written."""
+"""Tables that are passed to the user's own code unchanged."""
 
 YAML_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 
@@ -27,14 +27,14 @@ YAML_MERGE = "tag:yaml.org,2002:merge"
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Keys are compared as they stand: what `<<` brings along later may be given again, and then yields."""
+        """Refuse duplicate keys, except those that `<<` merges, which may be overridden."""
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == YAML_MERGE:
                 continue
             if (key.tag, key.value) in seen:
-                raise yaml.composer.ComposerError(None, None, f"{key.value!r} is given twice", key.start_mark)
+                raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add((key.tag, key.value))
         return node
 
@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", YAML_FLOAT, list("-+.01
 def parse_yaml(text: str) -> Any:
     """Return the plain tree of a YAML document; raise `BadInput` with the line of what is wrong."""
     try:
-        tree = yaml.load(text, _Loader)  # a safe loader: it makes plain values alone
+        tree = yaml.load(text, _Loader)  # a safe loader: plain values only
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         column = "" if mark is None else f" (column {mark.column + 1})"
@@ -57,7 +57,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_file(path: Path) -> Tree:
-    """Read a run file: YAML by its name's end, else TOML, where the text "null" stands for YAML's null."""
+    """Read a run file: YAML by its suffix, else TOML, where the text "null" is read as null."""
     text = _read_text(path)
     if path.suffix not in (".yaml", ".yml"):
         tree = _texts_to_nulls(_parse_toml(text, path))
@@ -118,5 +118,5 @@ def _texts_to_nulls(tree: Any) -> Any:
 
 
 def dump(config: Config) -> str:
-    """The whole tree as TOML. Loading it gives the same tree, and dumping that the same text."""
+    """Return the whole tree as TOML. Loading it results in the same tree and the same dump."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

@@ -25,68 +25,69 @@ class VllmConfig(Config):
     data_parallel_size: int = Field(1, ge=1)
     """Copies of the model behind one server."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """The share of each GPU's memory that vLLM takes; unset: its default, or .4 where the trainer is there too, for all
-    servers together."""
+    """Fraction of each GPU's memory that vLLM takes; unset: its default, or 0.4 for all servers together if the trainer
+    uses the same GPU."""
     start_timeout: float = Field(600.0, gt=0)
-    """Seconds until it must answer."""
+    """Seconds until the server must answer its health check."""
     max_lora_rank: int = Field(0, ge=0, le=512)
-    """The largest rank of adapters that it serves beside the model; 0: none, and published adapters are merged."""
+    """The highest rank of LoRA adapters that it serves; 0: published adapters are merged into the model instead."""
     max_loras: int = Field(4, ge=1)
-    """Adapters, or versions of one, that are sampled at once."""
+    """Adapters, or versions of one, that are served at the same time."""
     args: list[str] = Field(default_factory=list)
-    """More arguments of vLLM's server, as on its command line."""
+    """Further command line arguments of vLLM's server."""
     env: dict[str, str] = Field(default_factory=dict)
-    """More environment variables for it."""
+    """Further environment variables of vLLM's server."""
 
 
 class InferenceConfig(Config):
     engine: Literal["embedded", "vllm"] = "embedded"
-    """Our own, for CPUs and single GPUs, or vLLM, which must be installed."""
+    """`embedded`: Headrace's engine, for CPUs and single GPUs; `vllm`: vLLM, which must be installed."""
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The model that is served; filled from `model`."""
     output_dir: Path | None = None
     """Filled from `output_dir`."""
     served_name: str | None = None
-    """What clients call the model; unset: its directory or its name on the hub."""
+    """The model name in the API; unset: its directory or its name on the hub."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
     """How chat messages become tokens; filled from `orchestrator.renderer`."""
     host: str = "127.0.0.1"
     """The address that the server listens on."""
     port: int = Field(0, ge=0, le=65535)
-    """0 takes any free port; the run directory says which."""
+    """TCP port; 0: any free port, which is written to the run directory."""
     max_model_len: int | None = Field(None, ge=2)
-    """Longest prompt plus completion; unset: the run's `seq_len`, else the model's own limit (at most 4096).
+    """Longest prompt plus completion, in tokens; unset: the run's `seq_len`, else the model's own limit (at most 4096).
 
     A run whose policy scores its own samples with hints before them (opsd, rlcsd) needs more: there it is
     2 * seq_len + 256 unless set, since a hint may be as long as a response.
     """
     max_running: int | None = Field(None, ge=1)
-    """Requests decoded together; more wait in line. Unset: 256 on a GPU, 128 on a CPU."""
+    """Requests that are decoded together; others are queued. Unset: 256 on a GPU, 128 on a CPU."""
     max_waiting: int = Field(4096, ge=0)
-    """Requests that may wait in line; more are turned away with HTTP status 429, to come again later."""
+    """Requests in the queue; further ones are rejected with HTTP status 429, to be retried."""
     max_step_tokens: int | None = Field(None, ge=16)
-    """Tokens that one step computes: longer prompts take several, so that others go on meanwhile. Unset: 16384 on a
-    GPU where flash attention computes the model (not in float32, nor with capped scores), else 2048. Embedded only."""
+    """Tokens per engine step: longer prompts are prefilled in chunks, between decode steps. Unset: 16384 on a GPU with
+    flash attention (not in float32, nor with capped scores), else 2048. Embedded only."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values. Unset: what `max_running` longest requests need, but at most 90% of what a GPU has
-    left; 65% of what the trainer leaves where the two take turns on one, 30% where they compute at once; on a CPU an
-    eighth of what is free, since requests in progress have theirs twice. Requests that lose their place come again."""
+    """KV cache in GB. Unset: enough for `max_running` requests of full length, but at most 90% of a GPU's free memory;
+    65% of what the trainer leaves if they alternate on one GPU, 30% if they overlap; on a CPU an eighth of the free
+    memory, since running requests have a second copy. Requests that do not fit are preempted and recomputed."""
     compile: bool = True
-    """Whether layers are compiled: a third faster, but on a GPU a start takes longer by ten seconds or so. On a CPU
-    that needs a C compiler, and layers like Llama's or Qwen's in float32. Embedded only."""
+    """Compile layers: about a third faster, but the start takes about 10 s longer on a GPU. On a CPU it needs a C
+    compiler, and layers like Llama's or Qwen's in float32. Embedded only."""
     prefix_cache: bool = True
-    """Whether prompts that begin alike are computed once, as long as the weights are the same."""
+    """Reuse the KV cache of prompts with the same prefix, as long as the weights do not change."""
     max_body_mb: float = Field(32.0, gt=0)
-    """Requests with a larger body are refused."""
+    """Largest request body in MB; larger ones are refused."""
     api_key_var: str = "HEADRACE_API_KEY"
-    """The environment variable with the key that clients must show. On an address that others reach it must be set."""
+    """The environment variable with the API key of clients. Required on an address that other machines reach."""
     admin_key_var: str = "HEADRACE_ADMIN_KEY"
-    """The same for whoever moves weights. Unset: a run makes its own; a server without a run takes no such calls."""
+    """The environment variable with the key for weight updates. Unset: a run generates one; a server without a run
+    refuses such requests."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What happens to the KV cache of requests that are in flight when new weights arrive."""
+    """Whether the KV cache of requests in flight is recomputed or kept when the weights are updated."""
     seed: int = 0
-    """What decides the samples of requests without a seed; filled from `seed`."""
+    """Seed of requests that do not set one; filled from `seed`."""
 
     def running_at_once(self, *, on_gpu: bool) -> int:
         """Return `max_running`, or its default for the device if it is unset."""

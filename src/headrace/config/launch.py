@@ -1,4 +1,4 @@
-"""`[launch]`: the processes of a run and the machine they run on."""
+"""`[launch]`: the processes of a run and their devices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headrace.config.model import HttpUrl
 CACHE_VARIABLE = "HEADRACE_CACHE"
 """The environment variable with the cache directory of Headrace; in a run, its storage root."""
 EXPORTED_WINS = ("HF_HUB_OFFLINE", "WANDB_MODE")
-"""Variables of `env` that a run file does not change where the user has exported them."""
+"""Environment variables whose exported value takes precedence over that of a run file."""
 
 
 def without_exported(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a run file that take effect beside those that the user has exported."""
+    """Return the variables of a run file, without those that an exported value overrides."""
     return {name: value for name, value in env.items() if not (name in EXPORTED_WINS and os.environ.get(name))}
 
 
@@ -27,38 +27,38 @@ class LaunchConfig(Config):
     """How `headrace rl` and `headrace sft` run the processes on this machine."""
 
     trainer_processes: int | None = Field(None, ge=1)
-    """Ranks that train together, each on a GPU of its own; unset: half of the GPUs, all of them where nobody samples,
-    one rank without any."""
+    """Trainer ranks, each on its own GPU; unset: half of the GPUs, all of them without an inference server, one rank
+    without GPUs."""
     inference_gpus: int | None = Field(None, ge=1)
-    """GPUs that sample; unset: those that the trainer leaves. A single GPU is shared."""
+    """GPUs for inference; unset: those that the trainer does not use. A single GPU is shared."""
     inference_servers: int | None = Field(None, ge=1)
-    """Servers that sample; unset: one per sampling GPU (of vLLM in parallel, one per its GPUs), or one without any."""
+    """Inference servers; unset: one per inference GPU, or per group of GPUs of a parallel vLLM, or one without GPUs."""
     sharing: Literal["alternate", "overlap"] | None = None
-    """How trainer and servers share a single GPU: in turns, the engine standing still during a training step and giving
-    its KV cache up where memory is short; or both at once, each within a part of the memory. Unset: in turns, but for
-    evaluation beside SFT, where nobody would ever wait. `alternate` does the same on a machine without GPUs."""
+    """How trainer and servers share a single GPU. `alternate`: the engine pauses during a training step, and frees its
+    KV cache if memory is short; also on a machine without GPUs. `overlap`: both compute at once, each with a part of
+    the memory. Unset: `alternate`, for evaluation during SFT `overlap`."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of each rank and of each server; unset: half the cores divided by their number, all of them for SFT
-    without evaluation, where only the trainer computes."""
+    """CPU threads of each rank and of each server; unset: half of the cores divided by their number, all cores for SFT
+    without evaluation."""
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds until every process must be up; they count anew when one is started again. vLLM has its own on top."""
+    """Seconds until every process must be ready, again after a restart; vLLM's `start_timeout` is added."""
     stop_timeout: float = Field(10.0, gt=0)
-    """Seconds that a process gets to end in order before it is killed."""
+    """Seconds between the request to stop and the kill of a process."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for all processes of the run, and for what is looked up before they start. `WANDB_MODE` and
-    `HF_HUB_OFFLINE` that you have exported win."""
+    """Environment variables of all processes of the run, and of the checks before they start. Exported `WANDB_MODE` and
+    `HF_HUB_OFFLINE` take precedence."""
     env_from: dict[str, str] = Field(default_factory=dict)
-    """More of them, by the variable here that has the value: `HF_TOKEN = "MY_TOKEN"`; values are not kept anywhere."""
+    """Environment variables with the value of an exported one: `HF_TOKEN = "MY_TOKEN"`; the values are not saved."""
     max_restarts: int = Field(3, ge=0)
-    """How often in a row, without progress of the run, a process that was killed is started again."""
+    """Restarts of killed processes in a row, without progress of the run between them."""
     heartbeat_url: HttpUrl | None = None
-    """Where the launcher POSTs `heartbeat.json` while the run goes on, and when it has finished or was stopped: for a
-    service that raises an alarm when it hears nothing. Unset: nowhere."""
+    """URL to which the launcher POSTs `heartbeat.json` during the run and at its end, for a service that raises an
+    alarm when heartbeats stop. Unset: none."""
     heartbeat_interval: float = Field(60.0, gt=0)
-    """Seconds from one POST to the next."""
+    """Seconds between heartbeats."""
 
     @property
     def storage_root(self) -> Path | None:
-        """The storage root of the run (`storage.cache_dir`), absolute; None where its file names none."""
+        """The absolute storage root of the run (`storage.cache_dir`); None if it is not set."""
         root = self.env.get(CACHE_VARIABLE)
         return None if root is None else Path(root)

@@ -1,4 +1,4 @@
-"""Which model a process loads, and how messages become its tokens."""
+"""Sections for the model, its renderer and sampling."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def _http_url(given: str) -> str:
 
 
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
-"""Where something is served."""
+"""The URL of a server: `http://host:port`."""
 
 
 class ModelConfig(Config):
-    """Exactly one of `name`, `init` and `sft` says where the model comes from."""
+    """The model: exactly one of `name`, `init` and `sft` is set."""
 
     name: str | None = None
     """A local directory, or a name on the Hugging Face hub."""
     init: Literal["tiny"] | None = None
-    """A recipe of `headrace init-model`, made on first use and cached."""
+    """A recipe of `headrace init-model`; the model is generated on first use and cached."""
     sft: Path | None = None
-    """An SFT run file, relative to the file that names it: trained on first use and cached."""
+    """An SFT run file, relative to this file; the model is trained on first use and cached."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
@@ -49,7 +49,7 @@ class ModelConfig(Config):
         if len(given) > 1:
             *others, key = given
             raise InvalidValue(
-                f"{' and '.join(others)} also {'says' if len(others) == 1 else 'say'} where the model comes from",
+                f"{' and '.join(others)} also {'sets' if len(others) == 1 else 'set'} the model",
                 key=key,
                 value=getattr(self, key),
                 fix="Give one of name, init and sft.",
@@ -58,20 +58,21 @@ class ModelConfig(Config):
 
 
 MODEL_ORIGINS = ("model.name", "model.init", "model.sft")
-"""Keys of a run file of which one says where the model comes from."""
+"""Keys of a run file of which one sets the model."""
 
 
 class RendererConfig(Config):
-    """How chat messages become tokens; the name alone will do."""
+    """How chat messages are rendered to tokens; a text is the `name`."""
 
     name: str = "auto"
-    """`auto`: by model family where that reproduces the tokenizer's own chat template, else `default`, the template."""
+    """`auto`: the renderer of the model's family if it reproduces the tokenizer's chat template, else `default`, the
+    template itself."""
     enable_thinking: bool | None = None
-    """Whether the generation prompt invites a thinking block; unset: the family's own default."""
+    """Whether the generation prompt opens a thinking block; unset: the default of the model's family."""
     thinking_retention: Literal["tool_cycle", "all"] | None = None
     """`all` keeps a multi-turn conversation in one sample for families that strip earlier thinking."""
     tool_parser: str | None = None
-    """How `default` reads tool calls: qwen3, qwen3.5, glm or deepseek-v3; other renderers know their own."""
+    """How `default` reads tool calls: qwen3, qwen3.5, glm or deepseek-v3; other renderers have their own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -80,18 +81,18 @@ class RendererConfig(Config):
 
 
 class SamplingConfig(Config):
-    """How an environment's turns are sampled; unset keys inherit."""
+    """How an environment's turns are sampled; unset keys are inherited."""
 
     temperature: float | None = Field(None, ge=0)
-    """What logits are divided by; 0: the likeliest token."""
+    """Sampling temperature; 0: greedy."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the likeliest tokens that have this probability together."""
+    """Sample from the most likely tokens with this total probability (nucleus sampling)."""
     top_k: int | None = None
-    """Sample from this many of the likeliest tokens; -1: from all."""
+    """Sample from this many most likely tokens; -1: from all."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Sample from tokens at least this probable relative to the likeliest; 0: from all."""
+    """Sample from tokens with at least this probability relative to the most likely one; 0: from all."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens that one turn may have."""
+    """Most tokens per turn."""
 
     @model_validator(mode="after")
     def _top_k_positive(self) -> SamplingConfig:
@@ -102,5 +103,5 @@ class SamplingConfig(Config):
         return self
 
     def over(self, defaults: SamplingConfig) -> SamplingConfig:
-        """These values where they are set, else the defaults."""
+        """Return these values where they are set, else the defaults."""
         return defaults.model_copy(update=self.model_dump(exclude_none=True))

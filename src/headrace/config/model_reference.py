@@ -1,4 +1,4 @@
-"""Models that an algorithm refers to: the live policy, or one that somebody serves."""
+"""Models that an algorithm refers to: the live policy, or a frozen model on a server."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def find_invalid_header(headers: Mapping[Any, Any]) -> str | None:
 
 
 class FrozenModelConfig(Config):
-    """A model that somebody serves: `headrace serve` can, and so can anything that speaks OpenAI's interface."""
+    """A frozen model on a server: `headrace serve`, or any server with an OpenAI-compatible API."""
 
     name: str
-    """What its server calls it."""
+    """The model name in the server's API."""
     base_url: list[HttpUrl] = Field(min_length=1)
-    """Where it is served, as http://host:port/v1; with several, the least busy is asked."""
+    """URLs of its servers, as http://host:port/v1; each request goes to the least busy one."""
     api_key_var: str | None = None
-    """The environment variable that holds the key, if it wants one."""
+    """The environment variable with the API key; unset: no key is sent."""
     timeout: float = Field(120.0, gt=0)
-    """Seconds that one request may take."""
+    """Timeout of one request in seconds."""
     retry_for: float = Field(30.0, ge=0)
-    """Seconds for which a request that failed for a passing reason is tried again."""
+    """Seconds for which a request with a transient failure is retried."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Sent with every request. They are written to the run's directory: a key belongs in `api_key_var`."""
 
@@ -56,7 +56,7 @@ class FrozenModelConfig(Config):
     def _is_served(cls, given: Any) -> Any:
         if isinstance(given, dict) and not given.get("base_url"):
             raise InvalidValue(
-                f"where {given.get('name', 'a frozen model')} is served is not set",
+                f"the server of {given.get('name', 'a frozen model')} is not set",
                 key="base_url",
                 value=given.get("base_url"),
                 fix='Set base_url = "http://host:port/v1".',
@@ -72,7 +72,7 @@ class FrozenModelConfig(Config):
     @classmethod
     def _names_a_variable(cls, given: str | None) -> str | None:
         if given is not None and not re.fullmatch(r"[A-Za-z_]\w*", given):
-            # A key that stands here by mistake shall not be shown.
+            # The value is not shown: it may be a key, by mistake.
             raise InvalidValue(
                 "not the name of an environment variable",
                 fix="Put the key into a variable, and write the name of the variable here, never the key itself.",
@@ -82,11 +82,11 @@ class FrozenModelConfig(Config):
     @field_validator("headers", mode="before")
     @classmethod
     def _can_be_sent(cls, given: Any) -> Any:
-        # Before all else: a value is perhaps a secret, and a complaint about its type would show it.
+        # Before pydantic checks types: its error would show a value, which may be a secret.
         if not isinstance(given, dict):
             raise InvalidValue("not a table", fix='Write headers as { X-Team = "mill" }.')
-        if (complaint := find_invalid_header(given)) is not None:
-            raise InvalidValue(complaint)
+        if (fact := find_invalid_header(given)) is not None:
+            raise InvalidValue(fact)
         return given
 
 
@@ -109,4 +109,4 @@ ModelReference = Annotated[
     Discriminator(lambda given: "policy" if isinstance(given, str) else "frozen"),
     BeforeValidator(_model_reference),
 ]
-"""The live policy, or a model that somebody serves."""
+"""The live policy, or a frozen model on a server."""

@@ -1,4 +1,4 @@
-"""`[wandb]` and `[tensorboard]`: monitors that a run reports to."""
+"""`[wandb]` and `[tensorboard]`: monitors of a run."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from headrace.config.base import Config
 
 class WandbConfig(Config):
     project: str = "headrace"
-    """The project that the run appears in."""
+    """The W&B project."""
     name: str | None = None
-    """What the run is called there; unset: the name of its directory."""
+    """The run's name in W&B; unset: the name of its directory."""
     entity: str | None = None
     """The user or team that the project belongs to; unset: your default."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """Whether metrics are sent at once, kept on disk to be sent later, or not handed on at all. An exported
-    `WANDB_MODE` wins."""
+    """Whether metrics are sent, kept on disk to be sent later, or neither. An exported `WANDB_MODE` overrides it."""
     dir: Path | None = None
-    """Where W&B makes its folder `wandb`; unset: in the run's directory."""
+    """The directory of W&B's folder `wandb`; unset: the run's directory."""
     samples: int = Field(8, ge=0)
-    """Rollouts shown in a table, from the worst reward to the best; 0: no table."""
+    """Rollouts per table, sorted by reward from lowest to highest; 0: no table."""
     samples_interval: int = Field(10, ge=1)
-    """Steps from one table to the next."""
+    """Steps between tables."""
     eval_samples: int = Field(8, ge=0)
-    """Rollouts of each evaluation of an environment shown in a table of their own; 0: no table."""
+    """Rollouts in the table of each evaluation of an environment; 0: no table."""
 
 
 class TensorboardConfig(Config):
     enabled: bool = True
     """Whether the files are written."""
     samples: int = Field(8, ge=0)
-    """As in `[wandb]`."""
+    """Rollouts per table, as in `[wandb]`; 0: no table."""
     samples_interval: int = Field(10, ge=1)
-    """Steps from one table to the next."""
+    """Steps between tables."""
     eval_samples: int = Field(8, ge=0)
-    """As in `[wandb]`."""
+    """Rollouts in the table of each evaluation, as in `[wandb]`; 0: no table."""

@@ -24,17 +24,17 @@ class EnvConfig(Config):
     id: str
     """The environment: one that ships, `package.module:name` of your own, or `library:name`."""
     name: str = ""
-    """How it appears in metrics; unset: its id."""
+    """Name in metrics; unset: the id."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What the environment is constructed with."""
+    """Arguments of the environment's constructor."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    """How its turns are sampled; unset keys are those of the slot."""
+    """How its turns are sampled; unset keys are inherited from `train` or `eval`."""
     timeout: float | None = Field(None, gt=0)
-    """Seconds that one episode may take."""
+    """Timeout of one episode in seconds."""
     workers: int = Field(0, ge=0)
-    """Processes that its episodes run in, for an environment that computes; 0: on the orchestrator's event loop."""
+    """Worker processes for episodes, for CPU-bound environments; 0: episodes run on the orchestrator's event loop."""
     worker_memory_mb: int | None = Field(None, gt=0)
-    """Resident memory at which a worker is replaced."""
+    """Resident memory in MB at which a worker is replaced; unset: never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -46,13 +46,13 @@ class EnvConfig(Config):
 
 class TrainEnvConfig(EnvConfig):
     ratio: float | None = Field(None, gt=0)
-    """Share of draws, on all environments or on none; unset: by number of tasks."""
+    """Relative share of drawn tasks, set for all environments or for none; unset: by number of tasks."""
     group_size: int | None = Field(None, ge=1)
     """Episodes per prompt; unset: that of `[orchestrator]`."""
     algo: AlgorithmConfig | None = None
-    """Unset: that of `[orchestrator]`; otherwise this one alone, with nothing of it."""
+    """The algorithm of this environment, which inherits no keys; unset: that of `[orchestrator]`."""
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
-    """A sampler or gate that is unset here is that of `[orchestrator.train.curriculum]`."""
+    """Sampler and gate; where unset, those of `[orchestrator.train.curriculum]`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +61,7 @@ class TrainEnvConfig(EnvConfig):
 
 
 def _fold_advantage(section: Any) -> Any:
-    """`advantage` is another name of `algo`."""
+    """Read `advantage` as another name of `algo`."""
     if not isinstance(section, dict) or "advantage" not in section:
         return section
     tables = {key: spelled_out(section[key], "type") for key in ("algo", "advantage") if key in section}
@@ -76,13 +76,13 @@ class EvalEnvConfig(EnvConfig):
     group_size: int | None = Field(None, ge=1)
     """Episodes per task; unset: that of `[eval]`."""
     pin_version: bool | None = None
-    """Sample a whole evaluation from one version; unset: that of `[eval]`."""
+    """Sample each evaluation from one version; unset: that of `[eval]`."""
     solved: float | None = None
-    """Reward from which on an episode counts as solved in pass@k; unset: that of `[eval]`."""
+    """Lowest reward that counts as solved in pass@k; unset: that of `[eval]`."""
 
 
 def check_env_names(key: str, envs: Sequence[EnvConfig]) -> None:
-    """Refuse names that metrics could not tell apart; `key` is that of the list."""
+    """Raise if a name is reserved or not unique; `key` is that of the list."""
     names = [env.name for env in envs]
     for number, name in enumerate(names):
         if name == "all" or name in names[:number]:
@@ -99,9 +99,9 @@ DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.o
 
 class TrainConfig(Config):
     sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
-    """How turns are sampled in training; at temperature 1 unless it is set."""
+    """How turns are sampled in training; the temperature is 1 by default."""
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
-    """Which tasks are drawn, and which groups are worth training on."""
+    """How tasks are drawn, and which groups are trained on."""
     env: list[TrainEnvConfig] = Field(default_factory=list)
     """The environments that are trained on, one table each."""
 
@@ -114,60 +114,60 @@ class EvalConfig(Config):
     group_size: int = Field(1, ge=1)
     """Episodes per task: k in avg@k and pass@k."""
     sampling: DefaultSampling = Field(default=SamplingConfig(), validate_default=True)
-    """How turns are sampled in evaluation; at temperature 1 unless it is set."""
+    """How turns are sampled in evaluation; the temperature is 1 by default."""
     eval_base_model: bool = True
-    """Evaluate before the first step, too."""
+    """Also evaluate before the first step."""
     skip_eval_on_resume: bool = True
-    """Do not evaluate the version that a resumed run begins with."""
+    """Do not evaluate the version from which a run is resumed."""
     pin_version: bool = False
-    """Sample a whole evaluation from one version: new weights wait until it has closed."""
+    """Sample each evaluation from one version: weight updates wait until it is complete."""
     solved: float | None = None
-    """Reward from which on an episode counts as solved in pass@k. Unset: pass@k is reported where the environment's
-    `correct`, or else the reward, is 0 or 1 in every episode."""
+    """Lowest reward that counts as solved in pass@k. Unset: pass@k is only reported if the environment's `correct`, or
+    else the reward, is 0 or 1 in every episode."""
     env: list[EvalEnvConfig] = Field(default_factory=list)
     """The environments that are evaluated, one table each."""
 
 
-NOTHING_EVALUATED = "the section has no environment, so that nothing is evaluated"
+NOTHING_EVALUATED = "the section has no environment, so nothing is evaluated"
 
 
 def evaluates_nothing(section: EvalConfig) -> bool:
-    """Leave an unwritten section out of the run's own file, since one without an environment is refused."""
+    """Return whether to omit the section from the saved run file: one without environments would be refused."""
     return not section.env
 
 
 def says_nothing(section: EvalConfig) -> bool:
-    """Return whether an evaluation without an environment was written by a user, who must have meant something.
+    """Return whether a user wrote an evaluation section without environments, which is refused.
 
-    Older versions saved the whole section with a run that evaluates nothing: such a run can be resumed.
+    Older versions saved the whole section of a run without evaluation: such a run can be resumed.
     """
     saved_whole = {"interval", "group_size", "sampling", "eval_base_model", "skip_eval_on_resume", "env"}
     return not section.env and not saved_whole <= section.model_fields_set
 
 
 class ClientConfig(Config):
-    """How the orchestrator reaches the engine."""
+    """How the orchestrator connects to the engines."""
 
     base_url: list[HttpUrl] = Field(default_factory=list)
-    """Engines started elsewhere, as http://host:port; empty: those that this run's directory names, with their keys."""
+    """URLs of external engines, as http://host:port; empty: the engines of this run, with their keys."""
     api_key_var: str = "HEADRACE_API_KEY"
-    """The environment variable with the key of the engines in `base_url`; unset there: they want none."""
+    """The environment variable with the API key of the engines in `base_url`; not exported: no key is sent."""
     admin_key_var: str = "HEADRACE_ADMIN_KEY"
-    """The same for requests that change them: pause, new weights, resume."""
+    """The environment variable with their key for pausing, updating weights and resuming."""
     timeout: float | None = Field(None, gt=0)
-    """Seconds that one request may take; after that it is asked once of every other engine. Unset: 600, or 3600 where
-    engines stand still while the trainer computes on their GPU."""
+    """Timeout of one request in seconds; then each other engine is tried once. Unset: 600, or 3600 if engines pause
+    during training steps on the same GPU."""
     retry_for: float | None = Field(None, ge=0)
-    """Seconds for which a request is made again that no engine could be reached for, or had room for, before the
-    episode fails. Unset: 300, or 3600 where an engine that comes up waits until the trainer has computed."""
+    """Seconds for which a request is retried while no engine is reachable or has capacity, before the episode fails.
+    Unset: 300, or 3600 if engines pause during training steps on the same GPU."""
     start_timeout: float = Field(600.0, gt=0)
-    """Seconds until the engine must answer for the first time."""
+    """Seconds until the engines must be ready at the start."""
     update_timeout: float = Field(600.0, gt=0)
     """Seconds that an engine may take to load new weights."""
 
-    def patience(self, *, in_turns: bool) -> tuple[float, float]:
-        """`timeout` and `retry_for`, chosen where they are unset."""
-        timeout, retry_for = (3600.0, 3600.0) if in_turns else (600.0, 300.0)
+    def resolve_timeouts(self, *, alternating: bool) -> tuple[float, float]:
+        """Return `timeout` and `retry_for` in seconds, with defaults for unset ones."""
+        timeout, retry_for = (3600.0, 3600.0) if alternating else (600.0, 300.0)
         return (
             timeout if self.timeout is None else self.timeout,
             retry_for if self.retry_for is None else self.retry_for,
@@ -176,12 +176,12 @@ class ClientConfig(Config):
 
 class OrchestratorRendererConfig(RendererConfig):
     pool_size: int = Field(1, ge=1)
-    """Long prompts of an environment that are rendered at once, in threads; short ones take no time."""
+    """Threads that render the long prompts of an environment."""
 
     @model_validator(mode="before")
     @classmethod
     def _absent_is_none(cls, given: Any) -> Any:
-        """No renderer is written as "none", or in YAML as null."""
+        """Read null as "none": no renderer."""
         return {"name": "none"} if given is None else given
 
 
@@ -193,19 +193,19 @@ class FilterConfig(Alternative):
 
     REGISTRY = FILTERS
     READS_ADVANTAGES: ClassVar[bool] = False
-    """Tests the credit of a rollout. In `post_batch_filters` such a filter is enforced unless `enforce` is set."""
+    """Reads advantages. In `post_batch_filters` such a filter is enforced unless `enforce` is set."""
 
     type: str
     enforce: bool = False
-    """Drop what is found; false: only count it."""
+    """Drop matching rollouts; false: only count them."""
 
     @property
     def label(self) -> str:
-        """Its name in metrics."""
+        """The name in metrics."""
         return self.type
 
     def make_test(self, vocab_size: int) -> Callable[[Rollout], bool]:
-        """Return the function that says whether a rollout is to be dropped."""
+        """Return the test of whether a rollout is dropped."""
         raise NotImplementedError
 
 
@@ -232,48 +232,49 @@ class OrchestratorConfig(Config):
     seq_len: int | None = Field(None, ge=2)
     """Filled from `seq_len`."""
     seed: int = 0
-    """What decides which prompts are drawn; filled from `seed`."""
+    """Seed of the order of tasks; filled from `seed`."""
     batch_size: int | None = Field(None, ge=1)
-    """Rollouts per step (128 unless `token_batch_size` is set)."""
+    """Rollouts per step; 128 unless `token_batch_size` is set."""
     token_batch_size: int | None = Field(None, ge=1)
     """Tokens per step, instead of `batch_size`."""
     group_size: int = Field(8, ge=1)
     """Episodes per prompt, whose rewards are compared."""
     max_inflight_rollouts: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Episodes at once, train and eval together. `auto` begins with what the engines run at once and half as many in
-    line, and follows their reports: more while they have places free, fewer when their line or KV cache is full."""
+    """Concurrent episodes of training and evaluation together. `auto` starts with 1.5 times the `max_running` of the
+    engines, and adapts to their load: more while they have free capacity, fewer when queue or KV cache are full."""
     tasks_per_minute: float | None = Field(None, gt=0)
-    """Tasks that may begin, of training and evaluation together; each counts once, whatever its group_size."""
+    """Limit on started tasks of training and evaluation together; a group counts as one task. Unset: no limit."""
     max_off_policy_steps: int = Field(8, ge=0)
-    """Rollouts whose oldest token is older than this many steps are dropped."""
+    """Rollouts whose oldest token is more than this many steps old are dropped."""
     max_async_level: int = Field(1, ge=0)
-    """Steps that batches may be ahead of the trainer; 0: sample, train, sample."""
+    """Steps by which batches may be ahead of the trainer; 0: synchronous sampling and training."""
     max_empty_batches: int | None = Field(None, ge=1)
-    """Batches in a row with nothing to train on that end the run; unset: none."""
+    """The run fails after this many consecutive batches without trainable rollouts; unset: never."""
     pre_batch_filters: list[FilterConfig] = Field(default_factory=_default_pre_filters)
-    """What keeps a rollout out of a batch; with enforce = false it counts it."""
+    """Filters that keep rollouts out of a batch; with enforce = false they only count them."""
     post_batch_filters: list[FilterConfig] = Field(default_factory=_default_post_filters)
-    """What drops a rollout of a full batch; with enforce = false it counts it."""
+    """Filters that drop rollouts of a full batch; with enforce = false they only count them."""
     drift_probes: int = Field(2, ge=0)
-    """Completions scored again per version: so many that it sampled alone, and as many that it only ended; 0: none."""
+    """Completions that are scored again per version: this many that it sampled alone, and as many that it only
+    finished; 0: none."""
     log_loop_interval: float = Field(5.0, gt=0)
-    """Seconds between the gauges of what is in flight and in line."""
+    """Seconds between gauges of requests in flight and queued."""
     keep_rollouts: int = Field(1000, ge=1)
-    """Steps, and evaluated versions, whose rollouts stay on disk."""
+    """Number of newest steps, and of evaluated versions, whose rollouts are kept on disk."""
     algo: AlgorithmConfig = Field(default_factory=ALGORITHMS.make_default)
-    """What credits the rollouts of environments that have no `algo` of their own."""
+    """The algorithm of environments without their own `algo`."""
     renderer: OrchestratorRendererConfig = Field(default_factory=OrchestratorRendererConfig)
-    """How chat messages become tokens."""
+    """How chat messages are rendered to tokens."""
     client: ClientConfig = Field(default_factory=ClientConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     """The environments that are trained on."""
     eval: EvalConfig = Field(default_factory=EvalConfig, exclude_if=evaluates_nothing)
-    """When and on what the policy is evaluated."""
+    """Evaluation of the policy during the run."""
 
     @model_validator(mode="before")
     @classmethod
     def _filters_alias(cls, value: Any) -> Any:
-        """`filters` is another name of `post_batch_filters`."""
+        """Read `filters` as another name of `post_batch_filters`."""
         if isinstance(value, dict) and "filters" in value:
             if "post_batch_filters" in value:
                 raise InvalidValue("another name of post_batch_filters, which is set", key="filters", fix="Give one.")
@@ -291,21 +292,21 @@ class OrchestratorConfig(Config):
         return [_enforced_after_batch(entry) for entry in given]
 
     def algo_of(self, env: TrainEnvConfig) -> AlgorithmConfig:
-        """An environment's own algorithm, else the one that all inherit."""
+        """Return an environment's own algorithm, else the inherited one."""
         return self.algo if env.algo is None else env.algo
 
     def curriculum_of(self, env: TrainEnvConfig) -> CurriculumConfig:
-        """An environment's own sampler and gate, else those that all inherit."""
+        """Return an environment's own sampler and gate, else the inherited ones."""
         return env.curriculum.over(self.train.curriculum)
 
     def train_temperature(self, env: TrainEnvConfig) -> float:
-        """What an environment's turns are sampled at."""
+        """Return the sampling temperature of an environment."""
         temperature = env.sampling.over(self.train.sampling).temperature
         assert temperature is not None  # it has a default
         return temperature
 
     def notices(self) -> list[str]:
-        """A group of one is hardly meant where credit is relative to the others."""
+        """Warn about groups of one where advantages are relative to the group."""
         return [
             f"orchestrator.train.env {env.name!r} has group_size = 1, and {self.algo_of(env).type} compares the "
             "rollouts of a group with each other: alone, a rollout has no credit; raise group_size, or set "
@@ -398,7 +399,9 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _algorithms_have_what_they_need(self) -> OrchestratorConfig:
-        for key, algo in self._algorithms():
+        keys = ["algo" if env.algo is None else f"train.env.{n}.algo" for n, env in enumerate(self.train.env)]
+        algorithms = [self.algo_of(env) for env in self.train.env]
+        for key, algo in zip(keys or ["algo"], algorithms or [self.algo], strict=True):
             penalty = getattr(algo, "length_penalty", None)
             if penalty is not None and penalty.needs_seq_len and self.seq_len is None:
                 raise InvalidValue(
@@ -437,12 +440,8 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _renderer_is_there_and_used(self) -> OrchestratorConfig:
         if self.renderer.name == "none":
-            raise InvalidValue(
-                "environments speak in messages, and only a renderer makes tokens of them",
-                key="renderer.name",
-                value="none",
-                fix='Set "auto", or leave it out.',
-            )
+            fact = "environments use chat messages, which need a renderer"
+            raise InvalidValue(fact, key="renderer.name", value="none", fix='Set "auto", or leave it out.')
         if self.renderer.pool_size > 1 and not self.train.env and not self.eval.env:
             raise InvalidValue(
                 "there is no environment whose prompts would be rendered",
@@ -451,9 +450,3 @@ class OrchestratorConfig(Config):
                 fix="Leave it out, or add a [[train.env]] or [[eval.env]].",
             )
         return self
-
-    def _algorithms(self) -> list[tuple[str, AlgorithmConfig]]:
-        """Those in use, each with the key that it is written under."""
-        keys = ["algo" if env.algo is None else f"train.env.{n}.algo" for n, env in enumerate(self.train.env)]
-        algos = [self.algo_of(env) for env in self.train.env]
-        return list(zip(keys, algos, strict=True)) or [("algo", self.algo)]

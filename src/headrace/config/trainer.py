@@ -1,4 +1,4 @@
-"""`[trainer]`: the optimizer step and what it leaves on disk."""
+"""`[trainer]`: model, optimizer, schedule, loss, checkpoints and published weights."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from headrace.config.registry import Alternative, Registry
 from headrace.errors import InvalidValue
 
 
-def _by_type(default: str, what: str, known: str) -> Discriminator:
-    """Which member of a union a table is, by its `type`."""
+def _by_type(default: str, noun: str, known: str) -> Discriminator:
+    """Choose the member of a union by the `type` of a table."""
 
     def chosen(value: Any) -> str:
         return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
 
-    message = f"no such {what}. Known: {known}"
-    return Discriminator(chosen, custom_error_type=f"unknown_{what}", custom_error_message=message)
+    message = f"no such {noun}. Known: {known}"
+    return Discriminator(chosen, custom_error_type=f"unknown_{noun}", custom_error_message=message)
 
 
 def _checkpointing(value: Any) -> Any:
-    """True has always meant `full`."""
+    """Read true as `full`, and "none" as false."""
     return {"True": "full", "none": False}.get(str(value), value)
 
 
@@ -33,27 +33,27 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AnyOptimConfig(Config):
-    """What all optimizers have in common."""
+    """Keys of all optimizers."""
 
     lr: float = Field(1e-6, gt=0)
-    """The learning rate that the scheduler scales, its highest value. The default is for all parameters of a language
-    model; an adapter (`lora`) wants at least ten times it."""
+    """Peak learning rate, which the scheduler scales. The default is for full fine-tuning; use at least ten times as
+    much with an adapter (`lora`)."""
     weight_decay: float = Field(0.0, ge=0)
-    """Of every parameter, also of norms and biases."""
+    """Weight decay of all parameters, also of norms and biases."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Gradients are scaled down to this norm; 0: never."""
+    """Gradients are clipped to this norm; 0: never."""
     offload_state: bool = False
-    """Keep the optimizer's state in CPU memory, and bring each parameter's to the GPU for its own update only."""
+    """Keep the optimizer's state in CPU memory; each parameter's state is moved to the GPU for its update."""
 
 
 class AdamWConfig(AnyOptimConfig):
-    """Steps of a size that follows each parameter's average square of gradients."""
+    """AdamW: Adam with decoupled weight decay."""
 
     type: Literal["adamw"] = "adamw"
     betas: tuple[Rate, Rate] = (0.9, 0.999)
-    """How much of the averages of gradients and of their squares a step keeps."""
+    """Decay rates of the averages of gradients and of squared gradients."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the average square, so that small gradients are not blown up."""
+    """Added to the denominator for numerical stability."""
 
 
 class MuonConfig(AnyOptimConfig):
@@ -64,35 +64,31 @@ class MuonConfig(AnyOptimConfig):
 
     type: Literal["muon"] = "muon"
     momentum: Rate = 0.95
-    """How much of the average of gradients a step keeps."""
+    """Decay rate of the average of gradients."""
     nesterov: bool = True
-    """Look one step ahead along the momentum."""
+    """Use Nesterov momentum."""
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton-Schulz iterations that make an update orthogonal."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
-    """Of AdamW, for the parameters that Muon does not train."""
+    """`betas` of AdamW, for the parameters that Muon does not train."""
     eps: float = Field(1e-8, gt=0)
-    """Of AdamW, for the parameters that Muon does not train."""
+    """`eps` of AdamW, for the parameters that Muon does not train."""
 
 
 class SgdConfig(AnyOptimConfig):
-    """Steps along the gradient, with momentum if it is set."""
+    """Stochastic gradient descent, with momentum if it is set."""
 
     type: Literal["sgd"] = "sgd"
     momentum: Rate = 0.0
-    """How much of the average of gradients a step keeps."""
+    """Decay rate of the average of gradients."""
     nesterov: bool = False
-    """Look one step ahead along the momentum."""
+    """Use Nesterov momentum."""
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> SgdConfig:
         if self.nesterov and self.momentum == 0:
-            raise InvalidValue(
-                "Nesterov's step looks ahead along the momentum, which is 0",
-                key="nesterov",
-                value=True,
-                fix="Set momentum above 0, or leave nesterov out.",
-            )
+            fix = "Set momentum above 0, or leave nesterov out."
+            raise InvalidValue("Nesterov needs momentum, which is 0", key="nesterov", value=True, fix=fix)
         return self
 
 
@@ -103,41 +99,41 @@ OptimConfig = Annotated[
 
 
 class BasicSchedulerConfig(Config):
-    """Warmup, then constant, or falling in a line or along a cosine to the end."""
+    """Warmup, then a constant rate, or linear or cosine decay to the end."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
     min_factor: float = Field(0.0, ge=0, le=1)
-    """What linear and cosine come down to, right after `max_steps`: the last step is still above it."""
+    """Final factor of linear and cosine decay, reached right after `max_steps`: the last step is above it."""
 
 
 class RestartsSchedulerConfig(Config):
-    """A cosine that begins anew several times: down from the full rate to the lowest in every cycle."""
+    """Cosine decay with warm restarts: each cycle falls from the peak to the lowest rate."""
 
     type: Literal["cosine_with_restarts"] = "cosine_with_restarts"
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
     min_factor: float = Field(0.0, ge=0, le=1)
-    """What each cycle comes down to, right after its last step."""
+    """Final factor of each cycle, reached right after its last step."""
     cycles: int = Field(1, ge=1)
-    """Cycles of equal length after the warmup; a single one is `cosine`."""
+    """Number of cycles of equal length after the warmup; 1 is the same as `cosine`."""
 
 
 class WsdSchedulerConfig(Config):
-    """Warmup, stable, decay: the learning rate falls over the last steps alone."""
+    """Warmup, stable, decay: the learning rate only falls in the last steps."""
 
     type: Literal["wsd"] = "wsd"
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
     min_factor: float = Field(0.0, ge=0, le=1)
-    """What it comes down to, right after `max_steps`: the last step is still above it."""
+    """Final factor of the decay, reached right after `max_steps`: the last step is above it."""
     decay_steps: int | None = Field(None, ge=1)
-    """Unset: `decay_fraction` of the run."""
+    """Steps of the decay; unset: `decay_fraction` of the run."""
     decay_fraction: float = Field(0.1, gt=0, le=1)
-    """The last part of the run over which it falls, where `decay_steps` is unset."""
+    """Fraction of the run for the decay, where `decay_steps` is unset."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
-    """`sqrt` falls with the square root of the progress: fast first, slowly at the end."""
+    """`sqrt` falls with the square root of the progress: fast at first, slowly at the end."""
 
 
 SchedulerConfig = Annotated[
@@ -154,7 +150,7 @@ LOSSES: Registry[LossConfig] = Registry("loss", default="default")
 
 
 class LossConfig(Alternative):
-    """What is minimized over the tokens that have advantages."""
+    """The loss of tokens with advantages."""
 
     REGISTRY = LOSSES
 
@@ -162,7 +158,7 @@ class LossConfig(Alternative):
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The name in messages."""
         return self.type
 
     def make(self) -> Callable[..., Any]:
@@ -175,81 +171,83 @@ class LossConfig(Alternative):
 
 
 class RefKlConfig(Config):
-    """The distillation component."""
+    """The distillation component of the loss."""
 
     mask_low: float = Field(0.2, ge=0)
     """Tokens whose probability fell by more than this are masked."""
     kl_tau: float = Field(1e-3, ge=0)
-    """Weight of the squared log-ratio to the policy that sampled."""
+    """Weight of the squared log-ratio to the sampling policy."""
 
 
 class CheckpointConfig(Config):
     interval: int = Field(50, ge=1)
-    """Steps between checkpoints; the last step always gets one. One is put off while updates are skipped."""
+    """Steps between checkpoints; the last step always has one. A checkpoint is postponed while updates are skipped."""
     keep_last: int = Field(2, ge=1)
-    """How many of the newest checkpoints stay on disk."""
+    """Number of newest checkpoints that are kept."""
     permanent_interval: int | None = Field(None, ge=1)
-    """Checkpoints of steps that this divides are kept for good, in `checkpoints/permanent/`; unset: none."""
+    """Steps between checkpoints that are never deleted, in `checkpoints/permanent/`; unset: none."""
 
 
 class LoraConfig(Config):
-    """Train a difference of low rank of linear layers instead of the model's own parameters."""
+    """Train LoRA adapters of linear layers instead of all parameters."""
 
     r: int = Field(16, ge=1)
-    """The rank. An engine may have a highest one: vLLM's `--max-lora-rank` is 16 unless it is told otherwise."""
+    """The rank. Engines may limit it: vLLM's `--max-lora-rank` is 16 by default."""
     alpha: int = Field(32, ge=1)
-    """The difference is scaled by alpha / r."""
+    """The adapter's output is scaled by alpha / r."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead, so that higher ranks do not learn more slowly."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Every linear layer but the head, or the last parts of names, such as `["q_proj", "v_proj"]`."""
+    """All linear layers except the head, or the last parts of module names, such as `["q_proj", "v_proj"]`."""
 
 
 class TrainingConfig(Config):
-    """What an RL run and an SFT run have in common."""
+    """Keys of the trainer in RL and SFT runs."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The model that is trained."""
     output_dir: Path | None = None
-    """The directory in which the run keeps everything."""
+    """The run directory."""
     max_steps: int | None = Field(None, ge=1)
     """Optimizer steps after which the run ends."""
     seq_len: int | None = Field(None, ge=2)
     """Tokens per packed bin, and the longest sequence that is trained."""
     seed: int = 0
-    """What decides every random choice of the trainer."""
+    """Random seed of the trainer."""
     lora: LoraConfig | None = None
-    """Unset: every parameter is trained."""
+    """LoRA adapters; unset: all parameters are trained."""
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     """The optimizer."""
     scheduler: SchedulerConfig = Field(default_factory=BasicSchedulerConfig)
     """The learning rate over the run, as a multiple of `optim.lr`."""
     ckpt: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """When checkpoints are written, and which are kept."""
+    """How often checkpoints are written, and how many are kept."""
     max_skipped_updates: int = Field(20, ge=1)
-    """Updates in a row with gradients that are not finite, and thus skipped, that end the run."""
+    """The run fails after this many consecutive updates that are skipped because of non-finite gradients."""
     attention: Literal["auto", "cudnn", "flash", "sdpa"] = "auto"
-    """What computes attention: `sdpa` runs anywhere, the others on a GPU in bfloat16; `cudnn` leaves rows of several
-    sequences to `flash`. `auto` is the fastest that there is."""
+    """Attention implementation: `sdpa` runs anywhere, the others on a GPU in bfloat16; `cudnn` uses `flash` for rows of
+    several sequences. `auto` is the fastest available one."""
     activation_checkpointing: Annotated[
         Literal["auto", False, "attention", "full", "selective"], BeforeValidator(_checkpointing)
     ] = "auto"
     """Recompute each layer in the backward pass: `full` (or true) all of it, `attention` all but attention, `selective`
-    all but attention and matrix products. `auto`: as little as the memory of a GPU allows; on a CPU nothing."""
+    all but attention and matrix products. `auto`: as little as fits into GPU memory; nothing on a CPU."""
     memory_gb: float | None = Field(None, gt=0)
-    """What `auto` may take of a GPU in all, parameters included; unset: what engines on it leave."""
+    """GPU memory in GB that `auto` may use, parameters included; unset: what engines on the same GPU leave."""
     activation_offload: bool = False
-    """Keep activations in CPU memory until the backward pass; on a GPU, and best with full checkpointing."""
+    """Keep activations in CPU memory until the backward pass; on GPUs, best with full checkpointing."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile each layer: faster on a GPU, after a minute of compiling. `auto`: on a GPU, but for small models."""
+    """Compile each layer: faster on a GPU, after about a minute. `auto`: on a GPU, except for small models."""
     lm_head_chunk: int = Field(4096, ge=1)
-    """Tokens whose logits exist at once."""
+    """Tokens per chunk of logits; smaller chunks need less memory."""
     lm_head_fp32: bool = False
-    """Compute logits in float32 where the rest computes in bfloat16: more exact, and a head that takes longer."""
+    """Compute logits in float32 where the rest is in bfloat16: more precise, but slower."""
 
     def bytes_per_parameter(self, *, while_training: bool) -> float:
-        """What a trainer on one device holds there, between its steps or during one, activations aside: parameters,
-        the optimizer's state, a snapshot of what was published last, and gradients."""
+        """Return the bytes per parameter on one device, between steps or during one, without activations.
+
+        They are for parameters, the optimizer's state, a snapshot of the published weights, and gradients.
+        """
         computes = 4 if self.model.dtype == "float32" else 2
         if self.lora is not None:
             return computes + 0.5  # the frozen base; the adapter is small, and so are its gradients and its state
@@ -258,23 +256,23 @@ class TrainingConfig(Config):
 
 
 SAMPLE_INTERVAL_STEPS = 10
-"""Steps between two samples of a run that chooses no steps to export."""
+"""Steps between samples of a run that does not choose steps to export."""
 
 
 class TokenExportConfig(Config):
-    """Steps whose tokens are written to `tokens/`, with all that decided their gradients; see `headrace tokens`."""
+    """Export tokens of steps to `tokens/`, with all inputs of their gradients; see `headrace tokens`."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
-    """The steps that are exported."""
+    """Steps to export."""
     interval: int = Field(0, ge=0)
-    """Also every step that this divides; 0: none."""
+    """Also export every step that is a multiple of this; 0: none."""
     sample: int = Field(20, ge=0)
-    """Where `steps` and `interval` choose nothing: this many sequences (of each trainer rank), those with the largest
-    gradients, of the first step, every tenth and the last. The first and the newest sample are kept. 0: none."""
+    """Without `steps` and `interval`: sequences per trainer rank, those with the largest gradients, of the first step,
+    every tenth and the last. The first and the newest sample are kept. 0: none."""
 
     @property
     def limit(self) -> int | None:
-        """Sequences that a rank exports of a step; None: all."""
+        """Sequences per rank and step; None: all."""
         return None if self.steps or self.interval else self.sample
 
     def includes(self, step: int, last: int) -> bool:
@@ -288,27 +286,26 @@ class WeightsConfig(Config):
     """How new weights reach the engines."""
 
     transport: Literal["auto", "files", "link"] = "auto"
-    """`link`: straight from the trainer's memory; the run directory only says where. `auto` is that where a run's
-    trainer and engines share a GPU, and files elsewhere, also with `orchestrator.client.base_url`. Adapters are always
-    files."""
+    """`files`: through the run directory; `link`: directly from the trainer's memory. `auto`: `link` if trainer
+    and engines of the run share a GPU, else `files`, also with `orchestrator.client.base_url`. Adapters are
+    always files."""
     host: str = "127.0.0.1"
-    """The link: the address at which engines reach the trainer's first rank."""
+    """`link`: address at which engines reach the trainer's first rank."""
     port: int = Field(0, ge=0, le=65535)
-    """The link: 0 takes any free port."""
+    """`link`: TCP port; 0: any free port."""
     carrier: Literal["auto", "stream", "nccl", "ipc"] = "auto"
-    """The link: `auto` is memory that is shared (CUDA IPC) on one GPU, NCCL between different ones, and a plain
-    connection otherwise."""
+    """`link`: how tensors are sent. `auto`: `ipc` (CUDA IPC) on one GPU, `nccl` between GPUs, else `stream` (TCP)."""
     ack_timeout: float = Field(3600.0, ge=0)
-    """Seconds until engines must have taken a version; a pinned evaluation may hold it back as long. 0: for ever."""
+    """Seconds until engines must have loaded a version, waiting for a pinned evaluation included; 0: no limit."""
 
 
 class TrainerConfig(TrainingConfig):
     loss: LossConfig = Field(default_factory=LOSSES.make_default)
-    """What is minimized over the tokens that have advantages."""
+    """The loss of tokens with advantages."""
     ref_kl: RefKlConfig = Field(default_factory=RefKlConfig)
     keep_weights: int = Field(2, ge=1)
-    """Published versions kept on disk besides those that an engine may still load."""
+    """Published versions that are kept on disk besides those that an engine may still load."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     probe_tokens: int = Field(256, ge=0)
-    """Tokens of each step, whole sequences, that trainer and engine both score with the new weights; 0: none."""
+    """Tokens per step, in whole sequences, whose trainer and engine logprobs are compared after an update; 0: none."""
     token_export: TokenExportConfig = Field(default_factory=TokenExportConfig)

@@ -71,7 +71,7 @@ async def _run(
                 _reconcile(run, journal)
                 if config.max_async_level == 0:
                     journal.reopen()  # an interrupted step is repeated from its beginning, so the result is the same
-            timeout, retry_for = config.client.patience(in_turns=shares_device)
+            timeout, retry_for = config.client.resolve_timeouts(alternating=shares_device)
             client = EngineClient(
                 config.client.base_url or run.endpoints,
                 timeout=timeout,

@@ -116,12 +116,13 @@ def find(root: type[BaseModel], key: str) -> list[_Field]:
 def nearest(root: type[BaseModel], key: str, siblings: Collection[str] | None = None) -> str | None:
     """Return the key that is most similar to an unknown one, or None.
 
-    Candidates are its siblings first (by default the keys of every type of its section), then keys with the same last
-    part, then all keys.
+    Candidates are its siblings first, then keys with the same last part. Without `siblings`, these are the keys of
+    every type of its section, and all keys are the last candidates.
     """
     parents, _, wrong = key.rpartition(".")
     ours = OTHER_NAMES.get(wrong, wrong)
     everywhere = list(keys(root))
+    any_type = siblings is None
     if siblings is None:
         parents = ".".join(_without_positions(parents))
         siblings = {path.rpartition(".")[2] for path in everywhere if path.rpartition(".")[0] == parents}
@@ -129,7 +130,7 @@ def nearest(root: type[BaseModel], key: str, siblings: Collection[str] | None = 
         return f"{parents}.{close[0]}".removeprefix(".")
     if same := [path for path in everywhere if path.split(".")[-1] == ours]:
         return max(same, key=lambda path: difflib.SequenceMatcher(None, key, path).ratio())
-    return next(iter(difflib.get_close_matches(key, everywhere, n=1)), None)
+    return next(iter(difflib.get_close_matches(key, everywhere, n=1)), None) if any_type else None
 
 
 def suggest_key(key: str, close: str | None) -> str | None:

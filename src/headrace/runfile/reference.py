@@ -2,7 +2,7 @@
 
 config.md has every key of every run file, as `headrace config --explain` explains it.
 
-A section that stands in several places is told once, where it comes first; elsewhere its row leads there.
+A section that occurs in several places is described once, at the first; other places link to it.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ Sections = tuple[type[BaseModel], ...]
 
 
 def reference() -> str:
-    """The page."""
-    told: dict[Sections, str] = {}
+    """Return the page with every key of every run file."""
+    headings: dict[Sections, str] = {}
     parts = [PREFACE]
     for command, words, root in FILES:
         parts.append(f"## {command}\n\n{words}\n")
-        parts += _File(command, root, told).parts()
+        parts += _File(command, root, headings).parts()
     return "\n".join(parts)
 
 
 class _File:
-    """One kind of file. `told` has the heading of each section that the page has had so far."""
+    """The part of the page for one kind of file; `headings` has the heading of each section so far."""
 
-    def __init__(self, command: str, root: type[BaseModel], told: dict[Sections, str]) -> None:
-        self._command, self._root, self._told = command, root, told
+    def __init__(self, command: str, root: type[BaseModel], headings: dict[Sections, str]) -> None:
+        self._command, self._root, self._headings = command, root, headings
 
     def parts(self, key: str = "") -> Iterator[str]:
-        """The section at a key, and then those within it that are not told yet."""
+        """Yield the section at a key, then those within it that are not on the page yet."""
         keys = children(self._root, key) if key else list(self._root.model_fields)
         inner = [k for k in keys if self._sections(k)]
-        new = [k for k in inner if self._tell(k)]
+        new = [k for k in inner if self._is_first(k)]
         yield "\n".join([f"### {self._heading(key)}", "", *self._about(key), *self._types(key), *self._table(keys)])
         for child in new:
             yield from self.parts(child)
@@ -74,10 +74,10 @@ class _File:
     def _sections(self, key: str) -> Sections:
         return tuple(sections_at(self._root, key.split(".")))
 
-    def _tell(self, key: str) -> bool:
-        """Whether the section at a key is to be told there."""
+    def _is_first(self, key: str) -> bool:
+        """Return whether this is the first place of the section."""
         heading = self._heading(key)
-        return self._told.setdefault(self._sections(key), heading) == heading
+        return self._headings.setdefault(self._sections(key), heading) == heading
 
     def _heading(self, key: str) -> str:
         if not key:
@@ -90,13 +90,13 @@ class _File:
         return shown if self._root is RunConfig else f"{self._command}: {shown}"
 
     def _about(self, key: str) -> list[str]:
-        """What the section says of itself, where the row that leads to it says something else."""
+        """Return the docstring of the section, unless the row that links to it has the same text."""
         sections = self._sections(key) if key else ()
         words = " ".join((sections[0].__doc__ or "").split()) if len(sections) == 1 else ""
         return [words, ""] if words and words != explain(self._root, key)[0].sentence else []
 
     def _types(self, key: str) -> list[str]:
-        """What its `type` may be, where it has one."""
+        """List the values of `type` with their descriptions."""
         kinds = kinds_of(self._root, key) if key else {}
         if not kinds:
             return []
@@ -105,18 +105,18 @@ class _File:
             alike.setdefault(sentence, []).append(f"`{kind}`")
         default = explain(self._root, f"{key}.type")[0].default
         chosen = "" if default.startswith("none") else f", {_code(default)} unless set"
-        return [f"By `type`{chosen}:", "", *(f"- {', '.join(names)}: {told}" for told, names in alike.items()), ""]
+        return [f"By `type`{chosen}:", "", *(f"- {', '.join(names)}: {text}" for text, names in alike.items()), ""]
 
     def _table(self, keys: Sequence[str]) -> list[str]:
         rows = [row for key in keys if not key.endswith(".type") for row in self._rows(key)]
         return ["| key | takes | default | |", "|---|---|---|---|", *rows, ""] if rows else []
 
     def _rows(self, key: str) -> Iterator[str]:
-        """One row, or one for each type of section in which the key is another."""
+        """Yield one row, or several if the key differs by the type of its section."""
         section, _, name = key.rpartition(".")
         entries = explain(self._root, key)
         all_kinds = set(kinds_of(self._root, section)) if section else set()
-        heading = self._told.get(self._sections(key))
+        heading = self._headings.get(self._sections(key))
         shown = f"[`{name}`](#{anchor(heading)})" if heading else f"`{name}`"
         for entry in entries:
             few = set(entry.kinds) != all_kinds
@@ -126,7 +126,7 @@ class _File:
 
 
 def _default(entry: Explanation) -> str:
-    """Nothing where its own keys have defaults."""
+    """Return the default as code; empty for a section whose keys have defaults."""
     if entry.default.startswith("none"):
         return "must be set"
     _, of_keys, kind = entry.default.partition("the defaults of its keys")
@@ -138,7 +138,7 @@ def _code(value: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """Where a link to a heading leads, by GitHub's rule."""
+    """Return the anchor of a heading, by GitHub's rule."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

@@ -128,7 +128,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _engines_elsewhere_read_files(self) -> RunConfig:
-        """A link that nobody asked for would offer weights at an address that only this machine reaches."""
+        """Use files: the address of a link would by default only be reachable from this machine."""
         weights = self.trainer.weights
         if self.orchestrator.client.base_url and weights.transport == "auto":
             trainer = self.trainer.model_copy(update={"weights": weights.model_copy(update={"transport": "files"})})
