@@ -77,8 +77,8 @@ def test_a_section_lists_its_types_and_its_keys(capsys: pytest.CaptureFixture[st
     (command,) = [command for command in COMMANDS if command[-1] == "trainer.optim"]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "    sgd    Steps along the gradient, with momentum if it is set.\n" in printed
-    assert "    ns_steps       Newton-Schulz iterations that make an update orthogonal [5]\n" in printed
+    assert "\n    sgd    " in printed
+    assert re.search(r"\n    ns_steps  .*\[5\]\n", printed)
 
 
 def test_a_file_is_printed_as_it_is_resolved_and_so_is_a_run(runs: Path, capsys: pytest.CaptureFixture[str]):
