@@ -26,26 +26,26 @@ from headrace.config.trainer import TrainingConfig
 from headrace.errors import InvalidValue
 
 BELONGS = {"split": ("name",), "subset": ("name",), "columns": ("path", "name"), "args": ("env",)}
-"""Keys of a source of examples, each with the origins that it belongs to."""
+"""Keys of a source of examples, each with the origins that use it."""
 
 
 def _exclusive(section: str, *origins: str) -> Iterator[tuple[str, str]]:
-    """Pair each origin with the keys that do not belong to it: choosing it takes them back."""
+    """Pair each origin with the keys that it does not use: setting it in a later file drops them."""
     for origin in origins:
         yield from ((f"{section}.{origin}", f"{section}.{key}") for key, own in BELONGS.items() if origin not in own)
 
 
 class ColumnsConfig(Config):
-    """What the data calls the columns that are read; unset: as here."""
+    """Column names of the data; unset: the same as the key."""
 
     messages: str | None = None
-    """The whole conversation, of which every assistant message is learned."""
+    """Column with the whole conversation; all assistant messages are trained on."""
     prompt: str | None = None
-    """A text or messages; never learned."""
+    """Column with the prompt, a text or messages; not trained on."""
     completion: str | None = None
-    """A text or messages; the assistant's are learned."""
+    """Column with the completion, a text or messages; assistant messages are trained on."""
     tools: str | None = None
-    """The tools that the conversation may call, as schemas."""
+    """Column with the schemas of the tools in the conversation."""
 
     @model_validator(mode="after")
     def _one_format(self) -> ColumnsConfig:
@@ -68,14 +68,14 @@ class SourceConfig(Config):
     name: str | None = None
     """A Hugging Face dataset: its name on the hub, or a local directory that the `datasets` library understands."""
     split: str | None = None
-    """Of the dataset `name`; unset: `train`."""
+    """Split of the dataset `name`; unset: `train`."""
     subset: str | None = None
-    """Of the dataset `name`, where it has several."""
+    """Subset of the dataset `name`, where it has several."""
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     env: str | None = None
     """An environment that can demonstrate its own tasks."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Of the environment."""
+    """Arguments of the environment `env`."""
 
     def check(self, *origins: str) -> None:
         """Raise unless exactly one of `origins` is given, and with it only what belongs to it."""
@@ -115,11 +115,11 @@ class ValidationConfig(SourceConfig):
     """Examples to measure the loss on: exactly one of `path`, `name`, `env` and `fraction`."""
 
     fraction: float | None = Field(None, gt=0, lt=1)
-    """Hold out this share of the rows of `[data]`."""
+    """Fraction of the rows of `[data]` to hold out."""
     interval: int = Field(50, ge=1)
     """Steps between validations; there is also one before the first step and one after the last."""
     max_examples: int = Field(1000, ge=1)
-    """Where there are more, the same random ones each time."""
+    """Most examples per validation; of more, the same random selection each time."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ValidationConfig:
@@ -163,18 +163,18 @@ class SftConfig(TrainingConfig):
     TEXT_FOR = {"model": "name", "renderer": "name"}  # noqa: RUF012
 
     data: SftDataConfig
-    """The examples that are learned."""
+    """The examples to train on."""
     validation: ValidationConfig | None = None
-    """What the loss is measured on; unset: nothing. Choose what is not trained on: of an `env` by `args.split`."""
+    """Examples for the validation loss; unset: none. They should not be trained on: for an `env`, set `args.split`."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
-    """How chat messages become tokens."""
+    """How chat messages are rendered to tokens."""
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig, exclude_if=evaluates_nothing)
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that `[eval]` samples from. Its model, renderer and seed are the run's."""
     wandb: WandbConfig | None = None
-    """Forward the metrics to Weights & Biases; unset: not."""
+    """Send metrics to Weights & Biases; unset: no."""
     tensorboard: TensorboardConfig | None = None
-    """Write the metrics as TensorBoard files as well; unset: not."""
+    """Write metrics as TensorBoard files; unset: no."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
@@ -210,11 +210,11 @@ class SftConfig(TrainingConfig):
         return bool(self.eval.env)
 
     def is_evaluated(self, step: int) -> bool:
-        """Whether the version after `step` is one to evaluate."""
+        """Return whether the version after `step` is evaluated."""
         return any(step % (env.interval or self.eval.interval) == 0 for env in self.eval.env)
 
     def server(self) -> InferenceConfig:
-        """The server's configuration, with what it takes from the run."""
+        """Return the server's configuration, filled from the run's keys."""
         return self.inference.model_copy(
             update={
                 "model": self.model,
@@ -226,7 +226,7 @@ class SftConfig(TrainingConfig):
         )
 
     def evaluator(self) -> OrchestratorConfig:
-        """That of an orchestrator which evaluates and trains nothing, having no environment to train on."""
+        """Return the configuration of an orchestrator that only evaluates."""
         return OrchestratorConfig(
             model=self.model,
             output_dir=self.output_dir,

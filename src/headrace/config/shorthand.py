@@ -1,4 +1,4 @@
-"""Other ways to write a section, turned into the one way before it is checked. Plain trees in, plain trees out."""
+"""Rewrite short forms and other names of keys in plain trees, before they are validated."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from headrace.errors import InvalidValue, shown_value
 
 
 def spelled_out(value: Any, key: str, plain: type | tuple[type, ...] = str) -> Any:
-    """A plain value as the table that it stands for: `"max_rl"` as `{type = "max_rl"}`."""
+    """Return the table that a plain value stands for: `"max_rl"` as `{type = "max_rl"}`."""
     return {key: value} if isinstance(value, plain) and not isinstance(value, bool) else value
 
 
 def renamed(table: dict[str, Any], other: str, name: str, within: str = "") -> dict[str, Any]:
-    """The table with what stands under `other` where it belongs, under `name`."""
+    """Return the table with the key `other` renamed to `name`."""
     rest = {key: value for key, value in table.items() if key != other}
     given = table[other]
     return {**rest, name: united(rest.get(name, given), given, f"{within}{name}", f"{within}{other}")}
 
 
 def united(explicit: Any, given: Any, name: str, other: str) -> Any:
-    """What stands under `name` and what stands under `other`, which is another name of it; they may not contradict.
+    """Merge the values of a key `name` and of its other name `other`; raise if they differ.
 
     An empty `name` is the section itself.
     """
@@ -51,5 +51,5 @@ def _alike(value: Any, other: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Where several may be given, one may stand without its list."""
+    """Return a single value as a list of one."""
     return value if isinstance(value, list) else [value]

@@ -51,25 +51,25 @@ class RunConfig(Config):
     FILLED_FROM = {target: source for source, targets in SHARED.items() for target in targets}  # noqa: RUF012
 
     output_dir: Path
-    """The directory in which the run keeps everything; it goes to all three processes."""
+    """The run directory; it fills the key of all three processes."""
     max_steps: int | None = Field(None, ge=1)
-    """Optimizer steps after which the run ends; a run needs it."""
+    """Number of optimizer steps; required."""
     seq_len: int | None = Field(None, ge=2)
-    """The longest sequence, prompt and completion together, in tokens; a run needs it."""
+    """The longest sequence, prompt and completion together, in tokens; required."""
     seed: int = 0
-    """What decides every random choice; it goes to all three processes."""
+    """Random seed; it fills the key of all three processes."""
     model: ModelConfig
-    """The model that is trained; it goes to all three processes."""
+    """The model to train; it fills the key of all three processes."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    """The optimizer step and what it leaves on disk."""
+    """Optimizer, loss, checkpoints and published weights."""
     orchestrator: OrchestratorConfig = Field(default_factory=OrchestratorConfig)
     """Environments, algorithms, batches and evaluation."""
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that samples the policy, and the engine behind it."""
     wandb: WandbConfig | None = None
-    """Forward the metrics to Weights & Biases; unset: not."""
+    """Send metrics to Weights & Biases; unset: no."""
     tensorboard: TensorboardConfig | None = None
-    """Write the metrics as TensorBoard files as well; unset: not."""
+    """Write metrics as TensorBoard files; unset: no."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @classmethod

@@ -42,7 +42,7 @@ def test_every_kwarg_of_an_objective_and_of_a_provider_has_a_sentence_of_its_own
         ("objective.kwargs.length_penalty_lambda", ("Weight of brevity", "type     number", "default  0.5")),
         ("objective.kwargs.stage2_start_step", ("second stage", "type     whole number or unset", "default  unset")),
         ("objective.name", ("A registered objective", "type     text or unset")),
-        ("generation.num_generations", ("Completions of each prompt", "type     whole number, at least 1, or unset")),
+        ("generation.num_generations", ("type     whole number, at least 1, or unset",)),
         ("data.provider", ("A registered data provider", "type     text or unset")),
         ("data.kwargs.levels", ("of type  gsm8k_math_curriculum, math", "type     list of whole numbers or unset")),
         ("rewards.kwargs.length_penalty_reward.group_size", ("type     whole number or unset",)),

@@ -1,7 +1,4 @@
-"""The sections of the file of docs/tutorials/hacking.md that are not sections of a run file: what they take.
-
-`translation.py` makes a run file of them.
-"""
+"""Sections of the short run file (docs/tutorials/hacking.md), which `translation.py` translates into a run file."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class _PluginConfig(Config):
     class_path: str | None = None
     """Your own, as `package.module:Name`, instead of a registered name."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What it is constructed with."""
+    """Keyword arguments of the plugin."""
 
 
 class ObjectiveConfig(_PluginConfig):
-    """Which rewards are asked for, and what they come to."""
+    """The objective: which rewards are computed, and how they are combined."""
 
     name: str | None = None
     """A registered objective; unset: `token_grpo`."""
@@ -58,54 +55,54 @@ class ObjectiveConfig(_PluginConfig):
 
 
 class RewardsConfig(Config):
-    """What the rewards of the objective are called with."""
+    """Arguments of the objective's rewards."""
 
     kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By reward, its kwargs. Those that count tokens do it with the run's model, unless `tokenizer_name` is set."""
+    """Kwargs by reward. Rewards that count tokens use the run's model, unless `tokenizer_name` is set."""
     timeout: float = Field(60.0, gt=0)
-    """Seconds that a reward may take over a group."""
+    """Timeout in seconds of a reward for one group."""
 
 
 class GenerationConfig(Config):
     """How completions are sampled."""
 
     num_generations: int | None = Field(None, ge=1)
-    """Completions of each prompt, which are compared; unset: 8."""
+    """Completions per prompt, which form a group; unset: 8."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Tokens that a completion may have; unset: 512, or what `seq_len` leaves."""
+    """Most tokens per completion; unset: 512, or what `seq_len` leaves."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Tokens that prompts are given room for, where `seq_len` is not set; unset: 512."""
+    """Tokens reserved for the prompt, where `seq_len` is not set; unset: 512."""
     temperature: float | None = Field(None, gt=0)
-    """What logits are divided by; unset: 1."""
+    """Sampling temperature; unset: 1."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the likeliest tokens that have this probability together; unset: from all."""
+    """Sample from the most likely tokens with this total probability; unset: from all."""
     top_k: int | None = Field(None, ge=-1)
-    """Sample from this many of the likeliest tokens; unset, 0 and -1: from all."""
+    """Sample from this many most likely tokens; unset, 0 and -1: from all."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Sample from tokens at least this probable relative to the likeliest; unset: from all."""
+    """Sample from tokens with at least this probability relative to the most likely one; unset: from all."""
 
 
 class EvalDataConfig(_PluginConfig):
-    """What the policy is evaluated on in the course of the run."""
+    """Evaluation data."""
 
     provider: str | None = None
     """A registered data provider; unset: that of training, with its kwargs, which those of this section change."""
     interval: int | None = Field(None, ge=1)
     """Steps between evaluations; unset: 100."""
     num_examples: int | None = Field(None, ge=1)
-    """The first so many samples; unset: all."""
+    """Use only the first this many samples; unset: all."""
     num_generations: int | None = Field(None, ge=1)
-    """Completions of each prompt; unset: 1."""
+    """Completions per prompt; unset: 1."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Tokens that a completion may have; unset: as in training."""
+    """Most tokens per completion; unset: as in training."""
     temperature: float | None = Field(None, ge=0)
-    """Unset: as in training; 0: the likeliest token."""
+    """Sampling temperature, 0: greedy; unset: as in training."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Unset: as in training."""
+    """As in `generation`; unset: as in training."""
     top_k: int | None = Field(None, ge=-1)
-    """Unset: as in training."""
+    """As in `generation`; unset: as in training."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Unset: as in training."""
+    """As in `generation`; unset: as in training."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> EvalDataConfig:
@@ -114,14 +111,14 @@ class EvalDataConfig(_PluginConfig):
 
 
 class DataConfig(_PluginConfig):
-    """What is trained on."""
+    """Training data."""
 
     provider: str | None = None
     """A registered data provider."""
     ratio: float | None = Field(None, gt=0)
-    """Share of draws, where `orchestrator.train.env` has further environments with one."""
+    """Relative share of drawn tasks, if `orchestrator.train.env` has further environments with a ratio."""
     eval: EvalDataConfig | None = None
-    """What the policy is evaluated on; unset: nothing."""
+    """Evaluation data; unset: no evaluation."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> DataConfig:
@@ -134,15 +131,15 @@ class DataConfig(_PluginConfig):
 
 
 class StorageConfig(Config):
-    """One place for everything that runs read and leave behind."""
+    """The storage root of datasets, models and runs."""
 
     cache_dir: Path | None = None
     """The root: `datasets/`, `models/`, `hf/`, `artifacts/`, `logs/wandb/`; unset: the working directory."""
     run_name: str | None = Field(None, min_length=1)
     """The run's directory in `artifacts/runs/`; unset: the name of the file."""
     offline: bool | None = None
-    """Whether hub and W&B are left alone; unset: the hub, if everything that the file names is on this machine.
-    Exported `HF_HUB_OFFLINE` and `WANDB_MODE` win."""
+    """Do not use the hub and W&B; unset: the hub is not used if everything in the file is on this machine. Exported
+    `HF_HUB_OFFLINE` and `WANDB_MODE` take precedence."""
 
 
 class AuthConfig(Config):
@@ -180,23 +177,23 @@ class NamedTrainerConfig(Config):
     warmup_steps: int | None = Field(None, ge=0)
     """`trainer.scheduler.warmup_steps`."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a part of all steps, rounded up."""
+    """Warmup as a fraction of all steps, rounded up."""
     max_steps: int | None = Field(None, ge=-1)
     """Optimizer steps; -1: unset."""
     num_train_epochs: float | None = Field(None, gt=0)
     """Passes over the data, instead of `max_steps`: the samples are counted."""
     batch_size: int | None = Field(None, ge=1)
-    """Completions of a step; unset: 16 prompts' worth."""
+    """Completions per step; unset: those of 16 prompts."""
     per_device_train_batch_size: int | None = Field(None, ge=1)
     """`batch_size`, divided by `gradient_accumulation_steps` and `launch.trainer_processes` (1 where that is unset)."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
-    """See there; memory does not depend on it here."""
+    """A factor of `batch_size`, see `per_device_train_batch_size`; it does not change the memory use."""
     seed: int | None = None
     """`seed` of the run."""
     bf16: bool | None = None
     """`model.dtype`: true is bfloat16, false float32."""
     fp16: bool | None = None
-    """Only false: float16 is not trained in."""
+    """Only false: training in float16 is not supported."""
     gradient_checkpointing: bool | None = None
     """`trainer.activation_checkpointing`: true is `full`."""
     torch_compile: bool | None = None
@@ -220,13 +217,13 @@ class NamedTrainerConfig(Config):
     epsilon_high: float | None = Field(None, ge=0)
     """`trainer.loss.eps_high` of type `ppo_clip`."""
     beta: float | None = None
-    """Only 0: there is no penalty for leaving the first policy. `trainer.loss.kl_tau` holds steps together."""
+    """Only 0: there is no KL penalty to the initial model; see `trainer.loss.kl_tau` for one to the sampling policy."""
     use_vllm: bool | None = None
     """`inference.engine`: true is `vllm`."""
 
 
 class HackableConfig(Config):
-    """All of them, as they are written."""
+    """The sections of the short form."""
 
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
