@@ -42,11 +42,12 @@ class Registry(Generic[T]):
     @property
     def names(self) -> list[str]:
         """The types that a run file may name, without import paths."""
-        return [name for name in self._sections if name != IMPORTED]
+        return [name for name in self.sections if name != IMPORTED]
 
     @property
     def sections(self) -> dict[str, type[T]]:
-        return dict(self._sections)
+        """The registered classes in the order of their names, whatever was imported first."""
+        return dict(sorted(self._sections.items(), key=lambda item: (item[0] == IMPORTED, item[0])))
 
     def section(self, name: str) -> type[T]:
         """Return the class of a type or import path."""

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 
-from headrace.config.model_reference import find_invalid_header
+from headrace.config.headers import find_invalid_header
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from headrace.config.model_reference import find_invalid_header
+from headrace.config.headers import find_invalid_header
 from headrace.errors import BadInput, Failure
 
 if TYPE_CHECKING:
