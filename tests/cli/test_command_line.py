@@ -134,7 +134,7 @@ def test_dry_run_prints_what_loads_to_the_same_and_touches_nothing(
 @pytest.mark.parametrize(
     ("gpus", "says"),
     [
-        ("0", "# one GPU: trainer and engine compute on it in turns (launch.sharing = alternate)"),
+        ("0", "# trainer and engine share one GPU, in turns (launch.sharing = alternate)"),
         ("0,1,2", "# 2 GPUs train and 1 sample"),
         ("", "# prompts of reverse-text: "),
     ],

@@ -95,7 +95,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp
     os.kill(read_status(run.status / "ranks")["trainer-1"].pid, signal.SIGKILL)
     code, output = finish(process)
     assert code == 0, output
-    assert "trainer was ended by SIGKILL; starting it again (1 of 3)" in output
+    assert "trainer was ended by SIGKILL; restarting it (1 of 3)" in output
     assert steps_of(run, "trainer", "loss")[-1] == 8
     assert draws_trained_once(run)
     AutoModelForCausalLM.from_pretrained(run.final_model)
@@ -111,7 +111,7 @@ def test_ranks_stop_in_order_when_asked_and_go_on_when_resumed(tmp_path: Path, t
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
-    assert "does not end and is killed" not in output
+    assert "did not stop and is killed" not in output
     code, output = headrace(*arguments, "--resume")
     assert code == 0, output
     assert draws_trained_once(run)

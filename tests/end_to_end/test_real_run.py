@@ -137,7 +137,7 @@ def test_processes_killed_one_after_another_are_started_again_and_the_run_ends_a
     code, output = finish(process)
     assert code == 0, output
     for name in ("trainer", "orchestrator", "inference"):
-        assert output.count(f"{name} was ended by SIGKILL; starting it again (1 of 3)") == 1
+        assert output.count(f"{name} was ended by SIGKILL; restarting it (1 of 3)") == 1
     assert sorted(set(steps_of(run, "trainer", "loss"))) == list(range(1, 21))
     shipped = steps_of(run, "orchestrator", "reward/all/mean")
     assert shipped == sorted(set(shipped))  # none twice

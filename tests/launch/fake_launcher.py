@@ -12,7 +12,7 @@ from headrace.observe.terminal import make_view
 from headrace.transport.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
-limits = {"start_timeout": 20.0, "stop_timeout": 1.0, "patience": 60.0, "max_restarts": 3, "restart_delay": 0.1}
+limits = {"start_timeout": 20.0, "stop_timeout": 1.0, "stall_s": 60.0, "max_restarts": 3, "restart_delay_s": 0.1}
 specs = []
 for argument in sys.argv[2:]:
     key, value = argument.split("=")

@@ -43,7 +43,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-lifeline.watch(grace=1.0)
+lifeline.watch(grace_s=1.0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else end)
 note("finds-traces" if endpoint.exists() or (run / "status" / f"{name}.json").exists() else "finds-nothing")
 status = Status(run / "status", name, interval=0.1)

@@ -11,7 +11,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headrace.launch.checks import EXPERTS, Subject, check_experts
+from headrace.launch.checks import EXPERT_KEYS, Subject, check_experts
 from headrace.runfile.run import RunConfig
 
 FUSED = sorted(
@@ -45,7 +45,7 @@ def keys_of(directory: Path, settings: dict[str, Any], **inference: Any) -> list
 
 @pytest.mark.parametrize("family", [*FUSED, "gpt_oss", "granitemoe"])
 def test_every_family_counts_its_experts_under_a_key_that_is_looked_at(family: str) -> None:
-    assert CONFIG_MAPPING[family]().to_dict().keys() & set(EXPERTS)
+    assert CONFIG_MAPPING[family]().to_dict().keys() & set(EXPERT_KEYS)
 
 
 def test_the_families_that_transformers_fuses_are_found() -> None:

@@ -43,11 +43,11 @@ def listener() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def test_the_file_says_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat.json"
     heartbeat = Heartbeat(path)
-    heartbeat.look(step=3, moves=7, problem="every reward was 0")
+    heartbeat.update(step=3, moves=7, problem="every reward was 0")
     first = json.loads(path.read_text())
     assert (first["state"], first["step"], first["problem"]) == ("running", 3, "every reward was 0")
     assert first["last_progress"] == first["time"]
-    heartbeat.look(step=3, moves=7, problem="")
+    heartbeat.update(step=3, moves=7, problem="")
     heartbeat.close("finished")
     last = json.loads(path.read_text())
     assert last["state"] == "finished" and last["last_progress"] == first["last_progress"]
@@ -57,10 +57,10 @@ def test_the_file_says_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> No
 def test_the_url_hears_of_a_run_that_lives_or_ended_well(tmp_path: Path, state: str, posts: list[str]) -> None:
     with listener() as (url, received):
         heartbeat = Heartbeat(tmp_path / "heartbeat.json", url, interval=3600.0)
-        heartbeat.look(1, 1, "")
+        heartbeat.update(1, 1, "")
         assert heartbeat.call is not None
         heartbeat.call.join()
-        heartbeat.look(2, 2, "")  # not due
+        heartbeat.update(2, 2, "")  # not due
         heartbeat.close(state)
         heartbeat.call.join()
         assert [post["state"] for post in received] == posts
@@ -69,7 +69,7 @@ def test_the_url_hears_of_a_run_that_lives_or_ended_well(tmp_path: Path, state: 
 def test_a_url_that_does_not_answer_costs_a_warning_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heartbeat = Heartbeat(tmp_path / "heartbeat.json", "http://127.0.0.1:9/", interval=1e-9)
     for _ in range(2):
-        heartbeat.look(1, 1, "")
+        heartbeat.update(1, 1, "")
         assert heartbeat.call is not None
         heartbeat.call.join()
     assert len(caplog.records) == 1

@@ -80,7 +80,7 @@ def test_where_the_engines_are_elsewhere_no_server_is_started_and_all_of_them_ar
     assert (trainer.name, orchestrator.name) == ("trainer", "orchestrator")
     assert trainer.env[VISIBLE_GPUS_VAR] == "0,1"
     assert orchestrator.argv[-2:] == ["--servers", "2"]
-    assert on_this_machine(config) == ["no server is started here: the engines are at http://one:8000, http://two:8000"]
+    assert on_this_machine(config) == ["no inference server is started; using http://one:8000, http://two:8000"]
 
 
 @pytest.mark.parametrize(

@@ -62,14 +62,14 @@ def test_an_sft_model_and_the_tiny_model_under_it_are_made_once(
     assert (made / "config.json").is_file()
     assert (made / "tokenizer.json").is_file()
     printed = capsys.readouterr()
-    assert printed.err.count("made once") == 2
+    assert printed.err.count("creating it once") == 2
     assert "step 2/2  loss" in printed.out
     assert len([path for path in cache.iterdir() if not path.suffix]) == 2
     assert not list(cache.glob("*.tmp"))
     began = time.monotonic()
     assert resolve(ModelConfig(sft=file)) == str(made)
     assert time.monotonic() - began < 1
-    assert capsys.readouterr().err.count("from the cache") == 2
+    assert capsys.readouterr().err.count("using the cached") == 2
     file.write_text(file.read_text() + "[tensorboard]\n")  # who watches does not shape the model
     assert resolve(ModelConfig(sft=file)) == str(made)
 
@@ -114,7 +114,7 @@ def test_an_sft_file_that_is_missing_or_starts_from_itself_is_refused(tmp_path: 
 def test_an_sft_file_from_a_model_that_is_missing_names_the_model(tmp_path: Path) -> None:
     file = tmp_path / "sft.toml"
     file.write_text('max_steps = 1\nseq_len = 8\n[model]\nname = "/no/model"\n[data]\nenv = "reverse-text"\n')
-    with pytest.raises(ModelNotFound, match="/no/model"):
+    with refused(ModelNotFound, key="model.name", value="/no/model"):
         resolve(ModelConfig(sft=file))
 
 
@@ -146,12 +146,12 @@ def test_a_run_goes_on_with_the_model_that_it_began_with_and_says_so(
     model: ModelConfig, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert resolve_again(model, run) == str(tmp_path / "began")
-    assert f"began with, {tmp_path / 'began'}; for another one, start a new run" in capsys.readouterr().err
+    assert str(tmp_path / "began") in capsys.readouterr().err
 
 
 def test_a_model_that_is_gone_is_made_again_as_its_file_says_now(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "began").rmdir()
-    with pytest.raises(ConfigError, match=r"changed\.toml: no such file"):
+    with refused(ConfigError, key="model.sft"):
         resolve_again(ModelConfig(sft=tmp_path / "changed.toml"), run)
 
 

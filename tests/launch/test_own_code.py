@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launch.own_code import find_code_beside, find_code_of, save_folders
+from headrace.launch.own_code import add_code_folders, add_code_folders_of, save_folders
 from headrace.transport.run_dir import RunDir
 
 
@@ -20,7 +20,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_code_beside_a_run_file_is_found_by_all_processes(tmp_path: Path):
     (tmp_path / "beside_the_run_file.py").write_text("print('found')\n")
-    assert find_code_beside([tmp_path / "rl.toml", tmp_path / "more.toml"]) == [str(Path.cwd()), str(tmp_path)]
+    assert add_code_folders([tmp_path / "rl.toml", tmp_path / "more.toml"]) == [str(Path.cwd()), str(tmp_path)]
     assert sys.path[-1] == str(tmp_path)
     command = [sys.executable, "-c", "import beside_the_run_file, sys; assert '/elsewhere' in sys.path"]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
@@ -32,19 +32,19 @@ def test_a_run_is_read_with_the_folders_it_was_started_with_and_the_working_dire
 ):
     save_folders([str(tmp_path / "mine"), str(tmp_path / "gone")], RunDir(tmp_path))
     monkeypatch.chdir(tmp_path)
-    find_code_of(RunDir(tmp_path))
+    add_code_folders_of(RunDir(tmp_path))
     assert sys.path[-3:] == [str(tmp_path / "mine"), str(tmp_path / "gone"), str(tmp_path)]
-    find_code_of(RunDir(tmp_path))
+    add_code_folders_of(RunDir(tmp_path))
     assert sys.path.count(str(tmp_path)) == 1
 
 
 def test_a_run_that_kept_no_folders_is_read_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    find_code_of(RunDir(tmp_path / "run"))
+    add_code_folders_of(RunDir(tmp_path / "run"))
     assert sys.path[-1] == str(tmp_path)
 
 
 def test_a_saved_configuration_brings_the_folders_of_its_run(tmp_path: Path):
     save_folders([str(tmp_path / "mine")], RunDir(tmp_path))
-    assert find_code_beside([tmp_path / "config.toml"])[1:] == [str(tmp_path), str(tmp_path / "mine")]
-    assert find_code_beside([tmp_path / "rl.toml"])[1:] == [str(tmp_path)]
+    assert add_code_folders([tmp_path / "config.toml"])[1:] == [str(tmp_path), str(tmp_path / "mine")]
+    assert add_code_folders([tmp_path / "rl.toml"])[1:] == [str(tmp_path)]

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.launch.placement import PARALLEL, Placement, place, place_trainer, seeing
+from headrace.launch.placement import PARALLEL, Placement, gpu_env, place, place_trainer
 from headrace.machine import VISIBLE_GPUS_VAR, visible_gpus
 from tests.refusals import refused
 
@@ -84,8 +84,8 @@ def test_a_trainer_that_is_alone_takes_every_gpu_or_the_given_number():
 
 
 def test_a_process_sees_only_its_gpus_and_the_launcher_only_those_it_may_use(monkeypatch: pytest.MonkeyPatch):
-    assert seeing(["2", "3"]) == {VISIBLE_GPUS_VAR: "2,3"}
-    assert seeing(()) == {}
+    assert gpu_env(["2", "3"]) == {VISIBLE_GPUS_VAR: "2,3"}
+    assert gpu_env(()) == {}
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "4,GPU-abc")
     assert visible_gpus() == ["4", "GPU-abc"]
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "")

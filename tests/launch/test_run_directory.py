@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.launch.errors import BadRequest
-from headrace.launch.run_directory import checkpoints, decide, hold, refuse_shorter
+from headrace.launch.run_directory import checkpoints, hold, plan_directory, refuse_shorter
 from headrace.observe.history import History
 from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
@@ -39,23 +39,23 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_new_or_empty_directory_is_taken_as_it_is(tmp_path: Path) -> None:
-    plan = decide(tmp_path / "new" / "run", None, False)
+    plan = plan_directory(tmp_path / "new" / "run", None, False)
     plan.apply()
     assert plan.directory.is_dir()
     assert not plan.resume
-    assert decide(plan.directory, None, True) == plan
+    assert plan_directory(plan.directory, None, True) == plan
 
 
 def test_an_existing_run_is_refused_with_both_ways_out(run: Path) -> None:
     with refused(BadRequest, key="output_dir", value=run):
-        decide(run, None, False)
+        plan_directory(run, None, False)
 
 
 def test_a_checkpoint_that_is_left_only_among_the_permanent_ones_is_gone_on_from(run: Path) -> None:
     where = run / "checkpoints"
     (where / "permanent").mkdir()
     (where / "step-00000010").rename(where / "permanent" / "step-00000010")
-    decide(run, "10", False).apply()
+    plan_directory(run, "10", False).apply()
     assert (where / "step-00000010" / "model.safetensors").read_text() == "weights 10"
     assert (where / "permanent" / "step-00000010" / "COMPLETE.json").is_file()
 
@@ -70,37 +70,37 @@ def test_a_run_does_not_end_before_the_steps_that_it_has_made(run: Path) -> None
 
 
 def test_clean_deletes_a_run(run: Path) -> None:
-    decide(run, None, True).apply()
+    plan_directory(run, None, True).apply()
     assert list(run.iterdir()) == []
 
 
 def test_clean_never_deletes_what_is_not_recognisably_a_run(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with refused(BadRequest, key="output_dir", value=tmp_path):
-        decide(tmp_path, None, True)
+        plan_directory(tmp_path, None, True)
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_clean_refuses_a_run_that_is_running(run: Path) -> None:
     with hold(run), refused(BadRequest, key="output_dir", value=run):
-        decide(run, None, True).apply()
+        plan_directory(run, None, True).apply()
     assert (run / "config.toml").exists()
 
 
 def test_a_lock_left_by_a_launch_that_failed_early_does_not_occupy_the_directory(tmp_path: Path) -> None:
     with hold(tmp_path):
         pass
-    assert decide(tmp_path, None, False).directory == tmp_path
+    assert plan_directory(tmp_path, None, False).directory == tmp_path
 
 
 def test_resume_where_no_run_is_says_so(tmp_path: Path) -> None:
     with refused(BadRequest, key="--resume"):
-        decide(tmp_path, "latest", False)
+        plan_directory(tmp_path, "latest", False)
 
 
 @pytest.mark.parametrize("given", ["latest", "10", "path"])
 def test_the_newest_complete_checkpoint_continues_the_same_run_however_it_is_named(run: Path, given: str) -> None:
-    plan = decide(run, str(run / "checkpoints" / "step-00000010") if given == "path" else given, False)
+    plan = plan_directory(run, str(run / "checkpoints" / "step-00000010") if given == "path" else given, False)
     assert plan.directory == run
     assert plan.resume
     assert plan.notice is None
@@ -109,18 +109,18 @@ def test_the_newest_complete_checkpoint_continues_the_same_run_however_it_is_nam
 def test_an_incomplete_checkpoint_is_not_one(run: Path) -> None:
     assert list(checkpoints(run)) == [5, 10]
     with refused(BadRequest, key="--resume", value="15"):
-        decide(run, "15", False)
+        plan_directory(run, "15", False)
 
 
 def test_a_checkpoint_of_another_run_is_refused(run: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "other" / "checkpoints" / "step-00000010"
     elsewhere.mkdir(parents=True)
     with refused(BadRequest, key="--resume"):
-        decide(run, str(elsewhere), False)
+        plan_directory(run, str(elsewhere), False)
 
 
 def test_an_older_checkpoint_on_purpose_forks_a_new_run(run: Path) -> None:
-    plan = decide(run, "5", False)
+    plan = plan_directory(run, "5", False)
     plan.apply()
     fork = run.with_name("run-from-5")
     assert plan.directory == fork
@@ -135,13 +135,13 @@ def test_an_older_checkpoint_on_purpose_forks_a_new_run(run: Path) -> None:
 
 def test_what_a_fork_evaluates_counts_however_often_the_run_before_it_was_resumed(run: Path) -> None:
     MetricsLog(run / "metrics.jsonl", "orchestrator").log(5, {"eval/heldout/avg@1": 0.5, "eval/incarnation": 3})
-    decide(run, "5", False).apply()
+    plan_directory(run, "5", False).apply()
     metrics = run.with_name("run-from-5") / "metrics.jsonl"
     MetricsLog(metrics, "orchestrator").log(6, {"eval/heldout/avg@1": 0.6, "eval/incarnation": 1})
     assert History(read_metrics(metrics)).held_out() == [(5, 0.5), (6, 0.6)]
 
 
 def test_a_fork_does_not_overwrite_an_earlier_one(run: Path) -> None:
-    decide(run, "5", False).apply()
+    plan_directory(run, "5", False).apply()
     with refused(BadRequest, key="--resume"):
-        decide(run, "5", False)
+        plan_directory(run, "5", False)

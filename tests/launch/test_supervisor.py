@@ -13,6 +13,7 @@ import pytest
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import hold
 from tests.launch.launching import assert_all_gone, events, finish, launch, next_line, pids, wait_for_start
+from tests.refusals import refused
 
 ALL_WORK = ("inference=works", "trainer=works", "orchestrator=works")
 
@@ -75,7 +76,7 @@ def test_one_that_ignores_sigterm_is_killed_and_the_others_still_end_in_order(tm
     launcher.terminate()
     code, out, _ = finish(launcher)
     assert code == 143
-    assert "trainer does not end and is killed" in out
+    assert "trainer did not stop and is killed" in out
     assert [name for name, event, _ in events(tmp_path) if event == "ended"] == ["orchestrator", "inference"]
     assert_all_gone(tmp_path)
 
@@ -110,7 +111,7 @@ def test_a_launcher_killed_without_a_word_leaves_no_orphan(tmp_path: Path) -> No
 def test_a_run_whose_launcher_was_killed_is_free_again_once_its_last_process_has_ended(tmp_path: Path) -> None:
     launcher = launch(tmp_path, "inference=works", "trainer=stubborn")
     wait_for_start(tmp_path, 2)
-    with pytest.raises(BadRequest, match=f"in use by another launcher .process {launcher.pid}."), hold(tmp_path):
+    with refused(BadRequest, key="output_dir", value=tmp_path), hold(tmp_path):
         pass
     launcher.kill()
     launcher.wait()
@@ -126,7 +127,7 @@ def test_a_process_that_does_not_come_up_in_time_is_named(tmp_path: Path) -> Non
 
 
 def test_when_nothing_moves_one_sentence_says_who_waits_for_whom(tmp_path: Path) -> None:
-    launcher = launch(tmp_path, "inference=works", "trainer=waits", "patience=1.5")
+    launcher = launch(tmp_path, "inference=works", "trainer=waits", "stall_s=1.5")
     sentence = next_line(launcher, "no progress for")
     assert "trainer: working, waiting for batch 7 from the orchestrator" in sentence
     launcher.terminate()
@@ -134,10 +135,8 @@ def test_when_nothing_moves_one_sentence_says_who_waits_for_whom(tmp_path: Path)
 
 
 def test_a_process_without_heartbeat_is_named(tmp_path: Path) -> None:
-    launcher = launch(tmp_path, "inference=works", "trainer=frozen", "patience=1")
-    assert re.search(
-        r"trainer .* \d+ s; it was last thinking", next_line(launcher, "trainer has given no sign of life")
-    )
+    launcher = launch(tmp_path, "inference=works", "trainer=frozen", "stall_s=1")
+    assert re.search(r"trainer: .* \d+ s; .*: thinking", next_line(launcher, "trainer: no heartbeat"))
     launcher.terminate()
     finish(launcher)
 
@@ -146,4 +145,4 @@ def test_a_process_that_failed_but_does_not_end_is_ended_and_ends_the_run(tmp_pa
     code, out, err = finish(launch(tmp_path, "inference=works", "trainer=fails-but-stays"))
     assert code == 1
     assert "trainer was ended by SIGKILL" in err
-    assert "starting it again" not in out
+    assert "restarting it" not in out

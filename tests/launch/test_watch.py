@@ -1,4 +1,4 @@
-"""When a run that has not failed is spoken about, on a clock of our own."""
+"""When a stalled run is reported, in simulated time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ def status(name: str, time: float, state: str = "working", waiting_for: str = ""
     return ProcessStatus(name, 1, time, state, waiting_for, since)
 
 
-def spoken_at(watch: Watch, until: int, progress_at: frozenset[int] = frozenset()) -> list[int]:
+def reported_at(watch: Watch, until: int, progress_at: frozenset[int] = frozenset()) -> list[int]:
     moments, progress = [], 0
     for now in range(until):
         progress += now in progress_at
-        if watch.look(now, progress, {"trainer": status("trainer", now)}):
+        if watch.find_problems(now, progress, {"trainer": status("trainer", now)}):
             moments.append(now)
     return moments
 
 
-def test_a_standstill_is_said_after_a_minute_and_then_at_growing_intervals() -> None:
-    assert spoken_at(Watch(0.0), 600) == [60, 120, 240, 480]
+def test_a_stall_is_reported_after_a_minute_and_then_at_growing_intervals() -> None:
+    assert reported_at(Watch(0.0), 600) == [60, 120, 240, 480]
 
 
-def test_a_run_that_moves_is_not_stopped_and_resets_the_minute() -> None:
-    assert spoken_at(Watch(0.0), 200, progress_at=frozenset({0, 50, 100})) == [160]
+def test_progress_restarts_the_minute() -> None:
+    assert reported_at(Watch(0.0), 200, progress_at=frozenset({0, 50, 100})) == [160]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_a_stall_is_judged_by_the_longest_recent_step(step_seconds: list[float],
 
 def test_steps_that_take_longer_than_a_minute_are_not_called_a_stall() -> None:
     watch = Watch(0.0)
-    spoken = [now for now in range(600) if watch.look(now, now // 84, {}, [84.0] * (now // 84))]
-    assert spoken == [60]  # in the first step, when no length is known
+    reported = [now for now in range(600) if watch.find_problems(now, now // 84, {}, [84.0] * (now // 84))]
+    assert reported == [60]  # in the first step, when no length is known
 
 
 def test_a_micro_batch_counts_as_progress() -> None:
@@ -49,23 +49,23 @@ def test_a_micro_batch_counts_as_progress() -> None:
         return {"trainer": ProcessStatus("trainer", 1, now, "training step 1", progress=micro_batch)}
 
     watch = Watch(0.0)
-    assert [now for now in range(300) if watch.look(now, 0, training(now))] == [260]
+    assert [now for now in range(300) if watch.find_problems(now, 0, training(now))] == [260]
 
 
-def test_what_is_reported_as_a_problem_is_not_called_a_stall() -> None:
+def test_a_reported_problem_is_not_a_stall() -> None:
     retrying = ProcessStatus("orchestrator", 1, 0.0, "collecting batch 1", problem="every reward was 0")
     watch = Watch(0.0)
     for now in range(300):
         retrying.time = now
-        assert watch.look(now, 0, {"orchestrator": retrying}) == []
+        assert watch.find_problems(now, 0, {"orchestrator": retrying}) == []
 
 
-def test_the_sentence_names_what_is_awaited_from_whom_and_since_when() -> None:
+def test_the_message_has_the_activity_of_each_process() -> None:
     statuses = {
         "inference": status("inference", 60, "serving"),
         "trainer": status("trainer", 60, "idle", "batch 3 from the orchestrator", 5),
     }
-    assert Watch(0.0).look(60, 0, statuses) == [
+    assert Watch(0.0).find_problems(60, 0, statuses) == [
         "no progress for 60 s (no step has finished yet). "
         "inference: serving; trainer: idle, waiting for batch 3 from the orchestrator (55 s)"
     ]
@@ -73,8 +73,8 @@ def test_the_sentence_names_what_is_awaited_from_whom_and_since_when() -> None:
 
 def test_a_silent_process_is_named_once_and_again_only_after_twice_the_time() -> None:
     watch = Watch(0.0)
-    spoken = [now for now in range(300) if watch.look(now, now, {"trainer": status("trainer", 0)})]
-    assert spoken == [60, 120, 240]
+    reported = [now for now in range(300) if watch.find_problems(now, now, {"trainer": status("trainer", 0)})]
+    assert reported == [60, 120, 240]
 
 
 def test_a_process_is_up_once_it_does_something_else_than_starting() -> None:

@@ -66,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
 def reach(target: str, overrides: list[str], key_var: str) -> Iterator[ChatClient]:
     """The server that is meant; one that must be started first ends with this."""
     from headrace.cli.serve import read_target
-    from headrace.launch.server_target import find, started
+    from headrace.launch.server_target import find_server, start_server
 
-    if (server := find(target, key_var)) is not None:
+    if (server := find_server(target, key_var)) is not None:
         with closing(server):
             yield server
         return
     read_target(target, overrides, alone=True)  # what is wrong with it is said here, and not in a log
-    with started(target, overrides, _progress) as server:
+    with start_server(target, overrides, _progress) as server:
         yield server
 
 

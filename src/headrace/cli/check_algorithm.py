@@ -45,13 +45,13 @@ def read_section(algorithm: str, file: Path | None, overrides: list[str], env: s
     """The `algo` section that a run file would have: the file's, `--algo.key value` on top, and what was named."""
     from headrace.config.base import ConfigError
     from headrace.config.files import read_file
-    from headrace.launch.own_code import find_code_beside
+    from headrace.launch.own_code import add_code_folders
     from headrace.runfile.reading import put_algorithm_keys
 
     section: Tree = {}
     if file is not None:
         section = _section_of(read_file(file), file, env)
-        find_code_beside([file])  # as a run does
+        add_code_folders([file])  # as a run does
     elif env is not None:
         raise ConfigError(f"--env {env}: of which run? Name its file with --config")
     put_algorithm_keys(section, overrides)

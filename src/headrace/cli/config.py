@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.config.files import dump
     from headrace.config.sft import SftConfig
     from headrace.errors import BadInput
-    from headrace.launch.own_code import find_code_beside
+    from headrace.launch.own_code import add_code_folders
     from headrace.runfile.hackable.sections import HackableConfig
     from headrace.runfile.reading import load
     from headrace.runfile.run import RunConfig
@@ -36,17 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.explain is None:
         if not files:
             raise BadInput("which run file? headrace config FILE, or headrace config --explain KEY")
-        find_code_beside(files)
+        add_code_folders(files)
         config, notices = load(kind, files)
         print("".join(f"# {notice}\n" for notice in notices) + dump(config), end="")
         return 0
     tree: dict[str, Any] | None = None
     if is_of_hackable(arguments.explain) and not is_key(RunConfig, arguments.explain):
-        find_code_beside(files)
+        add_code_folders(files)
         print(explanation(HackableConfig, arguments.explain, written if files else None))
         return 0
     if files:
-        find_code_beside(files)
+        add_code_folders(files)
         tree = load(kind, files)[0].model_dump(mode="json", exclude_none=True)
     elif not is_key(RunConfig, arguments.explain) and is_key(SftConfig, arguments.explain):
         kind = SftConfig

@@ -124,9 +124,9 @@ async def _until_signal(work: Coroutine[Any, Any, list[EvaluationOutcome]]) -> l
 def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate], str]:
     """Return what is evaluated, on which models, and the environment's name; nothing has been started or written."""
     from headrace.errors import BadInput
-    from headrace.launch.own_code import find_code_of
+    from headrace.launch.own_code import add_code_folders_of
+    from headrace.launch.process import set_variables
     from headrace.launch.saved_config import evaluation_directory, read_run
-    from headrace.launch.variables import set_variables
     from headrace.observe.chart_export import check_format
     from headrace.tools.evaluate.candidates import find_models, run_environment
     from headrace.transport.run_dir import RunDir
@@ -148,7 +148,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
         print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
     runs = list(dict.fromkeys(candidate.run for candidate in candidates if candidate.run is not None))
     for run in runs:
-        find_code_of(RunDir(run))  # the environment may be one of the run's own
+        add_code_folders_of(RunDir(run))  # the environment may be one of the run's own
     if runs:
         set_variables(read_run(runs[0]).launch)  # where its data is, HF_HOME above all
     output = arguments.output or evaluation_directory(runs[0] if runs else None, subject)

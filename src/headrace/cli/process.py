@@ -25,14 +25,14 @@ def process(name: str, run: RunDir) -> Iterator[Status]:
     """
     from headrace.launch import lifeline
     from headrace.launch.errors import naming_run
-    from headrace.launch.own_code import find_code_of
+    from headrace.launch.own_code import add_code_folders_of
     from headrace.observe.logs import setup_logging
     from headrace.observe.status import Status
 
     rank = int(os.environ.get("RANK", "0"))
     setup_logging(f"rank {rank}" if rank else "")
     lifeline.watch()
-    find_code_of(run)
+    add_code_folders_of(run)
     with naming_run(run.root):
         status = Status(run.status / "ranks", f"{name}-{rank}") if rank else Status(run.status, name)
         try:

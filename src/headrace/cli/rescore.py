@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from headrace.errors import BadInput
-    from headrace.launch.own_code import find_code_of
+    from headrace.launch.own_code import add_code_folders_of
     from headrace.launch.saved_config import read_rl_run, run_directory
     from headrace.observe.chart_export import check_format, convert_plots
     from headrace.tools.rescore.options import Question, refuse_what_cannot_be_rescored, short_name, with_algorithm
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     env: str | None = arguments.env
     was = read_rl_run(arguments.run)
     saved = run_directory(was)
-    find_code_of(saved)
+    add_code_folders_of(saved)
     asked = with_algorithm(was, arguments.algo, arguments.length_penalty, arguments.overrides, env)
     penalties = asked.added_penalties
     before, after = Question(was, {}).algorithms(env), asked.algorithms(env)

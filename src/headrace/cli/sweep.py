@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Read, check all runs, then start them. Nothing is changed before all checks passed."""
     from headrace.cli.config import kind_of
-    from headrace.launch.own_code import find_code_beside
+    from headrace.launch.own_code import add_code_folders
     from headrace.launch.run_directory import hold
     from headrace.observe.chart_export import check_format
     from headrace.runfile.run import RunConfig
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     sweep = read_sweep(arguments.files, arguments.overrides)
     written = " + ".join(map(str, arguments.files))
     files = sweep.files
-    find_code_beside(files)
+    add_code_folders(files)
     kind, common = kind_of(files) or RunConfig, flat(sweep.overrides)
     directory = sweep.output_dir or default_directory(common, kind, files, arguments.files)
     if arguments.report:

@@ -98,18 +98,18 @@ def run_ranks(count: int, target: Path, resume: str | None) -> int:
 
     setup_logging()
     lifeline.watch()
-    os.environ[lifeline.PARENT] = str(os.getpid())
+    os.environ[lifeline.PARENT_VAR] = str(os.getpid())
     return torchrun.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
 
 
 def check_resume(directory: Path, resume: str | None) -> str | None:
     """A trainer alone continues from the newest checkpoint or not at all: going back concerns the whole run."""
     from headrace.launch.errors import BadRequest
-    from headrace.launch.run_directory import LATEST, decide
+    from headrace.launch.run_directory import LATEST, plan_directory
 
     if resume is None:
         return None
-    if decide(directory, resume, clean=False).fork_of is not None:
+    if plan_directory(directory, resume, clean=False).fork_of is not None:
         raise BadRequest(
             f"--resume {resume}: not the newest checkpoint of {directory}; to go back to it, use headrace rl or sft"
         )

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.config.sft import SftConfig
-    from headrace.launch.run_directory import Plan
+    from headrace.launch.run_directory import DirectoryPlan
     from headrace.runfile.run import RunConfig
 
-GRACE = 60.0
+GRACE_S = 60.0
 """Seconds to end in order once the sweep that started this run is gone: its processes end one after the other."""
 
 
@@ -26,7 +26,7 @@ def run_from_files(kind: type[RunConfig] | type[SftConfig], command: str, argume
     from headrace.launch import lifeline
 
     with leaving_on_sigterm():
-        lifeline.watch(GRACE)
+        lifeline.watch(GRACE_S)
         return _run(kind, command, arguments)
 
 
@@ -52,15 +52,15 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
     from headrace.launch.errors import naming_run
     from headrace.launch.local import launch, on_this_machine
     from headrace.launch.origin import model_of_run, resolve, resolve_again
-    from headrace.launch.own_code import find_code_beside
+    from headrace.launch.own_code import add_code_folders
+    from headrace.launch.process import set_variables
     from headrace.launch.saved_config import changes, pin
-    from headrace.launch.variables import set_variables
     from headrace.runfile.reading import load
     from headrace.runfile.run import RunConfig
     from headrace.trainer.losses.custom import CustomLossConfig
     from headrace.transport.run_dir import RunDir
 
-    folders = find_code_beside(arguments.files)
+    folders = add_code_folders(arguments.files)
     _refuse_other_kind(kind, arguments.files)
     config, notices = load(kind, arguments.files, arguments.overrides)
     _notify(*notices, *set_variables(config.launch))
@@ -120,16 +120,16 @@ def _without_output_dir(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> Plan:
+def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> DirectoryPlan:
     """What is to be done with `output_dir`, and that it can be done."""
     from headrace.config.base import ConfigError
     from headrace.launch.local import check_ports, has_servers
-    from headrace.launch.run_directory import decide, refuse_shorter
+    from headrace.launch.run_directory import plan_directory, refuse_shorter
 
     if config.output_dir is None:
         raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
     _refuse_a_copy(arguments, config.output_dir)
-    plan = decide(config.output_dir, arguments.resume, arguments.clean)
+    plan = plan_directory(config.output_dir, arguments.resume, arguments.clean)
     if plan.resume and plan.fork_of is None:
         refuse_shorter(plan.directory, config.max_steps)
     if has_servers(config):

@@ -1,8 +1,7 @@
-"""What can be checked of a run before any process of it starts: without a GPU, without torch, in about a second.
+"""Check a run before any of its processes starts: without a GPU, without torch, in about a second.
 
-`headrace rl` and `headrace sft` do this first, and with `--dry-run` nothing else. Every check yields its problems, and
-all of them are reported together. A user's loss is looked for in its source and not imported, since it brings torch:
-what its module raises when it is imported, the trainer reports.
+`headrace rl` and `headrace sft` start with these checks; `--dry-run` stops after them. All problems are reported
+together. A user's loss is checked by its source, since importing it would import torch.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ from headrace.algorithms.declaration import declared
 from headrace.algorithms.user_function import load_function
 from headrace.config.orchestrator import EnvConfig
 from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
-from headrace.environments.base import tasks_of
+from headrace.environments.base import Environment, tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.launch.function_source import look_for
-from headrace.launch.own_code import find_code_beside
+from headrace.launch.function_source import check_function_source
+from headrace.launch.own_code import add_code_folders
 from headrace.launch.prompt_lengths import (
-    SAMPLED,
-    NoQuestion,
-    lost,
-    opens_something,
+    MAX_SAMPLED,
+    NoModelCall,
     prompt_lengths,
-    render_some,
+    render_examples,
 )
 from headrace.orchestrator import curricula
 from headrace.orchestrator.filters.custom import CustomFilterConfig
@@ -55,35 +52,35 @@ from headrace.trainer.sft_data import from_environment, sample_rows
 from headrace.trainer.tiny import write_tiny_settings
 
 SLOW_S = 2.0
-"""Seconds after which it is said what is being loaded."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of config.json that count the experts of a layer."""
+"""Time after which a message reports what is being loaded."""
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json with the number of experts in a layer."""
 
 
 @dataclass
 class Subject:
-    """A run that is checked, and what was learned about it on the way."""
+    """A run that is checked, and the results of the checks."""
 
     config: RunConfig | SftConfig
     scratch: Path
-    """A folder for files that are gone afterwards."""
+    """A temporary folder."""
     began_with: str | None = None
-    """Of a run that is resumed: the model that it began with, whatever made that one."""
+    """The initial model of a run that is resumed."""
     trail: tuple[Path, ...] = ()
-    """The SFT run files whose model this run is part of."""
+    """The run files that depend on the model of this run."""
     renderer: Renderer | None = None
-    """Unset where the model is not on this machine yet."""
+    """None if the model has not been downloaded."""
     model: Path | None = None
     downloads: bool = True
-    """Whether data may be fetched to be checked."""
+    """Whether data may be downloaded to be checked."""
     lines: list[str] = field(default_factory=list)
-    """Resolved lengths."""
+    """Measured lengths, for the user."""
     notices: list[str] = field(default_factory=list)
-    """What is valid, and probably not meant."""
+    """Warnings about valid but probably unintended settings."""
 
     @property
     def seq_len(self) -> int:
-        assert self.config.seq_len is not None  # both kinds of run file require it
+        assert self.config.seq_len is not None  # validated for both kinds of run file
         return self.config.seq_len
 
 
@@ -91,10 +88,9 @@ Check = Callable[[Subject], Iterator[BadInput]]
 
 
 def check_run(config: RunConfig | SftConfig, began_with: str | None = None, *, downloads: bool = True) -> Subject:
-    """Check all that can be checked; raise `BadInput` with every problem, or return what was learned.
+    """Run all checks. Raises `BadInput` with all problems, or returns the results.
 
-    Without `downloads`, what would have to be fetched first is not checked, and a notice says so. Where the user has
-    turned the hub off, nothing could be fetched later either.
+    Without `downloads`, a notice reports data that is not on this machine. With `HF_HUB_OFFLINE` it is a problem.
     """
     downloads = downloads or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "true", "yes")
     offline = nullcontext() if downloads else hub_offline()
@@ -102,12 +98,12 @@ def check_run(config: RunConfig | SftConfig, began_with: str | None = None, *, d
         subject = Subject(config, Path(scratch), began_with, downloads=downloads)
         problems = [problem for check in CHECKS for problem in check(subject)]
     if problems:
-        raise BadInput.combine(_each_once(problems, config.FILLED_FROM))
+        raise BadInput.combine(_deduplicate(problems, config.FILLED_FROM))
     return subject
 
 
-def _each_once(problems: Sequence[BadInput], filled_from: Mapping[str, str]) -> list[BadInput]:
-    """Leave out a problem of a key that has its value, and so the problem, from another."""
+def _deduplicate(problems: Sequence[BadInput], filled_from: Mapping[str, str]) -> list[BadInput]:
+    """Drop problems of keys whose value is copied from another key with the same problem."""
     once = {(problem.key, problem.fact): problem for problem in problems}
     return [
         problem
@@ -117,38 +113,43 @@ def _each_once(problems: Sequence[BadInput], filled_from: Mapping[str, str]) -> 
 
 
 def check_output_dir(subject: Subject) -> Iterator[BadInput]:
-    """The directory is there, or can be made."""
-    given = subject.config.output_dir
-    if given is None:
-        yield BadInput("not set", key="output_dir", fix="Say where the run keeps its files.")
+    """Check that the directory exists or can be created."""
+    path = subject.config.output_dir
+    if path is None:
+        yield BadInput("not set", key="output_dir", fix="Set the directory of the run.")
         return
-    there = next(path for path in (given.absolute(), *given.absolute().parents) if path.exists())
-    if not there.is_dir():
-        yield BadInput(f"{there} is a file", key="output_dir", value=given, fix="Choose another directory.")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield BadInput(f"{there} cannot be written to", key="output_dir", value=given, fix="Choose another directory.")
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        yield BadInput(f"{existing} is a file", key="output_dir", value=path, fix="Choose another directory.")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield BadInput(f"{existing} is not writable", key="output_dir", value=path, fix="Choose another directory.")
 
 
 def check_model(subject: Subject) -> Iterator[BadInput]:
-    """The model is there, with a tokenizer and a chat format; those of a start model are its base's."""
+    """Check that the model has a tokenizer and a chat format that its renderers support."""
     config = subject.config
     try:
         subject.model = _local_model(subject)
         if subject.model is None:
-            name = config.model.name
-            subject.notices.append(f"{name} is not on this machine yet: prompts are measured once it has been fetched")
+            subject.notices.append(f"{config.model.name}: not downloaded yet; prompts are measured after the download")
             return
         tokenizer = shared_tokenizer(subject.model)
     except BadInput as error:
         yield from _with_key(error, "model")
         return
-    for key, section in _renderers(config):
+    sections: list[tuple[str, Any]] = [("renderer", config.renderer)] if isinstance(config, SftConfig) else []
+    if isinstance(config, RunConfig):
+        sections = [
+            ("orchestrator.renderer", config.orchestrator.renderer),
+            ("inference.renderer", config.inference.renderer),
+        ]
+    for key, section in sections:
         try:
             options = section.model_dump(exclude={"pool_size"})
             renderer = make_renderer(subject.model, tokenizer, **options)
             renderer.render_ids([{"role": "user", "content": "Hello."}], add_generation_prompt=True)
         except TemplateError:
-            subject.renderer = subject.renderer or renderer  # it may want a conversation of another form
+            subject.renderer = subject.renderer or renderer  # the template may need another form of conversation
         except InvalidValue as error:
             error.key = f"{key}.{error.key}"
             yield error
@@ -162,10 +163,10 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
 
 
 def check_experts(subject: Subject) -> Iterator[BadInput]:
-    """The embedded engine takes new weights by the names that they have in memory, where experts are fused.
+    """Check that the engine can load updated weights of experts, which the trainer has fused in memory.
 
-    So the first update of a run with such a model would fail. vLLM takes them by the names that files have. What
-    config.json does not show, the trainer refuses when it has loaded the model (`Publisher.check_embedded`).
+    The embedded engine cannot; vLLM splits them. `Publisher.check_embedded` refuses experts that config.json does not
+    show.
     """
     config = subject.config
     publishes = isinstance(config, RunConfig) or config.evaluates
@@ -173,10 +174,9 @@ def check_experts(subject: Subject) -> Iterator[BadInput]:
         return
     settings = json.loads((subject.model / "config.json").read_text())
     for section in (settings, settings.get("text_config") or {}):
-        if any(section.get(key) not in (None, 0, 1) for key in EXPERTS):  # some families have a list, by layer
+        if any(section.get(key) not in (None, 0, 1) for key in EXPERT_KEYS):  # or a list by layer
             yield BadInput(
-                f"{section.get('model_type', 'this model')} has experts, whose weights the embedded engine cannot "
-                "take from the trainer",
+                f"{section.get('model_type', 'the model')} has experts; the embedded engine cannot load their updates",
                 key="model.name",
                 value=config.model.name,
                 fix='Set inference.engine = "vllm", or choose a model without experts.',
@@ -185,30 +185,26 @@ def check_experts(subject: Subject) -> Iterator[BadInput]:
 
 
 def check_own_code(subject: Subject) -> Iterator[BadInput]:
-    """Algorithms, samplers, gates and filters of the user's are there and take their kwargs."""
+    """Check that the user's algorithms, samplers, gates and filters can be imported and accept their kwargs."""
     if not isinstance(subject.config, RunConfig):
         return
     config = subject.config.orchestrator
     for number, env in enumerate(config.train.env):
         own = f"orchestrator.train.env.{number}"
         algo_key = "orchestrator.algo" if env.algo is None else f"{own}.algo"
-        yield from _tried(algo_key, declared(config.algo_of(env)).check_imports)
-        yield from _tried(f"{own}.curriculum", curricula.check_imports, config.curriculum_of(env))
+        yield from _try(algo_key, declared(config.algo_of(env)).check_imports)
+        yield from _try(f"{own}.curriculum", curricula.check_imports, config.curriculum_of(env))
+    if isinstance(loss := subject.config.trainer.loss, CustomLossConfig):
+        yield from _try("trainer.loss.import_path", check_function_source, loss.import_path, loss.kwargs)
     for slot in ("pre_batch_filters", "post_batch_filters"):
         for number, entry in enumerate(getattr(config, slot)):
             if isinstance(entry, CustomFilterConfig):
                 key = f"orchestrator.{slot}.{number}.import_path"
-                yield from _tried(key, load_function, entry.import_path, entry.kwargs, "filter")
-
-
-def check_loss(subject: Subject) -> Iterator[BadInput]:
-    """The source of a loss of the user's has the function, and it takes its kwargs."""
-    if isinstance(subject.config, RunConfig) and isinstance(loss := subject.config.trainer.loss, CustomLossConfig):
-        yield from _tried("trainer.loss.import_path", look_for, loss.import_path, loss.kwargs)
+                yield from _try(key, load_function, entry.import_path, entry.kwargs, "filter")
 
 
 def check_completions(subject: Subject) -> Iterator[BadInput]:
-    """`max_tokens` of a reply is within `seq_len`."""
+    """Check that `max_tokens` of a completion is within `seq_len`."""
     for key, entry, defaults, seq_len in _environments(subject.config):
         section, _, slot = key.partition(".env.")
         own = entry.sampling.max_tokens
@@ -216,7 +212,7 @@ def check_completions(subject: Subject) -> Iterator[BadInput]:
         if most is not None and most > seq_len:
             place = f"{section}.env.{slot}.sampling" if own is not None else f"{section}.sampling"
             yield BadInput(
-                f"more than seq_len = {seq_len}, which is of prompt and completion together",
+                f"more than seq_len = {seq_len}, the limit of prompt and completion together",
                 key=f"{place}.max_tokens",
                 value=most,
                 fix="Lower it, or raise seq_len.",
@@ -224,21 +220,21 @@ def check_completions(subject: Subject) -> Iterator[BadInput]:
 
 
 def check_environments(subject: Subject) -> Iterator[BadInput]:
-    """Environments can be made, have tasks, and prompts that leave room for a reply."""
+    """Check that environments can be created and have tasks, and that their prompts leave room for a completion."""
     for key, entry, defaults, seq_len in _environments(subject.config):
         try:
-            with saying(f"loading environment {entry.name}"):
+            with message_if_slow(f"loading environment {entry.name}"):
                 lengths = _lengths(subject, entry, f"{key}.id")
         except Exception as error:
             yield from _refusals(subject, error, f"{key}.id", entry.id)
             continue
         if lengths:
             sampling = entry.sampling.over(defaults)
-            yield from _judge_prompts(subject, entry.name, lengths, seq_len, sampling.max_tokens)
+            yield from _check_prompt_lengths(subject, entry.name, lengths, seq_len, sampling.max_tokens)
 
 
 def check_data(subject: Subject) -> Iterator[BadInput]:
-    """Examples can be read, and have something to learn within `seq_len`."""
+    """Check that examples can be read, and have tokens to train on within `seq_len`."""
     if not isinstance(subject.config, SftConfig):
         return
     sources = {"data": subject.config.data, "validation": subject.config.validation}
@@ -247,8 +243,8 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
             continue
         name = f"{key}.{origin}"
         try:
-            with saying(f"reading {name}"), closing(_examples(source, name, subject.config.seed)) as examples:
-                yield from _judge_examples(subject, name, examples)
+            with message_if_slow(f"reading {name}"), closing(_examples(source, name, subject.config.seed)) as examples:
+                yield from _check_example_lengths(subject, name, examples)
         except Exception as error:
             for problem in _refusals(subject, error, name, getattr(source, origin)):
                 if problem.key and problem.key.startswith("columns."):
@@ -261,7 +257,6 @@ CHECKS: tuple[Check, ...] = (
     check_model,
     check_experts,
     check_own_code,
-    check_loss,
     check_completions,
     check_environments,
     check_data,
@@ -269,12 +264,12 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _local_model(subject: Subject) -> Path | None:
-    """A directory with the model's settings, tokenizer and chat template; None where they must be fetched first."""
+    """Return a directory with the model's settings, tokenizer and chat template; None if not downloaded yet."""
     if subject.began_with is not None:
         return model_directory(subject.began_with)
     model = subject.config.model
     if model.sft is not None:
-        return _start_model(subject, model.sft)
+        return _base_of_sft_model(subject, model.sft)
     if model.init is not None:
         write_tiny_settings(subject.scratch / model.init)
         return subject.scratch / model.init
@@ -283,13 +278,13 @@ def _local_model(subject: Subject) -> Path | None:
     return cached_model_directory(model.name, "model.name", fetch_later=not subject.downloads)
 
 
-def _start_model(subject: Subject, file: Path) -> Path | None:
-    """The base of the model that an SFT run file makes, once all else in that file has been checked, too."""
+def _base_of_sft_model(subject: Subject, file: Path) -> Path | None:
+    """Check an SFT run file that trains the initial model, and return its base model."""
     if not file.is_file():
         raise BadInput("no such file", key="model.sft", value=file)
     if file.resolve() in subject.trail:
-        raise BadInput("starts from itself", key="model.sft", value=file)
-    find_code_beside([file])
+        raise BadInput("the run file depends on itself", key="model.sft", value=file)
+    add_code_folders([file])
     config, _ = load(SftConfig, [file])
     config = config.model_copy(update={"eval": SftEvalConfig()})
     start = Subject(config, subject.scratch, trail=(*subject.trail, file.resolve()), downloads=subject.downloads)
@@ -303,15 +298,8 @@ def _start_model(subject: Subject, file: Path) -> Path | None:
     return start.model
 
 
-def _renderers(config: RunConfig | SftConfig) -> list[tuple[str, Any]]:
-    """By section: the one that renders prompts first."""
-    if isinstance(config, SftConfig):
-        return [("renderer", config.renderer)]
-    return [("orchestrator.renderer", config.orchestrator.renderer), ("inference.renderer", config.inference.renderer)]
-
-
 def _environments(config: RunConfig | SftConfig) -> list[tuple[str, EnvConfig, Any, int]]:
-    """Every environment with its key, the sampling that it inherits, and the longest conversation."""
+    """Return every environment with its key, the sampling defaults, and the maximum length of a conversation."""
     if isinstance(config, RunConfig):
         sections, seq_len = config.orchestrator, config.seq_len
         slots: list[tuple[str, Any]] = [("orchestrator.train", sections.train), ("orchestrator.eval", sections.eval)]
@@ -326,7 +314,7 @@ def _environments(config: RunConfig | SftConfig) -> list[tuple[str, EnvConfig, A
 
 
 def _lengths(subject: Subject, entry: EnvConfig, key: str) -> list[int]:
-    """Return the tokens of an environment's prompts; none where they cannot be measured."""
+    """Create an environment and return the lengths of its prompts, if they can be measured."""
     args = dict(entry.args)
     if entry.id == "hackable" and subject.model is not None:
         args.setdefault("tokenizer_name", str(subject.model))
@@ -334,17 +322,17 @@ def _lengths(subject: Subject, entry: EnvConfig, key: str) -> list[int]:
     tasks = tasks_of(environment, entry.name, key)
     if subject.renderer is None:
         return []
-    if opens_something(environment):
-        subject.notices.append(f"prompts of {entry.name} are not measured: its episodes need what start() opens")
+    if type(environment).start is not Environment.start:
+        subject.notices.append(f"prompts of {entry.name} are not measured: its episodes may need start()")
         return []
     try:
         return prompt_lengths(environment, tasks, subject.renderer)
-    except NoQuestion as error:
+    except NoModelCall as error:
         subject.notices.append(f"prompts of {entry.name} are not measured: {error}")
         return []
 
 
-def _judge_prompts(
+def _check_prompt_lengths(
     subject: Subject, name: str, lengths: Sequence[int], seq_len: int, max_tokens: int | None
 ) -> Iterator[BadInput]:
     shortest, longest, count = min(lengths), max(lengths), len(lengths)
@@ -359,8 +347,8 @@ def _judge_prompts(
     if longest >= seq_len:
         too_long = sum(length >= seq_len for length in lengths)
         subject.notices.append(
-            f"{too_long} of {count} sampled prompts of {name} do not fit into seq_len = {seq_len}, and their episodes "
-            f"will fail: the longest has {longest} tokens"
+            f"seq_len = {seq_len}: {too_long} of {count} sampled prompts of {name} are longer, up to {longest} tokens; "
+            "their episodes will fail"
         )
     room = seq_len - min(longest, seq_len - 1)
     most = room if max_tokens is None else min(room, max_tokens)
@@ -370,26 +358,26 @@ def _judge_prompts(
 
 
 def _examples(source: SourceConfig, key: str, seed: int) -> Generator[SftConversation, None, None]:
-    """Some of a source's examples; none where they would have to be fetched."""
+    """Yield some of a source's examples; none of a dataset that would have to be downloaded."""
     if source.env is not None:
-        yield from islice(from_environment(load_environment(source.env, source.args, key), seed, 0), SAMPLED)
+        yield from islice(from_environment(load_environment(source.env, source.args, key), seed, 0), MAX_SAMPLED)
     elif source.path is not None:
-        yield from sample_rows(source.path, source.columns.model_dump(exclude_none=True), SAMPLED)
+        yield from sample_rows(source.path, source.columns.model_dump(exclude_none=True), MAX_SAMPLED)
 
 
-def _judge_examples(subject: Subject, key: str, examples: Iterator[SftConversation]) -> Iterator[BadInput]:
+def _check_example_lengths(subject: Subject, key: str, examples: Iterator[SftConversation]) -> Iterator[BadInput]:
     if subject.renderer is None:
-        next(examples, None)  # the first is read and checked all the same
+        next(examples, None)  # the first is still read and checked
         return
-    samples = render_some(examples, subject.renderer)
+    samples = render_examples(examples, subject.renderer)
     if not samples:
         return
     lengths = [len(sample) for sample in samples]
     shortest, longest, count = min(lengths), max(lengths), len(lengths)
-    empty = len(list(lost(samples, subject.seq_len)))
+    empty = sum(not sample.mask[1 : subject.seq_len].any() for sample in samples)
     if empty == count:
         yield BadInput(
-            f"nothing is left to learn of {count} examples of {key}, which have {shortest} to {longest} tokens",
+            f"no token to train on within it in {count} sampled examples of {key} ({shortest} to {longest} tokens)",
             key="seq_len",
             value=subject.seq_len,
             fix=f"Raise seq_len to at least {longest}.",
@@ -397,32 +385,32 @@ def _judge_examples(subject: Subject, key: str, examples: Iterator[SftConversati
         return
     if empty:
         subject.notices.append(
-            f"of {empty} of {count} sampled examples of {key} nothing is left to learn within seq_len = "
-            f"{subject.seq_len}: the longest has {longest} tokens"
+            f"seq_len = {subject.seq_len}: {empty} of {count} sampled examples of {key} have no token to train on "
+            f"within it; the longest has {longest} tokens"
         )
     subject.lines.append(f"examples of {key}: {shortest} to {longest} tokens ({count} sampled)")
 
 
-def _tried(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[BadInput]:
+def _try(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[BadInput]:
     try:
         check(*arguments)
     except Exception as error:
         for problem in explain(error, key).problems:
-            problem.key = key  # the check knows what it looks at ("filter"), not where the user set it
+            problem.key = key  # where the user set it; the check names only its kind ("filter")
             yield problem
 
 
 def _refusals(subject: Subject, error: Exception, key: str, value: Any) -> Iterator[BadInput]:
-    """Yield the problems of an error; data that may not be fetched now is a notice instead."""
+    """Yield the problems of an error; data that must not be downloaded now becomes a notice."""
     if isinstance(error, DataNotHere) and not subject.downloads:
-        subject.notices.append(f"{key} = {value}: {error.file} is not on this machine yet: not checked")
+        subject.notices.append(f"{key} = {value}: {error.file} is not downloaded yet and was not checked")
     else:
         yield from _with_key(explain(error, key, value), key, value)
 
 
 @contextmanager
 def hub_offline() -> Iterator[None]:
-    """Inside, the hub's libraries use their cache alone. They read the variable when they are imported."""
+    """Make the hub's libraries use only their cache. They read the variable when they are imported."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
@@ -435,7 +423,7 @@ def hub_offline() -> Iterator[None]:
 
 
 def _with_key(error: BadInput, key: str, value: Any = None) -> Iterator[BadInput]:
-    """The problems of an error, each with the key where the user can change it."""
+    """Yield the problems of an error, each with a key."""
     for problem in error.problems:
         if problem.key is None:
             problem.key, problem.value = key, value if problem.value is None else problem.value
@@ -443,7 +431,7 @@ def _with_key(error: BadInput, key: str, value: Any = None) -> Iterator[BadInput
 
 
 def explain(error: Exception, key: str, value: Any = None) -> BadInput:
-    """An error of the user's own code, with the place in it; one that explains itself is left as it is."""
+    """Return an error of the user's code as `BadInput` with its file and line; `BadInput` is returned as it is."""
     if isinstance(error, BadInput):
         return error
     if isinstance(error, SyntaxError):
@@ -460,9 +448,9 @@ def explain(error: Exception, key: str, value: Any = None) -> BadInput:
 
 
 @contextmanager
-def saying(what: str) -> Iterator[None]:
-    """Inside, say what is being done if it takes long."""
-    timer = threading.Timer(SLOW_S, lambda: print(f"headrace: {what} ...", file=sys.stderr, flush=True))
+def message_if_slow(message: str) -> Iterator[None]:
+    """Print a message if the block takes longer than `SLOW_S`."""
+    timer = threading.Timer(SLOW_S, lambda: print(f"headrace: {message} ...", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:

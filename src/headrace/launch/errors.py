@@ -1,4 +1,4 @@
-"""Why a launch cannot go on."""
+"""Errors of launching a run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from headrace.errors import BadInput, Failure
 
 
 class LaunchError(Failure):
-    """The message is complete: print it and stop."""
+    """A run cannot be started, or has failed. The message is complete."""
 
 
 class InputRefused(LaunchError):
-    """A process of the run ended because of something that the user gave: the same command would end the same way."""
+    """A process of the run refused its input: the same command would fail in the same way."""
 
 
 class BadRequest(BadInput, LaunchError):
-    """What was asked for cannot be done; nothing has been started or changed."""
+    """A request that cannot be carried out; nothing has been started or changed."""
 
 
 @contextmanager
 def naming_run(directory: Path) -> Iterator[None]:
-    """Whatever goes wrong inside says which run it happened to: a full disk alone does not name its path."""
+    """Add the run directory as a note to any exception: the error of a full disk does not name a path."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Look a function of the user's up in its source, without importing the module, which may bring torch."""
+"""Check a user's function by its source, without importing its module, which may import torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from headrace.errors import BadInput
 
 
-def look_for(import_path: str, kwargs: dict[str, Any]) -> None:
-    """Raise `BadInput` unless the source of a module has this function, and the function takes these kwargs."""
+def check_function_source(import_path: str, kwargs: dict[str, Any]) -> None:
+    """Raise `BadInput` unless the module defines the function and the function takes these kwargs."""
     module, _, name = import_path.partition(":")
     if not (module and name):
         raise BadInput("not an import path", value=import_path, fix="Write package.module:function.")
@@ -21,26 +21,27 @@ def look_for(import_path: str, kwargs: dict[str, Any]) -> None:
     except ModuleNotFoundError:
         spec = None
     if spec is None:
-        raise BadInput(f"there is no module {module!r}", value=import_path)
+        raise BadInput(f"no module named {module!r}", value=import_path)
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return  # compiled, or a folder: only an import can tell
+        return  # compiled, or a namespace package: only an import shows its names
     tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     defined = dict(_names(tree))
     if name not in defined and "*" not in defined:
         raise BadInput(f"{spec.origin} does not define {name!r}", value=import_path)
     match defined.get(name):
         case ast.AsyncFunctionDef(lineno=line):
-            raise BadInput("an async function; write a plain one", value=import_path, file=spec.origin, line=line)
+            fix = "Write a plain function."
+            raise BadInput("an async function", value=import_path, fix=fix, file=spec.origin, line=line)
         case ast.FunctionDef(args=arguments, lineno=line) if arguments.kwarg is None:
-            known = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+            accepted = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
             required = [argument.arg for argument in arguments.args][1 : -len(arguments.defaults) or None]
-            if wrong := sorted({*kwargs} - {*known}) + sorted({*required} - {*kwargs}):
-                fact = f"takes {', '.join(known)}: does not fit its kwargs in {', '.join(wrong)}"
+            if wrong := sorted({*kwargs} - {*accepted}) + sorted({*required} - {*kwargs}):
+                fact = f"takes {', '.join(accepted)}; unexpected or missing in its kwargs: {', '.join(wrong)}"
                 raise BadInput(fact, value=import_path, file=spec.origin, line=line)
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """What a module defines, anywhere outside functions and classes; `*` for what another module brings."""
+    """Yield the names that a module defines outside functions and classes; `*` stands for a star import."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()

@@ -1,4 +1,4 @@
-"""A run on this machine: which processes it needs, how many threads each gets, and what is said at the end."""
+"""Launch a run on this machine: its processes, their GPUs, ports and threads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from headrace.errors import BadInput
 from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.own_code import save_folders
-from headrace.launch.placement import Placement, Sharing, place, place_trainer, seeing
+from headrace.launch.placement import Placement, Sharing, gpu_env, place, place_trainer
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import Supervisor
 from headrace.machine import visible_gpus
-from headrace.observe.history import History
 from headrace.observe.summary import summary_of, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import RunConfig
@@ -31,7 +30,7 @@ LAST_PORT = 65535
 
 
 def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[str], *, resume: bool, again: str) -> int:
-    """Launch a run and see it through; returns the exit code. `again` is the command that would continue it."""
+    """Run a run to its end and return the exit code. `again` is the command that continues it."""
     with hold(run.root) as held:
         save(config, run)
         save_folders(code_folders, run)
@@ -39,12 +38,15 @@ def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[st
         try:
             code = supervisor.run()
         except InputRefused as error:
-            raise LaunchError(f"{error}\nFix the value that it names, then continue with --resume.") from error
+            raise LaunchError(f"{error}\nFix the named value, then continue with --resume.") from error
         except LaunchError as error:
             raise LaunchError(f"{error}\nOnce the cause is fixed, continue with: {again}") from error
         finally:
             if supervisor.history.moves:
-                _try_to_sum_up(run, supervisor.history)
+                try:
+                    write_summary(run, supervisor.history)
+                except (BadInput, OSError) as error:  # the error that ended the run is more important
+                    print(f"{run.summary} was not written: {error}")
     if code:
         print(f"stopped at step {supervisor.history.step}; continue with: {again}")
     else:
@@ -52,19 +54,11 @@ def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[st
     return code
 
 
-def _try_to_sum_up(run: RunDir, history: History) -> None:
-    """Why the run ended is more important than why there is no summary of it."""
-    try:
-        write_summary(run, history)
-    except (BadInput, OSError) as error:
-        print(f"{run.summary} is not written: {error}")
-
-
 def make_supervisor(
     config: RunConfig | SftConfig, run: RunDir, title: str, resume: bool, inherited: Sequence[int] = ()
 ) -> Supervisor:
-    """The supervisor of this kind of run, with a view of it."""
-    assert config.max_steps is not None  # both kinds refuse a run without an end
+    """Return a supervisor of the run that shows its progress on the terminal."""
+    assert config.max_steps is not None  # validated for both kinds of run file
     limits = config.launch
     specs = processes_of(config, run, resume)
     view = make_view(title, config.max_steps)
@@ -83,7 +77,7 @@ def make_supervisor(
 
 
 def processes_of(config: RunConfig | SftConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
-    """In the order they start."""
+    """Return the processes of a run in the order in which they start."""
     limits = config.launch
     if has_servers(config):
         return processes(limits, config.inference, run, resume, trainer_waits=isinstance(config, RunConfig))
@@ -95,15 +89,15 @@ def processes_of(config: RunConfig | SftConfig, run: RunDir, resume: bool) -> li
 
 
 def has_servers(config: RunConfig | SftConfig) -> bool:
-    """Whether it samples from engines of its own, rather than from none, or from some that run elsewhere."""
+    """Whether the run starts inference servers of its own."""
     return not config.orchestrator.client.base_url if isinstance(config, RunConfig) else config.evaluates
 
 
 def on_this_machine(config: RunConfig | SftConfig) -> list[str]:
-    """What of the run depends on the GPUs that are here."""
+    """Describe how the run uses the GPUs of this machine."""
     if isinstance(config, RunConfig) and not has_servers(config):
         where = ", ".join(config.orchestrator.client.base_url)
-        return [f"no server is started here: the engines are at {where}"]
+        return [f"no inference server is started; using {where}"]
     if not visible_gpus() or not has_servers(config):
         return []
     placement = placement_of(config.launch, config.inference)
@@ -112,25 +106,28 @@ def on_this_machine(config: RunConfig | SftConfig) -> list[str]:
         sampling = sum(map(len, placement.inference))
         return [f"{len(placement.trainer)} GPUs train and {sampling} sample"]
     how = "in turns" if sharing == "alternate" else "at the same time"
-    return [f"one GPU: trainer and engine compute on it {how} (launch.sharing = {sharing})"]
+    return [f"trainer and engine share one GPU, {how} (launch.sharing = {sharing})"]
 
 
 def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
-    """Seconds until every process must be up. vLLM has its own on top: its server gives up first, and says why."""
+    """Return the seconds until every process must be up. vLLM's own timeout comes first: its error names the cause."""
     return launch.start_timeout + inference.extra_start_timeout_s
 
 
 def processes(
     launch: LaunchConfig, inference: InferenceConfig, run: RunDir, resume: bool, *, trainer_waits: bool = True
 ) -> list[ProcessSpec]:
-    """Of a run that samples, in the order they start: what others wait for comes first, and stops last.
+    """Return the processes of a run with servers. What others wait for starts first and stops last.
 
-    `trainer_waits` is whether the trainer trains on what is sampled.
+    `trainer_waits` is whether the trainer waits for samples.
     """
     placement = placement_of(launch, inference)
     servers = placement.inference
     sharing = placement.sharing(launch.sharing, trainer_waits=trainer_waits)
-    options = [*_memory_options(inference, placement), *_told(sharing)]
+    options = _sharing_option(sharing)
+    share = inference.memory_share(len(servers)) if placement.shares_gpu else None
+    if share is not None:
+        options = ["--vllm.gpu_memory_utilization", f"{share:g}", *options]
     return [
         *(
             server_process(run, number, len(servers), gpus, inference.port, launch.threads, options)
@@ -142,7 +139,7 @@ def processes(
 
 
 def placement_of(launch: LaunchConfig, inference: InferenceConfig) -> Placement:
-    """Where the processes of a run that samples go on this machine."""
+    """Assign the visible GPUs to the processes of a run with servers."""
     return place(
         visible_gpus(),
         trainer_processes=launch.trainer_processes,
@@ -150,12 +147,6 @@ def placement_of(launch: LaunchConfig, inference: InferenceConfig) -> Placement:
         inference_servers=launch.inference_servers,
         gpus_per_server=inference.gpus_per_server,
     )
-
-
-def _memory_options(inference: InferenceConfig, placement: Placement) -> list[str]:
-    """Return the options that limit vLLM's memory on a GPU that it shares with the trainer."""
-    share = inference.memory_share(len(placement.inference)) if placement.shares_gpu else None
-    return [] if share is None else ["--vllm.gpu_memory_utilization", f"{share:g}"]
 
 
 def server_process(
@@ -167,10 +158,10 @@ def server_process(
     cores: int | None,
     options: Sequence[str] = (),
 ) -> ProcessSpec:
-    """Server `number` of `count`. Those after the first listen on the ports after the first one's."""
+    """Return the process of server `number` of `count`, which listens on `port` + `number`."""
     name = f"inference-{number}" if number else "inference"
     more = ["--name", name, "--port", str(port and port + number)] if number else []
-    environment = {**threads(cores or max(1, half_the_cores() // count)), **seeing(gpus)}
+    environment = {**thread_env(cores or max(1, half_the_cores() // count)), **gpu_env(gpus)}
     return ProcessSpec(name, _headrace("serve", str(run.root), *more, *options), environment, service=True)
 
 
@@ -184,32 +175,32 @@ def trainer_process(
     *,
     alone: bool = False,
 ) -> ProcessSpec:
-    """The trainer, of an RL run or an SFT run. The others need no word to continue.
+    """Return the process of the trainer. Only the trainer needs an option to resume.
 
-    `alone`: nothing else of the run computes, so the ranks use every core.
+    `alone`: no other process of the run computes, so that the ranks use all cores.
     """
-    first = _headrace("trainer", str(run.root), *_option("--ranks", range(ranks)), *_told(sharing))
+    first = _headrace("trainer", str(run.root), *_count_option("--ranks", ranks), *_sharing_option(sharing))
     again = [*first, "--resume"]
     shared = usable_cores() if alone else half_the_cores()
-    environment = {**threads(cores or max(1, shared // ranks)), **seeing(gpus)}
+    environment = {**thread_env(cores or max(1, shared // ranks)), **gpu_env(gpus)}
     if alone and "OMP_WAIT_POLICY" not in os.environ:  # spinning threads are slow when another program needs a core
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     return ProcessSpec("trainer", again if resume else first, environment, restart_argv=again)
 
 
 def orchestrator_process(run: RunDir, servers: Sized, sharing: Sharing | None) -> ProcessSpec:
-    """It begins once that many servers are up."""
-    argv = _headrace("orchestrator", str(run.root), *_option("--servers", servers), *_told(sharing))
-    return ProcessSpec("orchestrator", argv, threads(1))
+    """Return the process of the orchestrator, which waits for all servers."""
+    argv = _headrace(
+        "orchestrator", str(run.root), *_count_option("--servers", len(servers)), *_sharing_option(sharing)
+    )
+    return ProcessSpec("orchestrator", argv, thread_env(1))
 
 
-def _option(name: str, several: Sized) -> list[str]:
-    """How many there are, where there is more than the one that everybody expects."""
-    return [name, str(len(several))] if len(several) > 1 else []
+def _count_option(name: str, count: int) -> list[str]:
+    return [name, str(count)] if count > 1 else []
 
 
-def _told(sharing: Sharing | None) -> list[str]:
-    """How the other side on the same device, if there is one, is to be dealt with."""
+def _sharing_option(sharing: Sharing | None) -> list[str]:
     return [] if sharing is None else ["--sharing", sharing]
 
 
@@ -223,41 +214,41 @@ def usable_cores() -> int:
 
 
 def half_the_cores() -> int:
-    """Return the threads of a process that computes beside another.
+    """Return the number of threads of a process that computes beside another one.
 
-    Threads spin while they wait for each other, so that one core busy elsewhere stalls all.
+    Threads spin while they wait for each other, so that one busy core would stall all of them.
     """
     return max(1, usable_cores() // 2)
 
 
-def threads(count: int) -> dict[str, str]:
-    """Environment that keeps every numeric library of a process to `count` threads."""
+def thread_env(count: int) -> dict[str, str]:
+    """Return environment variables that limit every numeric library to `count` threads."""
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     return {**{name: str(count) for name in pools}, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 def check_ports(launch: LaunchConfig, inference: InferenceConfig) -> None:
-    """Refuse ports that are taken, and GPUs that are not there, before anything is started."""
+    """Raise an error if ports are in use, or GPUs are missing, before any process starts."""
     servers = len(placement_of(launch, inference).inference)
     if inference.port + servers - 1 > LAST_PORT:
         raise ConfigError(
-            f"{servers} servers take the ports from there on, and the last one is {LAST_PORT}",
+            f"{servers} servers need consecutive ports up to {LAST_PORT}",
             key="inference.port",
             value=inference.port,
-            fix="Lower it, or set it to 0 for free ports.",
+            fix="Lower it, or set 0 to use any free ports.",
         )
-    for number in range(servers if inference.port else 0):  # 0 is any free one
+    for number in range(servers if inference.port else 0):  # 0 is any free port
         check_port(inference.host, inference.port + number)
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that is taken."""
+    """Raise `LaunchError` if a port is in use."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise LaunchError(
-                f"cannot listen on {host}:{port}: {error.strerror}. Choose another port (0 takes any free one), "
-                "or end the process that uses it"
+                f"cannot listen on {host}:{port}: {error.strerror}. Choose another port (0: any free port), or stop "
+                "the process that uses it."
             ) from error

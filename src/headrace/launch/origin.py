@@ -1,7 +1,7 @@
-"""Where a run's model comes from: a directory, the hub, or something that Headrace makes once and keeps.
+"""Find or create the initial model of a run: a directory, a model on the hub, or one that Headrace creates and caches.
 
-What is made is kept under a hash of everything that shapes it, so a changed recipe is a different model. It is made
-beside its place and renamed, under a lock: two runs that start at once make it once.
+A created model is cached under a hash of everything that determines it. It is written next to its final path and
+renamed, under a lock, so that two runs that start together create it once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.config.model import ModelConfig
 from headrace.config.sft import SftConfig, SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
-from headrace.launch.own_code import find_code_beside
+from headrace.launch.own_code import add_code_folders
 from headrace.launch.saved_config import pin, save
 from headrace.runfile.reading import load, value_at
 from headrace.text.hub import model_directory
@@ -32,7 +32,7 @@ from headrace.transport.run_dir import RunDir
 
 TINY_SEED = 0
 TINY_RECIPE = 2
-"""Grows when `trainer/tiny.py` writes something else, so that a cached model of the older recipe is left alone."""
+"""Raise it when `trainer/tiny.py` writes another model, so that models cached before are not used."""
 
 
 def cache_directory() -> Path:
@@ -44,49 +44,49 @@ def cache_directory() -> Path:
 
 
 def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
-    """The directory of the model, made or fetched if need be."""
+    """Return the directory of a model, which is created or downloaded if necessary."""
     if model.sft is not None:
         return str(_trained(model.sft, trail))
     if model.init is not None:
         return str(_cached(_digest(f"{model.init} {TINY_RECIPE} {TINY_SEED}"), f"{model.init} model", _write_tiny))
     if model.name is not None:
         return str(model_directory(model.name, "model.name").absolute())
-    raise ConfigError("the run has no model", key="model", fix="Set model.name, model.init or model.sft.")
+    raise ConfigError("not set", key="model", fix="Set model.name, model.init or model.sft.")
 
 
 def resolve_again(model: ModelConfig, run: RunDir) -> str:
-    """For a run that goes on: what it has learned belongs to the model that it began with, whatever made that one.
+    """Return the model that a resumed run began with, even if the data behind `model.sft` has changed since.
 
-    The code and the data behind `model.sft` may have changed since. A model that is gone is made again as they are now.
+    A model that no longer exists is created again.
     """
-    began_with = model_of_run(run) if model.sft or model.init else None
-    if began_with is not None:
-        _say(f"the run goes on with the model that it began with, {began_with}; for another one, start a new run")
-        return began_with
+    initial = model_of_run(run) if model.sft or model.init else None
+    if initial is not None:
+        _print(f"continuing with the initial model of this run, {initial}; for another model, start a new run")
+        return initial
     return resolve(model)
 
 
 def model_of_run(run: RunDir) -> str | None:
-    """Return the model that a run began with, if it has begun and the model is still there."""
+    """Return the initial model of a run, or None if the run has not begun or the model no longer exists."""
     name = value_at(read_toml(run.config), ["model", "name"]) if run.config.is_file() else None
     return name if name is not None and os.path.isdir(name) else None
 
 
 def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
-    """The model that an SFT run file describes."""
+    """Return the model that an SFT run file trains. `trail` are the run files that depend on it."""
     if file.resolve() in trail:
         circle = " -> ".join(map(str, (*trail, file.resolve())))
-        raise ConfigError(f"the file starts from itself: {circle}", key="model.sft", value=file)
+        raise ConfigError(f"the run file depends on itself: {circle}", key="model.sft", value=file)
     if not file.is_file():
         raise ConfigError("no such file", key="model.sft", value=file)
-    find_code_beside([file])
+    add_code_folders([file])
     config, notices = load(SftConfig, [file])
     for notice in notices:
-        _say(notice)
-    # Only the model is kept: an evaluation could not be read, and a monitor would show a directory that is gone.
+        _print(notice)
+    # Only the model is kept: evaluations would be deleted, and monitors would show a deleted directory.
     config = config.model_copy(update={"eval": SftEvalConfig(), "wandb": None, "tensorboard": None})
     base = resolve(config.model, (*trail, file.resolve()))
-    # Where and by how many processes it is trained does not shape it.
+    # The directory and the number of processes do not change the model.
     recipe = dump(config.model_copy(update={"output_dir": None, "launch": LaunchConfig()}))
 
     def train(draft: Path, held: int) -> Path:
@@ -94,7 +94,7 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
         pinned = pin(config, draft, base)
         save(pinned, run)
         if code := make_supervisor(pinned, run, f"sft {file.name}", resume=False, inherited=(held,)).run():
-            raise SystemExit(code)  # interrupted: the launcher has said so
+            raise SystemExit(code)  # interrupted, which the launcher has reported
         return run.final_model
 
     digest = _digest(recipe, base, _content(config.data))
@@ -102,9 +102,9 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
 
 
 def _content(data: SftDataConfig) -> str:
-    """What identifies the examples: the content of files, the code of a user's environment and the files in its args.
+    """Return a hash of the examples: of data files, or of the code of a user's environment and the files in its args.
 
-    Of a dataset on the hub its name must do, and of the code of an environment that ships, too.
+    A dataset on the hub and a built-in environment are identified by their names alone.
     """
     if data.path is not None:
         if not data.path.exists():
@@ -119,7 +119,7 @@ def _content(data: SftDataConfig) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in an argument, in lists and tables, too: any of them may be the name of a file."""
+    """Yield all strings in an argument, also in lists and tables: any of them may be the path of a file."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
@@ -128,7 +128,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _code_of(module: str) -> str:
-    """The hash of a module's file, as the trainer will find it; what the module imports is not looked at."""
+    """Return the hash of a module's file as the trainer will find it, without the modules that it imports."""
     name = Path(*module.split("."))
     for folder in (*sys.path, os.getcwd()):
         for file in (Path(folder) / name.with_suffix(".py"), Path(folder) / name / "__init__.py"):
@@ -138,7 +138,7 @@ def _code_of(module: str) -> str:
 
 
 def _hash(path: Path) -> str:
-    """Of a file, or of all files below a directory."""
+    """Return the hash of a file, or of all files below a directory."""
     if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -147,30 +147,31 @@ def _hash(path: Path) -> str:
 
 
 def _write_tiny(draft: Path, held: int) -> Path:
-    """In a process of its own: the launcher stays free of torch."""
+    """Write the tiny model in another process, so that the launcher does not import torch."""
     command = [sys.executable, "-m", "headrace", "init-model", "tiny", str(draft / "model"), "--seed", str(TINY_SEED)]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, pass_fds=(held,)
     )
     if done.returncode:
-        raise LaunchError(f"the tiny model could not be made:\n{done.stdout.rstrip()}")
+        raise LaunchError(f"the tiny model could not be created:\n{done.stdout.rstrip()}")
     return draft / "model"
 
 
 def _cached(digest: str, what: str, make: Callable[[Path, int], Path]) -> Path:
-    """The cached model; `make` fills a draft directory and says where in it the model is.
+    """Return a model from the cache, after creating it if necessary.
 
-    It also gets the lock's descriptor, for the processes it starts to hold: they may outlive this one.
+    `make` fills a draft directory and returns the path of the model in it. Its second argument is the descriptor of the
+    lock, to be inherited by the processes that it starts.
     """
     place = cache_directory() / "models" / digest
     if place.is_dir():
-        _say(f"{what}: from the cache, {place}")
+        _print(f"{what}: using the cached {place}")
         return place
     draft = place.with_name(f"{digest}.tmp")
-    waiting = f"{what}: process {{}} makes it, waiting"
-    with lock(place.with_name(f"{digest}.lock"), lambda holder: _say(waiting.format(holder))) as held:
-        if not place.is_dir():  # someone else may have made it while we waited
-            _say(f"{what}: made once, then kept in {place}")
+    waiting = f"{what}: waiting for process {{}}, which is creating it"
+    with lock(place.with_name(f"{digest}.lock"), lambda holder: _print(waiting.format(holder))) as held:
+        if not place.is_dir():  # another process may have created it in the meantime
+            _print(f"{what}: creating it once, to be cached in {place}")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             os.replace(make(draft, held), place)
@@ -178,7 +179,7 @@ def _cached(digest: str, what: str, make: Callable[[Path, int], Path]) -> Path:
     return place
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     print(f"headrace: {message}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs the processes of a run get. Pure: `headrace.machine` finds them."""
+"""Assign GPUs to the processes of a run. Pure functions: `headrace.machine` lists the GPUs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from headrace.config.base import ConfigError
 from headrace.machine import VISIBLE_GPUS_VAR
 
 PARALLEL = "inference.vllm tensor_parallel_size * data_parallel_size"
-"""What makes a server take several GPUs."""
+"""The keys that make a server take several GPUs."""
 
 Sharing = Literal["alternate", "overlap"]
-"""In turns, or both at once."""
+"""How trainer and servers use one GPU: in turns, or at the same time."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One entry of `inference` per server: the GPUs it sees. None are named on a machine without GPUs."""
+    """The GPUs of the trainer and of each server in `inference`; empty on a machine without GPUs."""
 
     trainer_processes: int
     trainer: Sequence[str]
@@ -26,11 +26,11 @@ class Placement:
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether a server samples on a GPU that trains, too."""
+        """Whether a server samples on a GPU of the trainer."""
         return any(gpu in self.trainer for gpus in self.inference for gpu in gpus)
 
     def sharing(self, wanted: Sharing | None, *, trainer_waits: bool) -> Sharing | None:
-        """How one rank and the servers share their device, if they do. A trainer that never waits leaves no turns."""
+        """Return how one rank and the servers share their device, or None. Alternation needs a trainer that waits."""
         if self.shares_gpu:
             return wanted or ("alternate" if trainer_waits else "overlap")
         on_cpus = not self.trainer and self.trainer_processes == 1
@@ -45,9 +45,9 @@ def place(
     inference_servers: int | None,
     gpus_per_server: int = 1,
 ) -> Placement:
-    """Share GPUs between trainer and servers; what is unset is chosen so that each gets half.
+    """Divide GPUs between trainer and servers; unset numbers are chosen so that each gets half.
 
-    A single GPU is shared by all. On a machine without GPUs the numbers of processes alone count.
+    All processes share a single GPU. On a machine without GPUs only the numbers of processes matter.
     """
     each = gpus_per_server
     if not gpus:
@@ -69,14 +69,19 @@ def place(
                 fix="Set trainer_processes and inference_gpus to 1, or leave them out.",
             )
         return Placement(1, gpus, [gpus] * (inference_servers or 1))
-    sampling = inference_gpus or _share(len(gpus), trainer_processes, each)
+    if inference_gpus:
+        sampling = inference_gpus
+    elif trainer_processes is not None:  # what the trainer leaves, in whole servers
+        sampling = (len(gpus) - trainer_processes) // each * each
+    else:
+        sampling = max(1, len(gpus) // 2 // each) * each
     training = trainer_processes or len(gpus) - sampling
     if sampling < 1 or training < 1 or sampling + training > len(gpus):
-        why = f" ({PARALLEL}: a server takes {each})" if each > 1 else ""
+        detail = f" ({PARALLEL}: a server takes {each})" if each > 1 else ""
         raise ConfigError(
             f"{training} trainer_processes and {sampling} inference_gpus need a GPU each, but {len(gpus)} are visible",
             key="launch",
-            fix=f"Lower one of them{why}.",
+            fix=f"Lower one of them{detail}.",
         )
     if sampling % each:
         raise ConfigError(
@@ -87,7 +92,7 @@ def place(
         )
     if inference_servers not in (None, sampling // each):
         raise ConfigError(
-            f"{sampling} inference_gpus have {sampling // each} servers: each samples on {each} of them",
+            f"{sampling} inference_gpus make {sampling // each} servers of {each} GPUs each",
             key="launch.inference_servers",
             value=inference_servers,
             fix="Leave it out.",
@@ -96,15 +101,8 @@ def place(
     return Placement(training, gpus[sampling : sampling + training], servers)
 
 
-def _share(gpus: int, trainer_processes: int | None, each: int) -> int:
-    """GPUs that sample where nobody said how many: what the trainer leaves, else half, in whole servers."""
-    if trainer_processes is not None:
-        return (gpus - trainer_processes) // each * each
-    return max(1, gpus // 2 // each) * each
-
-
 def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[int, Sequence[str]]:
-    """The ranks of a trainer that has the machine for itself, and their GPUs; unset: one on each."""
+    """Return the number of ranks of a trainer without servers, and their GPUs; default: one rank per GPU."""
     if gpus and trainer_processes is not None and trainer_processes > len(gpus):
         raise ConfigError(
             f"each needs a GPU, but {len(gpus)} are visible",
@@ -116,6 +114,6 @@ def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[i
     return ranks, gpus[:ranks]
 
 
-def seeing(gpus: Sequence[str]) -> dict[str, str]:
-    """Environment in which a process sees these GPUs alone; nothing changes on a machine that has none."""
+def gpu_env(gpus: Sequence[str]) -> dict[str, str]:
+    """Return environment variables that make only these GPUs visible; none on a machine without GPUs."""
     return {VISIBLE_GPUS_VAR: ",".join(gpus)} if gpus else {}

@@ -1,4 +1,4 @@
-"""`headrace serve` for one purpose: on this machine, behind a key that nobody else has, gone with who started it."""
+"""A `headrace serve` process on the loopback address with a random API key; it ends with its parent process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from headrace.launch.process import Process, ProcessSpec
 KEY_VAR = "HEADRACE_API_KEY"
 LOOPBACK = "127.0.0.1"
 GREETING = re.compile(rf"^serving on (http://{re.escape(LOOPBACK)}:\d+/v1);", re.MULTILINE)
-"""What `headrace serve` says once it is up."""
-STOPPING = 10.0
-"""Seconds that it gets to end in order."""
+"""The line that `headrace serve` prints when it is up. The server chooses its port: one chosen here could be taken by
+another process, which would receive the key."""
+STOP_TIMEOUT_S = 10.0
 
 
 class ServerEnded(Failure):
-    """The server ended by itself. The message has the end of its log."""
+    """The server process ended unexpectedly. The message has the end of its log."""
 
 
 class PrivateServer:
-    """It is starting from here on, and logs to that file. `key` opens it; `env` are variables for it."""
+    """A server process that starts on construction. `key` is its API key, `env` are additional variables for it."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class PrivateServer:
         self._process = Process(spec, log, self._lifeline)
 
     def address(self) -> str | None:
-        """Where it answers, with `/v1`, once it is up; raises `ServerEnded`. A model may take any time to load."""
-        running = self._process.running  # before its log is read: what it said last is in there
+        """Return the base URL with `/v1`, or None while the model is loading. Raises `ServerEnded`."""
+        running = self._process.running  # read before the log, so that the log is complete if the process has ended
         address = address_in(self._process.log.read_text(errors="replace"))
         if address is None and not running:
             lines = "\n".join(f"    {line}" for line in self._process.last_lines())
@@ -53,17 +53,14 @@ class PrivateServer:
         return address
 
     def close(self) -> None:
-        """End it, and what it has started."""
+        """Stop the server and its child processes."""
         self._process.terminate()
-        self._process.wait(STOPPING)
+        self._process.wait(STOP_TIMEOUT_S)
         self._process.kill()
         self._lifeline.close()
 
 
 def address_in(log: str) -> str | None:
-    """Where a server on this machine listens, by what it says once it is up.
-
-    A port that was chosen for it could be another's by then, who would be shown the key.
-    """
-    said = GREETING.search(log)
-    return None if said is None else said[1]
+    """Return the base URL that the log of a server names, or None."""
+    match = GREETING.search(log)
+    return None if match is None else match[1]

@@ -1,4 +1,4 @@
-"""One launched process: how it is started, ended and described."""
+"""A launched process: start it, stop it, describe how it ended."""
 
 from __future__ import annotations
 
@@ -11,46 +11,58 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headrace.config.launch import LaunchConfig, without_exported
 from headrace.errors import AGAIN, BAD_INPUT
-from headrace.launch.lifeline import VARIABLE, Lifeline
+from headrace.launch.lifeline import LIFELINE_VAR, Lifeline
 
 LAST_LINES = 15
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"})
-ASKED_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Signals by which somebody wants a process to end."""
+"""Removed from the environment of a child: a cluster may have set them, but only we decide what is a rank."""
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to start. A service runs until it is told to stop; the others end when their work is done."""
+    """A command to start. A service runs until it is stopped; other processes end when their work is done."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     service: bool = False
     restart_argv: Sequence[str] | None = None
-    """What continues its work after it died, where that is another command."""
+    """The command that continues its work after a crash, if it differs from `argv`."""
 
     def again(self) -> ProcessSpec:
         return replace(self, argv=self.restart_argv or self.argv)
 
 
-def _own_environment() -> dict[str, str]:
-    """Ours, but for what a cluster may have set: a process is a rank only if we start it as one."""
-    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+def set_variables(launch: LaunchConfig) -> list[str]:
+    """Set the environment variables of a run file, for this process and its children. Returns notices.
+
+    Call it before importing a library that reads them.
+    """
+    os.environ.update(without_exported(launch.env))
+    notices = []
+    for name, source in launch.env_from.items():
+        if source in os.environ:
+            os.environ[name] = os.environ[source]
+        else:
+            notices.append(f"launch.env_from.{name} = {source}: no such environment variable; {name} is not set.")
+    return notices
 
 
 class Process:
-    """A child in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
+    """A child process in its own session, so that Ctrl-C in the terminal reaches only the launcher."""
 
     def __init__(self, spec: ProcessSpec, log: Path, lifeline: Lifeline, inherited: Sequence[int] = ()) -> None:
         self.spec, self.name, self.log = spec, spec.name, log
         log.parent.mkdir(parents=True, exist_ok=True)
+        inherited_env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         with open(log, "ab") as output:
             self._log_start = output.tell()
             self._popen = subprocess.Popen(
                 list(spec.argv),
-                env={**_own_environment(), **spec.env, VARIABLE: str(lifeline.read_end)},
+                env={**inherited_env, **spec.env, LIFELINE_VAR: str(lifeline.read_end)},
                 pass_fds=(lifeline.read_end, *inherited),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -62,7 +74,7 @@ class Process:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; negative if a signal ended it."""
+        """None while it runs; -N if signal N ended it."""
         return self._popen.poll()
 
     @property
@@ -75,12 +87,12 @@ class Process:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it ended without a say in it: out of memory, a segmentation fault."""
+        """Whether it crashed: a signal other than a stop request ended it (out of memory, segmentation fault)."""
         status = self.exit_status
-        return status is not None and status < 0 and -status not in ASKED_TO_END
+        return status is not None and status < 0 and -status not in STOP_SIGNALS
 
     @property
-    def asks_to_start_again(self) -> bool:
+    def requests_restart(self) -> bool:
         return self.exit_status == AGAIN
 
     @property
@@ -88,15 +100,15 @@ class Process:
         return self.exit_status == BAD_INPUT
 
     def kill(self) -> None:
-        """End it and whatever it has started. The first call after its end is the last that does anything."""
+        """Kill the process and its children. After the process has ended, only the first call has an effect."""
         if self._is_cleared:
-            return  # the system may have given its number to another process since
+            return  # the system may have reused its process id since
         self._is_cleared = not self.running
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left in its group; macOS says so with EPERM
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS reports EPERM
             os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended by then."""
+        """Wait for the process to end, and return whether it has."""
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -109,13 +121,13 @@ class Process:
         if status < 0:
             return f"was ended by {signal.Signals(-status).name}"
         if status == AGAIN:
-            return "ended: its engine died"
+            return "ended because its engine died"
         if status > 128 and status - 128 in signal.valid_signals():
             return f"ended with exit status {status} ({signal.Signals(status - 128).name})"
         return f"ended with exit status {status}"
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """The end of what this process, not an earlier one, has written to its log."""
+        """Return the last lines that this process, not an earlier one, has written to its log."""
         with open(self.log, "rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, file.tell() - 16384))

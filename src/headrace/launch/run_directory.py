@@ -1,6 +1,6 @@
-"""What may happen to a run directory: made, continued, cleared, or forked from an older checkpoint.
+"""Create, continue, delete or fork a run directory.
 
-Deciding and doing are separate: `decide` looks and refuses, and only `Plan.apply` changes anything.
+`plan_directory` checks and refuses; only `DirectoryPlan.apply` changes files.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from headrace.transport.run_dir import RunDir
 
 LATEST = "latest"
 LOCK = ".lock"
-"""Held by the launcher of the run."""
+"""Locked by the launcher of the run."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Where the run will live and what must be done before it starts."""
+class DirectoryPlan:
+    """The directory of a run, and what must be done with it before the run starts."""
 
     directory: Path
     resume: bool = False
     clean: bool = False
     fork_of: Path | None = None
     fork_step: int = 0
-    brought_back: Path | None = None
-    """The newest checkpoint, if it is left only among those that are kept for ever: the others are gone on from."""
+    restored: Path | None = None
+    """The newest checkpoint, if only its permanent copy is left: a run continues from `checkpoints/step-N`."""
 
     @property
     def notice(self) -> str | None:
@@ -44,123 +44,115 @@ class Plan:
             return None
         return (
             f"step {self.fork_step} is not the newest checkpoint of {self.fork_of}: "
-            f"a new run continues from it in {self.directory}"
+            f"continuing from it as a new run in {self.directory}"
         )
 
     def apply(self) -> None:
         if self.clean:
-            _delete(self.directory)
+            with hold(self.directory):
+                shutil.rmtree(self.directory)
         if self.fork_of is not None:
             source, step = RunDir(self.fork_of), self.fork_step
             write_directory(self.directory, lambda draft: _fork(source, RunDir(draft), step))
-        if self.brought_back is not None:
-            link_tree(self.brought_back, RunDir(self.directory).checkpoints / self.brought_back.name)
+        if self.restored is not None:
+            link_tree(self.restored, RunDir(self.directory).checkpoints / self.restored.name)
         self.directory.mkdir(parents=True, exist_ok=True)
 
 
-def decide(directory: Path, resume: str | None, clean: bool) -> Plan:
-    """What to do with `output_dir`; `BadRequest` says why it cannot be done and what can."""
+def plan_directory(directory: Path, resume: str | None, clean: bool) -> DirectoryPlan:
+    """Plan what to do with `output_dir`. Raises `BadRequest` with the alternatives."""
     if directory.exists() and not directory.is_dir():
-        raise BadRequest("a file", key="output_dir", value=directory, fix="Name a directory.")
+        raise BadRequest("this is a file", key="output_dir", value=directory, fix="Choose a directory.")
     occupied = directory.is_dir() and any(path.name != LOCK for path in directory.iterdir())
     if resume is not None:
-        return _decide_resume(directory, resume)
+        return _plan_resume(directory, resume)
     if not occupied:
-        return Plan(directory)
+        return DirectoryPlan(directory)
     if not is_run(directory):
         raise BadRequest(
-            "the directory is not empty, and is not a run (no config.toml, no metrics.jsonl)",
+            "not empty and not a run directory (no config.toml, no metrics.jsonl)",
             key="output_dir",
             value=directory,
-            fix="Choose another with --output_dir, or empty it yourself.",
+            fix="Choose another with --output_dir, or empty it.",
         )
     if not clean:
         raise BadRequest(
-            "the directory already has a run",
+            "already contains a run",
             key="output_dir",
             value=directory,
-            fix="Continue it with --resume, start over with --clean (deletes it), or choose another with --output_dir.",
+            fix="Continue it with --resume, delete it and start over with --clean, or choose another --output_dir.",
         )
-    return Plan(directory, clean=True)
+    return DirectoryPlan(directory, clean=True)
 
 
-def _decide_resume(directory: Path, resume: str) -> Plan:
+def _plan_resume(directory: Path, resume: str) -> DirectoryPlan:
     if not is_run(directory):
-        raise BadRequest(f"there is no run in {directory}", key="--resume", fix="Leave --resume out to start one.")
+        raise BadRequest(f"{directory} contains no run", key="--resume", fix="Leave --resume out to start one.")
     if resume == LATEST:
-        return Plan(directory, resume=True)
-    found = checkpoints(directory)
+        return DirectoryPlan(directory, resume=True)
+    saved = checkpoints(directory)
     step = int(resume) if resume.isdecimal() else _step_of(Path(resume), directory)
-    if step not in found:
-        known = ", ".join(str(known) for known in found) or "none"
+    if step not in saved:
         raise BadRequest(
             f"{directory} has no complete checkpoint of step {step}",
             key="--resume",
             value=resume,
-            fix=f"It has: {known}.",
+            fix=f"Available: {', '.join(map(str, saved)) or 'none'}.",
         )
-    if step == max(found):
-        is_kept = found[step].parent.name == "permanent"
-        return Plan(directory, resume=True, brought_back=found[step] if is_kept else None)
+    if step == max(saved):
+        is_permanent = saved[step].parent.name == "permanent"
+        return DirectoryPlan(directory, resume=True, restored=saved[step] if is_permanent else None)
     target = directory.with_name(f"{directory.name}-from-{step}")
     if target.exists():
         raise BadRequest(
-            f"this would make a new run in {target}, which exists",
+            f"the new run from this step would be {target}, which exists",
             key="--resume",
             value=resume,
-            fix=f"Continue that one with --output_dir {target} --resume, or move it away.",
+            fix=f"Continue that run with --output_dir {target} --resume, or move it.",
         )
-    return Plan(target, resume=True, fork_of=directory, fork_step=step)
+    return DirectoryPlan(target, resume=True, fork_of=directory, fork_step=step)
 
 
 def _step_of(path: Path, directory: Path) -> int:
-    """The step of a checkpoint given by path."""
+    """Return the step of a checkpoint directory of this run."""
     text = path.name.removeprefix("step-")
     if not path.is_dir() or not text.isdecimal():
         raise BadRequest(
-            "not a step and not a checkpoint",
+            "neither a step nor a checkpoint directory",
             key="--resume",
             value=path,
-            fix="Give `latest`, a step, or a checkpoint directory (.../checkpoints/step-N).",
+            fix="Give latest, a step, or a checkpoint directory (.../checkpoints/step-N).",
         )
     where = RunDir(directory).checkpoints.resolve()
     if path.resolve().parent not in (where, where / "permanent"):
         raise BadRequest(
-            f"not a checkpoint of {directory}",
-            key="--resume",
-            value=path,
-            fix="Set --output_dir to the run that it belongs to.",
+            f"not a checkpoint of {directory}", key="--resume", value=path, fix="Set --output_dir to its run."
         )
     return int(text)
 
 
 def refuse_shorter(directory: Path, max_steps: int | None) -> None:
-    """A run that goes on cannot end before the steps that it has made: their draws would never be accounted for."""
-    run, made = RunDir(directory), max(checkpoints(directory), default=0)
+    """Raise `BadRequest` if a resumed run would end before the steps that it has completed."""
+    run, completed = RunDir(directory), max(checkpoints(directory), default=0)
     if run.journal.is_file():
         from headrace.transport.journal import Journal
 
         with closing(Journal(run.journal, read_only=True)) as journal:
-            made = max(made, journal.last_step())
-    if max_steps is not None and max_steps < made:
+            completed = max(completed, journal.last_step())
+    if max_steps is not None and max_steps < completed:
         raise BadRequest(
-            f"{directory} has made {made} steps",
+            f"{directory} has completed {completed} steps",
             key="max_steps",
             value=max_steps,
-            fix=f"Raise it to at least {made}; --resume STEP begins another run at an older checkpoint.",
+            fix=f"Raise it to at least {completed}, or start a new run from an older checkpoint with --resume STEP.",
         )
-
-
-def _delete(directory: Path) -> None:
-    with hold(directory):
-        shutil.rmtree(directory)
 
 
 @contextmanager
 def hold(directory: Path) -> Iterator[int]:
-    """Be the only launcher of this run. Yields a descriptor to hand to its processes, which then hold it as well.
+    """Lock a run directory for this launcher. Yields a descriptor to be inherited by the processes of the run.
 
-    So a run whose launcher was killed is not started again before the last of its processes has noticed and ended.
+    They then hold the lock as well, so that a run whose launcher was killed can start again only after they have ended.
     """
 
     def on_wait(holder: int | None) -> None:
@@ -169,16 +161,16 @@ def hold(directory: Path) -> Iterator[int]:
                 f"in use by another launcher (process {holder or 'unknown'})",
                 key="output_dir",
                 value=directory,
-                fix="Stop that one first, or choose another with --output_dir.",
+                fix="Stop it first, or choose another directory with --output_dir.",
             )
-        print(f"headrace: waiting for what launcher {holder}, now gone, had started to end", file=sys.stderr)
+        print(f"headrace: launcher {holder} has ended; waiting for its processes to end", file=sys.stderr)
 
     with lock(directory / LOCK, on_wait) as descriptor:
         yield descriptor
 
 
 def in_use(directory: Path) -> bool:
-    """Whether a launcher, or something that it has started, is at work on this run."""
+    """Whether a launcher, or a process that it has started, holds the lock of this run."""
     return is_held(directory / LOCK)
 
 
@@ -187,8 +179,8 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # a process of another user
+        pass
     return True
 
 
@@ -198,35 +190,35 @@ def is_run(directory: Path) -> bool:
 
 
 def find_run(path: Path) -> Path:
-    """Return the directory of a run that is given by it or by its config.toml; `BadRequest` where there is no run."""
+    """Return the run directory of a path to it or to its config.toml. Raises `BadRequest` if there is no run."""
     directory = path.parent if path.is_file() and path.name == RunDir(path).config.name else path
     if is_run(directory):
         return directory
     if path.is_file():
-        fix = "Start it with `headrace rl` or `headrace sft`, then give the directory that output_dir names."
-        raise BadRequest("a file, and not the directory of a run", key="RUN", value=path, fix=fix)
+        fix = "Start the run with headrace rl or headrace sft, then give its output_dir."
+        raise BadRequest("a file, not a run directory", key="RUN", value=path, fix=fix)
     if not path.exists():
-        raise BadRequest("no such directory", key="RUN", value=path, fix="Give the directory of a run.")
-    fix = "Give the directory that output_dir of the run names."
-    raise BadRequest("no config.toml and no metrics.jsonl in it: not a run", key="RUN", value=path, fix=fix)
+        raise BadRequest("no such directory", key="RUN", value=path, fix="Give the output_dir of a run.")
+    fact = "not a run directory (no config.toml, no metrics.jsonl)"
+    raise BadRequest(fact, key="RUN", value=path, fix="Give the output_dir of a run.")
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run by step, oldest first."""
+    """Return the complete checkpoints of a run by step, oldest first."""
     where = RunDir(directory).checkpoints
-    found = [*where.glob("permanent/step-*"), *where.glob("step-*")]
-    whole = {int(path.name.removeprefix("step-")): path for path in found if (path / MARKER).is_file()}
+    paths = [*where.glob("permanent/step-*"), *where.glob("step-*")]
+    whole = {int(path.name.removeprefix("step-")): path for path in paths if (path / MARKER).is_file()}
     return dict(sorted(whole.items()))
 
 
 def _fork(source: RunDir, target: RunDir, step: int) -> None:
-    """Give `target` what `source` knew at `step`: the checkpoint, the metrics so far, the journal."""
+    """Copy the state of a run at `step`: checkpoint, metrics up to it, journal."""
     checkpoint = checkpoints(source.root)[step]
     link_tree(checkpoint, target.checkpoints / checkpoint.name)
     with open(target.metrics, "wb") as file:
         for record in Tail(source.metrics).read():
             if record["step"] <= step:
-                for name in INCARNATIONS:  # the fork counts its own: an old one must not look newer than those
+                for name in INCARNATIONS:  # the fork counts its own from 0
                     record.pop(name, None)
                 file.write(msgspec.json.encode(record) + b"\n")
     if source.journal.is_file():

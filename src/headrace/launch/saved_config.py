@@ -1,4 +1,4 @@
-"""The configuration that a run directory keeps: how it is pinned down, written, read back and compared."""
+"""The configuration in a run directory: resolve it, write it, read it, compare it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.config.base import Config, ConfigError, Origins, Tree
+from headrace.config.base import Config, ConfigError, Origins
 from headrace.config.files import dump, read_file, read_toml
 from headrace.config.sft import SftConfig
 from headrace.launch.run_directory import find_run
@@ -21,44 +21,28 @@ T = TypeVar("T", bound=Config)
 
 
 def pin(config: T, output_dir: Path, model: str) -> T:
-    """The same configuration with `model` as the one name of its model, and paths that hold wherever it is read."""
+    """Return the configuration with `model` as its only model name, and with absolute paths."""
     tree = config.model_dump(mode="json", exclude_none=True)
     shared = SHARED if isinstance(config, RunConfig) else {}
     for path in ("model", *shared.get("model", ())):
         for origin in ("init", "sft"):
-            _section(tree, path).pop(origin, None)
+            section = value_at(tree, path.split("."))
+            section.pop(origin, None)
         put(tree, [*path.split("."), "name"], model)
     for path in ("output_dir", *shared.get("output_dir", ())):
         put(tree, path.split("."), str(output_dir.absolute()))
     if isinstance(config, RunConfig):
-        _pin_tokenizer(tree, model)
+        for slot in ("train", "eval"):
+            for env in value_at(tree, ["orchestrator", slot, "env"]) or []:
+                if env["id"] == "hackable":  # it counts tokens itself
+                    env["args"].setdefault("tokenizer_name", model)
     if isinstance(config, SftConfig):
-        _pin_sources(config, tree)
+        for key, source in (("data", config.data), ("validation", config.validation)):
+            if source is not None and source.path is not None:
+                put(tree, [key, "path"], str(source.path.absolute()))
+            elif source is not None and source.name is not None and Path(source.name).is_dir():
+                put(tree, [key, "name"], str(Path(source.name).absolute()))
     return validate(type(config), tree, "resolved configuration")[0]
-
-
-def _pin_tokenizer(tree: Tree, model: str) -> None:
-    """Environments that count tokens by themselves do it with the run's model, unless they name another."""
-    for slot in ("train", "eval"):
-        for env in value_at(tree, ["orchestrator", slot, "env"]) or []:
-            if env["id"] == "hackable":
-                env["args"].setdefault("tokenizer_name", model)
-
-
-def _pin_sources(config: SftConfig, tree: Tree) -> None:
-    """Data that lies on this machine is where it is, whatever the working directory of who reads it."""
-    for key, source in (("data", config.data), ("validation", config.validation)):
-        if source is not None and source.path is not None:
-            put(tree, [key, "path"], str(source.path.absolute()))
-        elif source is not None and source.name is not None and Path(source.name).is_dir():
-            put(tree, [key, "name"], str(Path(source.name).absolute()))
-
-
-def _section(tree: Tree, path: str) -> Tree:
-    node = tree
-    for key in path.split("."):
-        node = node[key]
-    return node
 
 
 def save(config: Config, run: RunDir) -> None:
@@ -66,7 +50,7 @@ def save(config: Config, run: RunDir) -> None:
 
 
 def read_run(path: Path) -> RunConfig | SftConfig:
-    """Return the configuration of a run, given its directory, which may have been moved, or its config.toml."""
+    """Return the configuration of a run, given its directory or its config.toml. The directory may have been moved."""
     run = RunDir(find_run(path))
     tree = read_file(run.config)
     kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree and not is_hackable(tree) else RunConfig
@@ -78,10 +62,10 @@ def read_run(path: Path) -> RunConfig | SftConfig:
 
 
 def evaluation_directory(run: Path | None, name: str) -> Path:
-    """Return where `headrace eval` writes unless `--output` is given; `name` is that of the environment.
+    """Return the default output directory of `headrace eval` for environment `name`.
 
-    `artifacts/eval/NAME` of the storage root of `run`, the first run that is evaluated; `outputs/eval/NAME` where it
-    has no storage root, or no run is evaluated (None).
+    `artifacts/eval/NAME` in the storage root of `run`, the first run that is evaluated; `outputs/eval/NAME` if `run` is
+    None or has no storage root.
     """
     root = None if run is None else read_run(run).launch.storage_root
     return (Path("outputs") if root is None else root / "artifacts") / "eval" / re.sub("[/:]", "-", name)
@@ -90,26 +74,22 @@ def evaluation_directory(run: Path | None, name: str) -> Path:
 def read_rl_run(path: Path) -> RunConfig:
     config = read_run(path)
     if not isinstance(config, RunConfig):
-        raise ConfigError(
-            "an SFT run: only an RL run has an orchestrator and an inference server", key="RUN", value=path
-        )
+        raise ConfigError("an SFT run; this needs an RL run", key="RUN", value=path)
     return config
 
 
 def read_sampled_run(path: Path) -> RunConfig | SftConfig:
-    """A run that has an orchestrator and an inference server."""
+    """Return the configuration of a run that has an orchestrator and an inference server."""
     config = read_run(path)
     if isinstance(config, SftConfig) and not config.evaluates:
         raise ConfigError(
-            "an SFT run without [[eval.env]]: only one that evaluates has an orchestrator and an inference server",
-            key="RUN",
-            value=path,
+            "an SFT run without [[eval.env]] has no orchestrator and no inference server", key="RUN", value=path
         )
     return config
 
 
 def changes(config: Config, run: RunDir) -> list[str]:
-    """The keys in which `config` differs from the one saved in the run directory, as `key: old -> new`."""
+    """Return the keys in which `config` differs from the saved one, as `key: old -> new`."""
     if not run.config.is_file():
         return []
     old, new = leaves(read_toml(run.config)), leaves(tomllib.loads(dump(config)))
@@ -135,5 +115,5 @@ def _shown(value: Any) -> str:
 
 def run_directory(config: RunConfig | SftConfig) -> RunDir:
     if config.output_dir is None:
-        raise ConfigError("the configuration does not say where the run keeps its files", key="output_dir")
+        raise ConfigError("not set", key="output_dir", fix="Set the directory of the run.")
     return RunDir(config.output_dir)

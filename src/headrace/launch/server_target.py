@@ -1,4 +1,4 @@
-"""Whom to talk to: a server by its address, the server of a run, or one that is started for this and ends with it."""
+"""Find or start the server that a client connects to: by URL, of a run, or a new one that ends with the client."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from headrace.launch.run_directory import in_use, is_run
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 
-POLL = 0.2
+POLL_S = 0.2
 
 Progress = Callable[[], AbstractContextManager[Callable[[str], None]]]
-"""Shows what is being waited for, as it is told, for as long as it is open."""
+"""A context that yields a function to display a progress message."""
 
 
-def find(target: str, key_var: str) -> ChatClient | None:
-    """The server at an address, or one of the run in a directory; None where one has to be started."""
+def find_server(target: str, key_var: str) -> ChatClient | None:
+    """Return a client of the server at a URL or of a run in progress; None if a server must be started."""
     if "://" in target:
         return ChatClient(base_url(target), key_in(key_var))
-    return live(RunDir(Path(target))) if is_run(Path(target)) else None
+    return _find_live_server(RunDir(Path(target))) if is_run(Path(target)) else None
 
 
 def base_url(given: str) -> str:
-    """The address with the path that OpenAI's interface is under, where it has none."""
+    """Return a server address as a base URL: `/v1` is added if it has no path."""
     parts = urlsplit(given)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadInput("cannot be read as the address of a server", value=given, fix="Write http://HOST:PORT.")
+        raise BadInput("not the URL of a server", value=given, fix="Write http://HOST:PORT.")
     return f"{given.rstrip('/')}/v1" if parts.path in ("", "/") else given.rstrip("/")
 
 
 def key_in(variable: str) -> str | None:
+    """Return the API key in an environment variable, or None if it is not set."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise BadInput(
-            "contains characters that are not allowed in a key: a line break, or one beyond ASCII", key=variable
+            "contains characters that are not allowed in a key", key=variable, fix="Use printable ASCII characters."
         )
     return key or None
 
 
-def live(run: RunDir) -> ChatClient | None:
-    """A server of the run that answers; None if the run is over, or was stopped."""
+def _find_live_server(run: RunDir) -> ChatClient | None:
+    """Return a client of a server of the run; None if the run has ended. Raises `BadInput` while it starts."""
     for endpoint in read_endpoints(run.endpoints).values():
         server = ChatClient(f"{endpoint.url}/v1", endpoint.api_key)
         try:
@@ -60,31 +61,25 @@ def live(run: RunDir) -> ChatClient | None:
             return server
     if in_use(run.root):
         raise BadInput(
-            "the run is running, but none of its servers answers",
+            "the run is in progress, but none of its servers responds",
             key="MODEL",
             value=run.root,
-            fix="Try again when it is up.",
+            fix="Try again when a server is up.",
         )
     return None
 
 
 @contextmanager
-def started(target: str, overrides: Sequence[str], progress: Progress) -> Iterator[ChatClient]:
-    """A server for this chat alone. Ctrl-C ends the wait for it."""
+def start_server(target: str, overrides: Sequence[str], progress: Progress) -> Iterator[ChatClient]:
+    """Start a server for this context, and yield a client of it once it is up."""
     with (
         tempfile.TemporaryDirectory(prefix="headrace-chat-") as directory,
         closing(PrivateServer(target, overrides, Path(directory) / "serve.log")) as own,
     ):
-        with progress() as tell:
-            url = _wait(own, lambda seconds: tell(f"loading {target} ({seconds:.0f} s)"))
+        began = time.monotonic()
+        with progress() as show:
+            while (url := own.address()) is None:
+                show(f"loading {target} ({time.monotonic() - began:.0f} s)")
+                time.sleep(POLL_S)
         with closing(ChatClient(url, own.key)) as server:
             yield server
-
-
-def _wait(server: PrivateServer, tell: Callable[[float], None]) -> str:
-    """Until it is up; returns where."""
-    began = time.monotonic()
-    while (address := server.address()) is None:
-        tell(time.monotonic() - began)
-        time.sleep(POLL)
-    return address

@@ -1,7 +1,6 @@
-"""Notices what is wrong with a run that has not failed: a process without a sign of life, or nothing that moves.
+"""Detect a run that is stuck: a process without a heartbeat, or no progress.
 
-Takes the time and what is known, returns sentences: no clock, no files. Says what is awaited from whom and leaves
-guessing at the cause to the reader.
+Pure: takes the time and the statuses, returns messages. The messages report what each process is doing, not a cause.
 """
 
 from __future__ import annotations
@@ -11,33 +10,33 @@ from collections.abc import Mapping, Sequence
 from headrace.observe.status import ProcessStatus
 from headrace.observe.terminal import activity
 
-PATIENCE = 60.0
-"""Seconds without a heartbeat, or without progress, until it is said; then at growing intervals."""
-RECENT = 10
-"""Steps by whose length a stall is judged."""
+STALL_S = 60.0
+"""Time without a heartbeat or progress before the first message; the interval then doubles."""
+RECENT_STEPS = 10
+"""Number of steps whose duration sets the threshold of a stall."""
 
 
-def stall_threshold(step_seconds: Sequence[float], least: float = PATIENCE) -> float:
-    """Return the seconds without progress that are worth a word: three times the longest recent step, or `least`."""
-    return max(least, 3 * max(step_seconds[-RECENT:], default=0.0))
+def stall_threshold(step_seconds: Sequence[float], least_s: float = STALL_S) -> float:
+    """Return the seconds without progress that count as a stall: three times the longest recent step, or `least_s`."""
+    return max(least_s, 3 * max(step_seconds[-RECENT_STEPS:], default=0.0))
 
 
 class Watch:
-    """The memory of what was last seen moving, and when it was last complained about."""
+    """Remembers the last progress, and when each message was last returned."""
 
-    def __init__(self, now: float, patience: float = PATIENCE) -> None:
-        self._patience = patience
+    def __init__(self, now: float, stall_s: float = STALL_S) -> None:
+        self._stall_s = stall_s
         self._progress: object = (0, [])
         self._moved_at = now
         self._next_stall = 0.0
         self._next_silence: dict[str, float] = {}
 
-    def look(
+    def find_problems(
         self, now: float, progress: int, statuses: Mapping[str, ProcessStatus], step_seconds: Sequence[float] = ()
     ) -> list[str]:
-        """Return what there is to say now.
+        """Return messages about silent processes and a stalled run.
 
-        `progress` is any number that grows as the run moves; `step_seconds` is how long past steps took.
+        `progress` is any number that grows as the run proceeds; `step_seconds` are the durations of past steps.
         """
         return [*self._silences(now, statuses), *self._stall(now, progress, statuses, step_seconds)]
 
@@ -45,25 +44,25 @@ class Watch:
         sentences = []
         for name, status in statuses.items():
             silent = now - status.time
-            if silent < self._patience:
+            if silent < self._stall_s:
                 self._next_silence.pop(name, None)
-            elif silent >= self._next_silence.get(name, self._patience):
-                sentences.append(f"{name} has given no sign of life for {silent:.0f} s; it was last {status.state}")
+            elif silent >= self._next_silence.get(name, self._stall_s):
+                sentences.append(f"{name}: no heartbeat for {silent:.0f} s; its last state is: {status.state}")
                 self._next_silence[name] = 2 * silent
         return sentences
 
     def _stall(
         self, now: float, progress: int, statuses: Mapping[str, ProcessStatus], step_seconds: Sequence[float]
     ) -> list[str]:
-        """A micro-batch or a rollout is progress, too. What a process reports as a problem is shown by the view."""
+        """Micro-batches and rollouts count as progress. The view shows problems that processes report themselves."""
         moves = (progress, [(name, str(status.progress)) for name, status in statuses.items() if status.progress])
         if moves != self._progress or any(status.problem for status in statuses.values()):
             self._progress, self._moved_at, self._next_stall = moves, now, 0.0
         still = now - self._moved_at
-        if still < max(self._next_stall, stall_threshold(step_seconds, self._patience)):
+        if still < max(self._next_stall, stall_threshold(step_seconds, self._stall_s)):
             return []
         self._next_stall = 2 * still
-        longest = max(step_seconds[-RECENT:], default=None)
+        longest = max(step_seconds[-RECENT_STEPS:], default=None)
         steps = "no step has finished yet" if longest is None else f"recent steps took up to {longest:.0f} s"
         doings = "; ".join(f"{name}: {activity(status, now)}" for name, status in statuses.items())
         return [f"no progress for {still:.0f} s ({steps}). {doings or 'No process has reported anything yet'}"]
@@ -74,7 +73,7 @@ def is_up(status: ProcessStatus | None) -> bool:
 
 
 def not_up(names: Sequence[str], statuses: Mapping[str, ProcessStatus], now: float) -> list[str]:
-    """The processes that are still starting, each with what it is doing."""
+    """Return the processes that are still starting, each with its activity."""
     missing = []
     for name in names:
         status = statuses.get(name)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from headrace.config.base import Tree
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput, Failure
-from headrace.launch.local import threads, usable_cores
-from headrace.launch.placement import seeing
+from headrace.launch.local import thread_env, usable_cores
+from headrace.launch.placement import gpu_env
 from headrace.launch.private_server import PrivateServer
 from headrace.launch.server_target import base_url, key_in
 from headrace.machine import free_memory, visible_gpus
@@ -71,8 +71,8 @@ def plan_engine_sets(machine: Machine, wanted: int | None, gpus_each: int, model
         )
     capacity = min(models, machine.cores // CORES_PER_ENGINE, machine.memory // MEMORY_PER_ENGINE_BYTES)
     count = max(1, wanted or len(sets) or capacity)
-    share = threads(max(1, machine.cores // count)) if count > 1 else {}
-    engines = [{**share, **(seeing(sets[number]) if sets else {})} for number in range(count)]
+    share = thread_env(max(1, machine.cores // count)) if count > 1 else {}
+    engines = [{**share, **(gpu_env(sets[number]) if sets else {})} for number in range(count)]
     each = max(1, count // max(1, models))
     return [engines[first : first + each] for first in range(0, count - each + 1, each)]
 

@@ -15,7 +15,7 @@ import msgspec
 from headrace.config.base import Config
 from headrace.errors import BadInput
 from headrace.launch.errors import BadRequest
-from headrace.launch.run_directory import Plan, in_use, is_run
+from headrace.launch.run_directory import DirectoryPlan, in_use, is_run
 from headrace.tools.compare.inputs import differences, settings_of
 from headrace.tools.sweep.names import folder_name
 from headrace.tools.sweep.plan import Planned
@@ -128,7 +128,7 @@ def check_settings(directory: Path, known: SweepRecord, asked: SweepRecord, *, c
                 fix="Choose another, or start such runs over with --clean (deletes them).",
             )
         if reason:
-            Plan(folder, clean=True).apply()
+            DirectoryPlan(folder, clean=True).apply()
             record.outcome, record.failure = "", ""
 
 

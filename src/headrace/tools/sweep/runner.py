@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headrace.launch.lifeline import Lifeline
-from headrace.launch.placement import seeing
+from headrace.launch.placement import gpu_env
 from headrace.launch.process import Process, ProcessSpec
 from headrace.launch.run_directory import is_run
 from headrace.launch.supervisor import signals_to
@@ -84,7 +84,7 @@ class Runner:
         resume = ["--resume"] if is_run(job.directory) else []
         own = words(of_its_own(job.config, share))
         argv = [sys.executable, "-m", "headrace", *job.words, *own, *resume]
-        spec = ProcessSpec(job.name, argv, {"PYTHONUNBUFFERED": "1", **seeing(share.gpus)})
+        spec = ProcessSpec(job.name, argv, {"PYTHONUNBUFFERED": "1", **gpu_env(share.gpus)})
         self._attempts[job.name] += 1
         process = Process(spec, self._logs / f"{job.name}.log", self._lifeline, self._inherited)
         self._running[job.name] = _Started(job, process, share)
