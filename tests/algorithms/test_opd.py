@@ -54,7 +54,7 @@ async def test_a_dead_teacher_drops_the_batch_and_raises_nothing(caplog: Any):
     assert {view.drop_reason for view in batch} == {"no_reference"}
     assert len(teacher.asked) == teacher.most_under_way == 4
     assert algorithm.tally.take() == {"prefills": 0, "failures": 40}
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name.startswith("headrace")] == []
 
 
 async def test_its_teacher_is_asked_first_whether_it_can_and_closed_in_the_end():
