@@ -118,7 +118,7 @@ def test_a_run_is_over_once_its_model_is_there_and_nobody_works_on_it(run: RunDi
 def test_chat_says_that_a_run_is_not_up_yet(run: RunDir, capsys: pytest.CaptureFixture[str]):
     with hold(run.root):
         assert main(["chat", str(run.root), "--message", "Hello?"]) == 2
-    assert "is running, but none of its servers answers" in capsys.readouterr().err
+    assert f"MODEL = {run.root}" in capsys.readouterr().err
 
 
 def test_chat_takes_the_server_of_a_run_that_answers_with_the_key_that_the_run_keeps(
