@@ -153,8 +153,8 @@ async def test_what_cannot_be_loaded_is_refused_and_nothing_changes(policy: Poli
     (tmp_path / "empty").mkdir()
     running = generating(backend, 3)
     for path, asked, message in [
-        (tmp_path / "nowhere", version, r"has no COMPLETE\.json"),
-        (tmp_path / "empty", version, r"has no COMPLETE\.json"),
+        (tmp_path / "nowhere", version, r"COMPLETE\.json"),
+        (tmp_path / "empty", version, r"COMPLETE\.json"),
         (directory, Version(0, 9999), "0-9999"),
         (damaged, version, "is damaged"),
         (partial(directory, tmp_path / "partial", version), version, "tensors are missing: model.layers.1.mlp.up_proj"),
