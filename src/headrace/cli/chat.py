@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a model directory or hub name; a run directory; a server, http://HOST:PORT",
     )
     parser.add_argument("--message", metavar="TEXT", help="ask this, print the answer and leave")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told about its part")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--temperature", metavar="T", help="0 takes the likeliest token [the server's]")
     parser.add_argument("--top-p", metavar="P", help="sample among the likeliest tokens of this total [the server's]")
     parser.add_argument("--max-tokens", metavar="N", help="of one reply [the server's]")

@@ -25,7 +25,7 @@ What is served: /v1/models, /v1/chat/completions, /v1/completions, /inference/v1
 /tokenize, /health, /metrics.
 
 Keys are read from the environment. HEADRACE_API_KEY: what clients must show; needed where others than this machine
-reach the address. HEADRACE_ADMIN_KEY: for whoever changes what is served (weights, adapters); without one a server
+reach the address. HEADRACE_ADMIN_KEY: for requests that change what is served (weights, adapters); without one a server
 of no run takes no such calls.
 
 Of a run that is over, the newest weights are served. Of one that is not, this is one of its servers; --alone serves its

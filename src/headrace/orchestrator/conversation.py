@@ -145,7 +145,7 @@ class Conversation:
         """By the hash of the conversation up to the reply at that time: an environment may change its messages."""
 
     async def chat(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None) -> Reply:
-        """Return one reply. Concurrent calls are told apart by their content, not by their order."""
+        """Return one reply. Concurrent calls are distinguished by their content, not by their order."""
         messages, tools = list(messages), list(tools)
         try:
             check_messages(messages)

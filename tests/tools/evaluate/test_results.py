@@ -82,12 +82,12 @@ def test_more_than_a_twentieth_that_failed_is_a_notice():
 def test_the_measures_are_those_that_the_page_explains():
     page = (Path(__file__).parents[3] / "docs" / "how-to/evaluation.md").read_text().partition("## What is measured")[2]
     rows = re.findall(r"^\| (`.*?) \|", page.partition("\n## ")[0], re.MULTILINE)
-    told = {name for row in rows for name in re.findall(r"`([^`]+)`", row)} | {"thinks"}  # in the row of thoughts
+    documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row)} | {"thinks"}  # in the row of thoughts
     measured = {
         re.sub("/.*", "/NAME", name.replace("avg@2", "avg@K").replace("pass@1", "pass@k").replace("pass@2", "pass@k"))
         for name in compute_result("m", "models/m", EPISODES, 2, Correctness()).estimates
     }
-    assert measured == told
+    assert measured == documented
 
 
 def test_the_zero_shot_record_has_a_line_per_example_that_was_answered():

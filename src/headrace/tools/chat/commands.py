@@ -13,7 +13,7 @@ ASK, GO_ON = "> ", ". "
 
 HELP = f"""\
 /reset               forget what was said
-/system TEXT         what the model is told about its part; without TEXT, nothing
+/system TEXT         the system message; without TEXT, nothing
 /set NAME VALUE      temperature, top_p, max_tokens or seed; {UNSET} leaves it to the server; without NAME, show them
 /save FILE           write the conversation, a JSON message per line
 /exit                leave, as Ctrl-D does

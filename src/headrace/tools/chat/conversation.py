@@ -17,7 +17,7 @@ UNSET = "default"
 
 
 class Conversation:
-    """Messages in turn, after what the model is told about its part. A question waits for its answer."""
+    """Messages in turn, after the system message. A user message waits for its reply."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
