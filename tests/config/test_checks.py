@@ -163,13 +163,14 @@ def test_training_refuses_temperature_zero(key: str, train: dict[str, Any]):
 
 
 def test_an_environments_own_temperature_wins_over_a_greedy_default():
-    run(
-        orchestrator={"train": {"sampling": {"temperature": 0}, "env": [{"id": "a", "sampling": {"temperature": 0.5}}]}}
-    )
+    envs = [{"id": "a", "sampling": {"temperature": 0.5}}]
+    config = run(orchestrator={"train": {"sampling": {"temperature": 0}, "env": envs}}).orchestrator
+    assert config.train_temperature(config.train.env[0]) == 0.5
 
 
 def test_evaluation_may_be_greedy():
-    run(orchestrator={"eval": {"sampling": {"temperature": 0}, "env": [{"id": "reverse-text"}]}})
+    config = run(orchestrator={"eval": {"sampling": {"temperature": 0}, "env": [{"id": "reverse-text"}]}})
+    assert config.orchestrator.eval.sampling.temperature == 0
 
 
 def test_other_sampling_keys_leave_the_default_temperature():
@@ -187,7 +188,8 @@ def test_two_environments_of_a_slot_need_two_names(slot: str):
 
 
 def test_the_same_name_may_train_and_evaluate():
-    run(orchestrator={"eval": {"env": [{"id": "reverse-text"}]}})
+    config = run(orchestrator={"eval": {"env": [{"id": "reverse-text"}]}}).orchestrator
+    assert config.train.env[0].name == config.eval.env[0].name == "reverse-text"
 
 
 def test_the_name_of_the_total_is_reserved():

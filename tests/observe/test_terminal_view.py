@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -145,9 +144,10 @@ def test_numbers_are_short() -> None:
     ]  # fmt: skip
 
 
-def test_the_view_needs_nothing_but_what_it_is_given(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(render("empty", 5, History(), {}, 0.0, 0.0, 80))
+def test_a_run_without_any_record_shows_its_name_and_step_0() -> None:
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(render("empty", 5, History(), {}, 0.0, 0.0, 80))
+    assert "empty" in screen.getvalue() and "0/5" in screen.getvalue()
 
 
 ADVICE = (
