@@ -18,10 +18,8 @@ from pathlib import Path
 
 from answer_forms import RIGHT, WRONG
 
-from headrace.environments.data.gsm8k import gsm8k
-from headrace.environments.data.math import math
-from headrace.environments.rewards.numeric import Numeric
-from headrace.environments.rewards.symbolic import Symbolic
+from headrace.environments.data.word_problems import gsm8k, math
+from headrace.environments.rewards.math_rewards import Numeric, Symbolic
 
 AT_ONCE = 64
 ENOUGH_FORMS = 3

@@ -14,10 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.environments.arguments import BadArgument
-from headrace.environments.data.gsm8k import gsm8k
-from headrace.environments.data.math import SUBJECTS, math
-from headrace.environments.data.rows import read_rows
-from headrace.environments.data.tables import DataError
+from headrace.environments.data.tables import DataError, read_rows
+from headrace.environments.data.word_problems import SUBJECTS, gsm8k, math
 from tests.refusals import refused
 
 DATA = Path(__file__).parents[1] / "data"

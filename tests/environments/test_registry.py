@@ -6,7 +6,7 @@ from headrace.environments import environment
 from headrace.environments.arguments import check_whole
 from headrace.environments.base import Environment
 from headrace.environments.registry import EnvironmentNotFound, load_environment
-from headrace.environments.rewards.exact import Exact
+from headrace.environments.rewards import Exact
 from headrace.environments.shipped.reverse_text import ReverseText
 from tests.refusals import refused
 

@@ -7,7 +7,7 @@ import pytest
 from headrace.environments import environment
 from headrace.environments.base import EpisodeError, tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
-from headrace.environments.rewards.exact import Exact
+from headrace.environments.rewards import Exact
 from headrace.environments.script import play
 from headrace.rollout.types import Task
 from tests.refusals import refused

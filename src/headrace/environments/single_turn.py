@@ -20,7 +20,7 @@ from typing import Any
 from headrace.environments.arguments import bound, check_mistakes
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.rewards.batch import SampleData
+from headrace.environments.rewards.base import SampleData
 from headrace.environments.rewards.running import RewardFailure, Rewards
 from headrace.environments.script import perturbed
 from headrace.rollout.types import Message, Rollout, RolloutError, Task

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from headrace.environments.rewards import Rewards
-from headrace.environments.rewards.batch import SampleData
+from headrace.environments.rewards.base import SampleData
 from headrace.environments.rewards.running import Score
 from headrace.environments.strict_format import StrictFormat
 

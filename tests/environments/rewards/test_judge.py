@@ -14,8 +14,7 @@ from aiohttp import web
 
 from headrace.environments.base import EpisodeError
 from headrace.environments.rewards import Judge, Rewards, judge
-from headrace.environments.rewards.answer_cache import AnswerCache
-from headrace.environments.rewards.judge import JudgeFailed, zero_to_one
+from headrace.environments.rewards.judge import AnswerCache, JudgeFailed, zero_to_one
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import HOSTILE
 from tests.inference.openai_stand_in import OpenAIStandIn, completion, error

@@ -14,10 +14,8 @@ import pytest
 import pytest_asyncio
 from benchmarks.environments.answer_forms import RIGHT, WRONG, Rule
 
-from headrace.environments.data.gsm8k import gsm8k
-from headrace.environments.data.math import math
-from headrace.environments.rewards.numeric import Numeric
-from headrace.environments.rewards.symbolic import Symbolic
+from headrace.environments.data.word_problems import gsm8k, math
+from headrace.environments.rewards.math_rewards import Numeric, Symbolic
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 DATA = Path(__file__).parents[2] / "data"

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.environments.rewards.math_rewards import Numeric
 from headrace.environments.rewards.mathematics.latex import latex_of, tokens_of
 from headrace.environments.rewards.mathematics.numbers import number_of
-from headrace.environments.rewards.numeric import Numeric
 from tests.environments.hostile import hostile
 
 FIXED = settings(deadline=None, max_examples=200, derandomize=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from headrace.environments.rewards.symbolic import Symbolic
+from headrace.environments.rewards.math_rewards import Symbolic
 from headrace.environments.sandbox import CallFailed
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import hostile
@@ -27,7 +27,7 @@ async def reward() -> AsyncIterator[Symbolic]:
 
 
 async def test_numbers_and_spelling_need_no_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.environments.rewards.symbolic.ALGEBRA", NOWHERE)
+    monkeypatch.setattr("headrace.environments.rewards.math_rewards.ALGEBRA", NOWHERE)
     reward = Symbolic()
     scores = {("0.5", r"\frac12"): 1.0, ("C", r"\text{(C)}"): 1.0, ("1,2", "3"): 0.0, ("x^2", "x^{2}"): 1.0}
     for (answer, gold), score in scores.items():
@@ -102,7 +102,7 @@ async def test_algebra_without_end_scores_nothing_and_the_next_answer_is_compare
 
 
 async def test_a_broken_installation_is_an_error_and_no_wrong_answer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.environments.rewards.symbolic.ALGEBRA", NOWHERE)
+    monkeypatch.setattr("headrace.environments.rewards.math_rewards.ALGEBRA", NOWHERE)
     reward = Symbolic()
     with pytest.raises(CallFailed, match="no_such_module"):
         await reward(r"\boxed{x+x}", {"answer": "2x"})

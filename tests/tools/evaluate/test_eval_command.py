@@ -12,7 +12,7 @@ from headrace.cli.eval import prepare, read_evaluation, run
 from headrace.cli.main import main, parse
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
-from headrace.environments.rewards.token_utilisation import read_zero_shot
+from headrace.environments.rewards.strict_rewards import read_zero_shot
 from headrace.errors import BadInput
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind

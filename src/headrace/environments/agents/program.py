@@ -26,7 +26,7 @@ from headrace.environments.arguments import (
     check_number,
     import_argument,
 )
-from headrace.environments.data.rows import FILES, read_rows
+from headrace.environments.data.tables import FILES, read_rows
 from headrace.rollout.types import Message, Task
 
 MAX_REWARD = 1e9

@@ -17,7 +17,7 @@ from headrace.environments.hackable.registry import build_data_provider, build_o
 from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.hackable.scoring import Scorer
 from headrace.environments.rewards.registry import REWARDS, build_rewards, options_by_reward
-from headrace.environments.rewards.thinking import length_in, thinking_lengths, words_in
+from headrace.environments.rewards.strict_rewards import length_in, thinking_lengths, words_in
 from headrace.environments.single_turn import Row, SingleTurn
 from headrace.environments.strict_format import format_of
 from headrace.rollout.fingerprint import fingerprint

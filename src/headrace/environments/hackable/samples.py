@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.environments.data.rows import checksum, example_key
-from headrace.environments.rewards.batch import SampleData
+from headrace.environments.data.tables import checksum, example_key
+from headrace.environments.rewards.base import SampleData
 from headrace.environments.strict_format import TAGS, format_with
 
 Rows = Iterable[dict[str, Any]]

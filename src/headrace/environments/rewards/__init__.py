@@ -1,15 +1,12 @@
-"""Rewards: one file per reward that ships, and what loads and runs them. Never imports torch."""
+"""Rewards that ship, and what loads and runs them. Never imports torch."""
 
 from headrace.environments.rewards.base import GroupReward, Reward, group_reward, in_sandbox, scaled
 from headrace.environments.rewards.code import CodeExecution
-from headrace.environments.rewards.exact import Exact
-from headrace.environments.rewards.json_schema import JsonSchema
 from headrace.environments.rewards.judge import Judge
-from headrace.environments.rewards.numeric import Numeric
-from headrace.environments.rewards.pattern import Pattern
+from headrace.environments.rewards.math_rewards import Numeric, Symbolic
 from headrace.environments.rewards.registry import build_reward, register_reward
 from headrace.environments.rewards.running import Rewards
-from headrace.environments.rewards.symbolic import Symbolic
+from headrace.environments.rewards.text_rewards import Exact, JsonSchema, Pattern
 
 __all__ = [
     "CodeExecution",

@@ -13,6 +13,7 @@ from headrace.environments.rewards.mathematics.latex import LONGEST, Unreadable
 from headrace.environments.rewards.mathematics.shapes import has_words, shape_of
 from headrace.errors import BadInput
 
+FINAL_ANSWER_MARK = "####"
 MAX_BOXES = 16
 """Boxes that are read, from the last one backwards."""
 END_CHARACTERS = 4 * LONGEST
@@ -58,8 +59,9 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
     answer = boxed_answer(text)
     if answer is not None:
         return answer
-    if (mark := text.rfind("####")) >= 0:
-        return text[mark + 4 : mark + 4 + LONGEST].lstrip().partition("\n")[0].strip()
+    if (mark := text.rfind(FINAL_ANSWER_MARK)) >= 0:
+        start = mark + len(FINAL_ANSWER_MARK)
+        return text[start : start + LONGEST].lstrip().partition("\n")[0].strip()
     end = text[-END_CHARACTERS:]
     *_, announcement = [None, *_ANSWER_IS.finditer(end)]
     announced = None

@@ -2,7 +2,8 @@
 
 A reward is a function of one completion: it takes the completion's text and the task's data, and returns a number.
 A group reward (`@group_reward`) takes the texts and the data of all completions of a group and returns a number for
-each. Both may be asynchronous, and both may be objects with `__call__`. Optional attributes of a reward:
+each. A batch reward, the hackable layer's `reward(prompts, completions, answers, infos)`, is called as a group reward
+with the columns of its rows. All may be asynchronous, or objects with `__call__`. Optional attributes of a reward:
 
     name           the name of its scores, where a list of rewards gives none
     bounded        true if it needs no time limit: it has its own, or takes time in proportion to the text
@@ -18,7 +19,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput
@@ -44,7 +45,7 @@ class GroupReward(Protocol):
 
 
 AnyReward = Reward | GroupReward | Callable[..., Any]
-"""A reward in any of its forms, the hackable batch signature (`batch.py`) included."""
+"""A reward in any of its forms."""
 
 
 def group_reward(reward: Function) -> Function:
@@ -54,7 +55,7 @@ def group_reward(reward: Function) -> Function:
 
 
 def form_of(reward: AnyReward) -> Form:
-    """Return how a reward is called: with one completion, with a group, or with the columns of a batch (`batch.py`)."""
+    """Return how a reward is called: with one completion, with a group, or with the columns of a batch."""
     if (form := getattr(reward, "form", None)) is not None:
         return form  # type: ignore[no-any-return]
     try:
@@ -64,6 +65,20 @@ def form_of(reward: AnyReward) -> Form:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
     return "batch" if len(required) >= 4 or (positional and positional[0].name == "prompts") else "completion"
+
+
+class SampleData(dict[str, Any]):
+    """The data of a sample as rewards see it: the entries of its `info`, and its `prompt` and `answer`."""
+
+    def __init__(self, prompt: str, answer: str, info: Data) -> None:
+        super().__init__({**info, "prompt": prompt, "answer": answer})
+        self.info = info
+
+
+def batch_arguments(texts: Sequence[str], data: Sequence[Data]) -> tuple[list[Any], ...]:
+    """Return prompts, completions, answers and infos. For the row of an environment, `info` is the whole row."""
+    prompts, answers = ([str(row.get(name, "")) for row in data] for name in ("prompt", "answer"))
+    return prompts, list(texts), answers, [getattr(row, "info", row) for row in data]
 
 
 class Counts(dict[str, int]):
@@ -83,11 +98,14 @@ class Counts(dict[str, int]):
 class SandboxReward:
     """Base of rewards that check an answer in processes which can be killed.
 
-    A check that exceeds `timeout` seconds of processor time is counted in `counts["timeouts"]`.
+    A check that exceeds `timeout` seconds of processor time, or fails, counts against the answer where `counts` has a
+    counter for that; otherwise it raises, as it does if no process can be started.
     """
 
-    name: ClassVar[str]
+    name: str
     bounded = True
+    timeout_counter = "timeouts"
+    failure_counter = "failures"
 
     def __init__(self, timeout: float, processes: int, counts: Counts) -> None:
         self.counts = counts
@@ -98,32 +116,28 @@ class SandboxReward:
         await self._sandbox.close()
 
     async def _check(self, function: str, *args: Any) -> Any:
-        """Return what `package.module:name` returns; None after a timeout or a failure that the answer has caused.
-
-        A failure is the answer's where the reward counts failures, unless no process could be started.
-        """
+        """Return what `package.module:name` returns; None after a counted timeout or failure."""
         try:
             return await self._sandbox.call(function, *args, timeout=self._timeout, patience=CPU_BOUND_PATIENCE)
-        except CallTimeout:
-            self.counts.add("timeouts")
-        except CallFailed as error:
-            if "failures" not in self.counts or error.kind in ("start", "closed"):
+        except (CallTimeout, CallFailed) as error:
+            counter = self.timeout_counter if isinstance(error, CallTimeout) else self.failure_counter
+            if counter not in self.counts or (isinstance(error, CallFailed) and error.kind in ("start", "closed")):
                 raise
-            self.counts.add("failures")
-        return None
+            log.debug("reward %r: %s", self.name, error)
+            self.counts.add(counter)
+            return None
 
 
 class _InSandbox(SandboxReward):
     def __init__(self, function: str, timeout: float, processes: int) -> None:
         super().__init__(timeout, processes, Counts(function))
-        module, _, self.name = function.partition(":")  # type: ignore[misc]
+        module, _, self.name = function.partition(":")
         if not (module and self.name):
             raise BadInput("not an import path", key="function", value=function, fix="Write package.module:function.")
         self._function = function
 
     async def __call__(self, text: str, data: Data) -> float:
-        call = self._function, text, dict(data)
-        value: float = await self._sandbox.call(*call, timeout=self._timeout, patience=CPU_BOUND_PATIENCE)
+        value: float = await self._check(self._function, text, dict(data))
         return value
 
 

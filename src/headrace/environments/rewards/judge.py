@@ -1,7 +1,8 @@
 """Reward by a language model behind any endpoint with OpenAI's chat completions.
 
 Each distinct request is sent once: the judge's reply is cached in memory and, with `cache`, in a file, and concurrent
-callers share one request. The cache has the reply, not the score, so that another `parse` needs no new requests.
+callers share one request. The cache has the reply, not the score, so that another `parse` needs no new requests. Its
+file is an SQLite database to which several processes may append at a time; entries never change.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import logging
 import math
 import random
 import re
+import sqlite3
 import string
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.environments.rewards.answer_cache import AnswerCache
 from headrace.environments.rewards.base import Counts, Data, gold_of
 from headrace.environments.rewards.registry import register_with_part
 from headrace.errors import BadInput, Failure
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Delay before a retry, doubled each time; the server's `Retry-After` may be longer."""
 MAX_RETRY_AFTER_S = 300.0
+CACHE_SCHEMA = 1
+LOCK_TIMEOUT_S = 10.0
+"""Time to wait for another process that writes to the cache."""
 EMPHASIS = r"""[\s*_`"']{0,9}+"""
 ANNOUNCED = re.compile(
     rf"(?i)(?<![^\W_])score{EMPHASIS}(?:(?:\([^()\n]{{0,40}}+\){EMPHASIS})?+[:=]|(?<!score)(?=[-+.\d])){EMPHASIS}"
@@ -246,3 +251,75 @@ def _parsed_template(prompt: str) -> list[tuple[str, str | None]]:
     if "text" not in (field for _, field, _, _ in parts):
         raise refuse("it has no {text}, the answer")
     return [(literal, field) for literal, field, _, _ in parts]
+
+
+class AnswerCache:
+    """An LRU cache of `in_memory` entries, backed by the file `path` if there is one. It reopens after `close`.
+
+    A file that fails later (a full disk) is logged once, and the cache goes on in memory.
+    """
+
+    def __init__(self, path: Path | None = None, in_memory: int = 10_000) -> None:
+        self._path = path
+        self._in_memory = in_memory
+        self._latest: OrderedDict[str, str] = OrderedDict()
+        self._opened: sqlite3.Connection | None = None
+        self._reported = False
+        self._file()  # refuse an unusable file now
+
+    def get(self, key: str) -> str | None:
+        if key not in self._latest:
+            rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
+            if rows:
+                self._keep(key, rows[0][0])
+        if key in self._latest:
+            self._latest.move_to_end(key)
+        return self._latest.get(key)
+
+    def put(self, key: str, answer: str) -> None:
+        self._keep(key, answer)
+        self._execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, answer)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _execute(self, statement: str, *values: str) -> list[tuple[str, ...]]:
+        file = self._file()
+        if file is None:
+            return []
+        try:
+            return file.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            if not self._reported:
+                self._reported = True
+                log.warning("the cache %s failed (%s): new replies may be kept in memory only", self._path, error)
+            return []
+
+    def _keep(self, key: str, answer: str) -> None:
+        self._latest[key] = answer
+        if len(self._latest) > self._in_memory:
+            self._latest.popitem(last=False)
+
+    def _file(self) -> sqlite3.Connection | None:
+        if self._opened is None and self._path is not None:
+            self._opened = _open(self._path)
+        return self._opened
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        file.execute("PRAGMA journal_mode = WAL")
+        file.execute("PRAGMA synchronous = NORMAL")
+        [[schema]] = file.execute("PRAGMA user_version").fetchall()
+        if schema not in (0, CACHE_SCHEMA):
+            fact = f"it has schema {schema}, but this version of headrace reads {CACHE_SCHEMA}"
+            raise BadInput(fact, file=path, fix="Name another file.")
+        file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID")
+        file.execute(f"PRAGMA user_version = {CACHE_SCHEMA}")
+    except (sqlite3.Error, OSError) as error:
+        raise BadInput(f"cannot be used as a cache: {error}", file=path) from error
+    return file

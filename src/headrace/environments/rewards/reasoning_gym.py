@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from headrace.environments.rewards.base import Counts, Data, SandboxReward
 from headrace.environments.rewards.registry import register_reward
-from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout
 from headrace.environments.strict_format import format_of
-
-log = logging.getLogger(__name__)
 
 SCORE = "headrace.environments.adapters.reasoning_gym_family:score"
 MAX_ANSWER_CHARACTERS = 100_000
@@ -24,6 +19,7 @@ class ReasoningGymReward(SandboxReward):
     """
 
     name = "reasoning_gym"
+    timeout_counter = failure_counter = "scorer_errors"
 
     def __init__(self, timeout: float = 5.0, processes: int = 2) -> None:
         counts = Counts("reasoning_gym_reward", scorer_errors="answers that a scorer failed on")
@@ -40,12 +36,5 @@ class ReasoningGymReward(SandboxReward):
         """Return the family's score of an answer, 0 for one that is too long; None if the scorer fails on it."""
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return 0.0
-        call = SCORE, family, dict(settings), answer, dict(task)
-        try:
-            return float(await self._sandbox.call(*call, timeout=self._timeout, patience=CPU_BOUND_PATIENCE))
-        except (CallFailed, CallTimeout) as error:
-            if isinstance(error, CallFailed) and error.kind in ("start", "closed"):  # not the answer's fault
-                raise
-            log.debug("the scorer of %s failed: %s", family, error)
-            self.counts.add("scorer_errors")
-            return None
+        score = await self._check(SCORE, family, dict(settings), answer, dict(task))
+        return None if score is None else float(score)

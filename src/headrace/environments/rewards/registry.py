@@ -1,6 +1,6 @@
 """Rewards by name, by import path (`package.module:name`) or by file (`path/to/file.py:name`).
 
-A shipped reward is a file of this folder that registers it: its signature declares the options, its docstring the
+A shipped reward is registered by a module of this folder: its signature declares the options, its docstring the
 description, its constructor the checks.
 """
 

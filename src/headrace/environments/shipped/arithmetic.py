@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.environments.arguments import check_flag, check_letters, check_whole
-from headrace.environments.rewards.exact import Exact
+from headrace.environments.rewards.text_rewards import Exact
 from headrace.environments.shipped.drawing import draw_tasks
 from headrace.environments.single_turn import SingleTurn
 

@@ -7,7 +7,7 @@ import string
 from typing import Any
 
 from headrace.environments.arguments import check_whole
-from headrace.environments.rewards.exact import Exact
+from headrace.environments.rewards.text_rewards import Exact
 from headrace.environments.shipped.drawing import draw_tasks
 from headrace.environments.shipped.texts import reply_similarity
 from headrace.environments.single_turn import SingleTurn

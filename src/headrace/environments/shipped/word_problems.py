@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from headrace.environments.arguments import bound, check_choice, check_number
-from headrace.environments.data.gsm8k import gsm8k
-from headrace.environments.data.math import math
+from headrace.environments.data.word_problems import gsm8k, math
 from headrace.environments.rewards.base import Reward, scaled
-from headrace.environments.rewards.numeric import Numeric
-from headrace.environments.rewards.symbolic import Symbolic
+from headrace.environments.rewards.math_rewards import Numeric, Symbolic
 from headrace.environments.shipped.arithmetic import sums
 from headrace.environments.single_turn import Row, SingleTurn
 from headrace.environments.strict_format import THINKING_TAGS, StrictFormat

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.environments.arguments import BadArgument, check_choice
-from headrace.environments.data.gsm8k import NAME as GSM8K
-from headrace.environments.data.math import NAME as MATH
+from headrace.environments.data.word_problems import GSM8K, MATH
 from headrace.environments.hackable.registry import (
     DATA_PROVIDERS,
     build_data_provider,

@@ -1,7 +1,7 @@
-"""Data providers that read data sets: GSM8K, MATH, local files and Hugging Face datasets.
+"""Data providers of one source: GSM8K, MATH, local files, Hugging Face datasets, arithmetic, and reasoning-gym.
 
 Rows come in the order of the data, or shuffled with `seed`; `limit` is applied after that. `instructions` and `tags`
-are those of `samples_of`.
+are those of `samples_of`. Arithmetic and the families of reasoning-gym are generated from a seed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace.environments.data.gsm8k import NAME as GSM8K
-from headrace.environments.data.gsm8k import gsm8k as gsm8k_rows
-from headrace.environments.data.math import NAME as MATH
-from headrace.environments.data.math import math as math_rows
-from headrace.environments.data.rows import Row, located_rows
-from headrace.environments.data.tables import DataError
+from headrace.environments.data.tables import DataError, Row, located_rows
+from headrace.environments.data.word_problems import GSM8K, MATH
+from headrace.environments.data.word_problems import gsm8k as gsm8k_rows
+from headrace.environments.data.word_problems import math as math_rows
 from headrace.environments.hackable.registry import register_data_provider
 from headrace.environments.hackable.samples import Rows, Tags, TrainingSample, samples_of
+from headrace.environments.shipped.arithmetic import sums
 
 Columns = Mapping[str, str] | None
 
@@ -93,6 +92,39 @@ def huggingface(
     """A Hugging Face dataset by its name, or a directory that `save_to_disk` wrote. Columns are those of `local`."""
     rows = (_row(row) for row in located_rows(name, split, subset, columns))
     return samples_of(_first(rows, limit, shuffle, seed), instructions, tags)
+
+
+@register_data_provider
+def reasoning_gym(
+    family: str,
+    split: str = "train",
+    num_tasks: int = 500,
+    settings: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    instructions: str | None = None,
+    tags: Tags = None,
+) -> Iterator[TrainingSample]:
+    """Tasks of one reasoning-gym family with its `settings`. `info` has the data of `reasoning_gym_reward`."""
+    from headrace.environments.adapters.reasoning_gym_tasks import Request, tasks_of_family
+
+    own = dict(settings or {})
+    tasks = tasks_of_family(Request(family, own, split, num_tasks, seed))
+    return samples_of(({**task, "family": family, "settings": own} for task in tasks), instructions, tags)
+
+
+@register_data_provider
+def arithmetic(
+    split: str = "train",
+    num_tasks: int = 2000,
+    digits: int = 2,
+    operations: str = "+-",
+    seed: int = 0,
+    instructions: str | None = None,
+    tags: Tags = None,
+) -> Iterator[TrainingSample]:
+    """Generated sums, differences and products of whole numbers. No question is in both splits, "train" and "eval"."""
+    rows = sums(split, num_tasks, digits, operations, seed)
+    return samples_of(({**row, "solution": f"{row['question']}={row['answer']}"} for row in rows), instructions, tags)
 
 
 def _first(rows: Rows, limit: int | None, shuffle: bool, seed: int) -> Rows:

@@ -1,5 +1,6 @@
-r"""MATH, by Hendrycks et al.: competition problems of seven subjects and five levels, whose answers are `\boxed{...}`.
+r"""GSM8K and MATH: word problems whose answers are numbers, or `\boxed{...}`.
 
+GSM8K has grade-school problems. MATH, by Hendrycks et al., has competition problems of seven subjects and five levels.
 Copies of it have different columns: `problem` or `question`, `type` or `subject`, a level as text or as a number, with
 or without a column for the answer. AIME has neither subject nor level, and whole numbers as answers, often without a
 solution: `problem`, `answer`, and perhaps `id` and `year`, in lower or upper case.
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace.environments.arguments import BadArgument
-from headrace.environments.data.rows import Row, located_rows
-from headrace.environments.rewards.answers import boxed_answer
+from headrace.environments.data.tables import Row, located_rows
+from headrace.environments.rewards.answers import FINAL_ANSWER_MARK, boxed_answer
 
 log = logging.getLogger(__name__)
 
-NAME = "EleutherAI/hendrycks_math"
+GSM8K = "openai/gsm8k"
+MATH = "EleutherAI/hendrycks_math"
 SUBJECTS = (
     "Algebra",
     "Counting & Probability",
@@ -35,10 +37,34 @@ ANSWER = ("answer", "Answer")
 SOLUTION = ("solution", "Solution")
 SUBJECT = ("subject", "type")
 LEVEL_UNKNOWN = {"level": None, "subject": None}
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+def gsm8k(
+    source: str | Path = GSM8K,
+    split: str = "train",
+    limit: int | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of `question`, `answer` (the number after `####`, without commas) and `solution` (the steps before).
+
+    Calculator annotations in the solutions, `<<2*3=6>>`, are left out.
+    """
+    subset = "main" if str(source) == GSM8K else None
+    for row in islice(located_rows(source, split, subset, columns), limit):
+        worked = row.text("answer")
+        steps, mark, answer = worked.rpartition(FINAL_ANSWER_MARK)
+        if not mark or not answer.strip():
+            raise row.error(f"no answer follows {FINAL_ANSWER_MARK} in {worked[-60:]!r}", key="answer")
+        yield {
+            "question": row.text("question"),
+            "answer": answer.strip().replace(",", ""),
+            "solution": _CALCULATOR.sub("", steps).strip(),
+        }
 
 
 def math(
-    source: str | Path = NAME,
+    source: str | Path = MATH,
     split: str = "train",
     levels: Sequence[int] | None = None,
     subjects: Sequence[str] | None = None,
@@ -74,7 +100,7 @@ def math(
 def _rows(
     source: str | Path, split: str, subjects: set[str | None] | None, columns: Mapping[str, str] | None
 ) -> Iterator[Row]:
-    if str(source) != NAME:
+    if str(source) != MATH:
         yield from located_rows(source, split, None, columns)
         return
     for subject in SUBJECTS:  # on the hub each of them is a subset
