@@ -17,7 +17,7 @@ from headrace.algorithms.grpo import GrpoConfig
 from headrace.config.annotations import sections_in
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
-from headrace.config.orchestrator import EvalConfig, OrchestratorConfig
+from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.sft import SftConfig
 from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
@@ -203,9 +203,3 @@ def test_no_key_loses_its_value_by_being_unset(kind: type[BaseModel]):
         and type(None) in typing.get_args(field.annotation)
     }
     assert lost == set()
-
-
-def test_a_run_that_an_older_version_saved_without_evaluation_still_loads():
-    whole = EvalConfig().model_dump(mode="json", exclude_none=True)
-    assert whole["env"] == []
-    assert run(orchestrator={"eval": whole}).orchestrator.eval == EvalConfig()

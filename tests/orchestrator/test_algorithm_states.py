@@ -52,25 +52,19 @@ async def set_up(algo: str, journal: Journal) -> Any:
     return algorithms["a"]
 
 
-@pytest.mark.parametrize("of", [f"{HERE}:Remembering", None])  # an older journal does not tell whose it is
-async def test_an_algorithm_goes_on_from_its_state(of: str | None, caplog: pytest.LogCaptureFixture):
-    algorithm = await set_up(f"{HERE}:Remembering", journal_with(AlgorithmState(of, b"[1, 2]")))
+async def test_an_algorithm_goes_on_from_its_state(caplog: pytest.LogCaptureFixture):
+    algorithm = await set_up(f"{HERE}:Remembering", journal_with(AlgorithmState(f"{HERE}:Remembering", b"[1, 2]")))
     assert algorithm.learned == [1, 2]
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(
-    ("algo", "of"),
-    [("grpo", f"{HERE}:Remembering"), (f"{HERE}:AlsoRemembering", f"{HERE}:Remembering"), ("grpo", None)],
-)
-async def test_another_algorithm_starts_without_state_and_logs_it_once(
-    algo: str, of: str | None, caplog: pytest.LogCaptureFixture
-):
+@pytest.mark.parametrize("algo", ["grpo", f"{HERE}:AlsoRemembering"])
+async def test_another_algorithm_starts_without_state_and_logs_it_once(algo: str, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        algorithm = await set_up(algo, journal_with(AlgorithmState(of, b"[1, 2]")))
+        algorithm = await set_up(algo, journal_with(AlgorithmState(f"{HERE}:Remembering", b"[1, 2]")))
     assert getattr(algorithm, "learned", "nothing") == "nothing"
     [record] = caplog.records
-    assert isinstance(record.args, tuple) and record.args[:2] == ("a", of or "another algorithm")
+    assert isinstance(record.args, tuple) and record.args[:2] == ("a", f"{HERE}:Remembering")
 
 
 async def test_a_state_that_is_still_nothing_is_not_loaded():

@@ -15,8 +15,7 @@ from headrace.orchestrator.circuit_breaker import (
     MAX_PAUSE_DRAWS,
     EnvironmentBreaker,
 )
-from headrace.orchestrator.curricula import check_imports, make_gate, make_sampler
-from headrace.orchestrator.curriculum import CurriculumFailed, DifficultyPool, TaskSampler
+from headrace.orchestrator.curriculum import CurriculumFailed, DifficultyPool, InOrder, TaskSampler
 from headrace.orchestrator.gate import AdvantageRange, Gate
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, Sample, Task
@@ -56,8 +55,8 @@ def test_a_task_is_in_the_pool_of_the_mean_reward_of_its_group(rewards: list[flo
 
 
 def test_in_order_tasks_come_as_they_are_listed_and_then_again():
-    sampler = make_sampler(CurriculumConfig(sampler="in_order"), tasks(3))  # type: ignore[arg-type]
-    assert sampler is not None and not sampler.learns()
+    sampler = InOrder(tasks(3))
+    assert not sampler.learns()
     source = TrainSource([TrainTasks("env", tasks(3), 1.0, sampler)], seed=5)
     assert [source.draw()[1].data["n"] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     resumed = TrainSource([TrainTasks("env", tasks(3), 1.0, sampler)], seed=5, drawn={"env": 7})
@@ -285,10 +284,17 @@ def curriculum(**keys: Any) -> CurriculumConfig:
     return CurriculumConfig.model_validate(keys)
 
 
+def check_imports(config: CurriculumConfig) -> None:
+    for chosen in (config.sampler, config.gate):
+        if chosen is not None:
+            chosen.check_imports()
+
+
 def test_users_samplers_and_gates_are_found_by_import_path_with_their_kwargs():
     config = curriculum(sampler={"type": f"{HERE}:Longest", "kwargs": {"step": 2}}, gate=f"{HERE}:Never")
     check_imports(config)
-    sampler, gate = make_sampler(config, tasks(5)), make_gate(config)
+    assert config.sampler is not None and config.gate is not None
+    sampler, gate = config.sampler.make(tasks(5)), config.gate.make()
     source = TrainSource([TrainTasks("env", tasks(5), 1.0, sampler)], 0)
     assert [source.draw()[1].data["n"] for _ in range(3)] == [4, 2, 0]
     assert isinstance(gate, Never)
@@ -332,6 +338,7 @@ def test_sections_that_make_no_sense_are_refused():
 def test_an_environments_own_sampler_and_gate_go_before_those_that_all_inherit():
     default = curriculum(sampler="difficulty_pool", gate="advantage_range")
     own = curriculum(gate="none").over(default)
-    assert isinstance(make_sampler(own, tasks(2)), DifficultyPool)
-    assert make_gate(own) is None
-    assert make_sampler(curriculum(sampler="shuffled").over(default), tasks(2)) is None
+    assert own.sampler is not None and isinstance(own.sampler.make(tasks(2)), DifficultyPool)
+    assert own.gate is not None and own.gate.make() is None
+    shuffled = curriculum(sampler="shuffled").over(default).sampler
+    assert shuffled is not None and shuffled.make(tasks(2)) is None

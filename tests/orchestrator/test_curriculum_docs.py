@@ -10,7 +10,6 @@ import pytest
 
 from headrace.config.curriculum import CurriculumConfig
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.orchestrator.curricula import check_imports, make_gate, make_sampler
 from headrace.rollout.types import Task
 from headrace.runfile.reading import load, validate
 from headrace.runfile.run import RunConfig
@@ -40,8 +39,9 @@ def test_the_keys_that_the_page_shows_are_the_defaults():
 
 
 def test_the_share_of_easy_tasks_that_the_page_works_out_is_right():
-    sampler = make_sampler(CurriculumConfig.model_validate({"sampler": "difficulty_pool"}), tasks(100))
-    assert sampler is not None
+    chosen = CurriculumConfig.model_validate({"sampler": "difficulty_pool"}).sampler
+    assert chosen is not None
+    sampler = chosen.make(tasks(100))
     for number, task in enumerate(sampler.tasks):
         sampler.observe(task, [1.0 if number < 90 else 0.5])
     easy = sum(sampler.draw(n, random.Random(n)).data["n"] < 90 for n in range(4000)) / 4000
@@ -54,10 +54,10 @@ def tasks(count: int) -> list[Task]:
 
 
 def test_the_sampler_and_the_gate_of_the_page_work(own: CurriculumConfig):
-    check_imports(own)
-    sampler, gate = make_sampler(own, tasks(300)), make_gate(own)
-    assert sampler is not None
-    assert gate is not None
+    assert own.sampler is not None and own.gate is not None
+    own.sampler.check_imports()
+    own.gate.check_imports()
+    sampler, gate = own.sampler.make(tasks(300)), own.gate.make()
     assert max(sampler.draw(n, random.Random(n)).data["n"] for n in range(500)) == 99
     for task in tasks(10):
         sampler.observe(task, [1.0, 1.0])

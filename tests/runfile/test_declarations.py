@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config.algorithms import ALGORITHMS, LENGTH_PENALTIES, AlgorithmConfig
+from headrace.config.curriculum import GATES, SAMPLERS
 from headrace.config.orchestrator import FILTERS
 from headrace.config.registry import Registry
 from headrace.config.trainer import LOSSES
@@ -15,7 +16,7 @@ from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from tests.config.run_files import minimal
 
-REGISTRIES: list[Registry] = [ALGORITHMS, FILTERS, LENGTH_PENALTIES, LOSSES]
+REGISTRIES: list[Registry] = [ALGORITHMS, FILTERS, GATES, LENGTH_PENALTIES, LOSSES, SAMPLERS]
 
 NEW_ALGORITHM = '''
 """Sharpened: group-centered rewards to a power, pulled towards a teacher."""

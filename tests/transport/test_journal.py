@@ -8,7 +8,6 @@ import pytest
 
 from headrace.errors import BadInput, Failure
 from headrace.transport.journal import (
-    JOURNAL_SCHEMA,
     AlgorithmState,
     Clock,
     Draw,
@@ -26,7 +25,7 @@ def draws(*ids: int) -> list[Draw]:
     return [Draw(i, "env", f"key{i}", i) for i in ids]
 
 
-def learned(state: str, algorithm: str | None = "mine:Algorithm") -> AlgorithmState:
+def learned(state: str, algorithm: str = "mine:Algorithm") -> AlgorithmState:
     return AlgorithmState(algorithm, state.encode())
 
 
@@ -216,41 +215,3 @@ def test_every_start_of_a_run_has_a_number_of_its_own_whatever_is_rewound(tmp_pa
     assert Journal(path).start() == 3
     fork(path, tmp_path / "fork" / "journal.sqlite", step=0)
     assert Journal(tmp_path / "fork" / "journal.sqlite").start() == 4
-
-
-def write_old_journal(path: Path, as_it_was_then: str) -> None:
-    """One that has shipped a step; the script takes out what later schemas brought."""
-    journal = Journal(path)
-    journal.commit(entries(draws(0), shipped(0)), shipped=1)
-    journal.close()
-    with sqlite3.connect(path) as db:
-        db.executescript(as_it_was_then)
-
-
-def test_a_journal_of_schema_2_resumes_with_states_without_an_algorithm(tmp_path: Path):
-    path = tmp_path / "journal.sqlite"
-    write_old_journal(
-        path,
-        "DROP TABLE algorithms; DROP TABLE starts; ALTER TABLE draws DROP COLUMN credited_tokens;"
-        "CREATE TABLE algorithms (step INTEGER, env TEXT, state TEXT NOT NULL, PRIMARY KEY (step, env));"
-        "INSERT INTO algorithms VALUES (1, 'env', '[1]'); PRAGMA user_version=2;",
-    )
-    Journal(path, read_only=True).close()
-    fork(path, tmp_path / "fork" / "journal.sqlite", step=1)
-    for old in (path, tmp_path / "fork" / "journal.sqlite"):
-        journal = Journal(old)
-        assert journal.algorithm_states() == {"env": learned("[1]", None)}
-        journal.commit(entries(draws(1), shipped(1), state="[2]"), shipped=2)
-        journal.close()
-        assert Journal(old).algorithm_states() == {"env": learned("[2]")}
-        assert sqlite3.connect(old).execute("PRAGMA user_version").fetchone() == (JOURNAL_SCHEMA,)
-
-
-def test_a_journal_of_schema_3_resumes_with_unknown_lengths(tmp_path: Path):
-    path = tmp_path / "journal.sqlite"
-    write_old_journal(path, "ALTER TABLE draws DROP COLUMN credited_tokens; PRAGMA user_version=3;")
-    journal = Journal(path)
-    longer = shipped(1)
-    longer.credit, longer.credited_tokens = 1, 70
-    journal.commit(entries(draws(1), longer), shipped=2)
-    assert [(lesson.step, lesson.tokens) for lesson in journal.lessons()] == [(1, 0), (2, 70)]

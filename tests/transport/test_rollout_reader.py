@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
@@ -19,6 +18,7 @@ from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
 from headrace.transport.rollout_files import RolloutFiles, SavedRollout, write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RolloutKind
+from tests.refusals import refused
 from tests.rollout.strategies import FIXED, STREAM_NAMES, assert_same, floats32
 
 FEW = settings(FIXED, max_examples=15)
@@ -158,27 +158,12 @@ def test_a_rollout_keeps_what_its_environment_said_of_it(tmp_path: Path) -> None
     assert two.rollout.turns == []  # it was never merged
 
 
-def test_a_file_of_an_older_version_has_observations_where_nothing_was_sampled(tmp_path: Path) -> None:
-    played = [turn([1], [2, 3]), turn([1, 2, 3, 4, 5], [6]), turn([7], [8])]
-    for entry in played:
-        entry.prompt_roles = np.full(len(entry.prompt_ids), 4, np.int8)
-    write_rollouts(tmp_path, 1, [Rollout(turns=played, samples=merge_turns(played))], [], keep_last=1)
-    forget(tmp_path / "step-00000001.parquet", "obs_spans", "roles")
-    (found,) = RolloutFiles(tmp_path).read(1)
-    assert [sample.obs_spans for sample in found.rollout.samples] == [[(2, 1, 3, 2)], []]
-    assert [t.completion_ids.tolist() for t in found.rollout.turns] == [[2, 3], [6], [8]]
-    assert all(t.prompt_roles is None for t in found.rollout.turns)
-    assert found.rollout.episode == -1
-
-
-def forget(path: Path, *names: str) -> None:
-    """Write the file again without these columns of its samples, and without those of its rollouts that are new."""
-    table = pq.read_table(path)
-    lists = table["samples"].combine_chunks()
-    fields = [field for field in lists.values.type if field.name not in names]
-    structs = pa.StructArray.from_arrays([lists.values.field(field.name) for field in fields], fields=fields)
-    older = table.drop_columns(["samples", "finish_reasons", "episode"])
-    pq.write_table(older.append_column("samples", pa.ListArray.from_arrays(lists.offsets, structs)), path)
+def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    path = RolloutKind.TRAIN.path(tmp_path, 1)
+    write_rollouts(tmp_path, 1, [Rollout()], [], keep_last=1)
+    pq.write_table(pq.read_table(path).drop_columns(["finish_reasons"]), path)
+    with refused(BadInput, file=path):
+        RolloutFiles(tmp_path).read(1)
 
 
 def test_the_steps_on_disk_are_listed_in_order_and_one_that_is_gone_is_named(tmp_path: Path) -> None:

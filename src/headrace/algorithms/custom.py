@@ -11,16 +11,14 @@ which a run file names by its import path.
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from pydantic import Field
 
-from headrace import imports
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.algorithms.declaration import INVARIANTS, AlgorithmDeclaration, MakeContext, Promises
-from headrace.algorithms.user_function import check_kwargs, load_function, name_of, numbers
+from headrace.algorithms.user_function import load_class, load_function, name_of, numbers
 from headrace.config.algorithms import ALGORITHMS
 from headrace.errors import BadInput
 
@@ -75,13 +73,8 @@ class ImportedAlgoConfig(AlgorithmDeclaration):
     def promises(self, algorithm: Algorithm) -> Promises:
         return promises_of_class(algorithm)
 
-    def _load(self) -> builtins.type[Algorithm]:
-        kind = imports.load(self.type, "algorithm")
-        if not (isinstance(kind, builtins.type) and issubclass(kind, Algorithm)):
-            fact = "it is not a subclass of headrace.algorithms.base.Algorithm"
-            raise BadInput(fact, key="algorithm", value=self.type)
-        check_kwargs(kind, (), self.kwargs, "algorithm", self.type)
-        return kind
+    def _load(self) -> Callable[..., Algorithm]:
+        return load_class(self.type, Algorithm, (), self.kwargs, "algorithm")
 
 
 def promises_of_class(algorithm: Algorithm) -> Promises:

@@ -1,16 +1,18 @@
-"""Load, name and check the functions that users write for an algorithm or a filter."""
+"""Load, name and check the functions and classes that users write for a run."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from headrace import imports
 from headrace.errors import BadInput
+
+T = TypeVar("T")
 
 
 def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Callable[..., Any]:
@@ -25,6 +27,17 @@ def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Cal
             fix="Write a plain function, or a subclass of headrace.algorithms.base.Algorithm, whose hooks may wait.",
         )
     return partial(function, **kwargs)
+
+
+def load_class(
+    import_path: str, base: type[T], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str
+) -> Callable[..., T]:
+    """Return a user's subclass of `base` that takes these arguments; it is not constructed. `what` is for errors."""
+    kind = imports.load(import_path, what)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise BadInput(f"not a subclass of {base.__module__}.{base.__name__}", key=what, value=import_path)
+    check_kwargs(kind, args, kwargs, what, import_path)
+    return kind
 
 
 def check_kwargs(

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config
-from headrace.config.curriculum import AdvantageRangeConfig, CurriculumConfig
+from headrace.config.curriculum import CurriculumConfig
 from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
 from headrace.config.registry import Alternative, Registry
 from headrace.config.shorthand import renamed, spelled_out
@@ -132,17 +132,8 @@ NOTHING_EVALUATED = "the section has no environment, so nothing is evaluated"
 
 
 def evaluates_nothing(section: EvalConfig) -> bool:
-    """Return whether to omit the section from the saved run file: one without environments would be refused."""
+    """Return whether to omit the section from the saved run file: a user's one without environments is refused."""
     return not section.env
-
-
-def says_nothing(section: EvalConfig) -> bool:
-    """Return whether a user wrote an evaluation section without environments, which is refused.
-
-    Older versions saved the whole section of a run without evaluation: such a run can be resumed.
-    """
-    saved_whole = {"interval", "group_size", "sampling", "eval_base_model", "skip_eval_on_resume", "env"}
-    return not section.env and not saved_whole <= section.model_fields_set
 
 
 class ClientConfig(Config):
@@ -379,7 +370,7 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _something_is_evaluated(self) -> OrchestratorConfig:
-        if "eval" in self.model_fields_set and says_nothing(self.eval):
+        if "eval" in self.model_fields_set and not self.eval.env:
             fix = "Add an [[orchestrator.eval.env]], or take the section back: --orchestrator.eval null."
             raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix=fix)
         return self
@@ -428,11 +419,12 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _gates_have_advantages_to_look_at(self) -> OrchestratorConfig:
         for number, env in enumerate(self.train.env):
-            if isinstance(env.curriculum.gate, AdvantageRangeConfig) and not self.algo_of(env).HAS_ADVANTAGES:
+            gate = env.curriculum.gate
+            if gate is not None and gate.READS_ADVANTAGES and not self.algo_of(env).HAS_ADVANTAGES:
                 raise InvalidValue(
                     f"the gate looks at advantages, and {self.algo_of(env).type} gives none",
                     key=f"train.env.{number}.curriculum.gate",
-                    value=env.curriculum.gate.type,
+                    value=gate.type,
                     fix='Leave it out, or set type = "none".',
                 )
         return self

@@ -20,7 +20,6 @@ from headrace.config.orchestrator import (
     OrchestratorRendererConfig,
     check_env_names,
     evaluates_nothing,
-    says_nothing,
 )
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import InvalidValue
@@ -193,7 +192,7 @@ class SftConfig(TrainingConfig):
         for key in ("model", "output_dir", "renderer", "seed"):
             if getattr(self.inference, key) != getattr(InferenceConfig(), key):
                 raise InvalidValue(f"the server takes the run's own {key}", key=f"inference.{key}", fix="Leave it out.")
-        if "eval" in self.model_fields_set and says_nothing(self.eval):
+        if "eval" in self.model_fields_set and not self.eval.env:
             raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix="Add an [[eval.env]], or leave the section out.")
         if self.launch.sharing == "alternate":
             raise InvalidValue(

@@ -38,7 +38,6 @@ from headrace.launch.prompt_lengths import (
     prompt_lengths,
     render_examples,
 )
-from headrace.orchestrator import curricula
 from headrace.orchestrator.filters.custom import CustomFilterConfig
 from headrace.runfile.problems import filled_sources
 from headrace.runfile.reading import load
@@ -193,7 +192,10 @@ def check_own_code(subject: Subject) -> Iterator[BadInput]:
         own = f"orchestrator.train.env.{number}"
         algo_key = "orchestrator.algo" if env.algo is None else f"{own}.algo"
         yield from _try(algo_key, declared(config.algo_of(env)).check_imports)
-        yield from _try(f"{own}.curriculum", curricula.check_imports, config.curriculum_of(env))
+        curriculum = config.curriculum_of(env)
+        for chosen in (curriculum.sampler, curriculum.gate):
+            if chosen is not None:
+                yield from _try(f"{own}.curriculum", chosen.check_imports)
     if isinstance(loss := subject.config.trainer.loss, CustomLossConfig):
         yield from _try("trainer.loss.import_path", check_function_source, loss.import_path, loss.kwargs)
     for slot in ("pre_batch_filters", "post_batch_filters"):

@@ -137,10 +137,10 @@ def check_algorithm(env: str, config: AlgorithmConfig, algorithm: Algorithm, ren
 def _load_state(env: str, algorithm: Algorithm, saved: AlgorithmState) -> None:
     """Restore the state of an algorithm, unless it was saved by another algorithm."""
     name = name_of(type(algorithm))
-    if not algorithm.keeps_state() or saved.algorithm not in (name, None):
+    if not algorithm.keeps_state() or saved.algorithm != name:
         log.warning(
             "environment %r: the journal has the state of %s, but the algorithm is %s now: it starts without state",
-            env, saved.algorithm or "another algorithm", name,
+            env, saved.algorithm, name,
         )  # fmt: skip
     elif (state := msgspec.json.decode(saved.json)) is not None:
         algorithm.load_state(state)

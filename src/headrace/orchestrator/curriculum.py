@@ -8,10 +8,15 @@ generated during the run, since the journal identifies a task by its key.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
 
-from headrace.errors import Failure
+from pydantic import Field, model_validator
+
+from headrace.algorithms.user_function import load_class
+from headrace.config.base import Config
+from headrace.config.curriculum import SAMPLERS, SamplerConfig
+from headrace.errors import Failure, InvalidValue
 from headrace.rollout.types import Task
 
 
@@ -51,6 +56,16 @@ class TaskSampler:
         return cls.observe is not TaskSampler.observe
 
 
+@SAMPLERS.register
+class ShuffledConfig(SamplerConfig):
+    """Random order without replacement: each task once per pass over all tasks."""
+
+    type: Literal["shuffled"] = "shuffled"
+
+    def make(self, tasks: Sequence[Task]) -> None:
+        return None
+
+
 class Shuffled(TaskSampler):
     """Draws every task once per pass, in a new random order for each pass. `seed` is any string."""
 
@@ -68,11 +83,62 @@ class Shuffled(TaskSampler):
         return self.tasks[self._order[place]]
 
 
+@SAMPLERS.register
+class InOrderConfig(SamplerConfig):
+    """In the order of the environment, repeated after the last task."""
+
+    type: Literal["in_order"] = "in_order"
+
+    def make(self, tasks: Sequence[Task]) -> InOrder:
+        return InOrder(tasks)
+
+
 class InOrder(TaskSampler):
     """Draws the tasks in their order, repeatedly: for environments whose order is a curriculum."""
 
     def draw(self, position: int, rng: random.Random) -> Task:
         return self.tasks[position % len(self.tasks)]
+
+
+class PoolWeightsConfig(Config):
+    """Relative probability of drawing a task, by its pool."""
+
+    unseen: float = Field(1.0, ge=0)
+    """Weight of tasks that have not been drawn yet."""
+    hard: float = Field(0.2, ge=0)
+    """Weight of hard tasks."""
+    normal: float = Field(1.0, ge=0)
+    """Weight of normal tasks."""
+    easy: float = Field(0.2, ge=0)
+    """Weight of easy tasks."""
+
+
+@SAMPLERS.register
+class DifficultyPoolConfig(SamplerConfig):
+    """Tasks by the mean reward of their latest group, drawn with replacement, with a weight for each pool."""
+
+    type: Literal["difficulty_pool"] = "difficulty_pool"
+    hard_max: float = 0.25
+    """Mean reward up to which a task is hard."""
+    normal_max: float = 0.75
+    """Mean reward up to which a task is normal; above it, a task is easy."""
+    weights: PoolWeightsConfig = Field(default_factory=PoolWeightsConfig)
+
+    def make(self, tasks: Sequence[Task]) -> DifficultyPool:
+        return DifficultyPool(tasks, self.hard_max, self.normal_max, self.weights.model_dump())
+
+    @model_validator(mode="after")
+    def _pools_are_apart(self) -> Self:
+        if self.hard_max >= self.normal_max:
+            raise InvalidValue(
+                f"not below normal_max, which is {self.normal_max:g}: no task would be normal",
+                key="hard_max",
+                value=self.hard_max,
+                fix="Lower hard_max, or raise normal_max.",
+            )
+        if not any(self.weights.model_dump().values()):
+            raise InvalidValue("every weight is 0", key="weights", fix="Set the weight of at least one pool above 0.")
+        return self
 
 
 class DifficultyPool(TaskSampler):
@@ -124,6 +190,25 @@ class DifficultyPool(TaskSampler):
             self._where[last] = old, place
         self._where[number] = pool, len(self._pools[pool])
         self._pools[pool].append(number)
+
+
+@SAMPLERS.register
+class ImportedSamplerConfig(SamplerConfig):
+    """A sampler of your own: a subclass of `headrace.orchestrator.curriculum.TaskSampler`."""
+
+    type: str
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its constructor, besides the tasks."""
+
+    def make(self, tasks: Sequence[Task]) -> TaskSampler:
+        return self._load()(tasks, **self.kwargs)
+
+    def check_imports(self) -> None:
+        self._load()
+
+    def _load(self) -> Callable[..., TaskSampler]:
+        return load_class(self.type, TaskSampler, ([],), self.kwargs, "sampler.type")
 
 
 class CheckedSampler:

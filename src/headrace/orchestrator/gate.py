@@ -6,11 +6,16 @@ counted as `gated`, and is replaced by another draw; the curriculum's sampler st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from headrace.algorithms.base import RolloutView
+from headrace.algorithms.user_function import load_class
+from headrace.config.curriculum import GATES, GateConfig
+from headrace.errors import InvalidValue
 
 GATED = "gated"
 """Drop reason of rollouts whose group was rejected by a gate."""
@@ -25,6 +30,62 @@ class Gate:
     def keeps(self, group: Sequence[RolloutView]) -> bool:
         """Return whether to train on a group, given its trainable rollouts that did not fail (at least one)."""
         raise NotImplementedError(f"{type(self).__name__} has no keeps")
+
+
+@GATES.register
+class NoGateConfig(GateConfig):
+    """Every group passes."""
+
+    type: Literal["none"] = "none"
+
+    def make(self) -> None:
+        return None
+
+
+@GATES.register
+class AdvantageRangeConfig(GateConfig):
+    """Rejects a group in which every trainable advantage is in `[reject_min, reject_max]`."""
+
+    READS_ADVANTAGES = True
+
+    type: Literal["advantage_range"] = "advantage_range"
+    reject_min: float = 0.0
+    """Lower end of the rejected range, included."""
+    reject_max: float = 0.0
+    """Upper end of the rejected range, included."""
+
+    def make(self) -> AdvantageRange:
+        return AdvantageRange(self.reject_min, self.reject_max)
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.reject_min > self.reject_max:
+            raise InvalidValue(
+                f"above reject_max, which is {self.reject_max:g}: nothing would be rejected",
+                key="reject_min",
+                value=self.reject_min,
+                fix="Lower reject_min, or raise reject_max.",
+            )
+        return self
+
+
+@GATES.register
+class ImportedGateConfig(GateConfig):
+    """A gate of your own: a subclass of `headrace.orchestrator.gate.Gate`."""
+
+    type: str
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its constructor."""
+
+    def make(self) -> Gate:
+        return self._load()(**self.kwargs)
+
+    def check_imports(self) -> None:
+        self._load()
+
+    def _load(self) -> Callable[..., Gate]:
+        return load_class(self.type, Gate, (), self.kwargs, "gate.type")
 
 
 class AdvantageRange(Gate):

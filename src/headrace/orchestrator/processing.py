@@ -139,7 +139,7 @@ class TrainProcessing:
         post_filters: Sequence[Filter],
         seq_len: int,
         timeouts: Mapping[str, float | None] = MappingProxyType({}),
-        gates: Mapping[str, Gate] = MappingProxyType({}),
+        gates: Mapping[str, Gate | None] = MappingProxyType({}),
         *,
         in_order: bool = False,
     ) -> None:

@@ -18,7 +18,6 @@ from headrace.inference.schema import Health
 from headrace.observe.history import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.concurrency import Concurrency, initial_limit
-from headrace.orchestrator.curricula import make_gate, make_sampler
 from headrace.orchestrator.dispatcher import ContextFactory, EpisodeRunner
 from headrace.orchestrator.drift import PROBE_TIMEOUT_S, PROBE_TIMEOUT_SHARED_S, Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
@@ -140,7 +139,7 @@ def _train_processing(
         post_filters,
         config.seq_len,
         {env.name: env.timeout for env in config.train.env},
-        {env.name: gate for env in config.train.env if (gate := make_gate(config.curriculum_of(env))) is not None},
+        {env.name: gate.make() for env in config.train.env if (gate := config.curriculum_of(env).gate) is not None},
         in_order=config.max_async_level == 0,
     )
 
@@ -203,7 +202,8 @@ def _train_source(config: OrchestratorConfig, environments: Environments, journa
     entries = []
     for env in config.train.env:
         tasks = environments[Kind.TRAIN, env.name][2]
-        sampler = make_sampler(config.curriculum_of(env), tasks)
+        chosen = config.curriculum_of(env).sampler
+        sampler = None if chosen is None else chosen.make(tasks)
         entries.append(TrainTasks(env.name, tasks, draw_weight(config, env, len(tasks)), sampler))
     return TrainSource(entries, config.seed, journal.drawn_per_env(), journal.open_draws())
 

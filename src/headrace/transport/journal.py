@@ -26,8 +26,6 @@ from headrace.rollout.fingerprint import Fingerprint
 log = logging.getLogger(__name__)
 
 JOURNAL_SCHEMA = 4
-OLDEST_SCHEMA = 2
-"""Schema 2 lacks `algorithms.algorithm`, 2 and 3 lack `draws.credited_tokens`; both are upgraded on resume."""
 
 GROUP_FAILED = "group_failed"
 """Drop reason of a successful rollout in a group that could not be scored because another one failed."""
@@ -144,8 +142,8 @@ class Clock(msgspec.Struct, frozen=True):
 class AlgorithmState(msgspec.Struct, frozen=True):
     """The saved state of an algorithm."""
 
-    algorithm: str | None
-    """Its class, as `package.module:Name`; None in an older journal."""
+    algorithm: str
+    """Its class, as `package.module:Name`."""
     json: bytes
 
 
@@ -189,9 +187,7 @@ class Journal:
         log.info("journal: %s, SQLite journal mode %s%s", path, mode, f" (file system: {network})" if network else "")
         self._db.execute("PRAGMA synchronous=FULL")
         _check(self._db, path)
-        self._db.executescript(_TABLES)
-        with _transaction(self._db):
-            _upgrade(self._db)
+        self._db.executescript(f"{_TABLES} PRAGMA user_version={JOURNAL_SCHEMA};")
 
     def close(self) -> None:
         self._db.close()
@@ -381,21 +377,10 @@ def fork(source: Path, target: Path, step: int) -> None:
         origin.backup(copy)
         _check(copy, source)
         with _transaction(copy):
-            _upgrade(copy)
             _rewind(copy, step)
     finally:
         origin.close()
         copy.close()
-
-
-def _upgrade(db: sqlite3.Connection) -> None:
-    """Add the columns that an older schema lacks."""
-    schema = _schema(db)
-    if schema == OLDEST_SCHEMA:
-        db.execute("ALTER TABLE algorithms ADD COLUMN algorithm TEXT")
-    if 0 < schema < 4:
-        db.execute("ALTER TABLE draws ADD COLUMN credited_tokens INTEGER NOT NULL DEFAULT 0")
-    db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
 
 
 def _rewind(db: sqlite3.Connection, step: int) -> None:
@@ -411,18 +396,14 @@ def _rewind(db: sqlite3.Connection, step: int) -> None:
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
     """Raise if this version of Headrace cannot read the journal."""
-    version = _schema(db)
-    if 0 < version < OLDEST_SCHEMA:
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    if 0 < version < JOURNAL_SCHEMA:
         raise BadInput(
-            f"written by an older Headrace (schema {version}, this one reads {OLDEST_SCHEMA} to {JOURNAL_SCHEMA})",
+            f"written by an older Headrace (schema {version}, this one reads {JOURNAL_SCHEMA})",
             file=path,
             fix="Finish the run with that version, or start a new one from its newest checkpoint's model.",
         )
     check_schema(version, str(path), newest=JOURNAL_SCHEMA)
-
-
-def _schema(db: sqlite3.Connection) -> int:
-    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def network_file_system(directory: Path) -> str | None:

@@ -11,9 +11,7 @@ Only samples are saved, so the reader rebuilds turns: a turn's prompt is everyth
 `obs_spans` have the start and the index of each turn. Two turns without an observation between them are one in the
 sample; the first gets all sampled tokens and an empty turn stands for the second, so that the number of turns is right.
 
-Left out on purpose: the roles of a first prompt, and the turns of a failed rollout, which has no samples. Files of
-older versions have neither spans nor roles: there, observations are the tokens that were not sampled, and the samples
-of a rollout are assumed to have been played one after another.
+Left out on purpose: the roles of a first prompt, and the turns of a failed rollout, which has no samples.
 """
 
 from __future__ import annotations
@@ -306,7 +304,11 @@ class RolloutFiles:
         return list(self._kind.files(self.directory))
 
     def read(self, step: int) -> list[SavedRollout]:
-        return _rollouts(self._table(step))
+        table = self._table(step)
+        if table.schema != SCHEMA:
+            path = self._kind.path(self.directory, step)
+            raise BadInput("has the columns of another version of Headrace", file=path, fix="Read it with that one.")
+        return _rollouts(table)
 
     def columns(self, step: int, names: Sequence[str]) -> list[dict[str, Any]]:
         """Read some columns of every rollout; columns that an older file lacks are left out."""
@@ -328,16 +330,8 @@ class RolloutFiles:
 def _rollouts(table: pa.Table) -> list[SavedRollout]:
     column = table["samples"]
     lists = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    structs, names = lists.values, {field.name for field in lists.values.type}
-    samples = _samples(structs)
-    roles: list[np.ndarray | None] = _arrays(structs.field("roles")) if "roles" in names else [None] * len(structs)
+    samples, roles = _samples(lists.values), _arrays(lists.values.field("roles"))
     of_rollout = [slice(*ends) for ends in pairwise(lists.offsets.to_numpy())]
-    if "obs_spans" in names:
-        for sample, spans in zip(samples, structs.field("obs_spans").to_pylist(), strict=True):
-            sample.obs_spans = [(s["start"], s["turn"], s["prompt_start"], s["length"]) for s in spans]
-    else:
-        for part in of_rollout:
-            _find_spans(samples[part])
     rows = table.drop_columns(["samples"]).to_pylist()
     return [_rollout(row, samples[part], roles[part]) for row, part in zip(rows, of_rollout, strict=True)]
 
@@ -348,8 +342,8 @@ def _rollout(row: dict[str, Any], samples: list[Sample], roles: list[np.ndarray 
         task_key=row["task_key"],
         group_id=row["group_id"],
         draw_id=row["draw_id"],
-        episode=row.get("episode", -1),
-        credited=row.get("credited", 0),
+        episode=row["episode"],
+        credited=row["credited"],
         agent=row["agent"],
         trainable=row["trainable"],
         reward=math.nan if row["reward"] is None else row["reward"],
@@ -363,7 +357,7 @@ def _rollout(row: dict[str, Any], samples: list[Sample], roles: list[np.ndarray 
         error=None if row["error_reason"] is None else RolloutError(row["error_reason"], row["error"] or ""),
         timings={} if row["seconds"] is None else {"episode": row["seconds"]},
     )
-    for turn, reason in zip(rollout.turns, row.get("finish_reasons") or [], strict=False):
+    for turn, reason in zip(rollout.turns, row["finish_reasons"], strict=False):
         turn.finish_reason = reason
     return SavedRollout(rollout, row["drop_reason"] or "")
 
@@ -409,10 +403,11 @@ def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Tur
 
 
 def _samples(structs: pa.StructArray) -> list[Sample]:
-    """Return all samples of a file, without their spans."""
-    arrays = [_arrays(structs.field(name)) for name in ("token_ids", "mask", "logprobs", "versions")]
+    """Return all samples of a file."""
+    arrays = [_arrays(structs.field(name)) for name in _TOKEN_COLUMNS]
     numbers = [structs.field(name).to_pylist() for name in ("prompt_length", "temperature")]
-    samples = [Sample(*columns) for columns in zip(*arrays, *numbers, strict=True)]
+    spans = [[tuple(span.values()) for span in several] for several in structs.field("obs_spans").to_pylist()]
+    samples = [Sample(*columns) for columns in zip(*arrays, *numbers, spans, strict=True)]
     for name in KNOWN_STREAMS:
         for sample, values in zip(samples, _arrays(structs.field(name)), strict=True):
             if values is not None:
@@ -421,18 +416,6 @@ def _samples(structs: pa.StructArray) -> list[Sample]:
         for name, values in others:
             sample.set_stream(name, np.array(values, np.float32 if name == TRUNCATED else np.float64))
     return samples
-
-
-def _find_spans(samples: Sequence[Sample]) -> None:
-    """Set the spans of a rollout's samples by their masks: tokens that were not sampled are observations."""
-    turn = 0
-    for sample in samples:
-        turn += 1
-        observed = ~sample.mask[sample.prompt_length :]
-        edges = np.flatnonzero(np.diff(observed, prepend=False, append=False)).tolist()
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            sample.obs_spans.append((start, turn, sample.prompt_length + start, end - start))
-            turn += 1
 
 
 def _arrays(lists: pa.ListArray) -> list[np.ndarray | None]:
