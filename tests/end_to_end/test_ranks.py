@@ -54,7 +54,7 @@ class Trainer:
     def alone(self, max_steps: int, resume: str | None = None) -> None:
         config = self._configure(max_steps).trainer
         status = Status(self.run.status, "trainer")
-        rl.train(config, resume=resume, stopped=threading.Event(), status=status)
+        rl.RlTrainer(config, resume=resume, stopped=threading.Event(), status=status).run()
         status.close("finished")
 
     def together(self, max_steps: int, *resume: str) -> None:

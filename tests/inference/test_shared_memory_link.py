@@ -411,7 +411,7 @@ def test_a_row_is_lent_for_its_version_and_reusable_without_readers(
     assert row is not None and size_of(tensors.values()) == 32 + 208
     assert len(row.bytes) == 1 << 21  # whole pages
     first = take_snapshot(tensors.items(), bucket_size=64, buffer=row)
-    monkeypatch.setattr("headrace.trainer.shared_buffer.READERS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("headrace.trainer.snapshot.READERS_TIMEOUT_S", 0.01)
     with first.lent() as one, first.lent() as two:
         assert one == two and one is not None
         assert not row.begin_write()
@@ -505,7 +505,7 @@ def test_a_fetch_request_survives_encoding() -> None:
 def test_an_unexpected_message_instead_of_a_release_closes_only_the_connection(
     driver: HostDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.trainer.shared_buffer.READERS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("headrace.trainer.snapshot.READERS_TIMEOUT_S", 0.01)
     sender = WeightsSender(device=CPU, carrier="ipc", timeout_s=2.0)
     store, version = WeightStore(tmp_path / "weights"), Version(0, 1)
     tensors = {"weight": torch.ones(3)}

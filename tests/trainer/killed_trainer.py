@@ -41,7 +41,7 @@ def train(run: RunDir, model: Path, interval: int, *, resume: bool, kill_at: int
     config.ckpt.keep_last = 1
     status = Status(run.root / "status", "trainer", interval=1e6)
     sys.addaudithook(killer(kill_at))
-    rl.train(config, resume="latest" if resume else None, stopped=threading.Event(), status=status)
+    rl.RlTrainer(config, resume="latest" if resume else None, stopped=threading.Event(), status=status).run()
     os._exit(0)
 
 

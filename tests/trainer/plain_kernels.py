@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.trainer import varlen_attention
-from headrace.trainer.varlen_attention import _Arguments
+from headrace.trainer import attention
+from headrace.trainer.attention import _Arguments
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_attention, "_flash_forward", flash_forward)
-    monkeypatch.setattr(varlen_attention, "_flash_backward", flash_backward)
-    monkeypatch.setattr(varlen_attention, "_cudnn_forward", cudnn_forward)
-    monkeypatch.setattr(varlen_attention, "_cudnn_backward", cudnn_backward)
+    monkeypatch.setattr(attention, "_flash_forward", flash_forward)
+    monkeypatch.setattr(attention, "_flash_backward", flash_backward)
+    monkeypatch.setattr(attention, "_cudnn_forward", cudnn_forward)
+    monkeypatch.setattr(attention, "_cudnn_backward", cudnn_backward)
 
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, row: _Arguments) -> tuple[Tensor, Tensor]:

@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.trainer import varlen_attention
+from headrace.trainer import attention
 from headrace.trainer.attention import (
     Choice,
     UnavailableAttention,
     UnsupportedModel,
+    _Arguments,
     available_kernel,
     packed_attention,
 )
 from headrace.trainer.packed_row import Kernel, PackedRow, make_row
-from headrace.trainer.varlen_attention import _Arguments
 from tests.refusals import refused
 from tests.trainer.packed_modules import assert_similar, on_gpu, sequences_that_share
 from tests.trainer.plain_kernels import cudnn_forward, use_plain_kernels
@@ -80,7 +80,7 @@ def test_sequences_back_to_back_are_computed_as_in_blocks(
 def test_cudnn_reads_rows_of_one_sequence_alone(monkeypatch: pytest.MonkeyPatch):
     use_plain_kernels(monkeypatch)
     asked = []
-    monkeypatch.setattr(varlen_attention, "_cudnn_forward", lambda *a: asked.append(len(a[0])) or cudnn_forward(*a))
+    monkeypatch.setattr(attention, "_cudnn_forward", lambda *a: asked.append(len(a[0])) or cudnn_forward(*a))
     for name in ("several", "shared", "one"):
         attend(rows("cpu", "cudnn")[name], torch.float32)
     attend(rows("cpu", "cudnn")["one"], torch.float32, window=7)
@@ -94,12 +94,12 @@ def test_kernels_of_a_gpu_take_what_they_are_given(window: int | None):
     query, key = (torch.empty(size, 2, 64, dtype=torch.bfloat16, device="meta") for size in (100, 160))
     starts = torch.empty(6, dtype=torch.int32, device="meta")
     row = _Arguments(starts, starts, starts, 30, 50, False, 0.125, window)
-    output, logsumexp = varlen_attention._flash_forward(query, key, key, row)
-    gradients = varlen_attention._flash_backward(output, query, key, key, output, logsumexp, row)
+    output, logsumexp = attention._flash_forward(query, key, key, row)
+    gradients = attention._flash_backward(output, query, key, key, output, logsumexp, row)
     assert [output.shape, logsumexp.shape] == [query.shape, (2, 100)]
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, key.shape]
-    output, logsumexp = varlen_attention._cudnn_forward(query, query, query, 0.125)
-    gradients = varlen_attention._cudnn_backward(output, query, query, query, output, logsumexp, 0.125)
+    output, logsumexp = attention._cudnn_forward(query, query, query, 0.125)
+    gradients = attention._cudnn_backward(output, query, query, query, output, logsumexp, 0.125)
     assert [output.shape, logsumexp.shape] == [query.shape, (2, 100)]
     assert {gradient.shape for gradient in gradients} == {query.shape}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Embedding
 
-from headrace.trainer.embedding import accumulate_in_place
+from headrace.trainer.lm_head import accumulate_in_place
 
 TOKENS = torch.tensor([[3, 1, 3, 0, 2, 2]])
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from headrace.cli.main import main
 from headrace.config.trainer import TrainerConfig
-from headrace.trainer.learner import Learner, ResumeError
+from headrace.trainer.checkpoint import ResumeError
+from headrace.trainer.learner import Learner
 from headrace.trainer.lora import LoraLinear, adapter_layers, add_lora, merged_parameters
 from headrace.trainer.model import PackedModel
 from headrace.trainer.ranks import Ranks

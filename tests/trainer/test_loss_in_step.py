@@ -156,7 +156,7 @@ def test_a_loss_of_ones_own_trains_a_run_by_its_import_path(tmp_path: Path, tiny
         }
     )
     status = Status(tmp_path / "status", "trainer")
-    rl.train(config, stopped=threading.Event(), status=status)
+    rl.RlTrainer(config, stopped=threading.Event(), status=status).run()
     status.close("done")
     (record,) = read_metrics(run_dir.metrics)
     assert record["own/sequences"] == 1.0

@@ -13,11 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.trainer import memory
+from headrace.trainer import layers
+from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations
 from headrace.trainer.lora import add_lora
-from headrace.trainer.memory import checkpoint_layers, offload_activations
 from headrace.trainer.packed_row import make_row
-from headrace.trainer.parallelize import compile_layers
 from headrace.trainer.ranks import Ranks
 from tests.trainer.packed_modules import (
     assert_similar,
@@ -143,8 +142,8 @@ def test_an_adapters_second_product_is_computed_again_and_its_first_is_kept():
 
 def test_parameters_and_what_all_layers_share_are_never_offloaded(monkeypatch: pytest.MonkeyPatch):
     put: list[Tensor] = []
-    original = memory._Stage.put
-    monkeypatch.setattr(memory._Stage, "put", lambda stage, tensor: put.append(tensor) or original(stage, tensor))
+    original = layers._Stage.put
+    monkeypatch.setattr(layers._Stage, "put", lambda stage, tensor: put.append(tensor) or original(stage, tensor))
     module, row = module_with(offload=True), row_that_shares()
     backward_through(module, row)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -157,7 +156,7 @@ def test_parameters_and_what_all_layers_share_are_never_offloaded(monkeypatch: p
 def test_offload_lets_go_of_everything_after_the_backward_pass():
     backward_through(module_with(offload=True), row_that_shares())
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is memory._Stage]
+    assert not [thing for thing in gc.get_objects() if type(thing) is layers._Stage]
 
 
 def test_forward_without_gradients_is_not_recorded():

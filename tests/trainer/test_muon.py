@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from headrace.trainer.muon import Muon, orthogonal
+from headrace.trainer.optim import Muon, orthogonal
 
 
 def random_matrix(*shape: int) -> torch.Tensor:

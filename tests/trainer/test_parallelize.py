@@ -8,10 +8,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from headrace.trainer.memory import checkpoint_layers, offload_activations
+from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations
 from headrace.trainer.model import hidden_states
 from headrace.trainer.packed_row import Kernel, PackedRow, make_row
-from headrace.trainer.parallelize import compile_layers
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.warmup import warmup_rows
 from tests.trainer.packed_modules import backward_through, packed_module, sequences_that_share

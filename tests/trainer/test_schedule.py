@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.config.trainer import TrainerConfig
-from headrace.trainer.schedule import learning_rate_factor
+from headrace.trainer.optim import learning_rate_factor
 
 
 def factors(kind: str, max_steps: int = 6, **settings: Any) -> list[float]:

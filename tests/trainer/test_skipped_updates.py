@@ -2,7 +2,7 @@
 
 import math
 
-from headrace.trainer.skipped_updates import SkippedUpdates
+from headrace.trainer.learner import SkippedUpdates
 
 
 def test_only_updates_that_are_skipped_one_after_another_count():

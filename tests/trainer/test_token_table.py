@@ -379,7 +379,7 @@ def test_a_run_writes_the_steps_that_were_chosen(
             "token_export": chosen,
         }
     )
-    rl.train(config, stopped=threading.Event(), status=status)
+    rl.RlTrainer(config, stopped=threading.Event(), status=status).run()
     assert run.tokens.steps() == steps
     table = pq.read_table(run.tokens.path(3))
     samples = table["sample"].unique().to_pylist()

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headrace.launch.lifeline import PARENT_VAR, TORCHRUN_VAR
-from headrace.trainer.torchrun import RankExit, joint_exit_code
+from headrace.trainer.ranks import RankExit, joint_exit_code
 
 KILLED, TERMINATED, STOPPED = -9, -15, 143
 

@@ -15,8 +15,8 @@ from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput
 from headrace.rollout.batch import SchemaError
 from headrace.trainer import checkpoint, warmup
-from headrace.trainer.checkpoint import Checkpoints, TrainState
-from headrace.trainer.learner import Learner, ResumeError, starting_point
+from headrace.trainer.checkpoint import Checkpoints, ResumeError, TrainState, starting_point
+from headrace.trainer.learner import Learner
 from headrace.trainer.memory_plan import MemoryPlan
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.warmup import warm_up, warmup_tokens

@@ -22,9 +22,9 @@ from headrace.observe.status import Status
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint, rl
-from headrace.trainer.learner import ResumeError
+from headrace.trainer.checkpoint import ResumeError
 from headrace.trainer.losses.custom import CustomLossConfig
-from headrace.trainer.losses.default import DefaultLossConfig
+from headrace.trainer.losses.shipped import DefaultLossConfig
 from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
@@ -79,7 +79,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 def test_trains_every_batch_publishes_each_version_and_leaves_a_model(run: RunDir, tiny_model: Path, status: Status):
     ship(run, 1, 2, 3)
     run.weights.directory.mkdir(parents=True)
-    rl.train(settings(run, tiny_model, max_steps=3), stopped=threading.Event(), status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=3), stopped=threading.Event(), status=status).run()
     assert run.weights.published() == [Version(0, step) for step in (1, 2, 3)]  # none acknowledged: none deletedd
     newest = run.weights.path(Version(0, 3))
     assert read_marker(newest).checksum == checksum(newest)
@@ -93,7 +93,7 @@ def test_trains_every_batch_publishes_each_version_and_leaves_a_model(run: RunDi
 
 def test_metrics_of_every_step_are_recorded(run: RunDir, tiny_model: Path, status: Status):
     ship(run, 1, 2)
-    rl.train(settings(run, tiny_model, max_steps=2), stopped=threading.Event(), status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=2), stopped=threading.Event(), status=status).run()
     records = list(read_metrics(run.metrics))
     assert [(record["process"], record["step"]) for record in records] == [("trainer", 1), ("trainer", 2)]
     wanted = {
@@ -110,12 +110,14 @@ def test_metrics_of_every_step_are_recorded(run: RunDir, tiny_model: Path, statu
 
 def test_restart_repeats_lost_steps_under_a_new_incarnation(run: RunDir, tiny_model: Path, status: Status):
     ship(run, 1, 2, 3)
-    rl.train(settings(run, tiny_model, max_steps=3, interval=2), stopped=threading.Event(), status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=3, interval=2), stopped=threading.Event(), status=status).run()
     straight = tensors(run.final_model)
     # As if it had been killed after publishing step 3 and before its checkpoint.
     shutil.rmtree(run.checkpoints / "step-00000003")
     ship(run, 2, 3)
-    rl.train(settings(run, tiny_model, max_steps=3), resume="latest", stopped=threading.Event(), status=status)
+    rl.RlTrainer(
+        settings(run, tiny_model, max_steps=3), resume="latest", stopped=threading.Event(), status=status
+    ).run()
     assert run.weights.published()[-2:] == [Version(1, 2), Version(1, 3)]
     resumed = tensors(run.final_model)
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
@@ -142,7 +144,7 @@ def test_restart_before_the_first_checkpoint_starts_over_under_a_new_incarnation
     assert not thread.is_alive()
     assert run.batches.steps() == [1]  # not covered by a checkpoint: kept
     stopped.set()
-    rl.train(settings(run, tiny_model, max_steps=5), resume="latest", stopped=stopped, status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=5), resume="latest", stopped=stopped, status=status).run()
     assert run.weights.latest() == Version(1, 0)
 
 
@@ -150,7 +152,7 @@ def test_stop_while_training_leaves_nothing_half_done(run: RunDir, tiny_model: P
     ship(run, 1)
     stopped = threading.Event()
     stopped.set()  # seen before the first micro-batch
-    rl.train(settings(run, tiny_model, max_steps=1), stopped=stopped, status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=1), stopped=stopped, status=status).run()
     assert run.weights.published() == []
     assert not run.final_model.exists()
     assert run.batches.steps() == [1]
@@ -159,18 +161,18 @@ def test_stop_while_training_leaves_nothing_half_done(run: RunDir, tiny_model: P
 def test_acknowledged_versions_are_retired(run: RunDir, tiny_model: Path, status: Status):
     ship(run, 1, 2, 3, 4)
     run.weights.acknowledge(Version(0, 9))
-    rl.train(settings(run, tiny_model, max_steps=4), stopped=threading.Event(), status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=4), stopped=threading.Event(), status=status).run()
     assert run.weights.published() == [Version(0, 3), Version(0, 4)]
 
 
 def test_a_used_directory_is_not_started_over_by_accident(run: RunDir, tiny_model: Path, status: Status):
     ship(run, 1)
-    rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status).run()
     with pytest.raises(ResumeError, match="checkpoints"):
-        rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+        rl.RlTrainer(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status).run()
     shutil.rmtree(run.checkpoints)
     with pytest.raises(ResumeError, match="weights"):
-        rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+        rl.RlTrainer(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status).run()
 
 
 def ship_broken(run: RunDir, *steps: int) -> None:
@@ -186,7 +188,7 @@ def ship_broken(run: RunDir, *steps: int) -> None:
 
 def test_a_broken_batch_is_skipped_by_the_optimizer_and_counted(run: RunDir, tiny_model: Path, status: Status):
     ship_broken(run, 1)
-    rl.train(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status)
+    rl.RlTrainer(settings(run, tiny_model, max_steps=1), stopped=threading.Event(), status=status).run()
     final, initial = tensors(run.final_model), tensors(tiny_model)
     assert all(torch.equal(final[name], initial[name]) for name in initial)
     assert [record["optim/skipped"] for record in read_metrics(run.metrics)] == [1]
@@ -200,7 +202,7 @@ def test_updates_that_are_all_skipped_end_the_run_which_is_resumed_from_before_t
     ship_broken(run, 2, 3)
     seen = r"\b2\b.*\b3\b.*\bnan\b.*\bnan\b.*\b1\b.*optim\.lr"
     with pytest.raises(Failure, match=seen):
-        rl.train(config, stopped=threading.Event(), status=status)
+        rl.RlTrainer(config, stopped=threading.Event(), status=status).run()
     assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000001"]
     assert run.batches.steps()[-2:] == [2, 3]
 
@@ -209,7 +211,7 @@ def test_a_loss_that_is_0_whatever_the_advantages_is_reported(run: RunDir, tiny_
     own = CustomLossConfig(import_path="tests.trainer.custom_losses:leaves_out_everything")
     ship(run, 1)
     config = settings(run, tiny_model, max_steps=1)
-    rl.train(config.model_copy(update={"loss": own}), stopped=threading.Event(), status=status)
+    rl.RlTrainer(config.model_copy(update={"loss": own}), stopped=threading.Event(), status=status).run()
     (notice,) = status.current.notices
     assert "the gradient of step 1 is 0 although its samples have advantages" in notice
     assert own.import_path in notice
@@ -233,10 +235,10 @@ def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_s
     config = config.model_copy(update={"weights": WeightsConfig(transport="link")})
     stopped = threading.Event()
     stopped.set()
-    rl.train(config, stopped=stopped, status=status)
+    rl.RlTrainer(config, stopped=stopped, status=status).run()
     assert not driver.open
     engines = ColocatedEngines(alternates=True, trainer_bytes_per_parameter=14)
-    rl.train(config, stopped=stopped, status=status, engines=engines)
+    rl.RlTrainer(config, stopped=stopped, status=status, engines=engines).run()
     assert len(driver.open) == 1
 
 
@@ -255,6 +257,6 @@ def test_the_last_version_can_be_had_when_the_trainer_is_gone_also_after_a_resum
     config = config.model_copy(update={"weights": WeightsConfig(transport="link")})
     ship(run, 1, 2)
     for resume in (None, "latest"):
-        rl.train(config, resume=resume, stopped=threading.Event(), status=status)
+        rl.RlTrainer(config, resume=resume, stopped=threading.Event(), status=status).run()
     linked = {str(version): is_linked(run.weights.path(version)) for version in run.weights.published()}
     assert linked == {"0-1": True, "0-2": False, "1-2": False}

@@ -57,7 +57,7 @@ ENV = {"env": "reverse-text", "args": {"demonstrate_copies": 0.7}}
 
 
 def run(config: SftConfig, status: Status, resume: str | None = None) -> Path:
-    return sft.train(config, resume=resume, stopped=threading.Event(), status=status)
+    return sft.SftTrainer(config, resume=resume, stopped=threading.Event(), status=status).run()
 
 
 def test_training_on_demonstrations_lowers_the_loss_and_leaves_a_model(
@@ -257,7 +257,9 @@ def test_examples_longer_than_seq_len_are_cut_and_counted(tmp_path: Path, tiny_m
 def test_stop_ends_training_without_a_final_model(tmp_path: Path, tiny_model: Path, status: Status):
     stopped = threading.Event()
     stopped.set()
-    path = sft.train(settings(tmp_path / "out", {"name": str(tiny_model)}, ENV), stopped=stopped, status=status)
+    path = sft.SftTrainer(
+        settings(tmp_path / "out", {"name": str(tiny_model)}, ENV), stopped=stopped, status=status
+    ).run()
     assert not path.exists()
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import DataError
 from headrace.rollout.types import Sample
 from headrace.trainer.model import PackedModel
-from headrace.trainer.validation import Validation
+from headrace.trainer.sft import Validation
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model
 from tests.trainer.validation_program import losses_around_a_step, supervised_samples
 
@@ -38,7 +38,7 @@ def plain_loss(directory: Path, samples: list[Sample], seq_len: int) -> float:
 
 
 def validation_of(directory: Path, samples: list[Sample], seq_len: int = 32) -> Validation:
-    return Validation(PackedModel(directory), samples, seq_len, interval=3, lm_head_chunk=16)
+    return Validation(PackedModel(directory), samples, seq_len, lm_head_chunk=16)
 
 
 @pytest.mark.parametrize("seq_len", [64, 12])
@@ -50,13 +50,8 @@ def test_the_loss_is_the_mean_over_learned_tokens_whatever_is_packed_or_cut(dire
 
 def test_validating_leaves_no_gradient(directory: Path):
     model = PackedModel(directory)
-    Validation(model, supervised_samples(1, 3), 32, interval=1, lm_head_chunk=16).loss()
+    Validation(model, supervised_samples(1, 3), 32, lm_head_chunk=16).loss()
     assert all(parameter.grad is None for parameter in model.named_parameters().values())
-
-
-def test_it_is_due_before_the_first_step_and_at_every_interval(directory: Path):
-    validation = validation_of(directory, supervised_samples(1, 2))
-    assert [step for step in range(8) if validation.is_due(step)] == [0, 3, 6]
 
 
 def test_a_stop_leaves_no_loss(directory: Path):

@@ -13,8 +13,8 @@ from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks, leave
+from headrace.trainer.sft import Validation
 from headrace.trainer.step import TrainStep
-from headrace.trainer.validation import Validation
 
 
 def supervised_samples(seed: int, count: int) -> list[Sample]:
@@ -38,7 +38,7 @@ def losses_around_a_step(directory: Path) -> list[list[float | None]]:
     ranks = Ranks()
     model = PackedModel(directory, ranks)
     sets = [supervised_samples(seed, count) for seed, count in ((1, 7), (2, 1))]
-    validations = [Validation(model, s, 32, interval=1, lm_head_chunk=16) for s in sets]
+    validations = [Validation(model, s, 32, lm_head_chunk=16) for s in sets]
     step = TrainStep(model, Optimizer(model.named_parameters()), {"ce": ce_loss}, lm_head_chunk=16)
     before = [validation.loss() for validation in validations]
     step.run(pack_for_worker(ranks.index, supervised_samples(0, 5), 32, ranks.size, model.cost), 1e-2)

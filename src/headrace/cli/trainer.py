@@ -55,20 +55,20 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         request = StopRequest(status)
         if isinstance(config, RunConfig):
-            from headrace.trainer.rl import train as train_rl
+            from headrace.trainer.rl import RlTrainer
 
-            train_rl(
+            RlTrainer(
                 config.trainer,
                 resume=resume,
                 stopped=request.stopped,
                 status=status,
                 engines=engines,
                 embedded=config.inference.engine == "embedded",
-            )
+            ).run()
         else:
-            from headrace.trainer.sft import train as train_sft
+            from headrace.trainer.sft import SftTrainer
 
-            train_sft(config, resume=resume, stopped=request.stopped, status=status, engines=engines)
+            SftTrainer(config, resume=resume, stopped=request.stopped, status=status, engines=engines).run()
         from headrace.trainer.ranks import leave
 
         leave()
@@ -94,12 +94,12 @@ def colocated_engines(config: RunConfig | SftConfig, sharing: str) -> ColocatedE
 def run_ranks(count: int, target: Path, resume: str | None) -> int:
     from headrace.launch import lifeline
     from headrace.observe.logs import setup_logging
-    from headrace.trainer import torchrun
+    from headrace.trainer import ranks
 
     setup_logging()
     lifeline.watch()
     os.environ[lifeline.PARENT_VAR] = str(os.getpid())
-    return torchrun.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
+    return ranks.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
 
 
 def check_resume(directory: Path, resume: str | None) -> str | None:

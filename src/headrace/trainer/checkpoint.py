@@ -34,6 +34,10 @@ STATE = "state.json"
 PERMANENT = "permanent"
 
 
+class ResumeError(BadInput):
+    """The run cannot start or resume from this checkpoint."""
+
+
 class TrainState(msgspec.Struct):
     """Progress of training. `examples` is the position in the data of SFT, `data` the fingerprint of its rows."""
 
@@ -148,6 +152,32 @@ def read_state(checkpoint: Path) -> TrainState:
     if not (checkpoint / MARKER).is_file():
         raise FileNotFoundError(f"{checkpoint} has no {MARKER}: it is not a checkpoint, or incomplete")
     return decode_versioned((checkpoint / STATE).read_bytes(), TrainState, str(checkpoint / STATE))
+
+
+def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
+    """Return the checkpoint to start from: None, the newest one, or the one that `resume` names."""
+    newest = latest(checkpoints)
+    if resume is None:
+        if newest is not None:
+            raise ResumeError(
+                f"the run already has checkpoints, the newest {newest.name}",
+                key="output_dir",
+                value=checkpoints.parent,
+                fix="Resume the run, or choose another output_dir.",
+            )
+        return None
+    if resume == "latest":
+        return newest
+    chosen = Path(resume)
+    read_state(chosen)
+    if newest is not None and chosen.parent.resolve() == checkpoints.resolve() and chosen.name != newest.name:
+        raise ResumeError(
+            f"not the newest checkpoint of its run ({newest.name} is)",
+            key="--resume",
+            value=chosen,
+            fix="To go back on purpose, start a run with another output_dir from it.",
+        )
+    return chosen
 
 
 def saved_names(checkpoint: Path) -> Collection[str]:

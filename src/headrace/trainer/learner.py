@@ -8,35 +8,30 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput, Failure
 from headrace.inference.colocation import ColocatedEngines
-from headrace.rollout.packing import Bin, pack, pack_for_worker
+from headrace.rollout.packing import pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint
-from headrace.trainer.checkpoint import Checkpoints, TrainState
+from headrace.trainer.checkpoint import Checkpoints, ResumeError, TrainState, starting_point
 from headrace.trainer.loss import Loss
 from headrace.trainer.model import PackedModel, compute_dtype, initial_model
-from headrace.trainer.optim import Optimizer, update_rule
+from headrace.trainer.optim import Optimizer, learning_rate_factor, update_rule
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.schedule import learning_rate_factor
-from headrace.trainer.skipped_updates import SkippedUpdates
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensor names in a checkpoint."""
-
-
-class ResumeError(BadInput):
-    """The run cannot start or resume from this checkpoint."""
 
 
 class Learner:
@@ -60,12 +55,8 @@ class Learner:
         self.ranks = Ranks()
         start = starting_point(checkpoints, resume)
         self.ranks.wait_for_all()  # before one of them changes the directory that the others read
-        self.checkpoints = Checkpoints(
-            checkpoints,
-            self.ranks,
-            keep_last=config.ckpt.keep_last,
-            permanent_interval=config.ckpt.permanent_interval,
-        )
+        kept = config.ckpt.model_dump(include={"keep_last", "permanent_interval"})
+        self.checkpoints = Checkpoints(checkpoints, self.ranks, **kept)
         adapts = config.lora is not None  # then a checkpoint has only the adapter
         self.model = PackedModel(
             start / checkpoint.MODEL if start and not adapts else initial_model(config.model),
@@ -85,25 +76,19 @@ class Learner:
             lora=None if config.lora is None else {**config.lora.model_dump(), "seed": config.seed},
         )
         optim = config.optim
+        settings = optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"})
         self.optimizer = Optimizer(
             self.model.named_parameters(),
-            update_rule(
-                optim.type,
-                self.model.module,
-                **optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"}),
-            ),
+            update_rule(optim.type, self.model.module, **settings),
             max_grad_norm=optim.max_grad_norm or None,
             offload_state=optim.offload_state,
         )
         self.state = TrainState() if start is None else self._load(start)
         self._saved_step = self.state.step
         self._skipped = SkippedUpdates(config.max_skipped_updates)
-        self._step = TrainStep(
-            self.model,
-            self.optimizer,
-            losses,
-            lm_head_chunk=config.lm_head_chunk,
-            micro_batch_tokens=None if packed else 1,
+        row_tokens = None if packed else 1
+        self.step = TrainStep(
+            self.model, self.optimizer, losses, lm_head_chunk=config.lm_head_chunk, micro_batch_tokens=row_tokens
         )
 
     def _load(self, start: Path) -> TrainState:
@@ -112,8 +97,7 @@ class Learner:
         names = checkpoint.saved_names(start)
         model = prefixed(MODEL, self.model.learned())
         state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
-        unused = sorted(name for name in names if name not in model and name not in state)
-        if unused:
+        if unused := sorted(name for name in names if name not in model and name not in state):
             raise ResumeError(
                 f"the checkpoint has {unused[0]}, which this run does not use: it was saved for another model or "
                 "with another optim.type",
@@ -132,37 +116,22 @@ class Learner:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        scheduler = self.config.scheduler
-        factor = learning_rate_factor(
-            self.state.step + 1,
-            kind=scheduler.type,
-            max_steps=self.max_steps,
-            **scheduler.model_dump(exclude={"type"}),
-        )
+        kind, settings = self.config.scheduler.type, self.config.scheduler.model_dump(exclude={"type"})
+        factor = learning_rate_factor(self.state.step + 1, kind=kind, max_steps=self.max_steps, **settings)
         return self.config.optim.lr * factor
 
-    def learn(
-        self,
-        samples: list[Sample],
-        *,
-        envs: Sequence[str] = (),
-        traced: bool = False,
-        stopped: Callable[[], bool],
-        on_micro_batch: Callable[[int, int], None] = lambda number, total: None,
-    ) -> StepResult | None:
-        """Run one optimizer step on all samples; return None, with nothing changed, if stopped.
+    def learn(self, samples: list[Sample], **options: Any) -> StepResult | None:
+        """Run one optimizer step on all samples, with the options of `TrainStep.run`; return None if stopped.
 
         Raises Failure after too many updates in a row were skipped because of gradients that are not finite.
         """
+        if self.ranks.size == 1:
+            bins = pack(samples, self.seq_len)
+        else:
+            self._check_agreement(samples)
+            bins = pack_for_worker(self.ranks.index, samples, self.seq_len, self.ranks.size, self.model.cost)
         skipped = self.optimizer.skipped
-        result = self._step.run(
-            self._pack(samples),
-            self.learning_rate,
-            envs=envs,
-            traced=traced,
-            stopped=stopped,
-            on_micro_batch=on_micro_batch,
-        )
+        result = self.step.run(bins, self.learning_rate, **options)
         if result is not None:
             self.state.step += 1
             self.state.tokens_trained += result.tokens
@@ -172,17 +141,6 @@ class Learner:
                 self.checkpoints.finish(wait=True)  # one that is still being written is from before them
                 raise Failure(f"{problem}. A resumed run continues after step {self._saved_step}")
         return result
-
-    def warm_up(self, bins: list[Bin]) -> None:
-        """Compile the programs of a step on bins of these shapes, without changing anything."""
-        self._step.warm_up(bins)
-
-    def _pack(self, samples: list[Sample]) -> list[Bin]:
-        """Return this rank's bins of a step."""
-        if self.ranks.size == 1:
-            return pack(samples, self.seq_len)
-        self._check_agreement(samples)
-        return pack_for_worker(self.ranks.index, samples, self.seq_len, self.ranks.size, self.model.cost)
 
     def _check_agreement(self, samples: list[Sample]) -> None:
         """Raise unless all ranks have the same samples: each packs its own share of them."""
@@ -224,10 +182,8 @@ class Learner:
 
     def begin_checkpoint(self) -> None:
         """Start to save the current state; it is written asynchronously."""
-        tensors = {
-            **prefixed(MODEL, self.model.learned()),
-            **prefixed(OPTIMIZER, self.optimizer.state_tensors()),
-        }
+        model, state = self.model.learned(), self.optimizer.state_tensors()
+        tensors = prefixed(MODEL, model) | prefixed(OPTIMIZER, state)
         self.checkpoints.begin(tensors, self.model.write_files, self.state)
         self._saved_step = self.state.step
 
@@ -236,32 +192,6 @@ class Learner:
         self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
         if self.model.adapter is not None:
             self.ranks.write_directory(path.with_name("adapter"), self.model.save_for_engine)
-
-
-def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
-    """Return the checkpoint to start from: None, the newest one, or the one that `resume` names."""
-    newest = checkpoint.latest(checkpoints)
-    if resume is None:
-        if newest is not None:
-            raise ResumeError(
-                f"the run already has checkpoints, the newest {newest.name}",
-                key="output_dir",
-                value=checkpoints.parent,
-                fix="Resume the run, or choose another output_dir.",
-            )
-        return None
-    if resume == "latest":
-        return newest
-    chosen = Path(resume)
-    checkpoint.read_state(chosen)
-    if newest is not None and chosen.parent.resolve() == checkpoints.resolve() and chosen.name != newest.name:
-        raise ResumeError(
-            f"not the newest checkpoint of its run ({newest.name} is)",
-            key="--resume",
-            value=chosen,
-            fix="To go back on purpose, start a run with another output_dir from it.",
-        )
-    return chosen
 
 
 def _check_adapter(saved_in: Path, own: AdapterConfig | None) -> None:
@@ -302,3 +232,51 @@ class Stopwatch:
 
     def total(self) -> float:
         return time.perf_counter() - self._started
+
+
+ADVICE = (
+    "If the loss grew before them, try a smaller optim.lr, more scheduler.warmup_steps or a smaller "
+    'optim.max_grad_norm; otherwise model.dtype = "float32", and look for a division by 0, the logarithm of 0 or an '
+    "overflow in your own losses and advantages"
+)
+
+
+class SkippedUpdates:
+    """Counts updates in a row that were skipped because of gradients that are not finite.
+
+    A single one is harmless. After `limit` of them the model or its loss is broken, and the run must stop.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._norms: list[float] = []
+        self._losses: list[float] = []
+        self._before = "there was no earlier update"
+
+    @property
+    def in_a_row(self) -> int:
+        return len(self._norms)
+
+    def record(self, step: int, grad_norm: float, loss: float) -> str | None:
+        """Record a step; return why the run must end, or None."""
+        if math.isfinite(grad_norm):
+            self._norms.clear()
+            self._losses.clear()
+            self._before = f"at step {step}, the last update, they were {grad_norm:.4g} and {loss:.4g}"
+            return None
+        self._norms.append(grad_norm)
+        self._losses.append(loss)
+        if self.in_a_row < self._limit:
+            return None
+        steps = f"step {step}" if self.in_a_row == 1 else f"steps {step - self.in_a_row + 1} to {step}"
+        return (
+            f"the gradients of {steps} were not finite, so their updates were skipped, and max_skipped_updates = "
+            f"{self._limit} ends the run. Their norms were {_listed(self._norms)}, the losses "
+            f"{_listed(self._losses)}; {self._before}. {ADVICE}. To continue anyway, raise max_skipped_updates"
+        )
+
+
+def _listed(values: Sequence[float]) -> str:
+    """Format distinct values; of many, the first two and the last."""
+    words = list(dict.fromkeys(f"{value:.4g}" for value in values))
+    return ", ".join(words) if len(words) <= 4 else f"{words[0]}, {words[1]}, ..., {words[-1]}"

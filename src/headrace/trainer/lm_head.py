@@ -1,4 +1,4 @@
-"""Logprobs of labels from hidden states in chunks, without materializing the logits of all tokens.
+"""The lm-head and the embedding: logprobs of labels in chunks, and gradients of the tables in place.
 
 Logits of `chunk` tokens exist at a time; the backward pass recomputes them, except for those of the last chunk, which
 are kept in the buffer that it needs anyway. Written by hand because the softmax's gradient is known in closed form:
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Embedding
+from torch.nn.functional import embedding
 
 
 def label_logprobs(
@@ -180,3 +182,36 @@ def _widens(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _chunks(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def accumulate_in_place(table: torch.nn.Module) -> None:
+    """Make a plain, trained embedding add its gradient to `.grad` in place; other modules are unchanged.
+
+    The gradient is as large as the table, and zero except for the tokens of a batch; autograd would allocate such a
+    tensor for each micro-batch, and a second one for a table that is also the lm-head. Not for sharded tables.
+    """
+    if type(table) is Embedding and table.weight.requires_grad and not (table.max_norm or table.scale_grad_by_freq):
+
+        def forward(input: Tensor) -> Tensor:
+            return _Lookup.apply(input, table.weight, table.padding_idx)  # type: ignore[no-any-return, no-untyped-call]
+
+        table.forward = forward  # type: ignore[method-assign]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        context.save_for_backward(tokens)
+        context.weight, context.padding = weight, padding
+        return embedding(tokens, weight)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[None, None, None]:
+        (tokens,) = context.saved_tensors
+        weight, gradients = context.weight, grad.flatten(0, -2)
+        if context.padding is not None:  # not trained, as in torch
+            gradients = gradients.masked_fill(tokens.flatten()[:, None] == context.padding, 0.0)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, tokens.flatten(), gradients.to(weight.dtype))
+        return None, None, None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from headrace.trainer.memory import Checkpointing
+from headrace.trainer.layers import Checkpointing
 
 Mode = Checkpointing | Literal[False]
 

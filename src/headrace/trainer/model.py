@@ -27,14 +27,12 @@ from headrace.rollout.packing import Cost, cost_of_model
 from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
-from headrace.trainer.embedding import accumulate_in_place
-from headrace.trainer.lm_head import label_logprobs
+from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations, shard
+from headrace.trainer.lm_head import accumulate_in_place, label_logprobs
 from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
-from headrace.trainer.memory import checkpoint_layers, offload_activations
 from headrace.trainer.memory_plan import MAX_ROW_TOKENS, MemoryPlan, Mode, ModelSizes, make_memory_plan
 from headrace.trainer.model_files import ModelFiles, whole, write_tensors
 from headrace.trainer.packed_row import PackedRow, make_row
-from headrace.trainer.parallelize import compile_layers, shard
 from headrace.trainer.ranks import Ranks
 from headrace.transport.adapter import Adapter, write_adapter, write_config
 

@@ -1,4 +1,4 @@
-"""Optimizers. A gradient that is not finite is never applied.
+"""Optimizers and learning-rate schedules. A gradient that is not finite is never applied.
 
 An update rule makes torch optimizers for parameters by name. Every rule treats each parameter separately, so that its
 state can be saved and moved to the GPU by parameter. Left out on purpose: a learning rate per kind of parameter, since
@@ -9,21 +9,79 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headrace.errors import BadInput
-from headrace.trainer.muon import Muon
 
 log = logging.getLogger(__name__)
 
 Parameters = dict[str, Parameter]
 UpdateRule = Callable[[Parameters], list[torch.optim.Optimizer]]
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at zero, for small singular values
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for parameters with two dimensions, or three for a stack of matrices: an orthogonalized momentum update.
+
+        m = momentum * m + (1 - momentum) * g,    u = momentum * m + (1 - momentum) * g  (Nesterov; else m)
+        p = (1 - lr * weight_decay) * p - lr * 0.2 * sqrt(max(rows, columns)) * orthogonal(u)
+
+    The scale gives an update the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training"). torch.optim.Muon is
+    not used because it iterates in bfloat16 on CPUs, too (20 seconds a step for the tiny model), and does not support
+    stacks of matrices (experts). Every rank computes the whole iteration.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
+        super().__init__(
+            parameters, {"weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "ns_steps": 5, **settings}
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = orthogonal(self._momentum(parameter, group["momentum"], group["nesterov"]), group["ns_steps"])
+                scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * scale)
+
+    def _momentum(self, parameter: Tensor, momentum: float, nesterov: bool) -> Tensor:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer: Tensor = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum) if nesterov else buffer
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Return about U V^T of a matrix U S V^T, by Newton-Schulz iterations that move singular values near 1."""
+    if isinstance(matrix, DTensor):  # a shard has other singular values
+        full = orthogonal(matrix.full_tensor(), steps)
+        replicated = [Replicate()] * matrix.device_mesh.ndim
+        return DTensor.from_local(full, matrix.device_mesh, replicated).redistribute(placements=matrix.placements)
+    a, b, c = _COEFFICIENTS
+    x: Tensor = matrix / matrix.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if is_tall else x).to(matrix.dtype)
+
 
 _STATE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
@@ -32,59 +90,32 @@ _STATE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 }
 
 
-def adamw(
-    parameters: Parameters,
-    *,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-) -> list[torch.optim.Optimizer]:
+def adamw(parameters: Parameters, *, weight_decay: float = 0.0, **settings: Any) -> list[torch.optim.Optimizer]:
     if not parameters:
         return []
-    return [torch.optim.AdamW(parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)]
+    return [torch.optim.AdamW(parameters.values(), lr=0.0, weight_decay=weight_decay, fused=True, **settings)]
+
+
+def sgd(parameters: Parameters, **settings: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(parameters.values(), lr=0.0, **settings)]
 
 
 def muon(
-    parameters: Parameters,
-    *,
-    hidden: Collection[str],
-    weight_decay: float = 0.0,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
+    parameters: Parameters, *, hidden: Collection[str], weight_decay: float = 0.0, **settings: Any
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon for the `hidden` matrices and AdamW for the rest."""
+    """Return Muon for the `hidden` matrices and AdamW, with `betas` and `eps`, for the rest."""
+    of_adamw = {key: settings.pop(key) for key in ("betas", "eps") if key in settings}
     matrices = [parameter for name, parameter in parameters.items() if name in hidden]
     rest = {name: parameter for name, parameter in parameters.items() if name not in hidden}
-    others = adamw(rest, weight_decay=weight_decay, betas=betas, eps=eps)
-    if not matrices:
-        return others
-    own = Muon(
-        matrices,
-        lr=0.0,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        ns_steps=ns_steps,
-    )
-    return [own, *others]
-
-
-def sgd(
-    parameters: Parameters, *, weight_decay: float = 0.0, momentum: float = 0.0, nesterov: bool = False
-) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.SGD(parameters.values(), lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
-    ]
+    own = [Muon(matrices, lr=0.0, weight_decay=weight_decay, **settings)] if matrices else []
+    return [*own, *adamw(rest, weight_decay=weight_decay, **of_adamw)]
 
 
 def update_rule(kind: str, module: torch.nn.Module, **settings: Any) -> UpdateRule:
     """Return the rule of a config's `optim.type` with its settings bound."""
     if kind == "muon":
-        return partial(muon, hidden=hidden_matrices(module), **settings)
-    rules: dict[str, Callable[..., list[torch.optim.Optimizer]]] = {"adamw": adamw, "sgd": sgd}
+        settings["hidden"] = hidden_matrices(module)
+    rules: dict[str, Callable[..., list[torch.optim.Optimizer]]] = {"adamw": adamw, "muon": muon, "sgd": sgd}
     return partial(rules[kind], **settings)
 
 
@@ -198,3 +229,37 @@ def _move_state(part: torch.optim.Optimizer, device: torch.device | None) -> Non
     for parameter, state in part.state.items():
         for key, value in state.items():
             state[key] = value.to(device or parameter.device, non_blocking=True)
+
+
+def learning_rate_factor(
+    step: int,
+    *,
+    kind: str,
+    max_steps: int,
+    warmup_steps: int = 0,
+    min_factor: float = 0.0,
+    cycles: int = 1,
+    decay_steps: int | None = None,
+    decay_fraction: float = 0.1,
+    decay_shape: str = "linear",
+) -> float:
+    """Return the factor of the base rate at optimizer step 1, 2, ...; `min_factor` is reached right after `max_steps`.
+
+    `wsd` decays over the last `decay_steps`, or `decay_fraction` of all steps; the others from the end of the warmup
+    on, `cosine_with_restarts` in `cycles` cycles, each from the full rate. There is no state to save.
+    """
+    done = step - 1
+    if done < warmup_steps:
+        return step / warmup_steps
+    start = warmup_steps
+    if kind == "wsd":
+        # A warmup that overlaps with the decay shortens the decay, so that a short trial of a long run works.
+        start = max(start, max_steps - (decay_steps or round(decay_fraction * max_steps)))
+    passed, length = max(0, done - start), max(1, max_steps - start)
+    if kind == "cosine_with_restarts" and passed < length:
+        passed = cycles * passed % length  # in integers: a cycle begins exactly at its step
+    progress = min(1.0, passed / length)
+    shape = decay_shape if kind == "wsd" else kind
+    cosine = 0.5 * (1.0 - math.cos(math.pi * progress))
+    decays = {"constant": 0.0, "linear": progress, "sqrt": math.sqrt(progress), "cosine": cosine}
+    return 1.0 - (1.0 - min_factor) * decays[shape.removesuffix("_with_restarts")]

@@ -12,7 +12,8 @@ from headrace.inference.weights.carriers import CarrierSetting
 from headrace.inference.weights.published import find_mismatch
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
-from headrace.trainer.learner import Learner, ResumeError
+from headrace.trainer.checkpoint import ResumeError
+from headrace.trainer.learner import Learner
 from headrace.trainer.lora import merged_parameters
 from headrace.trainer.model import PackedModel
 from headrace.trainer.model_files import Tensors, whole_layers

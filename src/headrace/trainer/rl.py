@@ -36,34 +36,23 @@ from headrace.transport.weights import AcknowledgementMonitor
 log = logging.getLogger(__name__)
 
 
-def train(
-    config: TrainerConfig,
-    *,
-    resume: str | None = None,
-    stopped: threading.Event,
-    status: Status,
-    engines: ColocatedEngines | None = None,
-    embedded: bool = True,
-) -> None:
-    """Train to `max_steps`, or until `stopped`. `resume` is a checkpoint, or "latest" for the newest, if any.
-
-    `engines` are those of the run on this device; `embedded`: the run's engine is the embedded one.
-    """
-    RlTrainer(config, status, stopped, resume, engines, embedded).run()
-
-
 class RlTrainer:
-    """The training loop of one process (rank) of an RL run."""
+    """The training loop of one process (rank) of an RL run, to `max_steps` or until `stopped`."""
 
     def __init__(
         self,
         config: TrainerConfig,
+        *,
         status: Status,
         stopped: threading.Event,
-        resume: str | None,
-        engines: ColocatedEngines | None,
-        embedded: bool,
+        resume: str | None = None,
+        engines: ColocatedEngines | None = None,
+        embedded: bool = True,
     ) -> None:
+        """`resume` is a checkpoint, or "latest" for the newest, if any.
+
+        `engines` are those of the run on this device; `embedded`: the run's engine is the embedded one.
+        """
         if config.output_dir is None:
             raise ValueError("output_dir must be set to train")
         self.config, self.status, self.stopped = config, status, stopped

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from headrace.config.sft import SftConfig, SourceConfig
 from headrace.environments.registry import load_environment
+from headrace.errors import DataError
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.fingerprint import BY_POSITION
+from headrace.rollout.packing import pack_for_worker
+from headrace.rollout.types import Sample
 from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
 from headrace.text.sft_conversation import SftConversation, render_sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
 from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import ce_loss
+from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.sft_data import (
     VALIDATION_SEED,
@@ -33,7 +40,8 @@ from headrace.trainer.sft_data import (
     load_rows,
     read_rows,
 )
-from headrace.trainer.validation import Validation
+from headrace.trainer.step import MICRO_BATCH_TOKENS
+from headrace.trainer.tokens import StepTokens
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -44,31 +52,20 @@ KEEP_WEIGHTS = 1
 """Published versions kept on disk besides those that an engine may still load."""
 
 
-def train(
-    config: SftConfig,
-    *,
-    resume: str | None = None,
-    stopped: threading.Event,
-    status: Status,
-    engines: ColocatedEngines | None = None,
-) -> Path:
-    """Train to `max_steps`, or until `stopped`; return the path of the final model.
-
-    `engines` evaluate on the same device.
-    """
-    return SftTrainer(config, status, stopped, resume, engines).run()
-
-
 class SftTrainer:
-    """The training loop of one process (rank) of an SFT run."""
+    """The training loop of one process (rank) of an SFT run, to `max_steps` or until `stopped`.
+
+    `resume` is a checkpoint, or "latest" for the newest, if any; `engines` evaluate on the same device.
+    """
 
     def __init__(
         self,
         config: SftConfig,
+        *,
         status: Status,
         stopped: threading.Event,
-        resume: str | None,
-        engines: ColocatedEngines | None,
+        resume: str | None = None,
+        engines: ColocatedEngines | None = None,
     ) -> None:
         if config.output_dir is None:
             raise ValueError("output_dir must be set to train")
@@ -94,27 +91,21 @@ class SftTrainer:
             if rows.have_tools and not shows_tools(self.renderer):
                 status.notify(f"{rows.name} has tools, but the model's chat template {TOOLS_NOT_SHOWN}")
         self.conversations, held_out = open_conversations(config, rows, learner.state.examples)
-        self.validation = (
-            None
-            if config.validation is None
-            else Validation(
-                learner.model,
-                [render_sample(conversation, self.renderer) for conversation in held_out],
-                learner.seq_len,
-                interval=config.validation.interval,
-                lm_head_chunk=config.lm_head_chunk,
-            )
-        )
+        self.validation: Validation | None = None
+        if config.validation is not None:
+            samples = [render_sample(conversation, self.renderer) for conversation in held_out]
+            self.validation = Validation(learner.model, samples, learner.seq_len, config.lm_head_chunk)
         self.truncation = TruncationMonitor(learner.seq_len, status.notify)
         self.metrics = MetricsLog(run.metrics, "sft")
         self.watch = Stopwatch()
 
     def run(self) -> Path:
+        """Train; return the path of the final model."""
         learner, config = self.learner, self.config
         self.status.set("training", step=learner.state.step, max_steps=learner.max_steps)
         while (step := learner.state.step + 1) <= learner.max_steps:
-            if self.validation is not None and self.validation.is_due(step - 1):
-                self._validate(self.validation)
+            if config.validation is not None and (step - 1) % config.validation.interval == 0:
+                self._validate()
                 self.watch.lap("time/validate")
             conversations = islice(self.conversations, config.data.batch_size)
             samples = [render_sample(conversation, self.renderer) for conversation in conversations]
@@ -143,22 +134,20 @@ class SftTrainer:
         return self.run_dir.final_model
 
     def _record(self, step: int, record: dict[str, float]) -> None:
-        speed = record["perf/trained_tokens_per_second"]
+        loss, speed, last = record["loss"], record["perf/trained_tokens_per_second"], self.learner.max_steps
         if self.learner.ranks.first:
             self.metrics.log(step, record)
-        self.status.set(step=step, loss=record["loss"], tokens_per_second=speed)
-        if step % LOG_INTERVAL == 0 or step == self.learner.max_steps:
-            last = self.learner.max_steps
-            log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, last, record["loss"], speed)
+        self.status.set(step=step, loss=loss, tokens_per_second=speed)
+        if step % LOG_INTERVAL == 0 or step == last:
+            log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, last, loss, speed)
 
-    def _validate(self, validation: Validation) -> None:
+    def _validate(self) -> None:
         """Record the validation loss of the current model. A run that resumes at this step records it again."""
-        loss = validation.loss(self.stopped.is_set)
-        if loss is None:
-            return
-        log.info("step %d: validation loss %.4f", self.learner.state.step, loss)
-        if self.learner.ranks.first:
-            self.metrics.log(self.learner.state.step, {"val/loss": loss})
+        loss = None if self.validation is None else self.validation.loss(self.stopped.is_set)
+        if loss is not None:
+            log.info("step %d: validation loss %.4f", self.learner.state.step, loss)
+            if self.learner.ranks.first:
+                self.metrics.log(self.learner.state.step, {"val/loss": loss})
 
     def _publish_for_evaluation(self, publisher: Publisher) -> None:
         """Publish a version, unless the last one is not acknowledged yet: training never waits for evaluation."""
@@ -172,8 +161,7 @@ class SftTrainer:
     def _finish(self) -> None:
         """Validate, save the final model, and publish the final version, after which the run may end."""
         self.truncation.refuse_if_nothing_is_learned()
-        if self.validation is not None:
-            self._validate(self.validation)
+        self._validate()
         self.status.set("saving the final model")
         self.learner.save_final_model(self.run_dir.final_model)
         ranks, weights, version = self.learner.ranks, self.run_dir.weights, self.learner.version
@@ -227,3 +215,37 @@ def open_rows(source: SourceConfig) -> Rows:
         return read_rows(source.path, columns)
     assert source.name is not None  # the config requires path, name or env
     return load_rows(source.name, source.subset, source.split or "train", columns)
+
+
+class Validation:
+    """The loss on a fixed set of held-out examples, rendered once, so that validations are comparable.
+
+    Each rank has its share packed. Left out on purpose: accuracy, and everything that needs sampling.
+    """
+
+    def __init__(self, model: PackedModel, samples: list[Sample], seq_len: int, lm_head_chunk: int) -> None:
+        self._model = model
+        self._ranks = ranks = model.ranks
+        self._lm_head_chunk = lm_head_chunk
+        self._tokens = StepTokens(pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost))
+        self._groups = self._tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))
+        self._passes = ranks.most(len(self._groups))  # the same on every rank, since they run collectives
+        if self._passes == 0:
+            raise DataError(f"validation: none of {len(samples)} examples has trained tokens within {seq_len} tokens")
+
+    def loss(self, stopped: Callable[[], bool] = lambda: False) -> float | None:
+        """Return the mean cross-entropy of trained tokens; None if `stopped`."""
+        device = self._model.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for number in range(self._passes):
+            if self._ranks.any(stopped()):
+                return None
+            group = self._groups[number] if number < len(self._groups) else []
+            batch = self._tokens.micro_batch(group, device, self._model.kernel)
+            labels = torch.from_numpy(self._tokens.token_ids[batch.scored].astype(np.int64)).to(device)
+            temperatures = torch.ones(len(labels), device=device)
+            logprobs = self._model.logprobs(batch.row, batch.predictors, labels, temperatures, self._lm_head_chunk)
+            nll, members = ce_loss(self._tokens.loss_inputs("ce", batch, logprobs)).metrics["ce/nll"]
+            sums += torch.stack([nll.double(), members.double()])
+        total, count = self._ranks.add_up(sums).tolist()
+        return float(total / count)

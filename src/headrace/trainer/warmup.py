@@ -32,7 +32,7 @@ def warm_up(learner: Learner) -> None:
     vocabulary = int(learner.model.module.config.vocab_size)
     try:
         for samples in warmup_rows(vocabulary, learner.seq_len, warmup_tokens(learner.model.plan)):
-            learner.warm_up(pack(samples, learner.seq_len))
+            learner.step.warm_up(pack(samples, learner.seq_len))
     except torch.OutOfMemoryError as error:
         if learner.ranks.size > 1:
             raise  # other ranks wait for this one in a collective

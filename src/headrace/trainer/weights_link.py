@@ -33,8 +33,7 @@ from headrace.inference.cuda_driver import DriverError
 from headrace.inference.weights.carriers import CarrierSetting, CarrierUnavailable, choose_carrier, describe_end
 from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclPair, new_group_id
 from headrace.rollout.version import Version
-from headrace.trainer.shared_buffer import SharedBuffer
-from headrace.trainer.snapshot import Snapshot
+from headrace.trainer.snapshot import SharedBuffer, Snapshot
 from headrace.transport.weights_link import (
     MANIFEST,
     TIMEOUT_S,

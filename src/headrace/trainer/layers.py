@@ -1,10 +1,14 @@
-"""Activation checkpointing and offload, applied from outside to a model's decoder layers.
+"""Checkpointing, compiling, offload and sharding of a model's decoder layers, applied from outside.
 
 Checkpointing recomputes activations in the backward pass; offload keeps them in CPU memory until then. Both wrap a
 layer's `forward`, inside of its hooks, so that a layer that is sharded afterwards gathers its parameters as usual. The
 order is checkpoint, compile, offload, shard: the compiler must see checkpointing, and must not see offload's streams.
-Left out on purpose: offload of what selective checkpointing keeps, unless the layer is compiled; without a compiler it
-does not pass through autograd.
+
+Layers are compiled one by one: they are the same program, so the compiler runs once for all of them. Lengths are
+symbolic, and only attention's operator depends on the rest of a row's layout. Left out on purpose: compiling the whole
+model, which takes minutes and gains little; attention in padded blocks, which breaks the graph, so that a checkpointed
+layer runs uncompiled; and offload of what selective checkpointing keeps, unless the layer is compiled: without a
+compiler it does not pass through autograd.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from headrace.trainer import varlen_attention  # noqa: F401 (registers an operator)
+from headrace.trainer import attention  # noqa: F401 (registers an operator)
 
 Checkpointing = Literal["full", "attention", "selective"]
 """What is recomputed: all of a layer, all but attention, or all but attention and matrix products."""
@@ -216,3 +222,37 @@ class _Streams(NamedTuple):
 @cache
 def _streams(device: torch.device) -> _Streams:
     return _Streams(*(torch.cuda.Stream(device) for _ in range(2)))  # type: ignore[no-untyped-call]
+
+
+MAX_PROGRAMS = 64
+"""Of all layers: some for each kind of attention and each recompute mode, with and without gradients."""
+
+
+def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor", *, sharded: bool = False) -> None:
+    """Compile each layer at its first call.
+
+    With sharded parameters, their sizes would become symbolic, too: there a second row of another length makes lengths
+    symbolic by a second program.
+    """
+    from torch._inductor import config  # takes a second to import
+
+    # Beyond its own limit (8 for all layers) the compiler runs new programs uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_PROGRAMS)
+    # Fuse the gradients of norms for all lengths: otherwise short and long rows are two programs.
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):  # not in every version of torch
+        config.triton.mix_order_reduction_non_strict_mode = True
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=None if sharded else True)
+
+
+def shard(layers: Iterable[torch.nn.Module], root: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard parameters, gradients and optimizer state over a mesh, layer by layer (FSDP2); compute in `dtype`.
+
+    Parameters outside of layers, such as embeddings, are in the root's group. Gradients are summed in float32, not
+    averaged: the loss is already divided by counts over all ranks.
+    """
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    for part in (*layers, root):
+        sharded = fully_shard(part, mesh=mesh, mp_policy=precision)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo and some NCCL reductions cannot scale
