@@ -126,7 +126,7 @@ def write_qwen3(directory: Path, size: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from headrace.text.byte_level import byte_tokenizer
+    from headrace.text.tokenizer import byte_tokenizer
 
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

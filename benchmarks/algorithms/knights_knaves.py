@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.observe.chart import comparison_chart
-from headrace.observe.history import Curve, History
-from headrace.observe.metrics import read_metrics
+from headrace.observe.metrics import Curve, History, read_metrics
 from headrace.observe.summary import read_history
 from headrace.transport.run_dir import RunDir
 

@@ -26,7 +26,7 @@ from fake_engine import FakeEngine
 from fake_run import COMPLETION_TOKENS, FOREVER, running
 
 from headrace.errors import BadInput
-from headrace.observe.history import Tail
+from headrace.observe.metrics import Tail
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
 from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.pipeline import Pipeline, PipelineSettings

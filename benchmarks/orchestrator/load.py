@@ -22,7 +22,7 @@ import numpy as np
 from fake_engine import FakeEngine
 from fake_run import COMPLETION_TOKENS, OrchestratorProcess, running
 
-from headrace.observe.history import Record, Tail
+from headrace.observe.metrics import Record, Tail
 from headrace.trainer.tiny import write_tiny_model
 
 POLL = 0.05

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.cli.serve import greeting
-from headrace.launch.private_server import address_in
+from headrace.launch.server_target import address_in
 from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 from tests.cli.run_files import RUN_FILE

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.text.byte_level import byte_tokenizer
+from headrace.text.tokenizer import byte_tokenizer
 from headrace.trainer.tiny import write_tiny_settings
 from tests.cli.attempts import Attempts, Outcome
 from tests.snapshots import SnapshotPage

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from headrace.errors import AGAIN
-from headrace.launch import lifeline
+from headrace.launch.process import stop_with_launcher
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status
 from headrace.transport.endpoint import Endpoint, write_endpoint
@@ -43,7 +43,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-lifeline.watch(grace_s=1.0)
+stop_with_launcher(grace_s=1.0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else end)
 note("finds-traces" if endpoint.exists() or (run / "status" / f"{name}.json").exists() else "finds-nothing")
 status = Status(run / "status", name, interval=0.1)

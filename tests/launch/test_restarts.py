@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.launch.supervisor import MAX_RESTART_DELAY_S, Restarts
-from headrace.observe.history import History
+from headrace.observe.metrics import History
 from tests.launch.launching import (
     assert_all_gone,
     events,

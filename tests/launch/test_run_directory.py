@@ -9,8 +9,7 @@ import pytest
 
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints, hold, plan_directory, refuse_shorter
-from headrace.observe.history import History
-from headrace.observe.metrics import MetricsLog, read_metrics
+from headrace.observe.metrics import History, MetricsLog, read_metrics
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from tests.refusals import refused
 

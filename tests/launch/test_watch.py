@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.launch.watch import Watch, not_up, stall_threshold
+from headrace.launch.supervisor import Watch, not_up, stall_threshold
 from headrace.observe.status import ProcessStatus, Progress
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.observe.history import History, Tail
-from headrace.observe.metrics import MetricsLog
+from headrace.observe.metrics import History, MetricsLog, Tail
 
 
 def step(number: int, reward: float) -> dict[str, Any]:

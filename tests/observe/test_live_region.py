@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from headrace.observe.live_region import LiveRegion
+from headrace.observe.terminal import LiveRegion
 
 CLEAR = "\x1b[2J\x1b[H"
 

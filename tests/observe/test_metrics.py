@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe.history import History, Tail
-from headrace.observe.metrics import MetricsLog
+from headrace.observe.metrics import History, MetricsLog, Tail
 
 
 def test_what_does_not_fit_on_the_disk_raises_and_costs_no_other_record(

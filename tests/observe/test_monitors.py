@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from headrace.config.monitors import TensorboardConfig, WandbConfig
-from headrace.observe.history import Record
-from headrace.observe.metrics import MetricsLog
+from headrace.observe.metrics import MetricsLog, Record
 from headrace.observe.monitors import (
     Forwarder,
     MonitorError,

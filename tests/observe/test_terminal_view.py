@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from headrace.observe import terminal
-from headrace.observe.history import History
+from headrace.observe.metrics import History
 from headrace.observe.status import ProcessStatus, Progress
 from headrace.observe.terminal import (
     LABEL_WIDTH,

@@ -13,7 +13,7 @@ from renderers.base import Renderer
 
 from headrace.rollout.types import Message
 from headrace.text.renderer import make_renderer
-from headrace.text.reply_encoder import EncodedReply, encode_reply, with_placeholder_words
+from headrace.text.teacher_reply import EncodedReply, encode_reply, with_placeholder_words
 from headrace.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, Model, Said, load
 

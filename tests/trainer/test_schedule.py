@@ -68,8 +68,3 @@ def test_every_key_of_a_configuration_is_one_of_the_schedule(kind: str):
     scheduler = TrainerConfig.model_validate({"scheduler": {"type": kind}}).scheduler
     assert scheduler.type == kind
     assert factors(scheduler.type, **scheduler.model_dump(exclude={"type"}))[0] == 1.0
-
-
-def test_an_unknown_schedule_is_an_error():
-    with pytest.raises(ValueError, match="'step'"):
-        factors("step")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from headrace.text.byte_level import MARKUP_TOKENS, SPECIAL_TOKENS
 from headrace.text.renderer import make_renderer
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, Tokenizer
 from headrace.trainer.tiny import write_tiny_model
 
 WEATHER = {

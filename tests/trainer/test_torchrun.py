@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from headrace.launch.lifeline import PARENT_VAR, TORCHRUN_VAR
+from headrace.launch.process import PARENT_VAR, TORCHRUN_VAR
 from headrace.trainer.ranks import RankExit, joint_exit_code
 
 KILLED, TERMINATED, STOPPED = -9, -15, 143
@@ -31,7 +31,7 @@ def test_the_cause_of_several_endings_is_the_ending_of_all(endings: list[tuple[i
 
 
 def test_a_rank_whose_parent_was_gone_before_it_looked_ends_at_once():
-    program = "from headrace.launch import lifeline; import time; lifeline.watch(); time.sleep(60)"
+    program = "from headrace.launch.process import stop_with_launcher as stop; import time; stop(); time.sleep(60)"
     environment = {**os.environ, TORCHRUN_VAR: "x", PARENT_VAR: "1"}  # the child of another process now
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)

@@ -23,15 +23,15 @@ def process(name: str, run: RunDir) -> Iterator[Status]:
 
     Of several ranks the first speaks for all; the others have their status files in a place of their own.
     """
-    from headrace.launch import lifeline
     from headrace.launch.errors import naming_run
     from headrace.launch.own_code import add_code_folders_of
+    from headrace.launch.process import stop_with_launcher
     from headrace.observe.logs import setup_logging
     from headrace.observe.status import Status
 
     rank = int(os.environ.get("RANK", "0"))
     setup_logging(f"rank {rank}" if rank else "")
-    lifeline.watch()
+    stop_with_launcher()
     add_code_folders_of(run)
     with naming_run(run.root):
         status = Status(run.status / "ranks", f"{name}-{rank}") if rank else Status(run.status, name)
@@ -50,7 +50,7 @@ class StopRequest:
     """
 
     def __init__(self, status: Status) -> None:
-        from headrace.launch.watch import is_up
+        from headrace.launch.supervisor import is_up
 
         self.stopped = threading.Event()
         self.exit_code = 0

@@ -53,11 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.inference.server.main import serve  # takes seconds: not before the arguments are known to be good
 
     if run is None or alone:
-        from headrace.launch import lifeline
+        from headrace.launch.process import stop_with_launcher
         from headrace.observe.logs import setup_logging
 
         setup_logging()
-        lifeline.watch()
+        stop_with_launcher()
         key_var = config.api_key_var if os.environ.get(config.api_key_var) else None
         serve(config, status=None, run=run, announce=lambda url: print(greeting(url, key_var), flush=True))
         return 0

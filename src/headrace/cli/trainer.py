@@ -92,13 +92,13 @@ def colocated_engines(config: RunConfig | SftConfig, sharing: str) -> ColocatedE
 
 
 def run_ranks(count: int, target: Path, resume: str | None) -> int:
-    from headrace.launch import lifeline
+    from headrace.launch.process import PARENT_VAR, stop_with_launcher
     from headrace.observe.logs import setup_logging
     from headrace.trainer import ranks
 
     setup_logging()
-    lifeline.watch()
-    os.environ[lifeline.PARENT_VAR] = str(os.getpid())
+    stop_with_launcher()
+    os.environ[PARENT_VAR] = str(os.getpid())
     return ranks.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
 
 

@@ -23,10 +23,10 @@ GRACE_S = 60.0
 
 def run_from_files(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
     """From the command line to the exit code; SIGTERM ends it in order at any moment, and so does a sweep's end."""
-    from headrace.launch import lifeline
+    from headrace.launch.process import stop_with_launcher
 
     with leaving_on_sigterm():
-        lifeline.watch(GRACE_S)
+        stop_with_launcher(GRACE_S)
         return _run(kind, command, arguments)
 
 
@@ -42,7 +42,7 @@ def leaving_on_sigterm() -> Iterator[None]:
 
 def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
     """Load, check, find the model, prepare the run directory, launch. Nothing is changed before all checks passed."""
-    from headrace.text.light_import import import_renderers
+    from headrace.text import import_renderers
 
     import_renderers()
     from headrace.algorithms.user_function import load_function

@@ -30,8 +30,7 @@ from headrace.environments.base import Environment, tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.launch.function_source import check_function_source
-from headrace.launch.own_code import add_code_folders
+from headrace.launch.own_code import add_code_folders, check_function_source
 from headrace.launch.prompt_lengths import (
     MAX_SAMPLED,
     NoModelCall,

@@ -1,10 +1,17 @@
-"""A launched process: start it, stop it, describe how it ended."""
+"""A launched process: start it, stop it, describe how it ended; and stop with the launcher, even if that was killed.
+
+The launcher holds the write end of a pipe, the lifeline, and never writes; every process that it starts reads from the
+other end. When the launcher ends, the kernel closes the pipe and the process stops itself. (Linux's parent-death signal
+does the same, but not on macOS.) torchrun does not pass the pipe on to a rank: a rank polls its parent process id.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,12 +20,22 @@ from pathlib import Path
 
 from headrace.config.launch import LaunchConfig, without_exported
 from headrace.errors import AGAIN, BAD_INPUT
-from headrace.launch.lifeline import LIFELINE_VAR, Lifeline
+
+log = logging.getLogger(__name__)
 
 LAST_LINES = 15
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"})
 """Removed from the environment of a child: a cluster may have set them, but only we decide what is a rank."""
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+TORCHRUN_VAR = "TORCHELASTIC_RUN_ID"
+"""Set in a process that torchrun has started."""
+PARENT_VAR = "HEADRACE_RANKS_OF"
+"""The process id of the parent of the ranks; it may have ended before they read it."""
+LIFELINE_VAR = "HEADRACE_LIFELINE"
+"""The file descriptor to read from."""
+PARENT_POLL_S = 0.2
+GRACE_S = 10.0
+"""Time to stop in order before the process and its children are killed."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +149,43 @@ class Process:
             file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, file.tell() - 16384))
             return file.read().decode(errors="replace").splitlines()[-count:]
+
+
+class Lifeline:
+    """The launcher's end of the pipe. Closing it stops the processes."""
+
+    def __init__(self) -> None:
+        self.read_end, self._write_end = os.pipe()
+
+    def close(self) -> None:
+        os.close(self.read_end)
+        os.close(self._write_end)
+
+
+def stop_with_launcher(grace_s: float = GRACE_S) -> None:
+    """Stop this process when its launcher has ended. Does nothing in a process that was not started by a launcher."""
+    descriptor = os.environ.pop(LIFELINE_VAR, None)
+    if TORCHRUN_VAR in os.environ:
+        parent = int(os.environ.get(PARENT_VAR, os.getppid()))
+        threading.Thread(target=_wait_for_parent, args=(parent,), name="lifeline", daemon=True).start()
+        return
+    if descriptor is None:
+        return
+    os.set_inheritable(int(descriptor), False)
+    threading.Thread(target=_wait, args=(int(descriptor), grace_s), name="lifeline", daemon=True).start()
+
+
+def _wait_for_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)  # at once: its replacement may start at any moment
+
+
+def _wait(descriptor: int, grace_s: float) -> None:
+    os.read(descriptor, 1)  # blocks until the launcher's end is closed
+    log.warning("the launcher has ended: stopping")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.launch.errors import BadRequest
-from headrace.observe.history import INCARNATIONS, Tail
+from headrace.observe.metrics import INCARNATIONS, Tail
 from headrace.transport.files import MARKER, link_tree, write_directory
 from headrace.transport.lock import is_held, lock
 from headrace.transport.run_dir import RunDir

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from headrace.errors import BadInput
+from headrace.errors import BadInput, Failure
 from headrace.inference.client.chat_stream import ChatClient
 from headrace.inference.client.openai_client import OpenAIError
-from headrace.launch.private_server import PrivateServer
+from headrace.launch.process import Lifeline, Process, ProcessSpec
 from headrace.launch.run_directory import in_use, is_run
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
@@ -83,3 +86,57 @@ def start_server(target: str, overrides: Sequence[str], progress: Progress) -> I
                 time.sleep(POLL_S)
         with closing(ChatClient(url, own.key)) as server:
             yield server
+
+
+KEY_VAR = "HEADRACE_API_KEY"
+LOOPBACK = "127.0.0.1"
+GREETING = re.compile(rf"^serving on (http://{re.escape(LOOPBACK)}:\d+/v1);", re.MULTILINE)
+"""The line that `headrace serve` prints when it is up. The server chooses its port: one chosen here could be taken by
+another process, which would receive the key."""
+STOP_TIMEOUT_S = 10.0
+
+
+class ServerEnded(Failure):
+    """The server process ended unexpectedly. The message has the end of its log."""
+
+
+class PrivateServer:
+    """A server process that starts on construction. `key` is its API key, `env` are additional variables for it."""
+
+    def __init__(
+        self,
+        model: str,
+        options: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.key = key or secrets.token_urlsafe()
+        address = ["--host", LOOPBACK, "--port", "0", "--api_key_var", KEY_VAR]
+        argv = [sys.executable, "-m", "headrace", "serve", model, "--alone", *options, *address]
+        log.unlink(missing_ok=True)  # an earlier server's address is in it
+        self._lifeline = Lifeline()
+        spec = ProcessSpec("the server", argv, {**(env or {}), KEY_VAR: self.key}, service=True)
+        self._process = Process(spec, log, self._lifeline)
+
+    def address(self) -> str | None:
+        """Return the base URL with `/v1`, or None while the model is loading. Raises `ServerEnded`."""
+        running = self._process.running  # read before the log, so that the log is complete if the process has ended
+        address = address_in(self._process.log.read_text(errors="replace"))
+        if address is None and not running:
+            lines = "\n".join(f"    {line}" for line in self._process.last_lines())
+            raise ServerEnded(f"the server {self._process.how_it_ended()}; the end of its log:\n{lines}")
+        return address
+
+    def close(self) -> None:
+        """Stop the server and its child processes."""
+        self._process.terminate()
+        self._process.wait(STOP_TIMEOUT_S)
+        self._process.kill()
+        self._lifeline.close()
+
+
+def address_in(log: str) -> str | None:
+    """Return the base URL that the log of a server names, or None."""
+    match = GREETING.search(log)
+    return None if match is None else match[1]

@@ -1,7 +1,8 @@
-"""Start the processes of a run, restart those that crash, and stop all of them in order.
+"""Start the processes of a run, restart those that crash, detect a stalled run, and stop all of them in order.
 
 A process that a signal ended, or that exits with status `AGAIN` (a server whose engine died), is restarted alone: its
-state is in the run directory, and the other processes wait for it. Any other failure ends the run.
+state is in the run directory, and the other processes wait for it. Any other failure ends the run. `Watch` and
+`Restarts` are pure: they take the time. Messages about a stall report what each process is doing, not a cause.
 """
 
 from __future__ import annotations
@@ -9,18 +10,16 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.heartbeat import Heartbeat
-from headrace.launch.lifeline import Lifeline
-from headrace.launch.process import Process, ProcessSpec
-from headrace.launch.watch import STALL_S, Watch, is_up, not_up
-from headrace.observe.history import History, Tail
+from headrace.launch.process import Lifeline, Process, ProcessSpec
+from headrace.observe.metrics import History, Tail
 from headrace.observe.status import ProcessStatus, read_status
-from headrace.observe.terminal import View
+from headrace.observe.terminal import View, activity
 from headrace.transport.endpoint import withdraw_endpoint
 from headrace.transport.run_dir import RunDir
 
@@ -28,6 +27,76 @@ POLL_S = 0.1
 RESTART_DELAY_S = 1.0
 """By how much the delay grows with every restart without progress; the first has none."""
 MAX_RESTART_DELAY_S = 60.0
+STALL_S = 60.0
+"""Time without a heartbeat or progress before the first message; the interval then doubles."""
+RECENT_STEPS = 10
+"""Number of steps whose duration sets the threshold of a stall."""
+
+
+def stall_threshold(step_seconds: Sequence[float], least_s: float = STALL_S) -> float:
+    """Return the seconds without progress that count as a stall: three times the longest recent step, or `least_s`."""
+    return max(least_s, 3 * max(step_seconds[-RECENT_STEPS:], default=0.0))
+
+
+class Watch:
+    """Remembers the last progress, and when each message was last returned."""
+
+    def __init__(self, now: float, stall_s: float = STALL_S) -> None:
+        self._stall_s = stall_s
+        self._progress: object = (0, [])
+        self._moved_at = now
+        self._next_stall = 0.0
+        self._next_silence: dict[str, float] = {}
+
+    def find_problems(
+        self, now: float, progress: int, statuses: Mapping[str, ProcessStatus], step_seconds: Sequence[float] = ()
+    ) -> list[str]:
+        """Return messages about silent processes and a stalled run.
+
+        `progress` is any number that grows as the run proceeds; `step_seconds` are the durations of past steps.
+        """
+        return [*self._silences(now, statuses), *self._stall(now, progress, statuses, step_seconds)]
+
+    def _silences(self, now: float, statuses: Mapping[str, ProcessStatus]) -> list[str]:
+        sentences = []
+        for name, status in statuses.items():
+            silent = now - status.time
+            if silent < self._stall_s:
+                self._next_silence.pop(name, None)
+            elif silent >= self._next_silence.get(name, self._stall_s):
+                sentences.append(f"{name}: no heartbeat for {silent:.0f} s; its last state is: {status.state}")
+                self._next_silence[name] = 2 * silent
+        return sentences
+
+    def _stall(
+        self, now: float, progress: int, statuses: Mapping[str, ProcessStatus], step_seconds: Sequence[float]
+    ) -> list[str]:
+        """Micro-batches and rollouts count as progress. The view shows problems that processes report themselves."""
+        moves = (progress, [(name, str(status.progress)) for name, status in statuses.items() if status.progress])
+        if moves != self._progress or any(status.problem for status in statuses.values()):
+            self._progress, self._moved_at, self._next_stall = moves, now, 0.0
+        still = now - self._moved_at
+        if still < max(self._next_stall, stall_threshold(step_seconds, self._stall_s)):
+            return []
+        self._next_stall = 2 * still
+        longest = max(step_seconds[-RECENT_STEPS:], default=None)
+        steps = "no step has finished yet" if longest is None else f"recent steps took up to {longest:.0f} s"
+        doings = "; ".join(f"{name}: {activity(status, now)}" for name, status in statuses.items())
+        return [f"no progress for {still:.0f} s ({steps}). {doings or 'No process has reported anything yet'}"]
+
+
+def is_up(status: ProcessStatus | None) -> bool:
+    return status is not None and not status.state.startswith(("starting", "loading"))
+
+
+def not_up(names: Sequence[str], statuses: Mapping[str, ProcessStatus], now: float) -> list[str]:
+    """Return the processes that are still starting, each with its activity."""
+    missing = []
+    for name in names:
+        status = statuses.get(name)
+        if not is_up(status):
+            missing.append(f"{name} ({'has not reported yet' if status is None else activity(status, now)})")
+    return missing
 
 
 class Restarts:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.history import Curve, History
+from headrace.observe.metrics import Curve, History
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 END_STEPS = 5

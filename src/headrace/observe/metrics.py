@@ -1,15 +1,25 @@
-"""Metrics: sums and counts until they are recorded, then one JSON line per step and process in `metrics.jsonl`."""
+"""Metrics of a run: one JSON line per step and process in `metrics.jsonl`, and the history that is read from it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+log = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+Curve = list[tuple[int, float]]
+
+INCARNATIONS = ("progress/incarnation", "eval/incarnation")
+"""Incarnation of the weights in training and in evaluation records; a trainer that goes back begins a new one. Two
+names, since monitors do not distinguish the processes that write records."""
 
 
 class Means:
@@ -58,11 +68,135 @@ class MetricsLog:
             os.close(descriptor)
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a `metrics.jsonl`, without an incomplete last line."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield msgspec.json.decode(line)
+class Tail:
+    """Reads the records appended since the last call."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+
+    def read(self) -> list[Record]:
+        if not self.path.exists() or self.path.stat().st_size <= self.offset:
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        records = []
+        for line in whole.splitlines():
+            try:
+                records.append(msgspec.json.decode(line, type=Record))
+            except msgspec.DecodeError as error:  # a full disk cuts a line in two; the other lines are fine
+                log.warning("%s: a damaged line is left out: %s", self.path, error)
+        return records
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Return all records of a `metrics.jsonl`."""
+    return Tail(path).read()
+
+
+class History:
+    """The step records, evaluations and last values of a run."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.steps: dict[int, Record] = {}
+        """The orchestrator's records, by step."""
+        self.trained: dict[int, Record] = {}
+        """The trainer's records, by step."""
+        self.evals: dict[str, dict[int, float]] = {}
+        """avg@k by environment and policy version."""
+        self.eval_failures: dict[str, dict[int, float]] = {}
+        """Share of failed episodes by environment and version, also if all failed and there is no avg@k."""
+        self.latest: Record = {}
+        """The last value of every metric."""
+        self.moves = 0
+        """Number of records of steps and evaluations; gauges do not count."""
+        self.incarnation = 0
+        """Newest incarnation of the weights."""
+        self._began = 0
+        """First recorded step of that incarnation."""
+        self._first_time: float | None = None
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        step = int(record["step"])
+        self.latest.update(record)
+        if self._first_time is None:
+            self._first_time = float(record["time"])
+        incarnation = int(next((record[name] for name in INCARNATIONS if name in record), self.incarnation))
+        if incarnation > self.incarnation:
+            self.incarnation, self._began = incarnation, step
+            self._drop_evals(step)
+        if "progress/rollouts" in record:
+            self._put(self.steps, step, record)
+        if "loss" in record:
+            self._put(self.trained, step, record)
+        if incarnation == self.incarnation or step < self._began:  # else the trainer went back during the evaluation
+            self._add_evaluations(step, record)
+        self.moves += any(key in ("progress/rollouts", "loss") or key.startswith("eval/") for key in record)
+
+    def _add_evaluations(self, step: int, record: Record) -> None:
+        for key, value in record.items():
+            if key.startswith("eval/") and "/avg@" in key:
+                name, _, k = key.removeprefix("eval/").rpartition("/avg@")
+                if f"eval/{name.rpartition('/')[0]}/avg@{k}" not in record:  # else of a single agent
+                    self.evals.setdefault(name, {})[step] = float(value)
+                    self.eval_failures.setdefault(name, {})[step] = 0.0
+        for key, value in record.items():
+            name = key.removeprefix("eval/").removesuffix("/errors")
+            if key == f"eval/{name}/errors" and not name.endswith("/metrics"):  # else a metric of the environment
+                self.eval_failures.setdefault(name, {})[step] = float(value)
+
+    def _put(self, series: dict[int, Record], step: int, record: Record) -> None:
+        """Append a record. A step that is repeated after a resume replaces itself and all later ones."""
+        has_incarnation = any(name in record for name in INCARNATIONS)
+        if not has_incarnation and series and next(reversed(series)) > step:
+            self._drop_evals(step)
+        while series and next(reversed(series)) > step:
+            series.popitem()
+        series[step] = {**series.get(step, {}), **record}
+
+    def _drop_evals(self, step: int) -> None:
+        """Remove the evaluations of versions from `step` on, which are trained again."""
+        for versions in (*self.evals.values(), *self.eval_failures.values()):
+            for version in [version for version in versions if version >= step]:
+                del versions[version]
+
+    @property
+    def step(self) -> int:
+        """Return the number of optimizer steps done."""
+        return next(reversed(self.trained), 0)
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Return the duration of each step, waiting included, as far as it is recorded."""
+        return [float(record["time/step"]) for record in self.trained.values() if "time/step" in record]
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds from the first record to the last."""
+        return 0.0 if self._first_time is None else float(self.latest["time"]) - self._first_time
+
+    def train_reward(self, env: str = "all") -> Curve:
+        return _curve(self.steps, f"reward/{env}/mean")
+
+    def loss(self) -> Curve:
+        return _curve(self.trained, "loss")
+
+    def held_out(self) -> Curve:
+        """Return the mean over eval environments by version; rarely evaluated ones keep their last value."""
+        environments = [versions for versions in self.evals.values() if versions]
+        latest: dict[int, float] = {}
+        points = []
+        for version in sorted({version for versions in environments for version in versions}):
+            latest.update({index: v[version] for index, v in enumerate(environments) if version in v})
+            if len(latest) == len(environments):
+                points.append((version, sum(latest.values()) / len(latest)))
+        return points
+
+
+def _curve(series: dict[int, Record], key: str) -> Curve:
+    return [(step, float(record[key])) for step, record in series.items() if record.get(key) is not None]

@@ -28,8 +28,7 @@ import pyarrow.parquet as pq
 from headrace.config.files import read_toml
 from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.errors import BadInput
-from headrace.observe.history import Record, Tail
-from headrace.observe.metrics import read_metrics
+from headrace.observe.metrics import Record, Tail, read_metrics
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -310,7 +309,7 @@ class Wandb:
 
     def send(self, records: list[Record]) -> None:
         if self._started is None:
-            self._started = float(next(read_metrics(self._metrics))["time"])
+            self._started = float(read_metrics(self._metrics)[0]["time"])
         for record in records:
             numbers = _numbers(record)
             gauges = {name for name in numbers if name.startswith(GAUGES)}

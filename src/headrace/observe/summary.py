@@ -10,7 +10,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.observe.chart import reward_chart
 from headrace.observe.environments import EnvironmentReport, dropped_text, ends, failures, report_environments, table
-from headrace.observe.history import History, Tail
+from headrace.observe.metrics import History, Tail
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.history import History, Record
-from headrace.observe.live_region import LiveRegion
+from headrace.observe.metrics import History, Record
 from headrace.observe.status import ProcessStatus
 from headrace.observe.summary import duration
 
@@ -40,6 +41,8 @@ PLAIN_INTERVAL_S = 1.0
 """Minimum time between two step lines."""
 PROBLEM_NOTICE_S = 30.0
 """Duration of a problem after which plain output has a line about it; then at growing intervals."""
+REPEATED_LINES = 8
+"""Permanent lines that are printed again after a resize."""
 
 
 class View(Protocol):
@@ -57,6 +60,41 @@ def make_view(title: str, max_steps: int, console: Console | None = None) -> Vie
     console = console or Console()
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveView(title, max_steps, console) if live else PlainView(max_steps, console)
+
+
+class LiveRegion:
+    """A few lines that are redrawn in place.
+
+    After a resize, terminals have wrapped the old lines in different ways, so they cannot be erased one by one: the
+    screen is cleared, and the newest permanent lines are printed again above the region.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._messages: deque[str] = deque(maxlen=REPEATED_LINES)
+        self._start()
+
+    def _start(self) -> None:
+        self._size = self.console.size
+        self._live = Live(console=self.console, auto_refresh=False)
+        self._live.start()
+
+    def draw(self, content: RenderableType) -> None:
+        if self.console.size != self._size:
+            self._live.stop()
+            self.console.clear()
+            for message in self._messages:
+                self.console.print(Text(message))
+            self._start()
+        self._live.update(content, refresh=True)
+
+    def say(self, message: str) -> None:
+        self._messages.append(message)
+        self.console.print(Text(message))
+
+    def close(self, content: RenderableType) -> None:
+        self.draw(content)
+        self._live.stop()
 
 
 class LiveView:

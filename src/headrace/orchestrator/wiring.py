@@ -15,7 +15,7 @@ from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.served_model import ServedModel
 from headrace.inference.schema import Health
-from headrace.observe.history import History, Tail
+from headrace.observe.metrics import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.concurrency import Concurrency, initial_limit
 from headrace.orchestrator.dispatcher import ContextFactory, EpisodeRunner

@@ -3,12 +3,20 @@
 The reply is encoded in the policy's chat format and parsed back: the environment sees exactly what the policy is
 trained to write. Such tokens have no version, so that they never become stale, and no logprobs: no policy sampled them.
 Replies that the policy must not learn are refused.
+
+The completion tokens of a message are those by which its rendering extends the prompt, up to the stop token: a chat
+format may add a line break after it, which no model samples. Where the rendering does not begin with the prompt,
+reasoning is the reason: the prompt has opened it, or ruled it out. The message is then rendered with other reasoning.
+A message is rendered after one short question instead of its whole conversation: formats rewrite history, but render
+every reply alike.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from renderers.base import Renderer
@@ -17,8 +25,199 @@ from headrace.rollout.types import NOT_SAMPLED, Message, Turn
 from headrace.text.completion import CompletionParser, parsed_tool_call
 from headrace.text.prompt import Prompt, Tools
 from headrace.text.replies import Reply, ToolCall, assistant_message
-from headrace.text.reply_encoder import EncodedReply, encode_reply, with_placeholder_words
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer, common_prefix_length
+
+QUESTION: Message = {"role": "user", "content": "?"}
+MARK = "\u2766headrace\u2766"
+"""Marks a position in rendered text and is removed again."""
+PLACEHOLDER = "x"
+"""A word without a meaning in any chat format."""
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+class EncodedReply(NamedTuple):
+    """Completion tokens of a message."""
+
+    ids: list[int]
+    dropped: int = 0
+    """Tokens at the end of the prompt that must be removed before `ids` are appended."""
+
+
+def encode_reply(
+    renderer: Renderer,
+    tokenizer: Tokenizer,
+    message: Message,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    finished: bool = True,
+) -> EncodedReply:
+    """Return the completion tokens of a message; with the stop token unless it was truncated (`finished` false)."""
+    return _ReplyEncoder(renderer, tokenizer, tools).encode(message, finished)
+
+
+def with_placeholder_words(message: Message) -> Message:
+    """Return the message with placeholders for all words, so that its rendering has only tokens of the chat format."""
+    content, reasoning = str(message.get("content") or ""), message.get("reasoning_content")
+    if not reasoning and _has_reasoning(content):  # the tags stay where the text may contain reasoning
+        inline, end, rest = content.removeprefix(THINK_START).partition(THINK_END)
+        start = THINK_START if content.startswith(THINK_START) else ""
+        words = "".join((start, PLACEHOLDER if inline.strip() else "", end, PLACEHOLDER if rest.strip() else ""))
+    else:
+        words = PLACEHOLDER if content else ""
+    replaced = {**message, "content": words}
+    if reasoning:
+        replaced["reasoning_content"] = PLACEHOLDER
+    if message.get("tool_calls"):
+        replaced["tool_calls"] = [
+            {
+                **call,
+                "id": call["id"].replace(call["function"]["name"], PLACEHOLDER),
+                "function": {
+                    **call["function"],
+                    "name": PLACEHOLDER,
+                    "arguments": _placeholders(call["function"]["arguments"]),
+                },
+            }
+            for call in message["tool_calls"]
+        ]
+    return replaced
+
+
+def _placeholders(value: Any) -> Any:
+    match value:
+        case str():
+            return PLACEHOLDER
+        case dict():
+            return {f"{PLACEHOLDER}{number}": _placeholders(entry) for number, entry in enumerate(value.values())}
+        case list():
+            return [_placeholders(entry) for entry in value]
+        case _:
+            return value
+
+
+class _ReplyEncoder:
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._renderer = _with_reasoning_shown(renderer)
+        self._tokenizer = tokenizer
+        self._tools: Any = list(tools) or None
+        self._prompt = self._render(add_generation_prompt=True)
+
+    def encode(self, message: Message, finished: bool) -> EncodedReply:
+        if not finished:
+            rest, reasoning = _split_reasoning(message)
+            if not rest["content"] and not rest.get("tool_calls"):
+                ids = self._encode_open_reasoning(reasoning) if reasoning else []
+                if ids is not None:
+                    return EncodedReply(ids)
+        encoded = self._encode_whole(message)
+        body = self._without_stop(encoded.ids)
+        if not finished:
+            return encoded._replace(ids=body)
+        if len(body) < len(encoded.ids):
+            return encoded._replace(ids=encoded.ids[: len(body) + 1])
+        return encoded._replace(ids=[*encoded.ids, *self._stop_token_after(message)])
+
+    def _encode_whole(self, message: Message) -> EncodedReply:
+        rendered = self._render(message)
+        ids = self._beyond_prompt(rendered)
+        if ids is None:
+            ids = self._encode_with_other_reasoning(*_split_reasoning(message))
+        if ids is not None:
+            return EncodedReply(ids)
+        start = common_prefix_length(self._prompt, rendered)
+        return EncodedReply(rendered[start:], len(self._prompt) - start)
+
+    def _encode_with_other_reasoning(self, rest: Message, reasoning: str) -> list[int] | None:
+        """Encode without reasoning where the prompt rules it out, and with empty reasoning where the prompt opens it.
+
+        Some formats open reasoning in the prompt and never render it in a message: it is then written out here.
+        """
+        if reasoning:
+            ids = self._beyond_prompt(self._render({**rest, "reasoning_content": reasoning}))
+            ids = self._beyond_prompt(self._render(rest)) if ids is None else ids
+        else:
+            ids = self._beyond_prompt(self._render({**rest, "reasoning_content": MARK}), without=MARK)
+        if ids is not None:
+            return ids
+        prompt, text = self._differing_texts(self._render(rest))
+        header, opened, tail = prompt.rpartition(THINK_START)
+        if not opened or tail.strip() or not text.startswith(header):
+            return None
+        return self._tokenizer.encode(f"{reasoning}\n{THINK_END}\n\n{text[len(header) :]}")
+
+    def _beyond_prompt(self, rendered: list[int], without: str = "") -> list[int] | None:
+        """Return what extends the prompt, compared as tokens or else as text; None if it does not extend it."""
+        if not without and rendered[: len(self._prompt)] == self._prompt:
+            return rendered[len(self._prompt) :]
+        prompt, text = self._differing_texts(rendered)
+        if without and text.count(without) != 1:
+            return None
+        text = text.replace(without, "")
+        return self._tokenizer.encode(text[len(prompt) :]) if text.startswith(prompt) else None
+
+    def _encode_open_reasoning(self, reasoning: str) -> list[int] | None:
+        """Encode reasoning that was truncated before its end; None where the format does not show reasoning."""
+        marked = {"role": "assistant", "content": "", "reasoning_content": reasoning + MARK}
+        prompt, text = self._differing_texts(self._render(marked))
+        shown, mark, _ = text.partition(MARK)
+        if mark and shown.startswith(prompt):
+            return self._tokenizer.encode(shown[len(prompt) :])
+        return self._tokenizer.encode(reasoning) if prompt.rstrip().endswith(THINK_START) else None
+
+    def _differing_texts(self, rendered: list[int]) -> tuple[str, str]:
+        """Return the texts of the prompt and of the rendering from their first differing token on."""
+        start = common_prefix_length(self._prompt, rendered)
+        return self._tokenizer.decode(self._prompt[start:]), self._tokenizer.decode(rendered[start:])
+
+    def _render(self, *messages: Message, add_generation_prompt: bool = False) -> list[int]:
+        conversation: Any = [QUESTION, *messages]
+        return list(
+            self._renderer.render_ids(conversation, tools=self._tools, add_generation_prompt=add_generation_prompt)
+        )
+
+    def _without_stop(self, ids: list[int]) -> list[int]:
+        """Remove the stop token and the white space that the format puts after it."""
+        stops = set(self._renderer.get_stop_token_ids())
+        last = next((index for index in reversed(range(len(ids))) if ids[index] in stops), None)
+        return ids if last is None or self._tokenizer.decode(ids[last + 1 :]).strip() else ids[:last]
+
+    def _stop_token_after(self, message: Message) -> list[int]:
+        """Return the stop token for formats that render it only once another message follows."""
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "?"}
+            for call in message.get("tool_calls") or ()
+        ]
+        conversation: Any = [QUESTION, message, *(results or [QUESTION])]
+        rendered = self._renderer.render(conversation, tools=self._tools)
+        tokens = zip(rendered.token_ids, rendered.message_indices, rendered.sampled_mask, strict=False)
+        sampled = [token for token, index, is_sampled in tokens if is_sampled and index == 1]
+        stops = self._renderer.get_stop_token_ids()
+        return sampled[-1:] if sampled and sampled[-1] in stops else stops[:1]
+
+
+def _with_reasoning_shown(renderer: Renderer) -> Renderer:
+    """Return a renderer that keeps reasoning: gpt-oss drops it from all messages, which is right only for history."""
+    config: Any = getattr(renderer, "config", None)
+    if not getattr(config, "auto_drop_analysis", False):
+        return renderer
+    other: Any = copy.copy(renderer)
+    other.config = config.model_copy(update={"auto_drop_analysis": False})
+    return other
+
+
+def _split_reasoning(message: Message) -> tuple[Message, str]:
+    """Return the message without its reasoning, and the reasoning, which some servers leave in the content."""
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    reasoning, content = str(message.get("reasoning_content") or ""), str(message.get("content") or "")
+    if not reasoning and _has_reasoning(content):
+        reasoning, _, content = content.removeprefix(THINK_START).partition(THINK_END)
+        content = content.lstrip("\n")
+    return {**rest, "content": content}, reasoning.strip("\n")
+
+
+def _has_reasoning(content: str) -> bool:
+    return THINK_END in content or content.startswith(THINK_START)
+
 
 CALL_ID_FORMATS: tuple[Callable[[int, str], str], ...] = (
     lambda number, name: f"call_{number}",

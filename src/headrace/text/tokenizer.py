@@ -1,14 +1,14 @@
-"""A model directory's tokenizer, built on `tokenizers` and `jinja2` only.
+"""A model directory's tokenizer, built on `tokenizers` and `jinja2` only; and one of bytes for tiny models.
 
 The class of `transformers` takes seconds to import and imports torch.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ MAX_NFC_CHARS = 4
 """The most characters that NFC composes into one."""
 RELEASE_GIL_LENGTH = 1 << 13
 """Texts of so many characters, and lists of so many tokens, are converted without holding the GIL."""
+BYTES = 256
+"""Ids of `byte_tokenizer` below it are bytes; special, markup and word tokens follow."""
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Tokens of Qwen3's chat format that decoding keeps as text, as Qwen3 does."""
 
 
 class TokenizerError(BadInput):
@@ -51,24 +56,13 @@ class Tokenizer:
         config_file = root / "tokenizer_config.json"
         settings = json.loads(config_file.read_text()) if config_file.is_file() else {}
         self.chat_template = _chat_template(root, settings)
-        self.eos_token: str | None = _token_text(settings.get("eos_token"))
-        self.bos_token: str | None = _token_text(settings.get("bos_token"))
-        self.unk_token: str | None = _token_text(settings.get("unk_token"))
-        self.pad_token: str | None = _token_text(settings.get("pad_token"))
+        names = ("eos_token", "bos_token", "unk_token", "pad_token")
+        self.eos_token, self.bos_token, self.unk_token, self.pad_token = (_token_text(settings.get(n)) for n in names)
+        self.eos_token_id, self.bos_token_id, self.unk_token_id = (
+            None if token is None else self.backend.token_to_id(token)
+            for token in (self.eos_token, self.bos_token, self.unk_token)
+        )
         self.vocab_size: int = self.backend.get_vocab_size()
-        self._compiled: jinja2.Template | None = None
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id_of(self.eos_token)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id_of(self.bos_token)
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id_of(self.unk_token)
 
     @property
     def control_tokens(self) -> dict[int, str]:
@@ -98,7 +92,7 @@ class Tokenizer:
             return 0
         return (len(text) if text.isascii() else len(text) // MAX_NFC_CHARS) // self._max_token_chars
 
-    @functools.cached_property
+    @cached_property
     def _max_token_chars(self) -> int | None:
         """The most characters of one token (a byte-level vocabulary has a character per byte); None if unbounded."""
         return max(map(len, self.backend.get_vocab())) if _keeps_every_character(self.backend) else None
@@ -133,7 +127,7 @@ class Tokenizer:
         **kwargs: Any,
     ) -> Any:
         """Render through the model's own Jinja template, as transformers does."""
-        text = self._template().render(
+        text = self._template.render(
             messages=messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -148,28 +142,25 @@ class Tokenizer:
         ids = self.encode(text)
         return {"input_ids": ids} if return_dict else ids
 
+    @cached_property
     def _template(self) -> jinja2.Template:
-        if self._compiled is None:
-            if self.chat_template is None:
-                raise TokenizerError(
-                    "the model has no chat template",
-                    file=self.name_or_path,
-                    fix="Add chat_template.jinja, or `chat_template` in tokenizer_config.json.",
-                )
-            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+        if self.chat_template is None:
+            raise TokenizerError(
+                "the model has no chat template",
+                file=self.name_or_path,
+                fix="Add chat_template.jinja, or `chat_template` in tokenizer_config.json.",
             )
-            environment.filters["tojson"] = _to_json
-            environment.globals["raise_exception"] = _raise_template_error
-            environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-            self._compiled = environment.from_string(self.chat_template)
-        return self._compiled
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+        )
+        # As in `transformers`: unlike jinja2's own `tojson`, without escaping HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return environment.from_string(self.chat_template)
 
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self.backend.token_to_id(token)
 
-
-@functools.lru_cache
+@lru_cache
 def shared_tokenizer(directory: Path) -> Tokenizer:
     """Return a cached tokenizer: a large vocabulary takes most of a second to read."""
     return Tokenizer(directory)
@@ -193,11 +184,6 @@ def _chat_template(root: Path, settings: dict[str, Any]) -> str | None:
 def _token_text(token: Any) -> str | None:
     """Return a special token's text, which may be a record with `content`."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Encode as `transformers` does: unlike jinja2's own `tojson`, without escaping HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _keeps_every_character(backend: tokenizers.Tokenizer) -> bool:
@@ -233,3 +219,16 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def byte_tokenizer(words: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """Return a tokenizer of bytes with the tokens of Qwen3's chat format, and one token for each of `words`."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    added = partial(tokenizers.AddedToken, normalized=False)
+    tokenizer.add_special_tokens([added(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([added(token, special=False) for token in (*MARKUP_TOKENS, *words)])
+    return tokenizer

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.text.byte_level import BYTES, SPECIAL_TOKENS, byte_tokenizer
+from headrace.text.tokenizer import BYTES, SPECIAL_TOKENS, byte_tokenizer
 
 if TYPE_CHECKING:
     import torch

@@ -17,10 +17,9 @@ from headrace.config.base import Tree
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.runfile.reading import validate
-from headrace.text.byte_level import byte_tokenizer
 from headrace.text.prompt import PromptRenderer
 from headrace.text.renderer import make_renderer
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer, byte_tokenizer
 
 SEQ_LEN = 1000
 END = "<|im_end|>"

@@ -17,7 +17,7 @@ import msgspec
 from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.observe.environments import END_STEPS
-from headrace.observe.history import Curve, History, Record, Tail
+from headrace.observe.metrics import Curve, History, Record, Tail
 from headrace.tools.compare.inputs import (
     SEEDS,
     Scores,

@@ -20,8 +20,7 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput, Failure
 from headrace.launch.local import thread_env, usable_cores
 from headrace.launch.placement import gpu_env
-from headrace.launch.private_server import PrivateServer
-from headrace.launch.server_target import base_url, key_in
+from headrace.launch.server_target import PrivateServer, base_url, key_in
 from headrace.machine import free_memory, visible_gpus
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.tools.evaluate.candidates import Candidate

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.observe.chart import comparison_chart
-from headrace.observe.history import Curve
+from headrace.observe.metrics import Curve
 from headrace.tools.compare.comparison import smaller_is_better
 from headrace.tools.evaluate.charts import accuracy_chart, length_chart
 from headrace.tools.evaluate.report import LENGTHS

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.history import History, Tail
-from headrace.observe.live_region import LiveRegion
+from headrace.observe.metrics import History, Tail
 from headrace.observe.summary import duration
+from headrace.observe.terminal import LiveRegion
 from headrace.tools.sweep.record import State
 from headrace.transport.run_dir import RunDir
 

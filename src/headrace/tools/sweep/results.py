@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.observe.history import Curve, History, Record, Tail
+from headrace.observe.metrics import Curve, History, Record, Tail
 from headrace.tools.compare.comparison import HELD_OUT, PREFERRED, curve_of, final_value, is_evaluation
 from headrace.tools.evaluate.results import Estimate, ModelResult
 from headrace.tools.sweep.record import RunRecord, State, SweepRecord, state_of

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from headrace.launch.lifeline import Lifeline
 from headrace.launch.placement import gpu_env
-from headrace.launch.process import Process, ProcessSpec
+from headrace.launch.process import Lifeline, Process, ProcessSpec
 from headrace.launch.run_directory import is_run
 from headrace.launch.supervisor import signals_to
 from headrace.tools.sweep.budget import Share, of_its_own
