@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.inference.backend import GenerationResult, TokenChunk
-from headrace.inference.server.text import DECODE_FRACTION, GrowingText, Progress, cut, cut_end, sure_part
+from headrace.inference.server.streaming import DECODE_FRACTION, GrowingText, Progress, cut, cut_end, sure_part
 from headrace.inference.server.token_text import Offsets, TokenText, finite
 from headrace.text.tokenizer import Tokenizer
 

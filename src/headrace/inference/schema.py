@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 """Beyond these, scaled logits overflow or become uniform. 0 is greedy."""
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+"""Characters of a stop string."""
 MAX_STOP_TOKEN_IDS = 1024
 
 
@@ -62,6 +64,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             return f"max_tokens must be at least 1, not {self.max_tokens}"
         if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
             return f"stop must be at most {MAX_STOP_STRINGS} non-empty strings"
+        if any(len(stop) > MAX_STOP_CHARS for stop in self.stop):
+            return f"stop: a string has more than {MAX_STOP_CHARS} characters"
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            return "seed must fit in 64 bits for each of the n choices, whose seeds are consecutive"
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS or min(self.stop_token_ids, default=0) < 0:
             return f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} non-negative ids"
         for name in ("logprobs", "prompt_logprobs"):
@@ -117,7 +123,8 @@ class WeightVersionSpan(msgspec.Struct):
 class GenerateChoice(msgspec.Struct):
     index: int
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
+    """`stop` or `length`; None in a stream before its end."""
     logprobs: ChoiceLogprobs | None = None
     weight_versions: list[WeightVersionSpan] | None = None
     stop_reason: int | str | None = None

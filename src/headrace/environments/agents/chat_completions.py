@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from headrace.environments.base import Reply
 from headrace.inference.backend import InvalidRequest
+from headrace.inference.server.replies import DONE, event
 from headrace.inference.server.request_bodies import (
     MAX_CHOICES,
     OpenAIRequest,
@@ -21,7 +22,6 @@ from headrace.inference.server.request_bodies import (
     envelope,
     unsupported_in,
 )
-from headrace.inference.server.streaming import DONE, event
 from headrace.rollout.types import Message
 
 log = logging.getLogger(__name__)
@@ -69,10 +69,6 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise InvalidRequest(f"tools[{index}] is not a function with a name: only functions are supported")
-
-    @property
-    def choices(self) -> int:
-        return 1 if self.n is None else self.n
 
     @property
     def token_limit(self) -> int | None:

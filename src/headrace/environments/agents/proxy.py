@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterator
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,8 +29,16 @@ from headrace.environments.agents.chat_completions import (
 from headrace.environments.agents.episode import Episode, EpisodeOver
 from headrace.environments.base import Context, PromptTooLong
 from headrace.inference.backend import InvalidRequest
-from headrace.inference.server.replies import Handler, answering, body_of, on_bug, on_http_error, reply
-from headrace.inference.server.streaming import unless_gone
+from headrace.inference.server.replies import (
+    Handler,
+    answering,
+    decode_body,
+    on_bug,
+    on_http_error,
+    read_body,
+    reply,
+    unless_gone,
+)
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
@@ -44,8 +51,6 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 NO_RETRY = {"x-should-retry": "false"}
 """Stops OpenAI's client from retrying."""
-
-_requests = msgspec.json.Decoder(ChatRequest)
 
 
 class Proxy:
@@ -106,12 +111,16 @@ class Proxy:
 
     async def _chat(self, http: HttpRequest) -> Response:
         episode = self._episode(http)
-        async with body_of(http, _requests, MAX_BODY_BYTES, self._large) as request:
-            self._ignored.report(request)
+        request = await self._request(http)
+        self._ignored.report(request)
         choices = await unless_gone(http.receive, episode.reply(request))
         if request.stream:
             return Response(response_events(request, choices, self.model), media_type="text/event-stream")
         return reply(response_body(request, choices, self.model))
+
+    async def _request(self, http: HttpRequest) -> ChatRequest:
+        async with read_body(http, MAX_BODY_BYTES, self._large) as content:
+            return decode_body(content, ChatRequest)
 
     async def _models(self, http: HttpRequest) -> Response:
         self._episode(http)

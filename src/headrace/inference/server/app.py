@@ -9,11 +9,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -27,7 +25,6 @@ from headrace.inference.backend import (
     GenerationResult,
     InvalidRequest,
     ModelNotFound,
-    TokenChunk,
     check_prompt,
     check_token_ids,
 )
@@ -46,13 +43,15 @@ from headrace.inference.server.keys import Keys
 from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
 from headrace.inference.server.replies import (
     HEADERS,
-    Handler,
+    EventStream,
     answering,
-    body_of,
+    decode_body,
     exceeds_json_limits,
     on_bug,
     on_http_error,
+    read_body,
     reply,
+    unless_gone,
 )
 from headrace.inference.server.request_bodies import (
     AdapterRequest,
@@ -61,7 +60,7 @@ from headrace.inference.server.request_bodies import (
     TokenizeRequest,
     refuse_unsupported,
 )
-from headrace.inference.server.streaming import EventStream, unless_gone, updates_of
+from headrace.inference.server.streaming import Updates, updates_of
 from headrace.rollout.version import Version
 
 T = TypeVar("T")
@@ -77,15 +76,6 @@ MAX_NAME_CHARS = 256
 """Length of ids, salts and adapter names."""
 TOKENIZE_LENGTHS = 16
 """Texts for /tokenize and /detokenize may be this many times max_model_len."""
-
-_generate_decoder = msgspec.json.Decoder(GenerateBody)
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-_update_decoder = msgspec.json.Decoder(UpdateWeightsRequest)
-_adapter_decoder = msgspec.json.Decoder(AdapterRequest)
-_no_fields_decoder = msgspec.json.Decoder(NoFields)
 
 
 class App:
@@ -105,30 +95,28 @@ class App:
         self._created = int(time.time())
 
     def asgi(self) -> ASGIApp:
-        def client(handler: Handler) -> Handler:
-            return _checking(self._keys.check_client, handler)
-
-        def admin(handler: Handler) -> Handler:
-            return _checking(self._keys.check_admin, handler)
-
+        client, admin = self._keys.check_client, self._keys.check_admin
         routes = {
-            "/health": ("GET", self.health),
-            "/v1/models": ("GET", client(self.models)),
-            "/v1/models/{name:path}": ("GET", client(self.model)),
-            "/metrics": ("GET", client(self.show_metrics)),
-            "/v1/chat/completions": ("POST", client(self.chat)),
-            "/v1/completions": ("POST", client(self.completions)),
-            "/inference/v1/generate": ("POST", client(self.generate)),
-            "/tokenize": ("POST", client(self.tokenize)),
-            "/detokenize": ("POST", client(self.detokenize)),
-            "/pause": ("POST", admin(self.pause)),
-            "/resume": ("POST", admin(self.resume)),
-            "/update_weights": ("POST", admin(self.update_weights)),
-            "/v1/load_lora_adapter": ("POST", admin(self.load_adapter)),
-            "/v1/unload_lora_adapter": ("POST", admin(self.unload_adapter)),
+            "/health": ("GET", None, self.health),
+            "/v1/models": ("GET", client, self.models),
+            "/v1/models/{name:path}": ("GET", client, self.model),
+            "/metrics": ("GET", client, self.show_metrics),
+            "/v1/chat/completions": ("POST", client, self.chat),
+            "/v1/completions": ("POST", client, self.completions),
+            "/inference/v1/generate": ("POST", client, self.generate),
+            "/tokenize": ("POST", client, self.tokenize),
+            "/detokenize": ("POST", client, self.detokenize),
+            "/pause": ("POST", admin, self.pause),
+            "/resume": ("POST", admin, self.resume),
+            "/update_weights": ("POST", admin, self.update_weights),
+            "/v1/load_lora_adapter": ("POST", admin, self.load_adapter),
+            "/v1/unload_lora_adapter": ("POST", admin, self.unload_adapter),
         }
         app = Starlette(
-            routes=[Route(path, answering(handler), methods=[method]) for path, (method, handler) in routes.items()],
+            routes=[
+                Route(path, answering(handler, check), methods=[method])
+                for path, (method, check, handler) in routes.items()
+            ],
             exception_handlers={HTTPException: on_http_error, Exception: on_bug},
         )
         return Measured(app, self.metrics, frozenset(routes))
@@ -139,20 +127,15 @@ class App:
 
     def describe(self) -> Health:
         state = self.backend.state()
+        names = ("running", "waiting", "paused", "capacity", "kv_usage", "preemptions", "stands_still")
         return Health(
             status="ok" if state.failure is None else state.failure,
             version=str(state.version),
             model=self.model_name,
-            running=state.running,
-            waiting=state.waiting,
-            paused=state.paused,
-            capacity=state.capacity,
             max_model_len=self.backend.max_model_len,
             vocab_size=self.backend.vocab_size,
             engine=self.backend.name,
-            kv_usage=state.kv_usage,
-            preemptions=state.preemptions,
-            stands_still=state.stands_still,
+            **{name: getattr(state, name) for name in names},
         )
 
     async def models(self, _: HttpRequest) -> Response:
@@ -178,7 +161,7 @@ class App:
         return Response(text, 200, {**HEADERS, "Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        async with self._body(http, _tokenize_decoder) as body:
+        async with self._body(http, TokenizeRequest) as body:
             self._adapter(body.model)
             refuse_unsupported(body)
             if (body.prompt is None) == (body.messages is None):
@@ -199,7 +182,7 @@ class App:
 
     async def detokenize(self, http: HttpRequest) -> Response:
         longest = TOKENIZE_LENGTHS * self.backend.max_model_len
-        async with self._body(http, _detokenize_decoder, TOKENIZE_LENGTHS) as body:
+        async with self._body(http, DetokenizeRequest, TOKENIZE_LENGTHS) as body:
             self._adapter(body.model)
             if len(body.tokens) > longest:
                 raise InvalidRequest(f"tokens: {len(body.tokens)} ids are more than the limit of {longest}")
@@ -211,9 +194,9 @@ class App:
             return reply({"prompt": await self._run_text_work(http, text)})
 
     async def generate(self, http: HttpRequest) -> Response:
-        body = await self._read(http, _generate_decoder)
+        body = await self._read(http, GenerateBody)
         refuse_unsupported(body)
-        params = body.sampling_params.checked()
+        params = body.sampling_params.engine_params()
         _refuse_long_name(body.request_id, "request_id")
         generations = self._submit(http, body.model, [(body.token_ids, params)], body.cache_salt, urgent=body.urgent)
         if body.stream:
@@ -222,7 +205,7 @@ class App:
         return reply(generate.whole_response(body, result, self.model_name))
 
     async def chat(self, http: HttpRequest) -> Response:
-        async with self._body(http, _chat_decoder) as body:
+        async with self._body(http, ChatRequest) as body:
             params = self._chat.params(body)
             self._refuse_long(_joined_text(body.messages), "messages")
             prompt = await self._run_text_work(http, lambda: self._chat.prompt(body))
@@ -235,7 +218,7 @@ class App:
         return reply(self._chat.reply(body, prompt, await self._results(http, generations)))
 
     async def completions(self, http: HttpRequest) -> Response:
-        async with self._body(http, _completion_decoder) as body:
+        async with self._body(http, CompletionRequest) as body:
             params = self._completions.params(body)
             prompts = await self._run_text_work(http, lambda: self._prompts(body))
             if not body.echo:
@@ -302,36 +285,27 @@ class App:
             for generation in generations:
                 generation.cancel()
 
-    async def _updates(
-        self, generations: Sequence[Generation]
-    ) -> AsyncIterator[tuple[int, TokenChunk | GenerationResult]]:
-        """Yield the updates of a streamed response and record the time to its first token."""
-        began: float | None = time.monotonic()
-        async with contextlib.aclosing(updates_of(generations)) as updates:  # type: ignore[type-var]
-            async for update in updates:
-                if began is not None:
-                    self.metrics.first_token.observe(time.monotonic() - began)
-                    began = None
-                yield update
+    def _updates(self, generations: Sequence[Generation]) -> Updates:
+        return updates_of(generations, self.metrics.first_token.observe)
 
     async def pause(self, http: HttpRequest) -> Response:
-        await self._read(http, _no_fields_decoder, if_empty=b"{}")
+        await self._read(http, NoFields, if_empty=b"{}")
         await self.backend.pause()
         return reply(self.describe())
 
     async def resume(self, http: HttpRequest) -> Response:
-        await self._read(http, _no_fields_decoder, if_empty=b"{}")
+        await self._read(http, NoFields, if_empty=b"{}")
         await self.backend.resume()
         return reply(self.describe())
 
     async def update_weights(self, http: HttpRequest) -> Response:
-        body = await self._read(http, _update_decoder)
+        body = await self._read(http, UpdateWeightsRequest)
         version = Version(body.incarnation, body.step)
         checksum = await self.backend.update_weights(_path(body.path, "path"), version)
         return reply(UpdateWeightsResponse(body.incarnation, body.step, checksum))
 
     async def load_adapter(self, http: HttpRequest) -> Response:
-        body = await self._read(http, _adapter_decoder)
+        body = await self._read(http, AdapterRequest)
         if body.lora_name in self._names or not 0 < len(body.lora_name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"lora_name must have 1 to {MAX_NAME_CHARS} characters and not be the model's name")
         if body.lora_path is None:
@@ -340,16 +314,16 @@ class App:
         return reply({"id": body.lora_name, "parent": self.model_name})
 
     async def unload_adapter(self, http: HttpRequest) -> Response:
-        body = await self._read(http, _adapter_decoder)
+        body = await self._read(http, AdapterRequest)
         await self.backend.unload_adapter(body.lora_name)
         return reply({"id": body.lora_name})
 
-    def _body(
-        self, http: HttpRequest, decoder: msgspec.json.Decoder[T], lengths: int = 1, if_empty: bytes = b""
-    ) -> AbstractAsyncContextManager[T]:
-        """Read a body whose lists of token ids have at most `lengths` times max_model_len entries."""
-
-        async def check(content: bytearray) -> None:
+    @contextlib.asynccontextmanager
+    async def _body(
+        self, http: HttpRequest, kind: type[T], lengths: int = 1, if_empty: bytes = b""
+    ) -> AsyncIterator[T]:
+        """Read and decode a body whose lists of token ids have at most `lengths` times max_model_len entries."""
+        async with read_body(http, self._max_body, self._large_bodies) as content:
             longest = self.backend.max_model_len
             bounds = (lengths * longest, MAX_OTHER_VALUES)
             if len(content) > MAX_OTHER_VALUES and await asyncio.to_thread(exceeds_json_limits, content, *bounds):
@@ -357,11 +331,10 @@ class App:
                     f"the body has too many values: lists are limited to {bounds[0]} token ids "
                     f"(max_model_len = {longest}), other values to {MAX_OTHER_VALUES}"
                 )
+            yield decode_body(content or if_empty, kind)
 
-        return body_of(http, decoder, self._max_body, self._large_bodies, check, if_empty)
-
-    async def _read(self, http: HttpRequest, decoder: msgspec.json.Decoder[T], if_empty: bytes = b"") -> T:
-        async with self._body(http, decoder, if_empty=if_empty) as body:
+    async def _read(self, http: HttpRequest, kind: type[T], if_empty: bytes = b"") -> T:
+        async with self._body(http, kind, if_empty=if_empty) as body:
             return body
 
     async def _run_text_work(self, http: HttpRequest, function: Callable[[], T]) -> T:
@@ -388,14 +361,6 @@ class App:
                 f"{field}: a text of {len(text)} characters is longer than "
                 f"{'' if times == 1 else f'{times} times '}max_model_len = {longest}"
             )
-
-
-def _checking(check: Callable[[str | None], None], handler: Handler) -> Handler:
-    async def checked(http: HttpRequest) -> Response:
-        check(http.headers.get("authorization"))
-        return await handler(http)
-
-    return checked
 
 
 def _refuse_long_name(name: str | None, field: str) -> None:

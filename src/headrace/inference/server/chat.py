@@ -7,7 +7,6 @@ of a call may look like text. Left out: forced tool calls, request templates, st
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -22,8 +21,7 @@ from renderers.base import ParsedResponse, Renderer, ToolCallParseStatus
 from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.schema import MAX_LOGPROBS, SamplingParams
 from headrace.inference.server.request_bodies import OpenAIRequest, Unsupported, envelope, usage_of
-from headrace.inference.server.streaming import DONE, Updates, event
-from headrace.inference.server.text import MARKERS, GrowingText, Progress, cut_end
+from headrace.inference.server.streaming import MARKERS, GrowingText, Progress, Update, Updates, cut_end, stream_events
 from headrace.inference.server.token_text import TokenText
 from headrace.text.openai_messages import InvalidMessage, renderer_messages
 from headrace.text.renderer import TOOLS_NOT_SHOWN, shows_tools
@@ -112,10 +110,8 @@ class Chat:
         choices = []
         for index, result in enumerate(results):
             message, reason = self.message(body, prompt, result)
-            tokens = TokenChunk(result.token_ids, result.logprobs, result.top_logprobs)
-            ending = {"finish_reason": reason, "stop_reason": result.stop_reason}
-            choice = {"index": index, "message": {"role": "assistant", **message}, **ending}
-            choices.append({**choice, **self.token_details(body, tokens)})
+            ending = {"finish_reason": reason, "stop_reason": result.stop_reason, **self.token_details(body, result)}
+            choices.append({"index": index, "message": {"role": "assistant", **message}, **ending})
         head = envelope("chatcmpl", "chat.completion", body.model or self.model_name)
         if body.return_token_ids:
             head["prompt_token_ids"] = prompt
@@ -148,26 +144,17 @@ class Chat:
             parsed.reasoning_content = self._control.sub("", parsed.reasoning_content)
         return parsed
 
-    async def stream(self, body: ChatRequest, prompt: list[int], updates: Updates, count: int) -> AsyncIterator[bytes]:
+    def stream(self, body: ChatRequest, prompt: list[int], updates: Updates, count: int) -> AsyncIterator[bytes]:
         """Yield the events of all choices, each with its role first and its finish reason last, then `[DONE]`."""
         head = envelope("chatcmpl", "chat.completion.chunk", body.model or self.model_name)
         choices = [_StreamedChoice(self, body, prompt, index) for index in range(count)]
-        results: dict[int, GenerationResult] = {}
-        for choice in choices:
-            ids = {"prompt_token_ids": prompt} if body.return_token_ids and choice is choices[0] else {}
-            yield event({**head, **ids, "choices": [choice.chunk({"role": "assistant", "content": ""})]})
-        async with contextlib.aclosing(updates):  # type: ignore[type-var]
-            async for index, update in updates:
-                if isinstance(update, GenerationResult):
-                    results[index] = update
-                for chunk in choices[index].advance(update):
-                    yield event({**head, "choices": [chunk]})
-        if body.counts_usage:
-            usage = usage_of(len(prompt), [results[index] for index in range(count)], count)
-            yield event({**head, "choices": [], "usage": usage})
-        yield DONE
+        first = [choice.event({"role": "assistant", "content": ""}) for choice in choices]
+        if body.return_token_ids:
+            first[0]["prompt_token_ids"] = prompt
+        usage = functools.partial(usage_of, len(prompt), choices=count) if body.counts_usage else None
+        return stream_events(head, updates, [choice.advance for choice in choices], first, usage)
 
-    def token_details(self, body: ChatRequest, tokens: TokenChunk) -> dict[str, Any]:
+    def token_details(self, body: ChatRequest, tokens: Update) -> dict[str, Any]:
         """Return the logprobs and token ids of a choice, as far as requested."""
         details: dict[str, Any] = {"logprobs": self.token_text.chat_logprobs(tokens) if body.logprobs else None}
         return {**details, "token_ids": tokens.token_ids} if body.return_token_ids else details
@@ -186,36 +173,33 @@ class _StreamedChoice:
         self._reasoning = GrowingText(body.stops, needles)
         self._content = GrowingText(body.stops, needles)
 
-    def advance(self, update: TokenChunk | GenerationResult) -> Iterator[dict[str, Any]]:
-        """Yield the chunks that an update makes possible."""
+    def advance(self, update: Update) -> Iterator[dict[str, Any]]:
+        """Yield the events that an update makes possible."""
         if isinstance(update, GenerationResult):
-            yield from self._end(update)
+            self._progress.complete(update)
+            message, reason = self._chat.message(self._body, self._prompt, update)
+            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls", []))]
+            reasoning = self._reasoning.rest(message.get("reasoning_content", "").strip())
+            content = self._content.rest(message["content"])
+            yield from self._send({"reasoning_content": reasoning, "content": content, "tool_calls": calls})
+            yield self.event({}, finish_reason=reason, stop_reason=update.stop_reason)
         elif self._progress.add(update):
             parsed = self._chat.parse(self._body, self._prompt, self._progress.token_ids)
             reasoning = self._reasoning.more((parsed.reasoning_content or "").lstrip())
             content = "" if self._body.tools else self._content.more(parsed.content)
             yield from self._send({"reasoning_content": reasoning, "content": content})
 
-    def chunk(self, delta: dict[str, Any], tokens: TokenChunk | None = None, **more: Any) -> dict[str, Any]:
+    def event(self, delta: dict[str, Any], tokens: TokenChunk | None = None, **more: Any) -> dict[str, Any]:
         details = self._chat.token_details(self._body, tokens) if tokens is not None else {"logprobs": None}
-        return {"index": self._index, "delta": delta, "finish_reason": None, **details, **more}
-
-    def _end(self, result: GenerationResult) -> Iterator[dict[str, Any]]:
-        self._progress.complete(result)
-        message, reason = self._chat.message(self._body, self._prompt, result)
-        calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls", []))]
-        reasoning = self._reasoning.rest(message.get("reasoning_content", "").strip())
-        content = self._content.rest(message["content"])
-        yield from self._send({"reasoning_content": reasoning, "content": content, "tool_calls": calls})
-        yield self.chunk({}, finish_reason=reason, stop_reason=result.stop_reason)
+        return {"choices": [{"index": self._index, "delta": delta, "finish_reason": None, **details, **more}]}
 
     def _send(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield a chunk unless it would be empty; requested token ids and logprobs count as content."""
+        """Yield an event unless it would be empty; requested token ids and logprobs count as content."""
         delta = {name: value for name, value in delta.items() if value}
         if delta or self._body.logprobs or self._body.return_token_ids:
             tokens = self._progress.unsent()
             if delta or tokens.token_ids:
-                yield self.chunk(delta, tokens)
+                yield self.event(delta, tokens)
 
 
 def _tools(body: ChatRequest) -> Any:
@@ -223,22 +207,16 @@ def _tools(body: ChatRequest) -> Any:
 
 
 def _tool_calls(parsed: ParsedResponse) -> list[dict[str, Any]]:
-    """Return the well-formed calls in OpenAI's format."""
+    """Return the calls that could be parsed in OpenAI's format, whatever their names and arguments are."""
     calls = []
     for call in parsed.tool_calls:
-        if call.status == ToolCallParseStatus.OK:
-            arguments = call.arguments
-            text = (
-                arguments
-                if isinstance(arguments, str)
-                else json.dumps(arguments or {}, separators=(",", ":"), ensure_ascii=False)
-            )
-            identity = call.id or f"call_{uuid.uuid4().hex[:24]}"
-            function = {"name": _encodable(str(call.name)), "arguments": _encodable(text)}
-            calls.append({"id": identity, "type": "function", "function": function})
+        if call.status != ToolCallParseStatus.OK:
+            continue
+        arguments = call.arguments
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments or {}, separators=(",", ":"), ensure_ascii=False)
+        # JSON may contain lone surrogates, which UTF-8 cannot encode.
+        name, arguments = (text.encode(errors="replace").decode() for text in (str(call.name), arguments))
+        identity = call.id or f"call_{uuid.uuid4().hex[:24]}"
+        calls.append({"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which JSON may contain and UTF-8 cannot."""
-    return text.encode(errors="replace").decode()

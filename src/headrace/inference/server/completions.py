@@ -6,16 +6,15 @@ these. Left out: `suffix`, and a `best_of` other than `n`; they are rejected.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
-from headrace.inference.schema import SamplingParams
+from headrace.inference.backend import GenerationResult, InvalidRequest
+from headrace.inference.schema import SamplingParams, Usage
 from headrace.inference.server.generate import prompt_tables
 from headrace.inference.server.request_bodies import OpenAIRequest, Unsupported, envelope, usage_of
-from headrace.inference.server.streaming import DONE, Updates, event
-from headrace.inference.server.text import GrowingText, Progress, cut
+from headrace.inference.server.streaming import GrowingText, Progress, Update, Updates, cut, stream_events
 from headrace.inference.server.token_text import Offsets, TokenText
 from headrace.text.tokenizer import Tokenizer
 
@@ -39,10 +38,6 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     @property
     def only_scores(self) -> bool:
         return bool(self.echo) and self.max_tokens == 0
-
-    @property
-    def choices(self) -> int:
-        return 1 if self.n is None else self.n
 
 
 class Completions:
@@ -93,13 +88,14 @@ class Completions:
         self, body: CompletionRequest, prompts: list[list[int]], results: Sequence[GenerationResult]
     ) -> dict[str, Any]:
         """Return the response of a request that is not streamed, with the choices of the first prompt first."""
-        results = [_without_tokens(result) for result in results] if body.only_scores else results
         choices = [
-            self._choice(body, index, prompts[index // body.choices], result) for index, result in enumerate(results)
+            self._choice(body, index, prompts[index // body.choices], _requested_part(body, result))
+            for index, result in enumerate(results)
         ]
-        usage = usage_of(sum(map(len, prompts)), results, body.choices)
-        head = envelope("cmpl", "text_completion", body.model or self.model_name)
-        return {**head, "choices": choices, "usage": usage}
+        return {**self._head(body), "choices": choices, "usage": _usage(body, prompts, results)}
+
+    def _head(self, body: CompletionRequest) -> dict[str, Any]:
+        return envelope("cmpl", "text_completion", body.model or self.model_name)
 
     def _choice(
         self, body: CompletionRequest, index: int, prompt: list[int], result: GenerationResult
@@ -130,25 +126,13 @@ class Completions:
         tops = [top[: body.logprobs] for top in tops]
         return self.token_text.completion_logprobs(tokens, scores, tops if body.logprobs else None, Offsets())
 
-    async def stream(
+    def stream(
         self, body: CompletionRequest, prompts: list[list[int]], updates: Updates, count: int
     ) -> AsyncIterator[bytes]:
         """Yield the events of all choices, then `[DONE]`."""
-        head = envelope("cmpl", "text_completion", body.model or self.model_name)
-        replies = [_StreamedChoice(self, body, index, prompts[index // body.choices]) for index in range(count)]
-        results: dict[int, GenerationResult] = {}
-        async with contextlib.aclosing(updates):  # type: ignore[type-var]
-            async for index, update in updates:
-                if isinstance(update, GenerationResult):
-                    update = _without_tokens(update) if body.only_scores else update
-                    results[index] = update
-                choice = replies[index].advance(update)
-                if choice is not None:
-                    yield event({**head, "choices": [choice]})
-        if body.counts_usage:
-            usage = usage_of(sum(map(len, prompts)), [results[index] for index in range(count)], body.choices)
-            yield event({**head, "choices": [], "usage": usage})
-        yield DONE
+        choices = [_StreamedChoice(self, body, index, prompts[index // body.choices]) for index in range(count)]
+        usage = partial(_usage, body, prompts) if body.counts_usage else None
+        return stream_events(self._head(body), updates, [choice.advance for choice in choices], usage=usage)
 
     def text_of(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -180,20 +164,21 @@ class _StreamedChoice:
         self._text = GrowingText(body.stops, ())
         self._offsets = Offsets()
 
-    def advance(self, update: TokenChunk | GenerationResult) -> dict[str, Any] | None:
-        """Return the next chunk, or None if there is nothing to send."""
+    def advance(self, update: Update) -> Iterator[dict[str, Any]]:
+        """Yield the event that an update makes possible, if any."""
         body, completions = self._body, self._completions
         if isinstance(update, GenerationResult):
-            self._progress.complete(update)
-            text = self._text.rest(completions.completion_text(body, update))
-            return self._chunk(text, finish_reason=update.finish_reason, stop_reason=update.stop_reason)
-        if body.only_scores or not self._progress.add(update):
-            return None
-        text = self._text.more(completions.text_of(self._progress.token_ids))
-        has_details = body.logprobs is not None or body.return_token_ids
-        return self._chunk(text) if text or has_details or (self._before and not self._begun) else None
+            result = _requested_part(body, update)
+            self._progress.complete(result)
+            text = self._text.rest(completions.completion_text(body, result))
+            yield self._event(text, finish_reason=result.finish_reason, stop_reason=result.stop_reason)
+        elif not body.only_scores and self._progress.add(update):
+            text = self._text.more(completions.text_of(self._progress.token_ids))
+            has_details = body.logprobs is not None or body.return_token_ids
+            if text or has_details or (self._before and not self._begun):
+                yield self._event(text)
 
-    def _chunk(self, text: str, **ending: Any) -> dict[str, Any]:
+    def _event(self, text: str, **ending: Any) -> dict[str, Any]:
         body, tokens = self._body, self._progress.unsent()
         chunk: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None, "finish_reason": None, **ending}
         if not self._begun:
@@ -201,19 +186,23 @@ class _StreamedChoice:
             if body.return_token_ids:
                 chunk["prompt_token_ids"] = self._prompt
         if body.logprobs is not None:
+            tops = tokens.top_logprobs or [[]] * len(tokens.token_ids) if body.logprobs else None
             names = self._completions.token_text
-            tops = tokens.top_logprobs or [[]] * len(tokens.token_ids)
-            chunk["logprobs"] = names.completion_logprobs(
-                tokens.token_ids, [*tokens.logprobs], tops if body.logprobs else None, self._offsets
-            )
+            chunk["logprobs"] = names.completion_logprobs(tokens.token_ids, [*tokens.logprobs], tops, self._offsets)
         if body.return_token_ids:
             chunk["token_ids"] = tokens.token_ids
         self._begun = True
-        return chunk
+        return {"choices": [chunk]}
 
 
-def _without_tokens(result: GenerationResult) -> GenerationResult:
-    """Return a result with the prompt's logprobs only."""
+def _usage(body: CompletionRequest, prompts: list[list[int]], results: Sequence[GenerationResult]) -> Usage:
+    return usage_of(sum(map(len, prompts)), [_requested_part(body, result) for result in results], body.choices)
+
+
+def _requested_part(body: CompletionRequest, result: GenerationResult) -> GenerationResult:
+    """Return the result; of one that only scores, the prompt's logprobs."""
+    if not body.only_scores:
+        return result
     return GenerationResult(
         [], [], [], "length", None, result.prompt_logprobs, prompt_top_logprobs=result.prompt_top_logprobs
     )

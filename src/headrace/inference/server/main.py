@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,24 +88,9 @@ def serve(
         endpoint.unlink(missing_ok=True)  # left behind by a server that was killed
     keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
     with bind(config.host, config.port) as listener:
-        failure = asyncio.run(
-            _serve(config, config.model.name, listener, keys, status, run, endpoint, announce, shared, lock)
-        )
-    if failure is not None:
-        raise SystemExit(AGAIN)
-
-
-def _wait_for(lock: DeviceLock, status: Status | None) -> None:
-    """Acquire the device lock, so that free memory is measured while the trainer does not compute."""
-    if not lock.try_acquire() and status is not None:
-        status.set("waiting for the trainer's step to end")  # which may take longer than a process may take to come up
-    while not lock.try_acquire():
-        time.sleep(POLL_S)
-
-
-def _endpoint(run: RunDir, status: Status) -> Path:
-    """Where this server says where it listens: there may be several in a run."""
-    return run.endpoints / f"{status.current.process}.json"
+        server = _EngineServer(config, listener, keys, status, endpoint, announce)
+        if asyncio.run(server.serve(config.model.name, run, shared, lock)) is not None:
+            raise SystemExit(AGAIN)
 
 
 def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
@@ -141,39 +127,31 @@ def load_embedded(
     config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: ColocatedTrainer | None = None
 ) -> Engine:
     """Load the embedded engine with its model, and check it against the plain model."""
+    from headrace.inference.embedded import loading
     from headrace.inference.embedded.engine import Engine
-    from headrace.inference.embedded.loading import (
-        cache_memory,
-        check_engine,
-        eos_token_ids,
-        kv_blocks,
-        load_model,
-        max_model_len,
-        refuse_unsupported,
-    )
 
-    model = load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
-    longest = max_model_len(model, config.max_model_len)
-    refuse_unsupported(model, longest)
+    model = loading.load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+    longest = loading.max_model_len(model, config.max_model_len)
+    loading.refuse_unsupported(model, longest)
     running = config.running_at_once(on_gpu=model.device.type == "cuda")
-    memory = cache_memory(model, config.kv_cache_gb, shared)
+    memory = loading.cache_memory(model, config.kv_cache_gb, shared)
     engine = Engine(
         model,
         max_model_len=longest,
-        kv_blocks=kv_blocks(model, longest, running, memory),
+        kv_blocks=loading.kv_blocks(model, longest, running, memory),
         max_running=running,
         max_waiting=config.max_waiting,
         max_step_tokens=config.max_step_tokens,
         prefix_cache=config.prefix_cache,
         kv_on_update=config.kv_on_update,
-        eos_token_ids=eos_token_ids(model, tokenizer.eos_token_id),
+        eos_token_ids=loading.eos_token_ids(model, tokenizer.eos_token_id),
         seed=config.seed,
         base=directory,
         decode=tokenizer.decode,
         special_tokens=tokenizer.control_tokens,
         compile=config.compile,
     )
-    check_engine(engine)
+    loading.check_engine(engine)
     return engine
 
 
@@ -199,84 +177,78 @@ def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
     return CannotListen(f"inference.host = {host}, inference.port = {port}: cannot listen: {error.strerror}")
 
 
-async def _serve(
-    config: InferenceConfig,
-    name: str,
-    listener: socket.socket,
-    keys: Keys,
-    status: Status | None,
-    run: RunDir | None,
-    endpoint: Path | None,
-    announce: Callable[[str], None] | None,
-    shared: ColocatedTrainer | None,
-    lock: DeviceLock | None,
-) -> str | None:
-    """Start the engine and serve it; return the reason if it died."""
-    directory = model_directory(name)
-    chat = make_chat(config, name, directory)
-    stop = asyncio.Event()
-    if config.engine == "vllm":  # a child process, which must be ended with ours even while it starts
+@dataclass(frozen=True)
+class _EngineServer:
+    """One server process: its address, and who learns that it serves."""
+
+    config: InferenceConfig
+    listener: socket.socket
+    keys: Keys
+    status: Status | None
+    endpoint: Path | None
+    announce: Callable[[str], None] | None
+
+    async def serve(
+        self, name: str, run: RunDir | None, shared: ColocatedTrainer | None, lock: DeviceLock | None
+    ) -> str | None:
+        """Start the engine with the model `name` and serve it; return the reason if it died."""
+        directory = model_directory(name)
+        chat = make_chat(self.config, name, directory)
+        stop = asyncio.Event()
+        if self.config.engine == "vllm":  # a child process, which must be ended with ours even while it starts
+            _stop_on_signals(stop)
+        backend = await _unless(stop, start_engine(self.config, directory, chat.tokenizer, shared, lock))
+        if backend is None:
+            return None
         _stop_on_signals(stop)
-    backend = await _unless(stop, start_engine(config, directory, chat.tokenizer, shared, lock))
-    if backend is None:
-        return None
-    _stop_on_signals(stop)
-    try:
-        if run is not None:
-            await _unless(stop, _catch_up(backend, run))
-        app = App(backend, chat, keys, max_body=round(config.max_body_mb * 2**20))
-    except BaseException as error:
-        failure = backend.state().failure or (str(error) if isinstance(error, EngineStopped) else None)
-        await backend.close()
-        if failure is None or not isinstance(error, EngineError):
-            raise
-        log.error("the engine died: %s", failure)
-        return failure
-    if stop.is_set():
-        await backend.close()
-        return None
-    with frozen_gc():
-        return await _listen(app, keys, listener, stop, status, endpoint, announce)
-
-
-async def _listen(
-    app: App,
-    keys: Keys,
-    listener: socket.socket,
-    stop: asyncio.Event,
-    status: Status | None,
-    endpoint: Path | None,
-    announce: Callable[[str], None] | None,
-) -> str | None:
-    """Serve until `stop`, or until the engine dies: then return the reason. Closes the engine."""
-    server = HttpServer(app)
-    url = url_of(listener)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    died = asyncio.create_task(app.backend.failure())
-    helpers: list[asyncio.Task[Any]] = [died]
-    try:
-        await _first(server.listening, serving)
-        log.info("serving %s on %s", app.model_name, url)
-        if endpoint is not None:
-            write_endpoint(endpoint, Endpoint(url, os.getpid(), api_key=keys.api, admin_key=keys.admin))
-        if announce is not None:
-            announce(url)
-        if status is not None:
-            helpers.append(asyncio.create_task(_report(app.backend, status, url)))
-        failure: str | None = await _first(stop, died, serving)
-        if failure is not None:
+        try:
+            if run is not None:
+                await _unless(stop, _catch_up(backend, run))
+            app = App(backend, chat, self.keys, max_body=round(self.config.max_body_mb * 2**20))
+        except BaseException as error:
+            failure = backend.state().failure or (str(error) if isinstance(error, EngineStopped) else None)
+            await backend.close()
+            if failure is None or not isinstance(error, EngineError):
+                raise
             log.error("the engine died: %s", failure)
-            await _first(stop, asyncio.create_task(asyncio.sleep(FAILURE_NOTICE_S)), serving)
-        log.info("stopping")
-        return failure
-    finally:
-        if endpoint is not None:
-            withdraw_endpoint(endpoint, os.getpid())
-        for task in helpers:
-            task.cancel()
-        await app.backend.close()  # ends requests in flight before connections close
-        server.should_exit = True
-        await serving
+            return failure
+        if stop.is_set():
+            await backend.close()
+            return None
+        with frozen_gc():
+            return await self._listen(app, stop)
+
+    async def _listen(self, app: App, stop: asyncio.Event) -> str | None:
+        """Serve until `stop`, or until the engine dies: then return the reason. Closes the engine."""
+        server = HttpServer(app)
+        url = url_of(self.listener)
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
+        died = asyncio.create_task(app.backend.failure())
+        helpers: list[asyncio.Task[Any]] = [died]
+        try:
+            await _first(server.listening, serving)
+            log.info("serving %s on %s", app.model_name, url)
+            if self.endpoint is not None:
+                keys = self.keys
+                write_endpoint(self.endpoint, Endpoint(url, os.getpid(), api_key=keys.api, admin_key=keys.admin))
+            if self.announce is not None:
+                self.announce(url)
+            if self.status is not None:
+                helpers.append(asyncio.create_task(_report(app.backend, self.status, url)))
+            failure: str | None = await _first(stop, died, serving)
+            if failure is not None:
+                log.error("the engine died: %s", failure)
+                await _first(stop, asyncio.create_task(asyncio.sleep(FAILURE_NOTICE_S)), serving)
+            log.info("stopping")
+            return failure
+        finally:
+            if self.endpoint is not None:
+                withdraw_endpoint(self.endpoint, os.getpid())
+            for task in helpers:
+                task.cancel()
+            await app.backend.close()  # ends requests in flight before connections close
+            server.should_exit = True
+            await serving
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

@@ -1,11 +1,11 @@
-"""HTTP bodies within limits, errors in OpenAI's format, and replies with the schema header."""
+"""HTTP bodies within limits, replies, errors in OpenAI's format, and streams of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from headrace.inference.backend import (
     EngineError,
     EngineOverloaded,
     EngineStopped,
+    Generation,
     InvalidRequest,
     ModelNotFound,
     RequestCancelled,
@@ -34,7 +35,6 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 HEADERS = {SCHEMA_HEADER: str(SCHEMA)}
 CLIENT_CLOSED_REQUEST = 499
 """For metrics; the client is gone."""
-RETRY_AFTER = {"Retry-After": "1"}
 MAX_LISTED_FIELDS = 8
 """An unknown field of a body with at most so many fields is reported with their names."""
 LARGE_BODY_BYTES = 1 << 20
@@ -43,6 +43,7 @@ LARGE_BODY_TIMEOUT_S = 60.0
 LINGER_S = 5.0
 LINGER_BYTES = 1 << 28
 """How much of an oversized body is discarded: a sender that is cut off earlier would not read the reply."""
+DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
@@ -57,33 +58,32 @@ class TooSlow(ValueError):
     """A large body did not arrive in time."""
 
 
-def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, {**HEADERS, **(headers or {})}, "application/json")
-
-
-def error_body(message: str, kind: str) -> ErrorResponse:
-    return ErrorResponse(ErrorDetail(message, kind))
-
-
 @contextlib.asynccontextmanager
-async def body_of(
-    http: HttpRequest,
-    decoder: msgspec.json.Decoder[T],
-    max_bytes: int,
-    large: asyncio.Semaphore,
-    check: Callable[[bytearray], Awaitable[None]] | None = None,
-    if_empty: bytes = b"",
-) -> AsyncIterator[T]:
-    """Read and decode a request's body of at most `max_bytes`; errors name the path of the invalid field.
+async def read_body(http: HttpRequest, max_bytes: int, large: asyncio.Semaphore) -> AsyncIterator[bytearray]:
+    """Read a request's body of at most `max_bytes`.
 
-    Large bodies hold the semaphore until the caller has processed them, to limit memory. `check` raises for content
-    that must not be decoded.
+    Large bodies hold the semaphore until the caller has processed them, to limit memory.
     """
+    too_large = TooLarge(f"the body is larger than {max_bytes / 2**20:g} MB (max_body_mb)")
+    stated = http.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > max_bytes:
+        raise too_large
+    content = bytearray()
     async with contextlib.AsyncExitStack() as permit:
-        content = await _read_body(http, max_bytes, lambda: permit.enter_async_context(large))
-        if check is not None:
-            await check(content)
-        yield _decode(content or if_empty, decoder)
+        try:
+            async with asyncio.timeout(None) as limit:
+                async for chunk in http.stream():
+                    if len(content) + len(chunk) > max_bytes:
+                        raise too_large
+                    if len(content) <= LARGE_BODY_BYTES < len(content) + len(chunk):
+                        await permit.enter_async_context(large)
+                        limit.reschedule(asyncio.get_running_loop().time() + LARGE_BODY_TIMEOUT_S)
+                    content += chunk
+        except ClientDisconnect:
+            raise ClientGone from None
+        except TimeoutError:
+            raise TooSlow(f"the rest of the body did not arrive within {LARGE_BODY_TIMEOUT_S:g} s") from None
+        yield content
 
 
 def exceeds_json_limits(content: bytes | bytearray, max_list: int, max_others: int) -> bool:
@@ -102,12 +102,13 @@ def exceeds_json_limits(content: bytes | bytearray, max_list: int, max_others: i
     return any(part.count(b",") > max_list + max_others for part in outside.split(b"["))
 
 
-def _decode(content: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
+def decode_body(content: bytes | bytearray, kind: type[T]) -> T:
+    """Decode JSON as a struct. Raises `InvalidRequest`, which names the path of the invalid field."""
     try:
-        return decoder.decode(content)
+        return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
         text = str(error).replace("Object contains unknown field", "unknown field").replace("$.", "")
-        fields = getattr(decoder.type, "__struct_fields__", ())
+        fields = getattr(kind, "__struct_fields__", ())
         if "unknown field" in text and " - at " not in text and len(fields) <= MAX_LISTED_FIELDS:
             text = f"{text}; the fields are: {', '.join(fields) or 'none'}"
         raise InvalidRequest(text) from error
@@ -119,33 +120,19 @@ def _decode(content: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequest("the body is nested too deeply") from error
 
 
-async def _read_body(http: HttpRequest, max_bytes: int, acquire: Callable[[], Awaitable[None]]) -> bytearray:
-    too_large = TooLarge(f"the body is larger than {max_bytes / 2**20:g} MB (max_body_mb)")
-    stated = http.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > max_bytes:
-        raise too_large
-    content = bytearray()
-    try:
-        async with asyncio.timeout(None) as limit:
-            async for chunk in http.stream():
-                if len(content) + len(chunk) > max_bytes:
-                    raise too_large
-                if len(content) <= LARGE_BODY_BYTES < len(content) + len(chunk):
-                    await acquire()
-                    limit.reschedule(asyncio.get_running_loop().time() + LARGE_BODY_TIMEOUT_S)
-                content += chunk
-    except ClientDisconnect:
-        raise ClientGone from None
-    except TimeoutError:
-        raise TooSlow(f"the rest of the body did not arrive within {LARGE_BODY_TIMEOUT_S:g} s") from None
-    return content
+def reply(
+    body: Any, status: int = 200, headers: dict[str, str] | None = None, kind: type[Response] = Response
+) -> Response:
+    return kind(msgspec.json.encode(body), status, {**HEADERS, **(headers or {})}, "application/json")
 
 
-def answering(handler: Handler) -> Handler:
-    """Return a handler whose errors become replies."""
+def answering(handler: Handler, check_key: Callable[[str | None], None] | None = None) -> Handler:
+    """Return a handler that checks the `Authorization` header first, and whose errors become replies."""
 
     async def answer(http: HttpRequest) -> Response:
         try:
+            if check_key is not None:
+                check_key(http.headers.get("authorization"))
             return await handler(http)
         except Exception as error:
             return error_reply(error)
@@ -153,41 +140,8 @@ def answering(handler: Handler) -> Handler:
     return answer
 
 
-def error_reply(error: Exception) -> Response:
-    """Return the reply to an expected error; any other is raised again."""
-    match error:
-        case ModelNotFound():
-            return reply(error_body(str(error), "not_found_error"), 404)
-        case WeightsUnreachable():
-            return reply(error_body(str(error), "bad_gateway"), 502)
-        case InvalidRequest() | WeightsError():
-            return reply(error_body(str(error), "invalid_request_error"), 400)
-        case Unauthorized():
-            challenge = {"WWW-Authenticate": 'Bearer realm="headrace"'}
-            return reply(error_body(str(error), "authentication_error"), 401, challenge)
-        case Forbidden():
-            return reply(error_body(str(error), "permission_error"), 403)
-        case TooLarge():
-            return _Lingering(error_body(str(error), "invalid_request_error"), 413)
-        case TooSlow():
-            return reply(error_body(str(error), "invalid_request_error"), 408, {"Connection": "close"})
-        case ClientGone() | RequestCancelled():
-            return reply(error_body("the client closed the connection", "client_closed"), CLIENT_CLOSED_REQUEST)
-        case EngineOverloaded():
-            return reply(error_body(str(error), "overloaded"), 429, RETRY_AFTER)
-        case EngineStopped():
-            return reply(error_body(str(error), "unavailable"), 503, RETRY_AFTER)
-        case EngineError():
-            return reply(error_body(str(error), "engine_error"), 500)
-        case _:
-            raise error
-
-
 class _Lingering(Response):
     """A reply to a body that is still arriving: sent at once, then the rest is discarded and the connection closed."""
-
-    def __init__(self, body: Any, status: int) -> None:
-        super().__init__(msgspec.json.encode(body), status, {**HEADERS, "Connection": "close"}, "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -204,13 +158,102 @@ class _Lingering(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+_CLOSE = {"Connection": "close"}
+_RETRY = {"Retry-After": "1"}
+_ERRORS: list[tuple[type[Exception], int, str, dict[str, str]]] = [
+    (ModelNotFound, 404, "not_found_error", {}),
+    (WeightsUnreachable, 502, "bad_gateway", {}),
+    (WeightsError, 400, "invalid_request_error", {}),
+    (InvalidRequest, 400, "invalid_request_error", {}),
+    (Unauthorized, 401, "authentication_error", {"WWW-Authenticate": 'Bearer realm="headrace"'}),
+    (Forbidden, 403, "permission_error", {}),
+    (TooLarge, 413, "invalid_request_error", _CLOSE),
+    (TooSlow, 408, "invalid_request_error", _CLOSE),
+    (ClientGone, CLIENT_CLOSED_REQUEST, "client_closed", {}),
+    (RequestCancelled, CLIENT_CLOSED_REQUEST, "client_closed", {}),
+    (EngineOverloaded, 429, "overloaded", _RETRY),
+    (EngineStopped, 503, "unavailable", _RETRY),
+    (EngineError, 500, "engine_error", {}),
+]
+"""Error, HTTP status, OpenAI's type and headers of its reply. The first entry that matches applies."""
+
+
+def error_reply(error: Exception) -> Response:
+    """Return the reply to an expected error; any other is raised again."""
+    for kind, status, name, headers in _ERRORS:
+        if isinstance(error, kind):
+            text = "the client closed the connection" if status == CLIENT_CLOSED_REQUEST else str(error)
+            response = _Lingering if kind is TooLarge else Response
+            return reply(_error_body(text, name), status, headers, response)
+    raise error
+
+
+def _error_body(message: str, kind: str) -> ErrorResponse:
+    return ErrorResponse(ErrorDetail(message, kind))
+
+
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
     """Return the reply to an unknown route or method."""
     assert isinstance(error, HTTPException)
     text = f"{http.method} {http.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return reply(error_body(text, kind), error.status_code, dict(error.headers or {}))
+    return reply(_error_body(text, kind), error.status_code, dict(error.headers or {}))
 
 
 async def on_bug(_: HttpRequest, error: Exception) -> Response:
-    return reply(error_body(f"internal error: {type(error).__name__}: {error}", "internal_error"), 500)
+    return reply(_error_body(f"internal error: {type(error).__name__}: {error}", "internal_error"), 500)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work; a disconnect cancels it and raises `ClientGone`. The body must have been read."""
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    hangup = asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        hangup.cancel()
+        working.cancel()
+        await asyncio.wait({working})
+
+
+def event(body: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """A response of server-sent events. Its requests are cancelled when it ends, fails or the client disconnects."""
+
+    def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Generation]) -> None:
+        headers = {**HEADERS, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(None, 200, headers, "text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+        self._generations = generations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send(send))
+        except (ClientGone, OSError):
+            pass  # the client is gone
+        finally:
+            for generation in self._generations:
+                generation.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+                async for content in events:
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+        except (EngineError, InvalidRequest) as error:  # vLLM rejects some requests late
+            content = b"data: " + bytes(error_reply(error).body) + b"\n\n"
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

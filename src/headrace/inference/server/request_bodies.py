@@ -19,8 +19,6 @@ from headrace.inference.schema import PromptTokensDetails, SamplingParams, Usage
 
 MAX_CHOICES = 128
 """Upper limit of `n`."""
-MAX_STOP_CHARS = 1024
-"""Characters of a stop string."""
 Unsupported = Annotated[Any, "unsupported"]
 """The type of fields that are not supported: any value but the default and null is rejected."""
 
@@ -57,7 +55,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def engine_params(self, **params: Any) -> SamplingParams:
-        """Return the engine's parameters; `params` override these fields."""
+        """Return the engine's parameters, with `params` instead of these fields. Engines check the values."""
         refuse_unsupported(self)
         fields = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         fields = {name: value for name, value in fields.items() if value is not None}
@@ -103,6 +101,11 @@ class OpenAIRequest(SamplingRequest, kw_only=True):
     length_penalty: Unsupported = 1
 
     @property
+    def choices(self) -> int:
+        """The number of choices, `n`."""
+        return 1 if self.n is None else self.n
+
+    @property
     def counts_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -111,17 +114,11 @@ class OpenAIRequest(SamplingRequest, kw_only=True):
         """Return the engine's parameters of each of the `n` choices, with consecutive seeds."""
         if self.stream_options is not None:
             refuse_unsupported(self.stream_options)
-        count = 1 if self.n is None else self.n
-        if not 1 <= count <= MAX_CHOICES:
-            raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {count}")
+        if not 1 <= self.choices <= MAX_CHOICES:
+            raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {self.choices}")
         first = self.engine_params(**params)
-        choices = [
-            msgspec.structs.replace(first, seed=None if self.seed is None else self.seed + index)
-            for index in range(count)
-        ]
-        for each in (choices[0], choices[-1]):
-            check_sampling(each)
-        return choices
+        seeds = [None if self.seed is None else self.seed + index for index in range(self.choices)]
+        return [msgspec.structs.replace(first, seed=seed) for seed in seeds]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -154,17 +151,6 @@ class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class NoFields(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a call without arguments."""
-
-
-def check_sampling(params: SamplingParams) -> None:
-    """Raise `InvalidRequest` for parameters that no engine supports."""
-    problem = params.problem()
-    if problem is not None:
-        raise InvalidRequest(problem)
-    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
-        raise InvalidRequest("seed must fit in 64 bits for each of the n choices, whose seeds are consecutive")
-    if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
-        raise InvalidRequest(f"stop: a string has more than {MAX_STOP_CHARS} characters")
 
 
 def refuse_unsupported(body: msgspec.Struct) -> None:

@@ -6,8 +6,8 @@ import codecs
 import re
 from typing import Any
 
-from headrace.inference.backend import TokenChunk, TopLogprobs
-from headrace.inference.server.text import BROKEN
+from headrace.inference.backend import GenerationResult, TokenChunk, TopLogprobs
+from headrace.inference.server.streaming import BROKEN
 from headrace.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
@@ -62,7 +62,7 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
-    def chat_logprobs(self, piece: TokenChunk) -> dict[str, Any]:
+    def chat_logprobs(self, piece: TokenChunk | GenerationResult) -> dict[str, Any]:
         """Return logprobs in the format of `/v1/chat/completions`."""
         tops = piece.top_logprobs or [[]] * len(piece.token_ids)
         return {
