@@ -12,7 +12,7 @@ import torch
 
 from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.client.openai_client import OpenAIClient
-from headrace.inference.client.prompt_scores import ScoreRoute, prompt_scores
+from headrace.inference.client.reference import ScoreRoute, prompt_scores
 from headrace.inference.server.completions import CompletionRequest, Completions
 from headrace.inference.server.request_bodies import StreamOptions
 from headrace.text.tokenizer import Tokenizer

@@ -11,7 +11,13 @@ import pytest
 from headrace.inference.client import pool
 from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.client.errors import EngineFailed, EngineRejected, EngineTimeout, EngineUnavailable
+from headrace.inference.client.errors import (
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    server_message,
+)
 from headrace.inference.schema import SamplingParams, WeightVersionSpan
 from headrace.inference.server.app import App
 from headrace.inference.server.main import CannotListen, HttpServer, bind, url_of
@@ -261,3 +267,16 @@ async def test_wait_ready_waits_for_the_expected_number_of_engines(serve: Serve,
             await client.wait_ready(0.1, at_least=2)
         write_endpoint(tmp_path / "inference-1.json", Endpoint(second, pid=2))
         assert len(await client.wait_ready(5.0, at_least=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"error": {"message": "engine", "code": 500}}', "engine"),
+        (b'{"error": "pause failed"}', "pause failed"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b"<html>", "<html>"),
+    ],
+)
+def test_every_form_of_an_error_is_read(content: bytes, problem: str) -> None:
+    assert server_message(content) == problem

@@ -16,8 +16,7 @@ from aiohttp import web
 
 from headrace.errors import BadInput
 from headrace.inference.client import served_model
-from headrace.inference.client.frozen import FrozenModel
-from headrace.inference.client.reference import Reference, ReferenceFailed
+from headrace.inference.client.reference import FrozenModel, Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel
 from headrace.inference.embedded.engine import Engine
 from headrace.orchestrator.frozen_sampler import FrozenSampler
@@ -473,7 +472,7 @@ async def test_another_tokenizer_of_the_same_size_is_refused_with_the_text(teach
 async def test_a_server_that_heeds_no_temperature_is_only_asked_at_one(
     teacher: Teacher, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):
-    caplog.set_level(logging.INFO, "headrace.inference.client.frozen")
+    caplog.set_level(logging.INFO, "headrace.inference.client.reference")
     teacher.heeds_temperature = False
     model = teacher.model()
     for _ in range(2):

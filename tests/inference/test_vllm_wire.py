@@ -164,19 +164,6 @@ def test_what_vllm_gave_up_is_an_error() -> None:
         wire.finish_reason(wire.Choice())
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b'{"error": {"message": "engine", "code": 500}}', "engine"),
-        (b'{"error": "pause failed"}', "pause failed"),
-        (b'{"detail": "Not Found"}', "Not Found"),
-        (b"<html>", "<html>"),
-    ],
-)
-def test_every_form_of_an_error_is_read(content: bytes, problem: str) -> None:
-    assert wire.error_message(content) == problem
-
-
 def test_metrics_are_summed_over_copies_of_the_model() -> None:
     text = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0",model_name="a"} 3.0

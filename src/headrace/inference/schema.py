@@ -15,6 +15,8 @@ SCHEMA_HEADER = "X-Headrace-Schema"
 """Response header that carries the schema number."""
 SESSION_HEADER = "X-Session-Id"
 """Request header shared by requests with a common prefix: an engine with several replicas routes them to one."""
+MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON lacks; the same as vLLM's."""
 MAX_LOGPROBS = 20
 """Upper limit of `logprobs` and `prompt_logprobs`."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4

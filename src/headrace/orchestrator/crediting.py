@@ -20,8 +20,7 @@ from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
-from headrace.inference.client.frozen import FrozenModel
-from headrace.inference.client.reference import Reference, ReferenceFailed
+from headrace.inference.client.reference import FrozenModel, Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.inference.schema import Health
 from headrace.text.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ calls use `openai_client`, whose errors these are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -14,18 +15,18 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from headrace.inference.client.errors import MAX_QUOTE_CHARS, server_message
 from headrace.inference.client.http import EventParser
 from headrace.inference.client.openai_client import (
-    MAX_QUOTE_CHARS,
     ModelEntry,
-    OpenAIBusy,
+    ModelList,
     OpenAIError,
     OpenAIFailed,
-    OpenAIRejected,
     OpenAIUnreachable,
     Usage,
+    checked_content,
+    decode_response,
     hide_password,
-    server_message,
 )
 
 T = TypeVar("T")
@@ -68,10 +69,6 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: Usage | None = None
     error: Any = None
-
-
-class _Models(msgspec.Struct):
-    data: list[ModelEntry]
 
 
 class _Count(msgspec.Struct):
@@ -143,6 +140,7 @@ class ChatClient:
 
     def __init__(self, base_url: str, key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
+        self._root = self.base_url.removesuffix("/v1")
         self._key = key
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._http = httpx.Client(
@@ -161,75 +159,51 @@ class ChatClient:
 
     def models(self) -> list[ModelEntry]:
         """Return the served models. Raises `OpenAIError`."""
-        content = self._exchange("GET", f"{self.base_url}/models", timeout=CONNECT_TIMEOUT_S)
-        return self._read(content, _Models).data
+        return self._request("GET", f"{self.base_url}/models", ModelList, timeout=CONNECT_TIMEOUT_S).data
 
     def count_tokens(self, model: str, messages: Sequence[Mapping[str, Any]]) -> int | None:
         """Return the conversation's length, or None if the server has no `/tokenize` as ours and vLLM do."""
-        try:
-            content = self._exchange("POST", f"{self._root}/tokenize", {"model": model, "messages": list(messages)})
-            return self._read(content, _Count).count
-        except OpenAIError:
-            return None
+        body = {"model": model, "messages": list(messages)}
+        with contextlib.suppress(OpenAIError):
+            return self._request("POST", f"{self._root}/tokenize", _Count, body).count
+        return None
 
     def weights_version(self) -> str | None:
         """Return the version of the weights, or None if the server does not report it as ours does."""
-        try:
-            content = self._exchange("GET", f"{self._root}/health", timeout=CONNECT_TIMEOUT_S)
-            return self._read(content, _Health).version if content else None
-        except OpenAIError:
-            return None
+        with contextlib.suppress(OpenAIError):
+            return self._request("GET", f"{self._root}/health", _Health, timeout=CONNECT_TIMEOUT_S).version
+        return None
 
     def stream(self, body: Mapping[str, Any], reply: StreamedReply) -> Iterator[ReplyChunk]:
         """Yield the reply to a request as it arrives and add it to `reply`. Raises `OpenAIError`."""
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         url = f"{self.base_url}/chat/completions"
-        try:
-            with self._http.stream("POST", url, content=json.dumps(request)) as response:
-                if response.status_code != 200:
-                    raise self._failure(url, response.status_code, response.read())
-                events = EventParser()
-                for part in response.iter_bytes():
-                    for event in events.feed(part):
-                        yield from reply.take(event)
-                    if events.done:
-                        break
-        except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
+        with self._reaching(), self._http.stream("POST", url, content=json.dumps(request)) as response:
+            if response.status_code != 200:
+                checked_content(response, response.read(), self._key)
+            events = EventParser()
+            for part in response.iter_bytes():
+                for event in events.feed(part):
+                    yield from reply.take(event)
+                if events.done:
+                    break
         if reply.finish_reason is None:
             raise OpenAIFailed(f"{self.address} ended the stream in the middle of the reply")
 
-    @property
-    def _root(self) -> str:
-        return self.base_url.removesuffix("/v1")
+    def _request(
+        self, method: str, url: str, kind: type[T], body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> T:
+        with self._reaching():
+            response = self._http.request(
+                method, url, content=None if body is None else json.dumps(body), timeout=timeout
+            )
+        return decode_response(checked_content(response, response.content, self._key), kind, self.address, self._key)
 
-    def _exchange(
-        self, method: str, url: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> bytes:
-        content = None if body is None else json.dumps(body)
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise `OpenAIUnreachable` for errors of the connection."""
         try:
-            response = self._http.request(method, url, content=content, timeout=timeout)
+            yield
         except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-        if response.status_code != 200:
-            raise self._failure(url, response.status_code, response.content)
-        return response.content
-
-    def _unreachable(self, error: Exception) -> OpenAIUnreachable:
-        return OpenAIUnreachable(f"{self.address} cannot be reached: {str(error) or type(error).__name__}")
-
-    def _failure(self, url: str, status: int, content: bytes) -> OpenAIError:
-        text = server_message(content)[:MAX_QUOTE_CHARS]
-        if self._key:
-            text = text.replace(self._key, "***")
-        text += f" (HTTP {status} from {hide_password(url)})"
-        if status in (408, 429):
-            return OpenAIBusy(text, status)
-        return OpenAIFailed(text, status) if status >= 500 else OpenAIRejected(text, status)
-
-    def _read(self, content: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            quote = content.decode(errors="replace")[:MAX_QUOTE_CHARS]
-            raise OpenAIFailed(f"invalid response of {self.address} ({error}): {quote}") from error
+            reason = str(error) or type(error).__name__
+            raise OpenAIUnreachable(f"{self.address} cannot be reached: {reason}") from error

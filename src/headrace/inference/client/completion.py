@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from headrace.inference.schema import GenerateResponse, WeightVersionSpan
+from headrace.inference.schema import WeightVersionSpan
 from headrace.rollout.version import Version
 
 T = TypeVar("T")
@@ -62,18 +62,18 @@ class _Choice(msgspec.Struct):
 
 
 class _Generated(msgspec.Struct):
-    """The fields of a `GenerateResponse` that a completion needs, which decodes faster than all of them."""
+    """The fields of a `GenerateResponse` that are needed, which decodes faster than all of them."""
 
     choices: list[_Choice]
+    prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
 
 
-_generated = msgspec.json.Decoder(_Generated)
-_scored = msgspec.json.Decoder(GenerateResponse)
+_decoder = msgspec.json.Decoder(_Generated)
 
 
 def read_completion(content: bytes) -> Completion:
     """Decode a completion. Raises `msgspec.DecodeError` or ValueError for an invalid or inconsistent response."""
-    choice = _single(_generated.decode(content).choices)
+    choice = _single(_decoder.decode(content).choices)
     if choice.logprobs is None or choice.weight_versions is None:
         raise ValueError("logprobs or weight_versions is missing: this server cannot serve a policy")
     completion = Completion(
@@ -92,7 +92,7 @@ def read_completion(content: bytes) -> Completion:
 
 def read_scores(content: bytes, token_ids: Sequence[int]) -> Scores:
     """Decode prompt logprobs. Raises `msgspec.DecodeError` or ValueError unless every token has one."""
-    response = _scored.decode(content)
+    response = _decoder.decode(content)
     tables = response.prompt_logprobs or []
     if len(tables) != len(token_ids):
         raise ValueError(f"prompt_logprobs has {len(tables)} entries for {len(token_ids)} tokens")

@@ -1,14 +1,16 @@
-"""Errors of calls to an engine: one class for each reaction that a caller can have."""
+"""Errors of calls to an engine, one class for each reaction that a caller can have, and messages of servers."""
 
 from __future__ import annotations
 
-import msgspec
+import json
 
 from headrace.errors import Failure
-from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse
+from headrace.inference.schema import SCHEMA_HEADER
 
 GATEWAY_STATUSES = (502, 504)
 """Sent by a gateway or load balancer while the engine behind it does not respond."""
+MAX_QUOTE_CHARS = 500
+"""Characters of a server's response in an error message."""
 DEFAULT_BUSY_S, MAX_BUSY_S = 1.0, 30.0
 """Seconds without requests to a busy engine, if its response does not say how many, and at most."""
 
@@ -47,10 +49,7 @@ def error_from_response(url: str, status: int, headers: dict[str, str], content:
     A 502 or 504 from a gateway is temporary. From our own server, which its schema header shows, it means an update
     whose weights did not arrive, so a retry would not help; neither would it for a 500.
     """
-    try:
-        message = msgspec.json.decode(content, type=ErrorResponse).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):  # a proxy or another kind of server
-        message = content[:200].decode(errors="replace")
+    message = server_message(content)[:MAX_QUOTE_CHARS]
     if status == 503 or (status in GATEWAY_STATUSES and SCHEMA_HEADER.lower() not in headers):
         return EngineUnavailable(f"the engine at {url} is not available: {message} (HTTP {status})")
     text = f"{message} (HTTP {status} from {url})"
@@ -60,3 +59,15 @@ def error_from_response(url: str, status: int, headers: dict[str, str], content:
         retry_after = headers.get("retry-after", "")
         return EngineBusy(text, min(float(retry_after), MAX_BUSY_S) if retry_after.isdecimal() else DEFAULT_BUSY_S)
     return (EngineRejected if 400 <= status < 500 else EngineFailed)(text)
+
+
+def server_message(content: bytes) -> str:
+    """Return the message of an error response, in OpenAI's format or a similar one, or the whole response."""
+    text = content.decode(errors="replace").strip()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    while isinstance(value, dict):
+        value = next((value[name] for name in ("error", "message", "detail") if name in value), None)
+    return (value if isinstance(value, str) else text) or "no explanation"

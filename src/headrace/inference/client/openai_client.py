@@ -19,14 +19,13 @@ import msgspec
 
 from headrace.config.headers import find_invalid_header
 from headrace.errors import BadInput, Failure
+from headrace.inference.client.errors import MAX_QUOTE_CHARS, server_message
 
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
 
-MAX_QUOTE_CHARS = 500
-"""Characters of a server's response in an error message."""
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 5.0
 """Delay before a retry, the first and the longest."""
 MAX_RETRY_AFTER_S = 30.0
@@ -38,7 +37,7 @@ NOT_FINITE = re.compile(rb"[:,\[]\s*-?(NaN|Infinity)\b")
 class OpenAIError(Failure):
     """A call without a result. `status` is the HTTP status, if any; `retry_after` the requested delay in seconds."""
 
-    transient = False
+    transient = True
     """Whether the same call may succeed later."""
 
     def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
@@ -47,32 +46,26 @@ class OpenAIError(Failure):
         self.retry_after = retry_after
 
 
+class OpenAIRejected(OpenAIError):
+    """The server refuses this request; the message quotes it."""
+
+    transient = False
+
+
 class OpenAIUnreachable(OpenAIError):
     """No response: the connection was refused or lost."""
-
-    transient = True
 
 
 class OpenAITimeout(OpenAIError):
     """No response in time."""
 
-    transient = True
-
-
-class OpenAIRejected(OpenAIError):
-    """The server refuses this request; the message quotes it."""
-
 
 class OpenAIBusy(OpenAIError):
     """The server has too many requests at the moment."""
 
-    transient = True
-
 
 class OpenAIFailed(OpenAIError):
     """The server failed, or sent an invalid response."""
-
-    transient = True
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -112,7 +105,9 @@ class ModelEntry(msgspec.Struct, frozen=True):
     """None if the server does not report it."""
 
 
-class _Models(msgspec.Struct):
+class ModelList(msgspec.Struct):
+    """The response of `/models`."""
+
     data: list[ModelEntry]
 
 
@@ -178,7 +173,7 @@ class OpenAIClient:
         return [model.id for model in await self.model_entries()]
 
     async def model_entries(self) -> list[ModelEntry]:
-        return (await self.request("/models", _Models)).data
+        return (await self.request("/models", ModelList)).data
 
     async def request(
         self, route: str, kind: type[T], body: Mapping[str, Any] | None = None, *, at_root: bool = False
@@ -186,12 +181,7 @@ class OpenAIClient:
         """Make one request, POST if it has a body, and decode the response as `kind`. `at_root`: not below /v1."""
         base = self.base_url.removesuffix("/v1") if at_root else self.base_url
         content = await self._exchange("GET" if body is None else "POST", base + route, body)
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            quote = self._hide_key(content.decode(errors="replace"))[:MAX_QUOTE_CHARS]
-            reason = "a number is not finite" if NOT_FINITE.search(content) else error
-            raise OpenAIFailed(f"invalid response of {self.address} ({reason}): {quote}") from error
+        return decode_response(content, kind, self.address, self._key())
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -209,11 +199,8 @@ class OpenAIClient:
 
         self._enter_loop()
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        shown = hide_password(url)
-        key = self._key()
-        headers = {"Content-Type": "application/json"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        shown, key = hide_password(url), self._key()
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         async with self._permits:
             try:
                 async with asyncio.timeout(self._timeout):
@@ -221,13 +208,14 @@ class OpenAIClient:
             except TimeoutError as error:
                 raise OpenAITimeout(f"{shown} did not answer within {self._timeout:g} s") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                reason = self._hide_key(str(error) or type(error).__name__)
+                reason = _hide(key, str(error) or type(error).__name__)
                 raise OpenAIUnreachable(f"{shown} cannot be reached: {reason}") from error
             except httpx.InvalidURL as error:
                 raise BadInput(f"not an address: {error}", key="base_url", value=shown) from error
-        if response.status_code != 200:
-            raise self._failure(shown, response)
-        return response.content
+        hint = ""
+        if response.status_code in (401, 403) and self._api_key_var and not key:
+            hint = f"; the environment variable {self._api_key_var}, for the key, is not set"
+        return checked_content(response, response.content, key, hint)
 
     def _enter_loop(self) -> None:
         """Open a new HTTP client if the event loop changed."""
@@ -250,20 +238,36 @@ class OpenAIClient:
             )
         return key
 
-    def _hide_key(self, text: str) -> str:
-        key = self._key()
-        return text.replace(key, "***") if key else text
 
-    def _failure(self, shown: str, response: httpx.Response) -> OpenAIError:
-        status = response.status_code
-        text = self._hide_key(server_message(response.content))[:MAX_QUOTE_CHARS] + f" (HTTP {status} from {shown})"
-        if status in (401, 403) and self._api_key_var and not self._key():
-            text += f"; the environment variable {self._api_key_var}, for the key, is not set"
-        if status in (408, 429):
-            return OpenAIBusy(text, status, _seconds(response.headers.get("retry-after")))
-        if status >= 500 and status != 501:  # 501 is permanent
-            return OpenAIFailed(text, status, _seconds(response.headers.get("retry-after")))
-        return OpenAIRejected(text, status)
+def checked_content(response: httpx.Response, content: bytes, key: str | None, hint: str = "") -> bytes:
+    """Return the content of a response; raises an `OpenAIError` that quotes the server if the status is not 200.
+
+    The message does not contain the key, and ends with the hint.
+    """
+    status = response.status_code
+    if status == 200:
+        return content
+    quote = _hide(key, server_message(content))[:MAX_QUOTE_CHARS]
+    text = f"{quote} (HTTP {status} from {hide_password(str(response.url))}){hint}"
+    if status in (408, 429):
+        raise OpenAIBusy(text, status, _seconds(response.headers.get("retry-after")))
+    if status >= 500 and status != 501:  # 501 is permanent
+        raise OpenAIFailed(text, status, _seconds(response.headers.get("retry-after")))
+    raise OpenAIRejected(text, status)
+
+
+def decode_response(content: bytes, kind: type[T], address: str, key: str | None) -> T:
+    """Decode a response as `kind`. Raises `OpenAIFailed`, whose message quotes it without the key."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        quote = _hide(key, content.decode(errors="replace"))[:MAX_QUOTE_CHARS]
+        reason = "a number is not finite" if NOT_FINITE.search(content) else error
+        raise OpenAIFailed(f"invalid response of {address} ({reason}): {quote}") from error
+
+
+def _hide(key: str | None, text: str) -> str:
+    return text.replace(key, "***") if key else text
 
 
 async def retry(
@@ -290,18 +294,6 @@ def backoff_delays(seconds: float) -> Iterator[float]:
     while time.monotonic() + delay <= deadline:
         yield delay
         delay = min(2 * delay, MAX_RETRY_S)
-
-
-def server_message(content: bytes) -> str:
-    """Return the message of an error response, in OpenAI's format or a similar one, or the whole response."""
-    text = content.decode(errors="replace").strip()
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    while isinstance(value, dict):
-        value = next((value[name] for name in ("error", "message", "detail") if name in value), None)
-    return (value if isinstance(value, str) else text) or "no explanation"
 
 
 def hide_password(url: str) -> str:

@@ -7,11 +7,10 @@ import re
 from typing import Any
 
 from headrace.inference.backend import GenerationResult, TokenChunk, TopLogprobs
+from headrace.inference.schema import MIN_LOGPROB
 from headrace.inference.server.streaming import BROKEN
 from headrace.text.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON lacks; the same as vLLM's."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 """A space in vocabularies that are not byte-level."""

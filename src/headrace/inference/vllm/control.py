@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from headrace.inference.backend import EngineError, EngineStopped
+from headrace.inference.client.errors import server_message
 from headrace.inference.client.http import HttpClient, HttpResponse, ServerUnreachable
-from headrace.inference.vllm.wire import error_message
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 
@@ -145,7 +145,7 @@ class Control:
         if response.status == 404 and b'"detail"' in response.content:  # a missing route, not a missing adapter
             raise _NoSuchRoute(f"this vLLM has no {route}")
         if response.status != 200:
-            raise CallRefused(error_message(response.content))
+            raise CallRefused(server_message(response.content))
         return response
 
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from headrace.inference.backend import EngineError, EngineStopped, GenerationResult, RequestCancelled, TokenChunk
+from headrace.inference.client.errors import server_message
 from headrace.inference.client.http import HttpClient, NotAStream, ServerUnreachable
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
@@ -114,7 +115,7 @@ class VllmGeneration:
             "POST", self._url, wire.ROUTE, self._body(False), REQUEST_TIMEOUT_S, self._headers
         )
         if response.status != 200:
-            problem = wire.error_message(response.content)
+            problem = server_message(response.content)
             raise await self._failure(f"vLLM refused the request: {problem}", may_be_dying=response.status >= 500)
         body = wire.decode_response(response.content)
         [choice] = body.choices
@@ -129,7 +130,7 @@ class VllmGeneration:
                 async for event in events:
                     last = wire.decode_response(event)
                     if last.error is not None:
-                        problem = wire.error_message(event)
+                        problem = server_message(event)
                         raise await self._failure(f"vLLM could not finish the request: {problem}", may_be_dying=True)
                     for choice in last.choices:
                         end = choice
@@ -137,7 +138,7 @@ class VllmGeneration:
                             self._chunks.append(wire.token_chunk(choice, self._params))
                             self._news.set()
             except NotAStream as refused:
-                problem = wire.error_message(refused.response.content)
+                problem = server_message(refused.response.content)
                 may_be_dying = refused.response.status >= 500
                 raise await self._failure(
                     f"vLLM refused the request: {problem}", may_be_dying=may_be_dying

@@ -20,8 +20,7 @@ from headrace.inference.backend import (
     check_request,
     check_token_ids,
 )
-from headrace.inference.client.prompt_scores import MIN_LOGPROB
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import MIN_LOGPROB, SamplingParams
 from headrace.rollout.version import Version
 
 ROUTE = "/inference/v1/generate"
@@ -99,15 +98,6 @@ class VllmResponse(msgspec.Struct):
 
 
 decode_response = msgspec.json.Decoder(VllmResponse).decode
-
-
-class _Detail(msgspec.Struct):
-    message: str = ""
-
-
-class _Error(msgspec.Struct):
-    error: _Detail | str | None = None
-    detail: Any = None
 
 
 def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
@@ -227,17 +217,6 @@ def counted_spans(marks: Iterable[tuple[Version, int]], length: int) -> Spans:
             spans[-1] = (*spans[-1][:2], start)
         spans.append((version, start, length))
     return [span for span in spans if span[1] < span[2]]
-
-
-def error_message(content: bytes) -> str:
-    """Return the message of an error response."""
-    try:
-        body = msgspec.json.decode(content, type=_Error)
-    except msgspec.DecodeError:
-        return content[:500].decode(errors="replace")
-    if isinstance(body.error, _Detail):
-        return body.error.message
-    return body.error or str(body.detail or content[:500].decode(errors="replace"))
 
 
 def _check_logprobs(logprobs: Sequence[float], tokens: Sequence[int], kind: str) -> None:
