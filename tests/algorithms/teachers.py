@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, Host, Survivor
+from headrace.algorithms.opsd import Opsd, OpsdConfig
+from headrace.algorithms.rlcsd import Rlcsd, RlcsdConfig
 from headrace.inference.client.reference import ReferenceFailed
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Rollout, Task, Turn
@@ -77,6 +79,14 @@ async def set_up(algorithm: Any, policy: Teacher | None = None, seed: int = 0) -
     algorithm.host = host_of(policy or Teacher(), seed)
     await algorithm.setup()
     return algorithm
+
+
+def opsd_of(teacher: Teacher | None = None, **keys: Any) -> Opsd:
+    return Opsd(OpsdConfig.model_validate(keys), teacher)
+
+
+def rlcsd_of(teacher: Teacher | None = None, credit: Any = None, hint_filter: Any = None, **keys: Any) -> Rlcsd:
+    return Rlcsd(RlcsdConfig.model_validate(keys), teacher, credit, hint_filter)
 
 
 def hint_ids(text: str) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.algorithms.declaration import make_algorithm
+from headrace.algorithms.base import MakeContext
 from headrace.cli.main import main, parse
 from headrace.config.algorithms import ALGORITHMS
 from headrace.config.base import Tree
@@ -95,7 +95,7 @@ async def test_the_worked_examples_come_to_these_numbers(row: list[str]):
     settings, rewards, tokens, credit = row
     section = {"type": "grpo", **tomllib.loads(settings.strip("`"))}
     config, _ = validate(OrchestratorConfig, {"seq_len": SEQ_LEN, "algo": section}, "docs")
-    algorithm = make_algorithm(config.algo, seq_len=1000, connect=lambda _: FakeModel())
+    algorithm = config.algo.make(MakeContext(1000, lambda _: FakeModel()))
     group = make_group(numbers(rewards), [int(length) for length in numbers(tokens)])
     await algorithm.score_group(group)
     assert advantages(group) == pytest.approx(numbers(credit), abs=1e-5)
@@ -106,7 +106,7 @@ async def test_the_worked_examples_of_several_agents_come_to_these_numbers(row: 
     settings, agents, rewards, credit = row
     section = tomllib.loads(f"algo = {{ {settings.strip('`')} }}")["algo"]
     config, _ = validate(OrchestratorConfig, {"seq_len": SEQ_LEN, "algo": section}, "docs")
-    algorithm = make_algorithm(config.algo, seq_len=SEQ_LEN, connect=lambda _: FakeModel())
+    algorithm = config.algo.make(MakeContext(SEQ_LEN, lambda _: FakeModel()))
     episodes = [n for n, episode in enumerate(agents.split(";")) for _ in episode.split(",")]
     names = agents.replace(";", ",").replace(" ", "").split(",")
     group = group_of(*zip(names, numbers(rewards.replace(";", ",")), strict=True), episodes=episodes)

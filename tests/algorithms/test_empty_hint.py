@@ -10,8 +10,6 @@ import pytest_asyncio
 
 from headrace.algorithms.base import Host, Survivor
 from headrace.algorithms.opd import Opd
-from headrace.algorithms.opsd import Opsd
-from headrace.algorithms.rlcsd import Rlcsd
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import load_model
@@ -21,6 +19,7 @@ from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Rollout, Task, Turn
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from tests.algorithms.teachers import opsd_of, rlcsd_of
 from tests.inference.serving import client_of_engine
 
 LONGEST = 256
@@ -81,7 +80,7 @@ async def test_a_teacher_with_an_empty_hint_reproduces_the_students_logprobs(
     batch = await episodes(client, Task("env", {"demonstration": ""}), seed)
     assert [len(survivor.samples) for survivor in batch] == [1, 1, 1, 2]
     assert sum(int(sample.mask.sum()) for survivor in batch for sample in survivor.samples) == 12 * 7
-    for algorithm in (Opd(PolicyReference(client)), Opsd(template="{demonstration}")):
+    for algorithm in (Opd(PolicyReference(client)), opsd_of(template="{demonstration}")):
         await (await ready(algorithm, client, tiny_model)).score_batch(batch)
         assert furthest(batch) < 1e-5
         assert algorithm.tally.take() == {"prefills": 5, "failures": 0}
@@ -89,7 +88,7 @@ async def test_a_teacher_with_an_empty_hint_reproduces_the_students_logprobs(
 
 async def test_a_hint_that_says_something_changes_them(client: EngineClient, tiny_model: Path):
     batch = await episodes(client, Task("env", {"demonstration": "Look, this is how."}))
-    await (await ready(Opsd(), client, tiny_model)).score_batch(batch)
+    await (await ready(opsd_of(), client, tiny_model)).score_batch(batch)
     assert furthest(batch) > 1e-3
 
 
@@ -98,7 +97,7 @@ async def test_empty_hints_are_no_contrast_and_leave_the_credit_as_it_was(client
     for survivor, reward in zip(batch, (1.0, 1.0, 0.0, 0.0), strict=True):
         survivor.rollout.reward = reward
         survivor.rollout.messages[0]["content"] = ""
-    algorithm = await ready(Rlcsd(template="{response}"), client, tiny_model)
+    algorithm = await ready(rlcsd_of(template="{response}"), client, tiny_model)
     await algorithm.score_group(batch)
     before = [sample.streams["advantages"].tolist() for survivor in batch for sample in survivor.samples]
     await algorithm.score_batch(batch)

@@ -7,14 +7,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.algorithms.base import RolloutView
+from headrace.algorithms.base import RolloutView, Tally
 from headrace.algorithms.group_credit import GroupCredit
-from headrace.algorithms.length_penalties.efficiency import Efficiency
-from headrace.algorithms.length_penalties.linear import Linear
-from headrace.algorithms.length_penalties.overlong import Overlong
+from headrace.algorithms.length_penalties.efficiency import TokensPenaltyConfig, TurnsPenaltyConfig
+from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
+from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
 from headrace.algorithms.length_penalty import LengthPenalty
-from headrace.algorithms.tally import Tally
 from tests.algorithms.groups import make_group
+
+
+def by_seq_len(seq_len: int, gated: bool = False) -> LengthPenalty:
+    return LinearPenaltyConfig(coef=0.25, gate_by_correctness=gated).make(seq_len)
+
+
+def by_group_max(output: float, input_: float, turns: float, gated: bool = False) -> LengthPenalty:
+    weights = {"output_weight": output, "input_weight": input_, "turns_weight": turns}
+    return LinearPenaltyConfig(normalize_by="group_max", gate_by_correctness=gated, **weights).make(1)
+
+
+def overlong(max_tokens: int, cache_tokens: int) -> LengthPenalty:
+    return OverlongPenaltyConfig(max_tokens=max_tokens, cache_tokens=cache_tokens).make(1)
+
+
+TOKENS, TURNS = TokensPenaltyConfig().make(1), TurnsPenaltyConfig().make(1)
 
 
 def credit(group: Sequence[RolloutView], **settings: Any) -> np.ndarray:
@@ -38,14 +53,14 @@ def test_a_linear_penalty_takes_from_the_long_and_gives_to_the_short():
     # p = .25 * .5 * [.1, .2, .1, .2], its mean .01875
     group = make_group([1, 1, 0, 0], [100, 200, 100, 200])
     expected = [0.50625, 0.49375, -0.49375, -0.50625]
-    assert credit(group, penalty=Linear.by_seq_len(0.25, 1000)) == pytest.approx(expected, abs=1e-15)
+    assert credit(group, penalty=by_seq_len(1000)) == pytest.approx(expected, abs=1e-15)
 
 
 def test_a_gated_penalty_is_paid_by_the_correct():
     # p = [.0125, .025, 0, 0], its mean .009375
     group = make_group([1, 1, 0, 0], [100, 200, 100, 200])
     expected = [0.5 - 0.003125, 0.5 - 0.015625, -0.5 + 0.009375, -0.5 + 0.009375]
-    assert credit(group, penalty=Linear.by_seq_len(0.25, 1000, gated=True)) == pytest.approx(expected, abs=1e-15)
+    assert credit(group, penalty=by_seq_len(1000, gated=True)) == pytest.approx(expected, abs=1e-15)
 
 
 def test_a_baseline_over_tokens_weighs_the_long():
@@ -55,7 +70,7 @@ def test_a_baseline_over_tokens_weighs_the_long():
 def test_a_penalty_uses_the_baseline_of_the_reward():
     # pass rate .5, p = [.0125, .0375]; B(p) = (100 * .0125 + 300 * .0375) / 400 = .03125
     group = make_group([1, 0], [100, 300])
-    result = credit(group, length_weighted=True, penalty=Linear.by_seq_len(0.25, 1000))
+    result = credit(group, length_weighted=True, penalty=by_seq_len(1000))
     assert result == pytest.approx([0.75 + 0.01875, -0.25 - 0.00625], abs=1e-15)
 
 
@@ -63,7 +78,7 @@ def test_a_penalty_uses_the_baseline_of_the_reward():
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_penalty_as_a_term_is_a_penalty_folded_into_the_reward(gated: bool, length_weighted: bool):
     random = np.random.default_rng(7)
-    separate = GroupCredit(length_weighted=length_weighted, penalty=Linear.by_seq_len(0.25, 4096, gated=gated))
+    separate = GroupCredit(length_weighted=length_weighted, penalty=by_seq_len(4096, gated=gated))
     folded = GroupCredit(length_weighted=length_weighted)
     pool = make_group([0.0] * 200, random.integers(1, 4097, 200))
     furthest = 0.0
@@ -91,7 +106,7 @@ def test_a_users_term_is_a_bonus_folded_into_the_reward(length_weighted: bool):
 
 def test_terms_and_a_penalty_add_up():
     group = make_group([1, 1, 0, 0], [100, 200, 100, 100])
-    penalty = Linear.by_seq_len(0.25, 1000)
+    penalty = by_seq_len(1000)
     both = credit(group, penalty=penalty, terms=[diversity, partial(diversity, scale=2.0)])
     apart = credit(group, penalty=penalty) + 3 * (credit(group, terms=[diversity]) - credit(group))
     np.testing.assert_allclose(both, apart, rtol=0, atol=1e-12)
@@ -100,7 +115,7 @@ def test_terms_and_a_penalty_add_up():
 def test_only_the_reward_is_divided_by_its_deviation():
     # reward [1, -1, ...] over a deviation of .5; p = [.0125, .025, .0125, .025] around .01875, undivided
     group = make_group([1, 1, 0, 0], [100, 200, 100, 200])
-    result = credit(group, normalize="std", penalty=Linear.by_seq_len(0.25, 1000))
+    result = credit(group, normalize="std", penalty=by_seq_len(1000))
     one = 0.5 / (0.5 + 1e-6)
     assert result == pytest.approx([one + 0.00625, one - 0.00625, -one + 0.00625, -one - 0.00625], abs=1e-15)
 
@@ -110,50 +125,44 @@ def test_a_penalty_by_group_max_counts_context_and_turns():
     group = make_group([1, 0], [8, 4], prompts=5, turns=[2, 1], tool_tokens=[10, 0])
     p = 0.5 * np.array([0.45, 0.125 + 0.1 / 3 + 0.05])
     expected = np.array([0.5, -0.5]) + p.mean() - p
-    assert credit(group, penalty=Linear.by_group_max(0.25, 0.1, 0.1)) == pytest.approx(expected, abs=1e-15)
+    assert credit(group, penalty=by_group_max(0.25, 0.1, 0.1)) == pytest.approx(expected, abs=1e-15)
 
 
 def test_an_overlong_rollout_pays_whatever_the_pass_rate():
     # free up to 80, .5 at 90, 1 at 100
     group = make_group([0, 0, 0], [80, 90, 100])
-    assert credit(group, penalty=Overlong(100, 20)).tolist() == [0.5, 0, -0.5]
+    assert credit(group, penalty=overlong(100, 20)).tolist() == [0.5, 0, -0.5]
 
 
 def test_efficiency_in_tokens_rewards_the_brief_among_the_correct():
     # r' = [1.5, 1, 0, 1], its mean .875
     group = make_group([1, 1, 0, 1], [10, 30, 20, 20])
-    assert credit(group, penalty=Efficiency.in_tokens()).tolist() == [0.625, 0.125, -0.875, 0.125]
+    assert credit(group, penalty=TOKENS).tolist() == [0.625, 0.125, -0.875, 0.125]
 
 
 @pytest.mark.parametrize(("tool_weight", "bonus"), [(1.0, 0.6), (0.0, 0.0)])
 def test_efficiency_in_tokens_weighs_what_tools_answered(tool_weight: float, bonus: float):
     # costs 10 + 0 and 10 + 30: 10 of a mean of 25 saves .6
     group = make_group([1, 1], 10, turns=2, tool_tokens=[0, 30])
-    result = credit(group, penalty=Efficiency.in_tokens(1.0, tool_weight))
+    result = credit(group, penalty=TokensPenaltyConfig(tool_response_weight=tool_weight).make(1))
     assert result == pytest.approx([bonus / 2, -bonus / 2], abs=1e-15)
 
 
 def test_efficiency_in_turns_rewards_the_quick_among_the_correct():
     # mean turns of the correct 2: r' = [1.5, 1, 0]
     group = make_group([1, 1, 0], 6, turns=[1, 3, 1])
-    assert credit(group, penalty=Efficiency.in_turns()) == pytest.approx([1.5 - 2.5 / 3, 1 - 2.5 / 3, -2.5 / 3])
+    assert credit(group, penalty=TURNS) == pytest.approx([1.5 - 2.5 / 3, 1 - 2.5 / 3, -2.5 / 3])
 
 
-@pytest.mark.parametrize("penalty", [Efficiency.in_tokens(), Efficiency.in_turns()])
+@pytest.mark.parametrize("penalty", [TOKENS, TURNS])
 @pytest.mark.parametrize("rewards", [[0, -1, -1], [0, 0, 0]])
 def test_efficiency_without_a_positive_reward_is_plain_grpo(penalty: LengthPenalty, rewards: list[float]):
     group = make_group(rewards, [1, 2, 3])
     assert credit(group, penalty=penalty).tolist() == credit(group).tolist()
 
 
-def test_efficiency_is_over_the_plain_mean():
-    group = make_group([1, 1, 0, 1], [10, 30, 20, 20])
-    result = credit(group, length_weighted=True, penalty=Efficiency.in_tokens())
-    assert result.tolist() == [0.625, 0.125, -0.875, 0.125]
-
-
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("penalty", [partial(Linear.by_seq_len, 0.25, 1000), partial(Linear.by_group_max, 1, 1, 1)])
+@pytest.mark.parametrize("penalty", [partial(by_seq_len, 1000), partial(by_group_max, 1, 1, 1)])
 def test_a_negative_pass_rate_leaves_the_reward_alone_and_is_counted(penalty: Any, gated: bool):
     tally = Tally()
     result = GroupCredit(penalty=penalty(gated=gated)).of(make_group([1, -2], [100, 200]), tally)
@@ -163,8 +172,8 @@ def test_a_negative_pass_rate_leaves_the_reward_alone_and_is_counted(penalty: An
 
 def test_a_negative_pass_rate_is_nothing_to_other_penalties():
     tally = Tally()
-    GroupCredit(penalty=Overlong(100, 20)).of(make_group([0, -1]), tally)
-    GroupCredit(penalty=Efficiency.in_tokens()).of(make_group([0, -1]), tally)
+    GroupCredit(penalty=overlong(100, 20)).of(make_group([0, -1]), tally)
+    GroupCredit(penalty=TOKENS).of(make_group([0, -1]), tally)
     assert tally.take() == {}
 
 
@@ -175,8 +184,8 @@ def test_without_any_token_the_length_weighted_credit_is_over_the_mean():
 @pytest.mark.parametrize("length_weighted", [False, True])
 @pytest.mark.parametrize("normalize", [None, "std"])
 def test_equal_rewards_and_equal_lengths_carry_no_signal_under_any_penalty(normalize: Any, length_weighted: bool):
-    every = [None, Linear.by_seq_len(0.25, 1000), Linear.by_group_max(0.25, 0.1, 0.1, gated=True), Overlong(100, 99),
-             Efficiency.in_tokens(), Efficiency.in_turns()]  # fmt: skip
+    every = [None, by_seq_len(1000), by_group_max(0.25, 0.1, 0.1, gated=True), overlong(100, 99),
+             TOKENS, TURNS]  # fmt: skip
     for penalty in every:
         group = make_group([0.3] * 6, 33)
         result = credit(group, normalize=normalize, length_weighted=length_weighted, penalty=penalty)
@@ -186,10 +195,10 @@ def test_equal_rewards_and_equal_lengths_carry_no_signal_under_any_penalty(norma
 @pytest.mark.parametrize(
     "settings",
     [
-        {"penalty": Linear.by_seq_len(0.25, 64, gated=True), "length_weighted": True},
-        {"penalty": Linear.by_group_max(0.25, 0.1, 0.1), "normalize": "std"},
-        {"penalty": Overlong(32, 16), "terms": [diversity]},
-        {"penalty": Efficiency.in_tokens()},
+        {"penalty": by_seq_len(64, gated=True), "length_weighted": True},
+        {"penalty": by_group_max(0.25, 0.1, 0.1), "normalize": "std"},
+        {"penalty": overlong(32, 16), "terms": [diversity]},
+        {"penalty": TOKENS},
     ],
 )
 def test_credit_follows_its_rollout_in_any_order(settings: dict[str, Any]):

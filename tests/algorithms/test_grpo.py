@@ -4,7 +4,7 @@ import pytest
 
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalties.linear import Linear
+from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from tests.algorithms.groups import advantages, make_group
 
@@ -38,7 +38,7 @@ async def test_every_completion_token_of_a_rollout_has_its_credit():
 
 async def test_an_all_correct_group_trains_under_a_length_penalty_and_only_there():
     penalized, plain = make_group([1, 1, 1], [100, 200, 600]), make_group([1, 1, 1], [100, 200, 600])
-    await Grpo(GroupCredit(penalty=Linear.by_seq_len(0.25, 1000))).score_group(penalized)
+    await Grpo(GroupCredit(penalty=LinearPenaltyConfig(coef=0.25).make(1000))).score_group(penalized)
     await Grpo().score_group(plain)
     # p = [.025, .05, .15], its mean .075
     assert advantages(penalized) == pytest.approx([0.05, 0.025, -0.075])
@@ -48,7 +48,7 @@ async def test_an_all_correct_group_trains_under_a_length_penalty_and_only_there
 
 
 async def test_a_negative_pass_rate_is_counted_in_the_algorithms_tally():
-    algorithm = Grpo(GroupCredit(penalty=Linear.by_seq_len(0.25, 1000)))
+    algorithm = Grpo(GroupCredit(penalty=LinearPenaltyConfig(coef=0.25).make(1000)))
     assert await credit(algorithm, [0, -1], [100, 200]) == [0.5, -0.5]
     assert await credit(algorithm, [1, 0], [100, 100]) == [0.5, -0.5]
     assert algorithm.tally.take() == {"negative_pass_rate": 1}

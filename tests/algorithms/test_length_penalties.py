@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from headrace.algorithms.base import Tally
 from headrace.algorithms.length_penalties.efficiency import efficiency_bonus
-from headrace.algorithms.length_penalties.linear import linear, price_by_group_max, price_by_seq_len
-from headrace.algorithms.length_penalties.overlong import overlong
+from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
+from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
 from headrace.rollout.cohort import Cohort
 
 
@@ -13,45 +14,47 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float64)
 
 
-def cohort(output: list[float], context: list[float], turns: list[float]) -> Cohort:
+def cohort(output: list[float], rewards: list[float], context: float = 0, turns: list[float] | None = None) -> Cohort:
     nothing = np.zeros(len(output))
-    return Cohort(nothing, floats(*output), floats(*context), nothing, floats(*turns))
+    return Cohort(floats(*rewards), floats(*output), nothing + context, nothing, floats(*(turns or nothing)))
 
 
-def test_a_price_by_seq_len_grows_with_what_the_model_wrote():
-    # .25 * 100 / 1000 and .25 * 200 / 1000
-    price = price_by_seq_len(cohort([100, 200], [5, 7], [1, 2]), coef=0.25, seq_len=1000)
-    assert price.tolist() == [0.025, 0.05]
+def test_a_linear_penalty_grows_with_what_the_model_wrote_and_with_the_pass_rate():
+    # .25 * 100 / 1000 and .25 * 200 / 1000, times .5
+    penalty = LinearPenaltyConfig(coef=0.25).term(cohort([100, 200], [1, 0]), Tally(), 1000)
+    assert penalty.tolist() == [-0.0125, -0.025]
 
 
 def test_a_price_by_group_max_weighs_shares_of_the_largest():
-    # .25 * 50/100 + .1 * 30/30 + .1 * 1/4 = .125 + .1 + .025; and .25 + .1 * 10/30 + .1
-    price = price_by_group_max(cohort([50, 100], [30, 10], [1, 4]), 0.25, 0.1, 0.1)
-    assert price == pytest.approx([0.25, 0.35 + 0.1 / 3])
+    # .25 * 50/100 + .1 * 30/30 + .1 * 1/4 = .125 + .1 + .025; and .25 + .1 + .1
+    config = LinearPenaltyConfig(normalize_by="group_max")
+    penalty = config.term(cohort([50, 100], [1, 1], context=30, turns=[1, 4]), Tally(), 1)
+    assert penalty == pytest.approx([-0.25, -0.45])
 
 
 def test_a_largest_of_zero_costs_nothing():
-    assert price_by_group_max(cohort([0, 0], [10, 5], [0, 0]), 0.25, 0.1, 0.1) == pytest.approx([0.1, 0.05])
-
-
-def test_a_linear_penalty_is_the_price_times_the_pass_rate():
-    assert linear(floats(0.1, 0.2), floats(1, 0), gated=False).tolist() == [0.05, 0.1]
+    config = LinearPenaltyConfig(normalize_by="group_max")
+    assert config.term(cohort([0, 0], [1, 1], context=10), Tally(), 1) == pytest.approx([-0.1, -0.1])
 
 
 def test_a_gate_lets_only_the_correct_pay():
     # pass rate (1 + .5 + 0 + 1) / 4 = .625: only those at exactly 1 pay
-    assert linear(floats(0.8, 0.8, 0.8, 1.6), floats(1, 0.5, 0, 1), gated=True).tolist() == [0.5, 0, 0, 1]
+    config = LinearPenaltyConfig(coef=1.0, gate_by_correctness=True)
+    assert config.term(cohort([8, 8, 8, 16], [1, 0.5, 0, 1]), Tally(), 10).tolist() == [-0.5, 0, 0, -1]
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_negative_pass_rate_costs_nothing(gated: bool):
-    assert linear(floats(0.1, 0.2), floats(1, -2), gated=gated).tolist() == [0, 0]
+def test_a_negative_pass_rate_costs_nothing_and_is_counted(gated: bool):
+    tally, config = Tally(), LinearPenaltyConfig(gate_by_correctness=gated)
+    assert config.term(cohort([1, 2], [1, -2]), tally, 10).tolist() == [0, 0]
+    assert tally.take() == {"negative_pass_rate": 1}
 
 
 def test_overlong_starts_before_the_limit_and_ends_at_one():
     # max 100, cache 20: free up to 80, half way at 90
-    tokens = floats(0, 79, 80, 85, 90, 100, 500)
-    assert overlong(tokens, 100, 20).tolist() == [0, 0, 0, 0.25, 0.5, 1, 1]
+    config = OverlongPenaltyConfig(max_tokens=100, cache_tokens=20)
+    tokens = [0, 79, 80, 85, 90, 100, 500]
+    assert config.term(cohort(tokens, [0] * 7), Tally(), 1).tolist() == [0, 0, 0, -0.25, -0.5, -1, -1]
 
 
 def test_the_correct_earn_what_they_save_below_the_mean_of_the_correct():

@@ -41,7 +41,7 @@ async def test_a_rollout_that_lacks_any_scores_is_dropped_and_the_others_are_not
     with caplog.at_level(logging.WARNING):
         await algorithm.score_batch(batch)
     assert [view.drop_reason for view in batch] == ["", "no_reference", ""]
-    assert "2" in batch[1].drop_detail
+    assert batch[1].drop_detail == "the teacher did not score 2 tokens"
     assert algorithm.tally.take() == {"prefills": 4, "failures": 1}
     assert caplog.records == []  # the caller that drops them logs it
 

@@ -8,10 +8,19 @@ import pytest
 
 from headrace.algorithms import opsd
 from headrace.algorithms.hints import MAX_INLINE_CHARS, Hints
-from headrace.algorithms.opsd import Opsd, demonstration
+from headrace.algorithms.opsd import demonstration
 from headrace.rollout.types import Task
 from headrace.tools.check_algorithm.fixtures import algorithm_config
-from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
+from tests.algorithms.teachers import (
+    MODEL,
+    Teacher,
+    hint_ids,
+    opsd_of,
+    pretended_logprobs,
+    rollout_of,
+    set_up,
+    survivors,
+)
 from tests.refusals import refused
 
 PLAIN = "{demonstration}"
@@ -23,7 +32,7 @@ def task_of(**data: Any) -> Task:
 
 async def test_the_sample_is_scored_verbatim_after_the_demonstration_in_its_template():
     policy = Teacher()
-    algorithm = await set_up(Opsd(), policy)
+    algorithm = await set_up(opsd_of(), policy)
     batch = survivors([rollout_of([1, 2], [3], temperature=0.5)], task_of(demonstration="Like {this}, see {0}?"))
     await algorithm.score_rollout(batch[0])
     await algorithm.score_batch(batch)
@@ -40,7 +49,7 @@ async def test_the_sample_is_scored_verbatim_after_the_demonstration_in_its_temp
 
 async def test_any_number_of_turns_is_one_sequence():
     policy = Teacher()
-    algorithm = await set_up(Opsd(template=PLAIN), policy)
+    algorithm = await set_up(opsd_of(template=PLAIN), policy)
     [view] = survivors([rollout_of([1, 2], [3], [4, 5], one_sample=True)], task_of(demonstration="so"))
     await algorithm.score_batch([view])
     assert [asked for asked, _ in policy.asked] == [[*hint_ids("so"), 100, 1, 2, 90, 3, 90, 4, 5]]
@@ -49,14 +58,14 @@ async def test_any_number_of_turns_is_one_sequence():
 
 async def test_an_empty_hint_has_no_tokens():
     policy = Teacher()
-    algorithm = await set_up(Opsd(template=PLAIN), policy)
+    algorithm = await set_up(opsd_of(template=PLAIN), policy)
     await algorithm.score_batch(survivors([rollout_of([1, 2])], task_of(demonstration="")))
     assert policy.asked == [([100, 1, 2], 1.0)]
 
 
 @pytest.mark.parametrize("empty", ["", " \n", [], [{"role": "assistant", "content": ""}]])
 async def test_a_template_without_a_demonstration_in_it_is_refused_on_arrival(empty: Any):
-    algorithm = await set_up(Opsd())
+    algorithm = await set_up(opsd_of())
     [view] = survivors([rollout_of([1])], task_of(demonstration=empty))
     with pytest.raises(ValueError, match=r"task-7.*'demonstration'"):
         await algorithm.score_rollout(view)
@@ -90,7 +99,7 @@ def test_a_demonstration_is_looked_for_in_info_and_then_at_the_top(data: dict[st
 async def test_a_missing_demonstration_is_reported_on_arrival_and_names_the_example(
     data: dict[str, Any], complaint: str
 ):
-    algorithm = await set_up(Opsd(demo_key="demo"))
+    algorithm = await set_up(opsd_of(demo_key="demo"))
     [view] = survivors([rollout_of([1])], task_of(**data))
     with pytest.raises(ValueError) as caught:
         await algorithm.score_rollout(view)
@@ -117,7 +126,7 @@ def test_a_demonstration_of_messages_reads_like_a_transcript():
 
 async def test_a_frozen_teacher_is_asked_instead_of_the_policy_and_closed():
     policy, teacher = Teacher(), Teacher()
-    algorithm = await set_up(Opsd(teacher), policy)
+    algorithm = await set_up(opsd_of(teacher), policy)
     await algorithm.score_batch(survivors([rollout_of([1])], task_of(demonstration="so")))
     assert (len(teacher.asked), len(policy.asked)) == (1, 0)
     await algorithm.close()
@@ -126,14 +135,14 @@ async def test_a_frozen_teacher_is_asked_instead_of_the_policy_and_closed():
 
 async def test_the_policy_is_not_closed_with_the_algorithm():
     policy = Teacher()
-    algorithm = await set_up(Opsd(), policy)
+    algorithm = await set_up(opsd_of(), policy)
     assert policy.checked is not None
     await algorithm.close()
     assert not policy.closed
 
 
 async def test_a_failing_teacher_drops_what_it_did_not_score():
-    algorithm = await set_up(Opsd(Teacher(fails=lambda token_ids: token_ids[-1] == 66)))
+    algorithm = await set_up(opsd_of(Teacher(fails=lambda token_ids: token_ids[-1] == 66)))
     batch = survivors([rollout_of([1]), rollout_of([66])], task_of(demonstration="so"))
     await algorithm.score_batch(batch)
     assert [view.drop_reason for view in batch] == ["", "no_reference"]

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace.algorithms.base import Algorithm
-from headrace.algorithms.declaration import declared, make_algorithm
+from headrace.algorithms.base import Algorithm, MakeContext
 from headrace.tools.check_algorithm.fixtures import algorithm_config
 from tests.algorithms.teachers import Teacher
 from tests.refusals import refused
@@ -51,14 +50,14 @@ MISSING: list[dict[str, Any]] = [
 
 
 def make(settings: dict[str, Any]) -> Algorithm:
-    return make_algorithm(algorithm_config(settings, "test"), seq_len=100, connect=lambda _: Teacher())
+    return algorithm_config(settings, "test").make(MakeContext(100, lambda _: Teacher()))
 
 
 @pytest.mark.parametrize(("settings", "fields"), [*REFUSED, *((settings, {}) for settings in MISSING)])
 def test_code_that_cannot_work_is_refused_without_and_with_an_algorithm_to_make(
     settings: dict[str, Any], fields: dict[str, str]
 ):
-    for refuses in (lambda: declared(algorithm_config(settings, "test")).check_imports(), lambda: make(settings)):
+    for refuses in (lambda: algorithm_config(settings, "test").check_imports(), lambda: make(settings)):
         with refused(**fields):
             refuses()
 
@@ -75,7 +74,7 @@ def test_code_that_cannot_work_is_refused_without_and_with_an_algorithm_to_make(
     ],
 )
 def test_looking_for_code_runs_none_of_it(settings: dict[str, Any]):
-    declared(algorithm_config(settings, "test")).check_imports()
+    algorithm_config(settings, "test").check_imports()
 
 
 def test_an_error_inside_a_constructor_is_not_reported_as_wrong_kwargs():

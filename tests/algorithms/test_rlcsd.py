@@ -13,13 +13,22 @@ import pytest
 
 from headrace.algorithms import rlcsd
 from headrace.algorithms.group_credit import GroupCredit
-from headrace.algorithms.length_penalties.overlong import Overlong
+from headrace.algorithms.hints import response_text
+from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
 from headrace.algorithms.rlcsd import BATCHES_WITHOUT_CONTRAST, Rlcsd
-from headrace.algorithms.siblings import response_text
 from headrace.rollout.contrast import fold, modulate
 from headrace.rollout.types import Rollout
 from headrace.tools.check_algorithm.fixtures import algorithm_config
-from tests.algorithms.teachers import MODEL, Teacher, hint_ids, pretended_logprobs, rollout_of, set_up, survivors
+from tests.algorithms.teachers import (
+    MODEL,
+    Teacher,
+    hint_ids,
+    pretended_logprobs,
+    rlcsd_of,
+    rollout_of,
+    set_up,
+    survivors,
+)
 from tests.refusals import refused
 
 PLAIN = "{response}"
@@ -64,7 +73,7 @@ async def processed(algorithm: Rlcsd, *groups: Sequence[Rollout]) -> list[Rollou
 
 
 async def test_base_credit_is_standardized_over_the_group():
-    algorithm = await set_up(Rlcsd())
+    algorithm = await set_up(rlcsd_of())
     group = group_of([1, 1, 0, 0])
     await algorithm.score_group(survivors(group))
     # mean .5, population deviation .5
@@ -78,8 +87,10 @@ async def test_penalty_and_terms_are_centered_beside_the_standardized_reward():
     def bonus(group: Sequence[Any]) -> list[float]:
         return [0.5, 0.0, 0.0, 0.5]
 
-    credited = GroupCredit(normalize="std", penalty=Overlong(max_tokens=3, cache_tokens=2), terms=[bonus])
-    algorithm = await set_up(Rlcsd(credit=credited))
+    credited = GroupCredit(
+        normalize="std", penalty=OverlongPenaltyConfig(max_tokens=3, cache_tokens=2).make(1), terms=[bonus]
+    )
+    algorithm = await set_up(rlcsd_of(credit=credited))
     group = [*group_of([1, 1], length=3), *group_of([0, 0], length=2)]
     await algorithm.score_group(survivors(group))
     # p = 1, 1, .5, .5, centered .25; the bonus centered .25: neither is divided by the deviation of .5
@@ -89,7 +100,7 @@ async def test_penalty_and_terms_are_centered_beside_the_standardized_reward():
 async def test_the_worked_example_of_the_spec():
     rows = [-0.1, -1.0, -0.5], [-0.1, -1.02, -1.0], [-0.2, -0.98, -2.0]
     teacher = hint_teacher(*rows, by={"the good one": 0, "a bad one": 1, "a worse one": 2, "mine": 1})
-    algorithm = await set_up(Rlcsd(teacher))
+    algorithm = await set_up(rlcsd_of(teacher))
     own = with_credit(rollout_of([1, 2, 3], reward=0.5, said="mine"), -0.4)
     others = [
         with_credit(rollout_of([4, 5, 6 + number], reward=reward, said=said), 0.0)
@@ -109,7 +120,7 @@ def siblings_asked(teacher: Teacher, own: Rollout) -> list[str]:
 
 async def test_hints_are_one_correct_and_up_to_four_incorrect_siblings():
     policy = Teacher()
-    algorithm = await set_up(Rlcsd(template=PLAIN), policy)
+    algorithm = await set_up(rlcsd_of(template=PLAIN), policy)
     group = group_of([RIGHT, RIGHT, RIGHT, *[WRONG] * 6])
     await processed(algorithm, group)
     texts = {response_text(rollout): rollout for rollout in group}
@@ -123,7 +134,7 @@ async def test_hints_are_one_correct_and_up_to_four_incorrect_siblings():
 
 async def test_other_groups_and_other_agents_are_no_siblings():
     policy = Teacher()
-    algorithm = await set_up(Rlcsd(), policy)
+    algorithm = await set_up(rlcsd_of(), policy)
     right, wrong = group_of([RIGHT, WRONG])
     right.agent = "another"
     elsewhere = group_of([RIGHT, WRONG], "group-1")[:1]
@@ -136,7 +147,7 @@ async def test_pools_depend_on_the_reward_alone():
     # correct from .8 on, incorrect below .8 - .3
     policy = Teacher()
     options = {"correct_threshold": 0.8, "min_contrast_gap": 0.3, "template": PLAIN}
-    algorithm = await set_up(Rlcsd(**options), policy)
+    algorithm = await set_up(rlcsd_of(**options), policy)
     group = group_of([0.6, 0.8, 0.5, 0.49])
     await processed(algorithm, group)
     assert siblings_asked(policy, group[0]) == ["reply 1 of group-0", "reply 3 of group-0"]
@@ -146,7 +157,7 @@ async def test_pools_depend_on_the_reward_alone():
 async def test_a_filter_narrows_the_pools():
     policy = Teacher()
     algorithm = await set_up(
-        Rlcsd(template=PLAIN, hint_filter=lambda rollout: "4" not in response_text(rollout)), policy
+        rlcsd_of(template=PLAIN, hint_filter=lambda rollout: "4" not in response_text(rollout)), policy
     )
     group = group_of([RIGHT, WRONG, WRONG, WRONG, WRONG])
     await processed(algorithm, group)
@@ -160,7 +171,7 @@ async def test_a_filter_narrows_the_pools():
 
 async def test_credit_is_moved_by_what_the_hints_say_of_the_rollouts_own_tokens():
     policy = Teacher()
-    algorithm = await set_up(Rlcsd(template=PLAIN, tau=0.3), policy)
+    algorithm = await set_up(rlcsd_of(template=PLAIN, tau=0.3), policy)
     group = group_of([RIGHT, WRONG, RIGHT])
     before = copy.deepcopy(group)
     await algorithm.score_group(survivors(before))
@@ -177,7 +188,7 @@ async def test_credit_is_moved_by_what_the_hints_say_of_the_rollouts_own_tokens(
 
 async def test_without_contrast_credit_stays_plain_and_is_counted():
     policy = Teacher()
-    algorithm = await set_up(Rlcsd(), policy)
+    algorithm = await set_up(rlcsd_of(), policy)
     one_right = group_of([RIGHT, WRONG, WRONG])  # the right one has no correct sibling
     none_right = group_of([0.5, WRONG, WRONG], "group-1")
     await processed(algorithm, one_right, none_right)
@@ -189,7 +200,7 @@ async def test_without_contrast_credit_stays_plain_and_is_counted():
 
 
 async def test_batches_without_any_contrast_are_logged_and_warned_about_after_several_in_a_row(caplog: Any):
-    algorithm, notices = await set_up(Rlcsd(), Teacher()), []
+    algorithm, notices = await set_up(rlcsd_of(), Teacher()), []
     algorithm.host.notify = notices.append
     caplog.set_level("INFO")
     for batch in range(BATCHES_WITHOUT_CONTRAST - 1):
@@ -207,7 +218,7 @@ async def test_what_is_logged():
     teacher = hint_teacher(
         [-1, -1, -1, -1], [-1, -1, -2, -2], by={"reply 0": 0, "reply 2": 0, "reply 1": 1, "reply 3": 1}
     )
-    algorithm = await set_up(Rlcsd(teacher))
+    algorithm = await set_up(rlcsd_of(teacher))
     group = group_of([RIGHT, WRONG, RIGHT, WRONG], length=4)
     await processed(algorithm, group, group_of([RIGHT, RIGHT], "group-1", length=4))
     assert algorithm.tally.take() == {
@@ -234,7 +245,7 @@ async def test_both_normalizations_by_hand_for_rollouts_of_different_lengths():
         return [with_credit(rollout, 1.0 if rollout.reward else -1.0) for rollout in group]
 
     folded = batch()
-    algorithm = await set_up(Rlcsd(Teacher(score), eta=0.5))
+    algorithm = await set_up(rlcsd_of(Teacher(score), eta=0.5))
     await algorithm.score_batch(survivors(folded))
     # |U| = |M| = 1 of L = 2: U times 2, M times .5 * 2. |U| = 4, |M| = 1 of L = 5: U times 5/4, M times .5 * 5.
     assert credit(folded[0]) == pytest.approx([1.5 * 1, 1 * 2])
@@ -242,7 +253,7 @@ async def test_both_normalizations_by_hand_for_rollouts_of_different_lengths():
     assert algorithm.tally.take()["largest_multiplier"] == 2.5
 
     meant = batch()
-    algorithm = await set_up(Rlcsd(Teacher(score), eta=0.5, normalization="rollout_mean"))
+    algorithm = await set_up(rlcsd_of(Teacher(score), eta=0.5, normalization="rollout_mean"))
     await algorithm.score_batch(survivors(meant))
     # N = 2 + 5 + 2 + 2 = 11 tokens, R = 4 rollouts, N / R = 2.75
     assert credit(meant[0]) == pytest.approx([1.5 * 0.5 * 2.75, 1 * 2.75])
@@ -253,7 +264,7 @@ async def test_both_normalizations_by_hand_for_rollouts_of_different_lengths():
 
 
 async def test_under_rollout_mean_a_rollout_without_contrast_counts_as_much_as_any():
-    algorithm = await set_up(Rlcsd(normalization="rollout_mean"))
+    algorithm = await set_up(rlcsd_of(normalization="rollout_mean"))
     short, long = rollout_of([1], reward=RIGHT), rollout_of([2] * 3, reward=RIGHT)
     await algorithm.score_batch(survivors([with_credit(short, 1.0), with_credit(long, 1.0)]))
     assert credit(short) == [2.0]  # N / (R * L) = 4 / (2 * 1)
@@ -261,7 +272,7 @@ async def test_under_rollout_mean_a_rollout_without_contrast_counts_as_much_as_a
 
 
 async def test_only_trainable_tokens_are_touched_over_turns_and_samples():
-    algorithm = await set_up(Rlcsd(template=PLAIN))
+    algorithm = await set_up(rlcsd_of(template=PLAIN))
     talk = rollout_of([1, 2], [3], one_sample=True, reward=RIGHT, said="talk")
     apart = rollout_of([4, 5], [6], reward=RIGHT, said="apart")
     wrong = rollout_of([7], reward=WRONG, said="wrong")
@@ -277,7 +288,7 @@ async def test_the_outcome_depends_neither_on_the_order_of_arrival_nor_on_the_ru
     rewards = random.Random(0).choices([RIGHT, WRONG], k=16)
 
     async def outcome(order: Sequence[int], seed: int = 0) -> dict[int, list[float]]:
-        algorithm = await set_up(Rlcsd(tau=0.5), seed=seed)
+        algorithm = await set_up(rlcsd_of(tau=0.5), seed=seed)
         rollouts = [*group_of(rewards[:8]), *group_of(rewards[8:], "group-1")]
         for start in (0, 8):
             await algorithm.score_group(survivors(rollouts[start : start + 8]))
@@ -294,7 +305,7 @@ async def test_the_outcome_depends_neither_on_the_order_of_arrival_nor_on_the_ru
 @pytest.mark.parametrize("said", ["a {brace} and {0}", "{response} {response}", "\\1 %s {{}}"])
 async def test_a_hint_contains_the_response_verbatim(said: str):
     policy = Teacher()
-    algorithm = await set_up(Rlcsd(), policy)
+    algorithm = await set_up(rlcsd_of(), policy)
     group = [
         rollout_of([1], reward=WRONG),
         rollout_of([2], reward=RIGHT, said=said),
@@ -322,7 +333,7 @@ def test_a_siblings_response_is_all_that_it_said():
 
 
 async def test_a_rollout_without_a_response_is_reported_on_arrival():
-    algorithm = await set_up(Rlcsd())
+    algorithm = await set_up(rlcsd_of())
     [view] = survivors([rollout_of([1], said=[{"role": "user", "content": "?"}])])
     with pytest.raises(ValueError, match="task-0"):
         await algorithm.score_rollout(view)
@@ -331,7 +342,7 @@ async def test_a_rollout_without_a_response_is_reported_on_arrival():
 
 async def test_a_dead_teacher_leaves_plain_credit_and_is_logged_once(caplog: Any):
     teacher = Teacher(fails=lambda token_ids: True)
-    algorithm = await set_up(Rlcsd(teacher, max_concurrent=4))
+    algorithm = await set_up(rlcsd_of(teacher, max_concurrent=4))
     group = group_of([RIGHT] * 10 + [WRONG] * 10)
     with caplog.at_level(logging.WARNING):
         await processed(algorithm, group)
@@ -347,7 +358,7 @@ async def test_a_dead_teacher_leaves_plain_credit_and_is_logged_once(caplog: Any
 
 
 async def test_a_teacher_that_fails_at_one_rollout_costs_that_one_its_contrast():
-    algorithm = await set_up(Rlcsd(Teacher(fails=lambda token_ids: token_ids[-1] == 11), template=PLAIN))
+    algorithm = await set_up(rlcsd_of(Teacher(fails=lambda token_ids: token_ids[-1] == 11), template=PLAIN))
     group = group_of([RIGHT, RIGHT, WRONG, WRONG])
     await processed(algorithm, group)
     plain = [pytest.approx(1, abs=1e-5)] * 3
@@ -356,7 +367,7 @@ async def test_a_teacher_that_fails_at_one_rollout_costs_that_one_its_contrast()
 
 
 async def test_signs_are_those_of_the_group_credit():
-    algorithm = await set_up(Rlcsd(lam=5.0))
+    algorithm = await set_up(rlcsd_of(lam=5.0))
     group = group_of([RIGHT, WRONG, RIGHT, WRONG, RIGHT], length=20)
     await processed(algorithm, group)
     for rollout in group:
@@ -367,12 +378,12 @@ async def test_signs_are_those_of_the_group_credit():
 
 async def test_a_frozen_teacher_is_asked_and_closed_and_the_policy_is_neither():
     policy, teacher = Teacher(), Teacher()
-    algorithm = await set_up(Rlcsd(teacher), policy)
+    algorithm = await set_up(rlcsd_of(teacher), policy)
     await processed(algorithm, group_of([RIGHT, WRONG, RIGHT, WRONG]))
     await algorithm.close()
     assert teacher.closed and teacher.asked and teacher.checked
     assert not (policy.closed or policy.asked or policy.checked)
-    alone = await set_up(Rlcsd(), policy)
+    alone = await set_up(rlcsd_of(), policy)
     await alone.close()
     assert policy.checked and not policy.closed
 
@@ -387,7 +398,7 @@ def test_the_default_template_has_one_place():
 
 
 async def test_others_run_between_any_two_rollouts_of_a_large_batch():
-    algorithm, turns = await set_up(Rlcsd()), 0
+    algorithm, turns = await set_up(rlcsd_of()), 0
 
     async def others() -> None:
         nonlocal turns

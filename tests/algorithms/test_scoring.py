@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from headrace.algorithms.opd import Opd
-from headrace.algorithms.opsd import Opsd
-from headrace.algorithms.rlcsd import Rlcsd
-from headrace.algorithms.scoring import MAX_FAILURES_IN_A_ROW, Job, Scorer, open_scorer
+from headrace.algorithms.teacher import MAX_FAILURES_IN_A_ROW, Job, Scorer
 from headrace.inference.client.reference import ReferenceFailed
 from headrace.rollout.types import Sample
-from tests.algorithms.teachers import MODEL, SEQ_LEN, Teacher, host_of, pretended_logprobs, set_up
+from tests.algorithms.teachers import MODEL, SEQ_LEN, Teacher, host_of, opsd_of, pretended_logprobs, rlcsd_of, set_up
 
 LONG = 50
 """Sequences from here on are too long for some teachers."""
@@ -164,12 +162,12 @@ async def test_an_error_that_is_no_failure_of_the_model_comes_through_and_leaves
     assert teacher.under_way == 0
 
 
-async def test_a_scorer_is_opened_by_asking_the_model_whether_it_can():
+async def test_the_teacher_or_else_the_policy_is_asked_whether_it_can_score():
     policy, teacher = Teacher(), Teacher()
-    host = host_of(policy)
-    host.temperature = 0.7
-    assert (await open_scorer(None, host, 3)).reference is policy
-    assert (await open_scorer(teacher, host, 3)).reference is teacher
+    for algorithm in (opsd_of(), opsd_of(teacher)):
+        algorithm.host = host_of(policy)
+        algorithm.host.temperature = 0.7
+        await algorithm.setup()
     assert policy.checked == teacher.checked == (MODEL.tokenizer, SEQ_LEN, 0.7)
 
 
@@ -179,7 +177,7 @@ async def test_too_little_room_for_hints_is_reported_with_its_cost_and_the_key_t
 ):
     teacher = Teacher()
     teacher.room = room
-    await open_scorer(teacher, host_of(Teacher()), 3, 2256, "rollouts with longer ones are dropped")
+    await set_up(opsd_of(teacher))
     assert caplog.messages == [
         "env: the teacher takes at most 2255 tokens, and a hint with its sample may have 2256: rollouts with longer "
         "ones are dropped; serve it with max_model_len = 2256, unless hints are that much shorter"
@@ -187,14 +185,13 @@ async def test_too_little_room_for_hints_is_reported_with_its_cost_and_the_key_t
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "cost"),
-    [(Opd, ""), (Opsd, "rollouts with longer ones are dropped"), (Rlcsd, "longer ones keep their plain credit")],
+    ("make", "cost"), [(Opd, ""), (opsd_of, "longer ones are dropped"), (rlcsd_of, "with their plain credit")]
 )
 async def test_what_puts_hints_before_samples_asks_for_their_room(
-    algorithm: Any, cost: str, caplog: pytest.LogCaptureFixture
+    make: Any, cost: str, caplog: pytest.LogCaptureFixture
 ):
     teacher = Teacher()
     teacher.room = SEQ_LEN + 1  # of 2 * 1000 + 256
-    await set_up(algorithm(teacher))
+    await set_up(make(teacher))
     warnings = [words for words in caplog.messages if "may have 2256" in words]
     assert [cost in words for words in warnings] == [True] * bool(cost)

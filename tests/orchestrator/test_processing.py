@@ -13,7 +13,7 @@ import pytest
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalties.linear import Linear
+from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
 from headrace.environments.base import Environment, EpisodeError
 from headrace.orchestrator.batch_metrics import step_metrics
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
@@ -419,7 +419,7 @@ async def test_what_is_counted_for_a_batch_that_proves_empty_is_a_metric_of_the_
 
 
 async def test_an_all_correct_group_trains_under_a_length_penalty_and_is_filtered_without_one():
-    penalized = Grpo(GroupCredit(penalty=Linear.by_seq_len(0.25, 64)))
+    penalized = Grpo(GroupCredit(penalty=LinearPenaltyConfig(coef=0.25).make(64)))
     for algorithm, shipped in ((penalized, 2), (Grpo(), 0)):
         processing = make(post=[ZERO_ADVANTAGE], algorithm=algorithm)
         batch = TrainBatch([await process(processing, rollout(1, tokens=2), rollout(1, tokens=6))])

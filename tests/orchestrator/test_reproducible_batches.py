@@ -175,6 +175,6 @@ def test_a_batch_by_tokens_is_empty_when_as_many_rollouts_are_lost_as_one_takes(
             return True
 
     world = Fruitless("batches by tokens", timing=0, max_empty_batches=2)
-    with pytest.raises(RunFailed, match=r"\b2\b"):
+    with pytest.raises(RunFailed, match=r"^2 empty batches in a row"):
         world.play()
     assert 12 <= len(world.credited) <= 16  # 300 tokens are some 25 rollouts of 4 to 20: 6 to 8 groups of 4

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.algorithms import ALGORITHMS, LENGTH_PENALTIES, AlgorithmConfig
+from headrace.algorithms.length_penalty import LENGTH_PENALTIES
+from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.curriculum import GATES, SAMPLERS
 from headrace.config.orchestrator import FILTERS
 from headrace.config.registry import Registry
@@ -27,15 +28,14 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import ORDER, AlgorithmDeclaration, MakeContext, Promises
-from headrace.config.algorithms import ALGORITHMS
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
+from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig, Promises
 from headrace.config.model_reference import ModelReference
 from headrace.rollout.credit import center
 
 
 @ALGORITHMS.register
-class SharpenedConfig(AlgorithmDeclaration):
+class SharpenedConfig(AlgorithmConfig):
     """Centered rewards, sharpened, for a policy with a teacher."""
 
     COMPARES = True
@@ -53,7 +53,7 @@ class SharpenedConfig(AlgorithmDeclaration):
         return Sharpened(self.power, self.scale, context.reference(self.teacher))
 
     def promises(self, algorithm: Algorithm) -> Promises:
-        return Promises(frozenset({ORDER}))
+        return Promises(frozenset({"order"}))
 
 
 class Sharpened(Algorithm):
@@ -80,11 +80,11 @@ from headrace.runfile.explain import explain
 from headrace.runfile.reading import validate
 from headrace.runfile.reference import algorithms_table, reference
 from headrace.runfile.run import RunConfig
-from headrace.algorithms.declaration import make_algorithm
+from headrace.algorithms.base import MakeContext
 
 trees = json.loads(sys.argv[2])
 algo = validate(RunConfig, trees["valid"], "test")[0].orchestrator.algo
-made = make_algorithm(algo, seq_len=64, connect=lambda model: model.name)
+made = algo.make(MakeContext(64, lambda model: model.name))
 try:
     validate(RunConfig, trees["wrong"], "test")
 except ConfigError as error:

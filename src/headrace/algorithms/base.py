@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 
-from headrace.algorithms.tally import Tally
+from headrace.config.algorithms import Invariant
+from headrace.config.model_reference import FrozenModelConfig, ModelReference
 from headrace.inference.client.reference import Reference
 from headrace.rollout.types import Rollout, Sample, Task
 
@@ -44,6 +45,47 @@ class Host(msgspec.Struct):
     """The sampling temperature of the environment, unless a turn sets its own."""
     notify: Callable[[str], None] = log.warning
     """Show a notice to the user, in the log and on the terminal."""
+
+
+class MakeContext(msgspec.Struct, frozen=True):
+    """What a run gives to the algorithms that it makes."""
+
+    seq_len: int
+    connect: Callable[[FrozenModelConfig], Reference]
+    """Makes a reference of a model that is served."""
+
+    def reference(self, model: ModelReference | None) -> Reference | None:
+        """Return a reference of a frozen model; None for the policy, which the host has."""
+        return self.connect(model) if isinstance(model, FrozenModelConfig) else None
+
+
+class Tally:
+    """Metrics that an algorithm collects until the next batch is logged: totals, means and maxima by name."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._means: dict[str, tuple[float, float]] = {}
+        self._largest: dict[str, float] = {}
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a total."""
+        self._totals[name] = self._totals.get(name, 0.0) + amount
+
+    def mean(self, name: str, total: float, count: float) -> None:
+        """Add a sum over `count` values to a mean."""
+        before = self._means.get(name, (0.0, 0.0))
+        self._means[name] = (before[0] + total, before[1] + count)
+
+    def largest(self, name: str, value: float) -> None:
+        """Update a maximum."""
+        self._largest[name] = max(value, self._largest.get(name, value))
+
+    def take(self) -> dict[str, float]:
+        """Return all numbers and reset them."""
+        means = {name: total / count for name, (total, count) in self._means.items() if count}
+        taken = {**self._totals, **means, **self._largest}
+        self._totals, self._means, self._largest = {}, {}, {}
+        return taken
 
 
 class RolloutView:
@@ -103,6 +145,12 @@ class RolloutView:
             start = end
 
 
+def assign(group: Sequence[RolloutView], advantages: np.ndarray) -> None:
+    """Set one advantage for all completion tokens of each rollout."""
+    for rollout, advantage in zip(group, advantages, strict=True):
+        rollout.assign_advantages(float(advantage))
+
+
 class Survivor(RolloutView):
     """A rollout of a complete batch, which the algorithm may still drop."""
 
@@ -128,10 +176,9 @@ class Algorithm:
     """The loss component that trains the sampled tokens."""
     model_role: ClassVar[str] = ""
     """The role of another model that it needs, for example `teacher`; empty: it needs none."""
-    promises: ClassVar[tuple[str, ...]] = ()
-    """Invariants that `headrace check-algorithm` tests, beside those of all: shift, zero_sum, signs, order."""
-
-    modulates: ClassVar[tuple[str, ...]] = ()
+    promises: ClassVar[tuple[Invariant, ...]] = ()
+    """Invariants that `headrace check-algorithm` tests, beside those of all."""
+    modulates: ClassVar[tuple[Invariant, ...]] = ()
     """Promises that hold because credit is changed per token after the group was scored."""
     replayable: ClassVar[bool] = False
     """Whether its state can be recomputed from agents and rewards, which the journal has."""

@@ -16,18 +16,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import INVARIANTS, AlgorithmDeclaration, MakeContext, Promises
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
 from headrace.algorithms.user_function import load_class, load_function, name_of, numbers
-from headrace.config.algorithms import ALGORITHMS
+from headrace.config.algorithms import ALGORITHMS, INVARIANTS, AlgorithmConfig, Promises
 from headrace.errors import BadInput
 
 
 @ALGORITHMS.register
-class CustomAlgoConfig(AlgorithmDeclaration):
+class CustomAlgoConfig(AlgorithmConfig):
     """A function of the group that gives each rollout's advantage, or one per token."""
 
     CREDIT = "the return value of a function of yours"
+    READS_TASKS = True
 
     type: Literal["custom"] = "custom"
     import_path: str
@@ -35,34 +35,24 @@ class CustomAlgoConfig(AlgorithmDeclaration):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for your function, beside the group."""
 
-    @property
-    def reads_tasks(self) -> bool:
-        return True
-
     def make(self, context: MakeContext) -> Custom:
         return Custom(load_function(self.import_path, self.kwargs, "algorithm"))
 
     def check_imports(self) -> None:
         load_function(self.import_path, self.kwargs, "algorithm")
 
-    def promises(self, algorithm: Algorithm) -> Promises:
-        return promises_of_class(algorithm)
-
 
 @ALGORITHMS.register
-class ImportedAlgoConfig(AlgorithmDeclaration):
+class ImportedAlgoConfig(AlgorithmConfig):
     """An algorithm of your own: a subclass of `headrace.algorithms.base.Algorithm`."""
 
     ON_POLICY = False  # it may be, but only the class itself can tell
+    READS_TASKS = True
 
     type: str
     """`package.module:Class`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """What it is constructed with."""
-
-    @property
-    def reads_tasks(self) -> bool:
-        return True
 
     def make(self, context: MakeContext) -> Algorithm:
         return self._load()(**self.kwargs)
@@ -71,19 +61,14 @@ class ImportedAlgoConfig(AlgorithmDeclaration):
         self._load()
 
     def promises(self, algorithm: Algorithm) -> Promises:
-        return promises_of_class(algorithm)
+        """Return what the user's class declares in `promises`."""
+        if unknown := [name for name in algorithm.promises if name not in INVARIANTS]:
+            key, fix = f"{type(algorithm).__name__}.promises", f"Known: {', '.join(INVARIANTS)}."
+            raise BadInput("unknown promise", key=key, value=unknown[0], fix=fix)
+        return Promises(frozenset({*algorithm.promises, *algorithm.modulates}))
 
     def _load(self) -> Callable[..., Algorithm]:
         return load_class(self.type, Algorithm, (), self.kwargs, "algorithm")
-
-
-def promises_of_class(algorithm: Algorithm) -> Promises:
-    """Return what a user's class says of itself in `promises`."""
-    unknown = [name for name in algorithm.promises if name not in INVARIANTS]
-    if unknown:
-        key, fix = f"{type(algorithm).__name__}.promises", f"Known: {', '.join(INVARIANTS)}."
-        raise BadInput("unknown promise", key=key, value=unknown[0], fix=fix)
-    return Promises(frozenset({*algorithm.promises, *algorithm.modulates}))
 
 
 class Custom(Algorithm):

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import MakeContext
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
 from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
 from headrace.algorithms.user_function import load_function, name_of
 from headrace.config.algorithms import ALGORITHMS, ImportConfig

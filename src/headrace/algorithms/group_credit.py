@@ -20,21 +20,10 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import (
-    FINAL,
-    ORDER,
-    SHIFT,
-    SIGNS,
-    ZERO_SUM,
-    AlgorithmDeclaration,
-    MakeContext,
-    Promises,
-)
-from headrace.algorithms.length_penalty import LengthPenalty, make_penalty
-from headrace.algorithms.tally import Tally
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, Tally
+from headrace.algorithms.length_penalty import LengthPenalty, LengthPenaltyConfig
 from headrace.algorithms.user_function import load_function, name_of, numbers
-from headrace.config.algorithms import ImportConfig, LengthPenaltyConfig
+from headrace.config.algorithms import FINAL, AlgorithmConfig, ImportConfig, Invariant, Promises
 from headrace.errors import InvalidValue
 from headrace.rollout.cohort import Cohort
 from headrace.rollout.credit import ROUNDING, center, standardize
@@ -43,7 +32,7 @@ Term = Callable[[Sequence[RolloutView]], Any]
 """A bonus, one number for each rollout of the group, in units of reward."""
 
 
-class CreditTermsConfig(AlgorithmDeclaration):
+class CreditTermsConfig(AlgorithmConfig):
     """Standardized reward, plus terms that are centered by their own means."""
 
     COMPARES = True
@@ -65,7 +54,7 @@ class CreditTermsConfig(AlgorithmDeclaration):
     def make_credit(self, context: MakeContext) -> GroupCredit:
         return GroupCredit(
             *self.baseline,
-            penalty=None if self.length_penalty is None else make_penalty(self.length_penalty, context.seq_len),
+            penalty=None if self.length_penalty is None else self.length_penalty.make(context.seq_len),
             terms=self._load_terms(),
         )
 
@@ -73,13 +62,14 @@ class CreditTermsConfig(AlgorithmDeclaration):
         self._load_terms()
 
     def promises(self, algorithm: Algorithm) -> Promises:
-        kept, reasons = {ZERO_SUM}, {SIGNS: FINAL}
+        kept: set[Invariant] = {"zero_sum"}
+        reasons: dict[Invariant, str] = {"signs": FINAL}
         if self.length_penalty is not None and self.length_penalty.SHIFT_REASON:
-            reasons[SHIFT] = self.length_penalty.SHIFT_REASON
+            reasons["shift"] = self.length_penalty.SHIFT_REASON
         elif not self.terms:
-            kept.add(SHIFT)
+            kept.add("shift")
         if not self.terms:  # a term may read anything
-            kept.add(ORDER)
+            kept.add("order")
         reward_alone = self.length_penalty is None and not self.terms
         return Promises(frozenset(kept), reasons, self.baseline[1], reward_alone)
 
@@ -120,7 +110,7 @@ class GroupCredit:
         terms: Sequence[Term] = (),
     ) -> None:
         self._of_reward = standardize if normalize == "std" else center
-        self._length_weighted = length_weighted and not (penalty is not None and penalty.plain_mean)
+        self._length_weighted = length_weighted
         self._penalty = penalty
         self._terms = terms
 
@@ -130,15 +120,10 @@ class GroupCredit:
         lengths = cohort.output_tokens if self._length_weighted else None
         bonuses = [_bonus(term, group) for term in self._terms]
         if self._penalty is not None:
-            bonuses.append(self._penalty.term(cohort, tally))
+            bonuses.append(self._penalty(cohort, tally))
         credit = self._of_reward(cohort.rewards, lengths) + sum(center(bonus, lengths) for bonus in bonuses)
-        return _without_rounding(credit, [cohort.rewards, *bonuses])
-
-
-def _without_rounding(credit: np.ndarray, terms: Sequence[np.ndarray]) -> np.ndarray:
-    """Set credit to exactly 0 where terms cancel up to rounding."""
-    largest = max(float(np.abs(term).max(initial=0.0)) for term in terms)
-    return np.where(np.abs(credit) < ROUNDING * largest, 0.0, credit)
+        largest = max(float(np.abs(term).max(initial=0.0)) for term in (cohort.rewards, *bonuses))
+        return np.where(np.abs(credit) < ROUNDING * largest, 0.0, credit)  # terms may cancel up to rounding
 
 
 def _bonus(term: Term, group: Sequence[RolloutView]) -> np.ndarray:

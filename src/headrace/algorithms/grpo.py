@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import MakeContext
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, assign
 from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
 from headrace.config.algorithms import ALGORITHMS
 
@@ -37,5 +36,4 @@ class Grpo(Algorithm):
         self._credit = credit or GroupCredit()
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        for rollout, advantage in zip(group, self._credit.of(group, self.tally), strict=True):
-            rollout.assign_advantages(float(advantage))
+        assign(group, self._credit.of(group, self.tally))

@@ -17,25 +17,15 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import (
-    FINAL,
-    ORDER,
-    SHIFT,
-    SIGNS,
-    ZERO_SUM,
-    AlgorithmDeclaration,
-    MakeContext,
-    Promises,
-)
-from headrace.config.algorithms import ALGORITHMS
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, assign
+from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
 from headrace.rollout.credit import center
 
 log = logging.getLogger(__name__)
 
 
 @ALGORITHMS.register
-class HierarchicalGrpoConfig(AlgorithmDeclaration):
+class HierarchicalGrpoConfig(AlgorithmConfig):
     """Reward minus the mean of the peers: rollouts of the same agent, in the group or in the episode."""
 
     CREDIT = "`r_i - mean(r of its peers)`: the same agent, in the group or in the episode"
@@ -49,7 +39,7 @@ class HierarchicalGrpoConfig(AlgorithmDeclaration):
         return HierarchicalGrpo(self.episode_agents)
 
     def promises(self, algorithm: Algorithm) -> Promises:
-        return Promises(frozenset({SHIFT, ZERO_SUM, ORDER}), {SIGNS: FINAL})
+        return Promises(frozenset({"shift", "zero_sum", "order"}), {"signs": FINAL})
 
 
 class HierarchicalGrpo(Algorithm):
@@ -65,17 +55,12 @@ class HierarchicalGrpo(Algorithm):
             peers.setdefault((rollout.agent, episode), []).append(rollout)
         for members in peers.values():
             self.tally.count("without_peers", len(members) == 1)
-            advantages = center(np.array([rollout.reward for rollout in members]))
-            for rollout, advantage in zip(members, advantages, strict=True):
-                rollout.assign_advantages(float(advantage))
+            assign(members, center(np.array([rollout.reward for rollout in members])))
 
     def _look_for_names(self, group: Sequence[RolloutView]) -> None:
         """Warn once, with the first group, about names in `episode_agents` that no rollout has."""
         present = {rollout.agent for rollout in group}
         for name in sorted(self._unseen - present):
-            log.warning(
-                "hierarchical_grpo: episode_agents has %r, and the first group is of %s",
-                name,
-                ", ".join(sorted(present)),
-            )
+            agents = ", ".join(sorted(present))
+            log.warning("hierarchical_grpo: episode_agents has %r, and the first group is of %s", name, agents)
         self._unseen = set()

@@ -1,14 +1,20 @@
-"""Hints: texts in a template, rendered as one user message that stands before a scored sample."""
+"""Hints: texts in a template, rendered as one user message that stands before a scored sample.
+
+A hint may be the response of a sibling. Which one depends on the contents of the batch, not on the order of arrival.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.rollout.types import Message
+from headrace.rollout.types import Message, Rollout
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
@@ -67,3 +73,51 @@ def _call_text(call: dict[str, Any]) -> str:
     arguments = function.get("arguments") or {}
     given = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     return f"{function.get('name', '')}({given})"
+
+
+def draw_siblings(
+    rollouts: Sequence[Rollout],
+    correct_from: float,
+    incorrect_below: float,
+    negatives: int,
+    seed: int,
+    may_hint: Callable[[Rollout], Any] | None = None,
+) -> list[list[Rollout]]:
+    """Return for each rollout a correct sibling and then incorrect ones; empty where either is missing.
+
+    `correct_from` and `incorrect_below` are rewards; at most `negatives` are incorrect; `may_hint` narrows the choice.
+    """
+    digests = [_digest(rollout) for rollout in rollouts]
+    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for index in sorted(range(len(rollouts)), key=digests.__getitem__):
+        rollout = rollouts[index]
+        if may_hint is None or may_hint(rollout):
+            groups[rollout.group_id, rollout.agent].append(index)
+    drawn: list[list[Rollout]] = []
+    for index, rollout in enumerate(rollouts):
+        siblings = [rollouts[other] for other in groups[rollout.group_id, rollout.agent] if other != index]
+        correct = [sibling for sibling in siblings if sibling.reward >= correct_from]
+        incorrect = [sibling for sibling in siblings if sibling.reward < incorrect_below]
+        rng, count = Random(f"{seed} {rollout.draw_id} {digests[index]}"), min(negatives, len(incorrect))
+        drawn.append([rng.choice(correct), *rng.sample(incorrect, count)] if correct and incorrect else [])
+    return drawn
+
+
+def response_text(rollout: Rollout) -> str:
+    """Return thoughts, text and tool calls of all turns."""
+    return "\n\n".join(text for text in map(message_text, replies(rollout)) if text)
+
+
+def replies(rollout: Rollout) -> list[Message]:
+    """Return the last assistant messages, one per turn; earlier ones are examples in the prompt."""
+    own = [message for message in rollout.messages if message.get("role") == "assistant"]
+    return own[-len(rollout.turns) :]
+
+
+def _digest(rollout: Rollout) -> str:
+    """Return a digest of the token ids, the same on every machine."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in rollout.samples:
+        digest.update(len(sample).to_bytes(8, "little"))
+        digest.update(sample.token_ids.astype("<i4").tobytes())
+    return digest.hexdigest()

@@ -1,32 +1,41 @@
-"""What a length penalty is to a group's credit."""
+"""Length penalties as terms of a group's credit; `length_penalties/` has one file for each."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
-from headrace.algorithms.tally import Tally
-from headrace.config.algorithms import LengthPenaltyConfig
+from headrace.algorithms.base import Tally
+from headrace.config.registry import Alternative, Registry
 from headrace.rollout.cohort import Cohort
 
+LENGTH_PENALTIES: Registry[LengthPenaltyConfig] = Registry("length penalty")
+LengthPenalty = Callable[[Cohort, Tally], np.ndarray]
+"""A penalty for one `seq_len`: returns what is added to each rollout's reward, before it is centered."""
 
-class LengthPenalty(Protocol):
+
+class LengthPenaltyConfig(Alternative):
+    """A term of a group's credit that makes long rollouts worth less."""
+
+    REGISTRY = LENGTH_PENALTIES
+    OWN_BASELINE: ClassVar[bool] = False
+    """Is defined over the plain mean of the group, and cannot be combined with a length-weighted baseline."""
+    SHIFT_REASON: ClassVar[str] = ""
+    """Why credit changes when a constant is added to all rewards; empty: it does not."""
+
+    type: str
+
     @property
-    def plain_mean(self) -> bool:
-        """Whether it is defined over the plain mean of the group, whatever baseline the credit has."""
-
-    def term(self, cohort: Cohort, tally: Tally) -> np.ndarray:
-        """Return what is added to each rollout's reward, before it is centered."""
-
-
-class LengthPenaltyDeclaration(LengthPenaltyConfig):
-    """A length penalty of a run file that can be made."""
+    def needs_seq_len(self) -> bool:
+        """Whether lengths are measured in units of `seq_len`."""
+        return False
 
     def make(self, seq_len: int) -> LengthPenalty:
+        return partial(self.term, seq_len=seq_len)
+
+    def term(self, cohort: Cohort, tally: Tally, seq_len: int) -> np.ndarray:
+        """Return what is added to each rollout's reward, before it is centered."""
         raise NotImplementedError
-
-
-def make_penalty(config: LengthPenaltyConfig, seq_len: int) -> LengthPenalty:
-    assert isinstance(config, LengthPenaltyDeclaration)
-    return config.make(seq_len)

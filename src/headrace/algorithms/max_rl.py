@@ -13,23 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import (
-    FINAL,
-    ORDER,
-    SHIFT,
-    SIGNS,
-    ZERO_SUM,
-    AlgorithmDeclaration,
-    MakeContext,
-    Promises,
-)
-from headrace.config.algorithms import ALGORITHMS
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, assign
+from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
 from headrace.rollout.credit import max_rl
 
 
 @ALGORITHMS.register
-class MaxRlConfig(AlgorithmDeclaration):
+class MaxRlConfig(AlgorithmConfig):
     """Reward minus the group's mean, over the mean."""
 
     CREDIT = "`(r_i - mean(r)) / mean(r)`; 0 where the mean is not positive (arXiv 2602.02710)"
@@ -41,11 +31,9 @@ class MaxRlConfig(AlgorithmDeclaration):
         return MaxRl()
 
     def promises(self, algorithm: Algorithm) -> Promises:
-        return Promises(frozenset({ZERO_SUM, ORDER}), {SHIFT: "it divides by the mean reward", SIGNS: FINAL})
+        return Promises(frozenset({"zero_sum", "order"}), {"shift": "it divides by the mean reward", "signs": FINAL})
 
 
 class MaxRl(Algorithm):
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        advantages = max_rl(np.array([rollout.reward for rollout in group]))
-        for rollout, advantage in zip(group, advantages, strict=True):
-            rollout.assign_advantages(float(advantage))
+        assign(group, max_rl(np.array([rollout.reward for rollout in group])))

@@ -13,14 +13,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.algorithms.base import Algorithm, Survivor
-from headrace.algorithms.declaration import MakeContext
-from headrace.algorithms.distillation import DistillationConfig, distil
-from headrace.algorithms.scoring import Scorer, open_scorer
+from headrace.algorithms.base import MakeContext, Survivor
+from headrace.algorithms.teacher import DistillationConfig, TaughtAlgorithm
 from headrace.config.algorithms import ALGORITHMS
 from headrace.config.model_reference import ModelReference
 from headrace.errors import InvalidValue
-from headrace.inference.client.reference import Reference
 
 
 @ALGORITHMS.register
@@ -38,9 +35,7 @@ class OpdConfig(DistillationConfig):
     """Requests to the teacher at once."""
 
     def make(self, context: MakeContext) -> Opd:
-        teacher = context.reference(self.teacher)
-        assert teacher is not None, "a section without a frozen teacher is refused"
-        return Opd(teacher, self.max_concurrent)
+        return Opd(context.reference(self.teacher), self.max_concurrent)
 
     @model_validator(mode="after")
     def _has_another_teacher(self) -> Self:
@@ -61,21 +56,8 @@ class OpdConfig(DistillationConfig):
         return self
 
 
-class Opd(Algorithm):
+class Opd(TaughtAlgorithm):
     action_loss_type = "ref_kl"
-    model_role = "teacher"
-
-    def __init__(self, teacher: Reference, max_concurrent: int = 32) -> None:
-        self._teacher = teacher
-        self._max_concurrent = max_concurrent
-        self._scorer: Scorer
-
-    async def setup(self) -> None:
-        self._scorer = await open_scorer(self._teacher, self.host, self._max_concurrent)
-
-    async def close(self) -> None:
-        await self._teacher.close()
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        no_hints: list[list[int]] = [[] for _ in batch]
-        await distil(batch, no_hints, self._scorer, self.tally)
+        await self.distil(batch, [[] for _ in batch])

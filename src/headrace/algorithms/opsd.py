@@ -14,15 +14,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from headrace.algorithms.base import Algorithm, RolloutView, Survivor
-from headrace.algorithms.declaration import MakeContext
-from headrace.algorithms.distillation import DistillationConfig, distil
+from headrace.algorithms.base import MakeContext, RolloutView, Survivor
 from headrace.algorithms.hints import Hints, conversation_text
-from headrace.algorithms.scoring import Scorer, open_scorer
+from headrace.algorithms.teacher import DistillationConfig, TaughtAlgorithm
 from headrace.config.algorithms import ALGORITHMS, check_template
 from headrace.config.model_reference import ModelReference
 from headrace.inference.client.reference import Reference
-from headrace.rollout.hinted import hinted_length
 from headrace.rollout.types import Task
 
 PLACEHOLDER = "{demonstration}"
@@ -42,6 +39,7 @@ class OpsdConfig(DistillationConfig):
     CREDIT = "none: towards the policy that has seen a demonstration"
     RENDERER_FOR = "puts a demonstration before each sample"
     UNSCORED = "dropped"
+    READS_TASKS = True
 
     type: Literal["opsd"] = "opsd"
     teacher: ModelReference = "policy"
@@ -53,13 +51,8 @@ class OpsdConfig(DistillationConfig):
     max_concurrent: int = Field(32, ge=1)
     """Requests to the teacher at once."""
 
-    @property
-    def reads_tasks(self) -> bool:
-        return True
-
     def make(self, context: MakeContext) -> Opsd:
-        teacher = context.reference(self.teacher)
-        return Opsd(teacher, self.demo_key, self.template, self.max_concurrent)
+        return Opsd(self, context.reference(self.teacher))
 
     def example_info(self) -> dict[str, str]:
         return {self.demo_key: "6 times 7 is 42."}
@@ -70,34 +63,18 @@ class OpsdConfig(DistillationConfig):
         return check_template(template, PLACEHOLDER)
 
 
-class Opsd(Algorithm):
+class Opsd(TaughtAlgorithm):
     action_loss_type = "ref_kl"
-    model_role = "teacher"
 
-    def __init__(
-        self,
-        teacher: Reference | None = None,
-        demo_key: str = "demonstration",
-        template: str | None = None,
-        max_concurrent: int = 32,
-    ) -> None:
-        self._teacher = teacher
-        self._demo_key = demo_key
-        self._template = TEMPLATE if template is None else template
-        self._max_concurrent = max_concurrent
-        self._scorer: Scorer
-
-    async def setup(self) -> None:
-        longest, cost = hinted_length(self.host.seq_len), "rollouts with longer ones are dropped"
-        self._scorer = await open_scorer(self._teacher, self.host, self._max_concurrent, longest, cost)
-
-    async def close(self) -> None:
-        if self._teacher is not None:  # the host closes the policy
-            await self._teacher.close()
+    def __init__(self, config: OpsdConfig | None = None, teacher: Reference | None = None) -> None:
+        config = config or OpsdConfig()
+        super().__init__(teacher, config.max_concurrent, config.UNSCORED)
+        self._demo_key = config.demo_key
+        self._template = TEMPLATE if config.template is None else config.template
 
     async def score_rollout(self, rollout: RolloutView) -> None:
         """Refuse a task without a demonstration on arrival, before its batch is complete."""
-        if not self._demonstration(rollout.task).strip() and self._template != PLACEHOLDER:
+        if not demonstration(rollout.task, self._demo_key).strip() and self._template != PLACEHOLDER:
             raise ValueError(
                 f"task {rollout.task.key} of {rollout.task.env} has an empty demonstration as {self._demo_key!r}: opsd "
                 "would learn from the words around it alone; fill it in, or take the task out of the data"
@@ -105,11 +82,8 @@ class Opsd(Algorithm):
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
         hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
-        hint_tokens = [await hints.of(self._demonstration(survivor.task)) for survivor in batch]
-        await distil(batch, hint_tokens, self._scorer, self.tally)
-
-    def _demonstration(self, task: Task) -> str:
-        return demonstration(task, self._demo_key)
+        hint_tokens = [await hints.of(demonstration(survivor.task, self._demo_key)) for survivor in batch]
+        await self.distil(batch, hint_tokens)
 
 
 def demonstration(task: Task, key: str) -> str:

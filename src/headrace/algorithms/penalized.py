@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.algorithms.base import Algorithm, Host, RolloutView, Survivor
+from headrace.algorithms.base import Algorithm, Host, RolloutView, Survivor, Tally
 from headrace.algorithms.length_penalty import LengthPenalty
-from headrace.algorithms.tally import Tally
 from headrace.rollout.cohort import Cohort
 from headrace.rollout.credit import center
 
@@ -44,7 +43,7 @@ class Penalized(Algorithm):
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         await self._algorithm.score_group(group)
-        term = self._penalty.term(Cohort.of([view.rollout for view in group]), self.tally)
+        term = self._penalty(Cohort.of([view.rollout for view in group]), self.tally)
         for view, bonus in zip(group, center(term), strict=True):
             for sample in view.samples:
                 if "advantages" not in sample.streams:

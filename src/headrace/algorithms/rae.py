@@ -16,13 +16,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import FINAL, SHIFT, SIGNS, ZERO_SUM, AlgorithmDeclaration, MakeContext, Promises
-from headrace.config.algorithms import ALGORITHMS
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
+from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
 
 
 @ALGORITHMS.register
-class RaeConfig(AlgorithmDeclaration):
+class RaeConfig(AlgorithmConfig):
     """Reward minus a running average of what this agent has earned so far."""
 
     CREDIT = "`r_i - b`, where `b` is a running average of what its agent has earned (arXiv 2506.24119)"
@@ -36,7 +35,7 @@ class RaeConfig(AlgorithmDeclaration):
 
     def promises(self, algorithm: Algorithm) -> Promises:
         before = "credit is measured from what was earned before"
-        return Promises(reasons={SHIFT: before, ZERO_SUM: before, SIGNS: FINAL}, reward_alone=False)
+        return Promises(reasons={"shift": before, "zero_sum": before, "signs": FINAL}, reward_alone=False)
 
 
 class Rae(Algorithm):

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from headrace.algorithms.base import Algorithm, Host, RolloutView, Survivor
-from headrace.algorithms.tally import Tally
+from headrace.algorithms.base import Algorithm, Host, RolloutView, Survivor, Tally
 
 
 class Recalled(Algorithm):

@@ -6,22 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.algorithms.declaration import (
-    FINAL,
-    ORDER,
-    SHIFT,
-    SIGNS,
-    ZERO_SUM,
-    AlgorithmDeclaration,
-    MakeContext,
-    Promises,
-)
-from headrace.config.algorithms import ALGORITHMS
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
+from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
 
 
 @ALGORITHMS.register
-class RewardAlgoConfig(AlgorithmDeclaration):
+class RewardAlgoConfig(AlgorithmConfig):
     """The reward itself."""
 
     CREDIT = "`r_i`: REINFORCE without a baseline"
@@ -33,7 +23,7 @@ class RewardAlgoConfig(AlgorithmDeclaration):
 
     def promises(self, algorithm: Algorithm) -> Promises:
         itself = "credit is the reward itself"
-        return Promises(frozenset({ORDER}), {SHIFT: itself, ZERO_SUM: itself, SIGNS: FINAL})
+        return Promises(frozenset({"order"}), {"shift": itself, "zero_sum": itself, "signs": FINAL})
 
 
 class Reward(Algorithm):

@@ -17,25 +17,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from pydantic import Field, field_validator
 
-from headrace.algorithms.base import Algorithm, RolloutView, Survivor
-from headrace.algorithms.declaration import SIGNS, MakeContext, Promises
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, Survivor, assign
 from headrace.algorithms.group_credit import CreditTermsConfig, GroupCredit
-from headrace.algorithms.hints import Hints
-from headrace.algorithms.scoring import Scorer, open_scorer
-from headrace.algorithms.siblings import Siblings, replies, response_text
+from headrace.algorithms.hints import Hints, draw_siblings, replies, response_text
+from headrace.algorithms.teacher import TaughtAlgorithm
 from headrace.algorithms.user_function import load_function
-from headrace.config.algorithms import ALGORITHMS, ImportConfig, check_template
+from headrace.config.algorithms import ALGORITHMS, ImportConfig, Promises, check_template
 from headrace.config.model_reference import ModelReference
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.contrast import contrast, fold, modulate, rollout_mean
-from headrace.rollout.hinted import hinted_length
 from headrace.rollout.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -86,10 +82,7 @@ class RlcsdConfig(CreditTermsConfig):
     """Requests to the teacher at once."""
 
     def make(self, context: MakeContext) -> Rlcsd:
-        own = ("correct_threshold", "min_contrast_gap", "num_negative_hints", "lam", "tau", "delta", "eta")
-        settings = {key: getattr(self, key) for key in (*own, "normalization", "template", "max_concurrent")}
-        teacher = context.reference(self.teacher)
-        return Rlcsd(teacher, credit=self.make_credit(context), hint_filter=self._load_filter(), **settings)
+        return Rlcsd(self, context.reference(self.teacher), self.make_credit(context), self._load_filter())
 
     def check_imports(self) -> None:
         super().check_imports()
@@ -97,8 +90,8 @@ class RlcsdConfig(CreditTermsConfig):
 
     def promises(self, algorithm: Algorithm) -> Promises:
         base = super().promises(algorithm)
-        reasons = {name: reason for name, reason in base.reasons.items() if name != SIGNS}
-        return msgspec.structs.replace(base, kept=base.kept | {SIGNS}, reasons=reasons)
+        reasons = {name: reason for name, reason in base.reasons.items() if name != "signs"}
+        return msgspec.structs.replace(base, kept=base.kept | {"signs"}, reasons=reasons)
 
     def _load_filter(self) -> Callable[..., Any] | None:
         own = self.hint_filter
@@ -110,46 +103,22 @@ class RlcsdConfig(CreditTermsConfig):
         return check_template(template, PLACEHOLDER)
 
 
-class Rlcsd(Algorithm):
-    model_role = "teacher"
-    modulates = (SIGNS,)
+class Rlcsd(TaughtAlgorithm):
+    modulates = ("signs",)
 
     def __init__(
         self,
+        config: RlcsdConfig | None = None,
         teacher: Reference | None = None,
-        *,
         credit: GroupCredit | None = None,
-        correct_threshold: float = 1.0,
-        min_contrast_gap: float = 0.0,
-        num_negative_hints: int = 4,
-        lam: float = 0.5,
-        tau: float = 0.02,
-        delta: float = 0.02,
-        eta: float = 1.0,
-        normalization: Literal["fold", "rollout_mean"] = "fold",
-        template: str | None = None,
         hint_filter: Callable[[Rollout], Any] | None = None,
-        max_concurrent: int = 32,
     ) -> None:
-        self._teacher = teacher
+        self._config = config = config or RlcsdConfig()
+        super().__init__(teacher, config.max_concurrent, config.UNSCORED)
         self._credit = credit or GroupCredit(normalize="std")
-        self._siblings = Siblings(correct_threshold, min_contrast_gap, num_negative_hints, hint_filter)
-        self._modulate = partial(modulate, lam=lam, tau=tau, delta=delta)
-        self._eta = eta
-        self._normalization = normalization
-        self._template = TEMPLATE if template is None else template
-        self._max_concurrent = max_concurrent
-        self._scorer: Scorer
+        self._hint_filter = hint_filter
         self._without_contrast = 0
         """Consecutive batches in which no group had a contrast."""
-
-    async def setup(self) -> None:
-        longest, cost = hinted_length(self.host.seq_len), "rollouts with longer ones keep their plain credit"
-        self._scorer = await open_scorer(self._teacher, self.host, self._max_concurrent, longest, cost)
-
-    async def close(self) -> None:
-        if self._teacher is not None:  # the host closes the policy
-            await self._teacher.close()
 
     async def score_rollout(self, rollout: RolloutView) -> None:
         """Refuse on arrival a rollout that could never be a hint."""
@@ -160,11 +129,10 @@ class Rlcsd(Algorithm):
             )
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        for rollout, advantage in zip(group, self._credit.of(group, self.tally), strict=True):
-            rollout.assign_advantages(float(advantage))
+        assign(group, self._credit.of(group, self.tally))
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        rollouts = [survivor.rollout for survivor in batch]
+        config, rollouts = self._config, [survivor.rollout for survivor in batch]
         evidence = await self._evidence(rollouts)
         tokens = sum(int(sample.mask.sum()) for rollout in rollouts for sample in rollout.samples)
         for rollout, e in zip(rollouts, evidence, strict=True):
@@ -172,19 +140,28 @@ class Rlcsd(Algorithm):
             advantages = _read_credit(rollout)
             modulated = np.zeros(len(advantages), np.bool_)
             if e is not None:
-                advantages, modulated = self._modulate(advantages, e)
-            if self._normalization == "fold":
-                advantages, multiplier = fold(advantages, modulated, self._eta)
+                advantages, modulated = modulate(advantages, e, config.lam, config.tau, config.delta)
+            if config.normalization == "fold":
+                advantages, multiplier = fold(advantages, modulated, config.eta)
             else:
-                advantages, multiplier = rollout_mean(advantages, modulated, self._eta, tokens, len(rollouts))
+                advantages, multiplier = rollout_mean(advantages, modulated, config.eta, tokens, len(rollouts))
             _write_credit(rollout, advantages)
             self.tally.mean("modulated_fraction", float(modulated.sum()), len(modulated))
             self.tally.largest("largest_multiplier", multiplier)
 
     async def _evidence(self, rollouts: Sequence[Rollout]) -> list[np.ndarray | None]:
         """Return `e` on the trainable tokens of each rollout; None without a contrast or where the teacher failed."""
-        hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
-        drawn = self._siblings.draw(rollouts, self.host.seed)
+        config = self._config
+        hints = Hints(self.host.renderer, TEMPLATE if config.template is None else config.template, PLACEHOLDER)
+        incorrect_below = config.correct_threshold - config.min_contrast_gap
+        drawn = draw_siblings(
+            rollouts,
+            config.correct_threshold,
+            incorrect_below,
+            config.num_negative_hints,
+            self.host.seed,
+            self._hint_filter,
+        )
         hint_tokens = [[await hints.of(response_text(sibling)) for sibling in siblings] for siblings in drawn]
         pairs = list(zip(rollouts, hint_tokens, strict=True))
         jobs = [(hint, sample) for rollout, chosen in pairs for hint in chosen for sample in rollout.samples]

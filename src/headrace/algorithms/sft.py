@@ -12,9 +12,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from headrace.algorithms.base import Algorithm
-from headrace.algorithms.declaration import MakeContext
-from headrace.algorithms.distillation import DistillationConfig
+from headrace.algorithms.base import Algorithm, MakeContext
+from headrace.algorithms.teacher import DistillationConfig
 from headrace.config.algorithms import ALGORITHMS, AlgoSamplingConfig
 from headrace.config.model_reference import ModelReference, describe_model
 from headrace.errors import InvalidValue

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from headrace.cli.arguments import add_format
 
 if TYPE_CHECKING:
-    from headrace.config.algorithms import AlgorithmConfig, LengthPenaltyConfig
+    from headrace.algorithms.length_penalty import LengthPenaltyConfig
+    from headrace.config.algorithms import AlgorithmConfig
     from headrace.tools.rescore.rescoring import Outcome, Progress
     from headrace.transport.rollout_files import RolloutFiles
 

@@ -1,14 +1,16 @@
-"""`[orchestrator.algo]`: the keys that every algorithm has. Each algorithm declares its own in `headrace.algorithms`.
+"""`[orchestrator.algo]`: what every algorithm declares: its keys, how it is made, and what `check-algorithm` tests.
 
-Defaults are the tested settings; there are no presets. `[orchestrator]` has the checks that need the renderer or
-`seq_len`.
+One file of `headrace.algorithms` per algorithm has a subclass of `AlgorithmConfig` with `@ALGORITHMS.register`. Run
+files, `--explain`, docs/reference, dry-run checks and `check-algorithm` are derived from it. Defaults are the tested
+settings; there are no presets.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
+import msgspec
 from pydantic import Field, model_validator
 
 from headrace.config.base import Config
@@ -18,7 +20,25 @@ from headrace.config.shorthand import renamed, spelled_out, united
 from headrace.errors import InvalidValue
 
 ALGORITHMS: Registry[AlgorithmConfig] = Registry("algorithm", default="grpo")
-LENGTH_PENALTIES: Registry[LengthPenaltyConfig] = Registry("length penalty")
+
+Invariant = Literal["shift", "zero_sum", "signs", "order"]
+INVARIANTS: tuple[Invariant, ...] = get_args(Invariant)
+FINAL = "credit is final once the group is scored"
+MAX_TEMPLATE_TOKENS = 256
+"""A generous bound on the template around a hint."""
+
+
+class Promises(msgspec.Struct, frozen=True):
+    """The invariants of an algorithm's credit."""
+
+    kept: frozenset[Invariant] = frozenset()
+    """Those that must hold."""
+    reasons: dict[Invariant, str] = msgspec.field(default_factory=dict)
+    """Why others cannot hold. What is in neither is tried and reported without being judged."""
+    length_weighted: bool = False
+    """Whether the baseline that credit sums to zero around is the mean over tokens."""
+    reward_alone: bool = True
+    """Whether members with equal rewards have equal credit."""
 
 
 class AlgoSamplingConfig(Config):
@@ -56,6 +76,8 @@ class AlgorithmConfig(Alternative):
     """Why it needs a renderer, as the end of a sentence that begins with its name; empty: it does not."""
     NEEDS_ROLES: ClassVar[bool] = False
     """Needs the role of each token, which the model's own chat template does not report."""
+    READS_TASKS: ClassVar[bool] = False
+    """Reads the tasks of the environment, whatever its keys are."""
     LOSS: ClassVar[str] = "rl"
     """The loss components that it trains with, for the table in docs/reference/algorithms.md."""
     CREDIT: ClassVar[str] = ""
@@ -91,7 +113,22 @@ class AlgorithmConfig(Alternative):
     @property
     def reads_tasks(self) -> bool:
         """Whether credit may depend on the tasks of the environment, and not on rollouts alone."""
-        return False
+        return self.READS_TASKS
+
+    def make(self, context: Any) -> Any:
+        """Construct the `Algorithm`, given a `MakeContext`; it still needs its `host` and `setup`."""
+        raise NotImplementedError
+
+    def check_imports(self) -> None:
+        """Raise `BadInput` if the user's code cannot be imported or does not take its kwargs; none of it is called."""
+
+    def promises(self, algorithm: Any) -> Promises:
+        """Return what `headrace check-algorithm` tests of the algorithm that `make` returned."""
+        return Promises()
+
+    def example_info(self) -> dict[str, str]:
+        """Return the keys of a task's `info` that the algorithm needs, with example values."""
+        return {}
 
     @model_validator(mode="after")
     def _samples_from_the_policy(self) -> Self:
@@ -106,21 +143,9 @@ class AlgorithmConfig(Alternative):
         return self
 
 
-class LengthPenaltyConfig(Alternative):
-    """A term of a group's credit that makes long rollouts worth less."""
-
-    REGISTRY = LENGTH_PENALTIES
-    OWN_BASELINE: ClassVar[bool] = False
-    """Is defined over the plain mean of the group, and cannot be combined with a length-weighted baseline."""
-    SHIFT_REASON: ClassVar[str] = ""
-    """Why credit changes when a constant is added to all rewards; empty: it does not."""
-
-    type: str
-
-    @property
-    def needs_seq_len(self) -> bool:
-        """Whether lengths are measured in units of `seq_len`."""
-        return False
+def hinted_length(seq_len: int) -> int:
+    """Return the tokens of a sample, of a hint of the same length and of the template around the hint."""
+    return 2 * seq_len + MAX_TEMPLATE_TOKENS
 
 
 def check_template(template: str | None, placeholder: str) -> str | None:

@@ -22,7 +22,6 @@ from typing import Any
 from jinja2 import TemplateError
 from renderers.base import Renderer
 
-from headrace.algorithms.declaration import declared
 from headrace.algorithms.user_function import load_function
 from headrace.config.orchestrator import EnvConfig
 from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
@@ -190,7 +189,7 @@ def check_own_code(subject: Subject) -> Iterator[BadInput]:
     for number, env in enumerate(config.train.env):
         own = f"orchestrator.train.env.{number}"
         algo_key = "orchestrator.algo" if env.algo is None else f"{own}.algo"
-        yield from _try(algo_key, declared(config.algo_of(env)).check_imports)
+        yield from _try(algo_key, config.algo_of(env).check_imports)
         curriculum = config.curriculum_of(env)
         for chosen in (curriculum.sampler, curriculum.gate):
             if chosen is not None:

@@ -11,8 +11,7 @@ import numpy as np
 from renderers.base import Renderer
 from renderers.default import DefaultRenderer
 
-from headrace.algorithms.base import Algorithm, Host
-from headrace.algorithms.declaration import make_algorithm
+from headrace.algorithms.base import Algorithm, Host, MakeContext
 from headrace.algorithms.user_function import name_of
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.model_reference import FrozenModelConfig
@@ -81,7 +80,7 @@ async def set_up_algorithms(
     algorithms = {}
     for env in config.train.env:
         algo = config.algo_of(env)
-        algorithm = make_algorithm(algo, seq_len=config.seq_len, connect=frozen_model)
+        algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
         check_algorithm(env.name, algo, algorithm, renderer)
         temperature = config.train_temperature(env)
         algorithm.host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature, notify)

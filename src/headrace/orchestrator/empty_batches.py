@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Set
 
-from headrace.algorithms.distillation import NO_REFERENCE
+from headrace.algorithms.teacher import NO_REFERENCE
 from headrace.orchestrator.gate import GATED
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.transport.journal import GROUP_FAILED

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from headrace.config.algorithms import hinted_length
 from headrace.config.annotations import sections_at
 from headrace.config.base import Config, Origins, Tree
 from headrace.config.inference import InferenceConfig
@@ -17,7 +18,6 @@ from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import InvalidValue, shown_value
-from headrace.rollout.hinted import hinted_length
 from headrace.runfile.hackable.names import ALTERNATIVES, BATCH_SIZES, OTHER_MODEL_NAMES
 from headrace.runfile.reading import value_at
 

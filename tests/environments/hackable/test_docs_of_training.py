@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.algorithms.declaration import declared
 from headrace.cli.main import main
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
@@ -45,7 +44,7 @@ def test_the_algorithm_is_found_by_a_run_file_and_holds_what_every_algorithm_mus
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
     (env,) = config.orchestrator.train.env
-    declared(config.orchestrator.algo_of(env)).check_imports()
+    config.orchestrator.algo_of(env).check_imports()
     assert main(["check-algorithm", "mine.py:BestOfGroup"]) == 0
     assert "mine:BestOfGroup" in capsys.readouterr().out
 

@@ -8,7 +8,7 @@ import pytest
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalties.linear import Linear
+from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
 from headrace.algorithms.max_rl import MaxRl
 from headrace.algorithms.opd import Opd
 from headrace.errors import BadInput
@@ -65,7 +65,7 @@ async def test_max_rl_divides_by_the_mean_what_grpo_left():
 
 
 async def test_a_linear_penalty_makes_of_the_worked_group_what_it_should():
-    penalized = Grpo(GroupCredit(penalty=Linear.by_seq_len(0.25, 1000)))
+    penalized = Grpo(GroupCredit(penalty=LinearPenaltyConfig(coef=0.25).make(1000)))
     found = await again(await saved([1, 1, 0, 0], [100, 200, 100, 200]), penalized)
     assert credit([entry.then for entry in found]) == [0.5, 0.5, -0.5, -0.5]
     assert credit([entry.now for entry in found]) == pytest.approx([0.50625, 0.49375, -0.49375, -0.50625])
@@ -75,7 +75,7 @@ async def test_a_solved_group_without_a_signal_has_one_under_a_penalty():
     # p = .25 * 1 * [100, 300] / 1000 = [.025, .075], whose mean is .05
     members = await saved([1, 1], [100, 300])
     assert not any(member.trained for member in members)
-    found = await again(members, Grpo(GroupCredit(penalty=Linear.by_seq_len(0.25, 1000))))
+    found = await again(members, Grpo(GroupCredit(penalty=LinearPenaltyConfig(coef=0.25).make(1000))))
     assert credit([entry.now for entry in found]) == pytest.approx([0.025, -0.025])
     assert all(entry.trains for entry in found)
 

@@ -7,21 +7,18 @@ The cost is counted in tokens or in turns. Correct are the rollouts with the gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
-import msgspec
 import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.length_penalty import LengthPenaltyDeclaration
-from headrace.algorithms.tally import Tally
-from headrace.config.algorithms import LENGTH_PENALTIES
+from headrace.algorithms.base import Tally
+from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
 from headrace.rollout.cohort import Cohort
 
 
 @LENGTH_PENALTIES.register
-class TokensPenaltyConfig(LengthPenaltyDeclaration):
+class TokensPenaltyConfig(LengthPenaltyConfig):
     """Correct rollouts cheaper than the average correct one earn up to twice their reward; cost in tokens."""
 
     OWN_BASELINE = True
@@ -33,12 +30,13 @@ class TokensPenaltyConfig(LengthPenaltyDeclaration):
     tool_response_weight: float = Field(1.0, ge=0)
     """The cost of a token of a tool's response."""
 
-    def make(self, seq_len: int) -> Efficiency:
-        return Efficiency.in_tokens(self.completion_weight, self.tool_response_weight)
+    def term(self, cohort: Cohort, tally: Tally, seq_len: int) -> np.ndarray:
+        cost = self.completion_weight * cohort.output_tokens + self.tool_response_weight * cohort.tool_tokens
+        return efficiency_bonus(cohort.rewards, cost)
 
 
 @LENGTH_PENALTIES.register
-class TurnsPenaltyConfig(LengthPenaltyDeclaration):
+class TurnsPenaltyConfig(LengthPenaltyConfig):
     """As `tokens`; cost in turns."""
 
     OWN_BASELINE = True
@@ -46,24 +44,8 @@ class TurnsPenaltyConfig(LengthPenaltyDeclaration):
 
     type: Literal["turns"] = "turns"
 
-    def make(self, seq_len: int) -> Efficiency:
-        return Efficiency.in_turns()
-
-
-class Efficiency(msgspec.Struct, frozen=True):
-    cost: Callable[[Cohort], np.ndarray]
-    plain_mean: bool = True
-
-    @classmethod
-    def in_tokens(cls, completion_weight: float = 1.0, tool_response_weight: float = 1.0) -> Efficiency:
-        return cls(lambda cohort: completion_weight * cohort.output_tokens + tool_response_weight * cohort.tool_tokens)
-
-    @classmethod
-    def in_turns(cls) -> Efficiency:
-        return cls(lambda cohort: cohort.turns)
-
-    def term(self, cohort: Cohort, tally: Tally) -> np.ndarray:
-        return efficiency_bonus(cohort.rewards, self.cost(cohort))
+    def term(self, cohort: Cohort, tally: Tally, seq_len: int) -> np.ndarray:
+        return efficiency_bonus(cohort.rewards, cohort.turns)
 
 
 def efficiency_bonus(rewards: np.ndarray, cost: np.ndarray) -> np.ndarray:

@@ -8,23 +8,19 @@ A group that mostly fails must not learn to be brief first, so the price is scal
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, Self
 
-import msgspec
 import numpy as np
 from pydantic import Field, model_serializer, model_validator
 
-from headrace.algorithms.length_penalty import LengthPenaltyDeclaration
-from headrace.algorithms.tally import Tally
-from headrace.config.algorithms import LENGTH_PENALTIES
+from headrace.algorithms.base import Tally
+from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
 from headrace.errors import InvalidValue
 from headrace.rollout.cohort import Cohort
 
 
 @LENGTH_PENALTIES.register
-class LinearPenaltyConfig(LengthPenaltyDeclaration):
+class LinearPenaltyConfig(LengthPenaltyConfig):
     """p = coef * pass_rate * tokens / seq_len; or with `normalize_by`, weights over the group's own largest."""
 
     SHIFT_REASON = "a linear penalty grows with the mean reward"
@@ -47,11 +43,19 @@ class LinearPenaltyConfig(LengthPenaltyDeclaration):
     def needs_seq_len(self) -> bool:
         return self.normalize_by == "seq_len"
 
-    def make(self, seq_len: int) -> Linear:
-        if self.normalize_by == "group_max":
-            weights = self.output_weight, self.input_weight, self.turns_weight
-            return Linear.by_group_max(*weights, gated=self.gate_by_correctness)
-        return Linear.by_seq_len(self.coef, seq_len, gated=self.gate_by_correctness)
+    def term(self, cohort: Cohort, tally: Tally, seq_len: int) -> np.ndarray:
+        if cohort.pass_rate < 0:
+            tally.count("negative_pass_rate")
+        if self.normalize_by == "seq_len":
+            price = self.coef * cohort.output_tokens / seq_len
+        else:
+            price = (
+                self.output_weight * _share_of_largest(cohort.output_tokens)
+                + self.input_weight * _share_of_largest(cohort.context_tokens)
+                + self.turns_weight * _share_of_largest(cohort.turns)
+            )
+        pays = cohort.rewards == 1 if self.gate_by_correctness else np.ones(len(price), np.bool_)
+        return np.where(pays, -max(cohort.pass_rate, 0.0) * price, 0.0)
 
     @property
     def _unused(self) -> set[str]:
@@ -76,49 +80,6 @@ class LinearPenaltyConfig(LengthPenaltyDeclaration):
         return {key: value for key, value in serialize(self).items() if key not in self._unused}
 
 
-class Linear(msgspec.Struct, frozen=True):
-    """A price for all rollouts, or for the correct ones, that grows with the group's pass rate."""
-
-    price: Callable[[Cohort], np.ndarray]
-    gated: bool = False
-    """Only rollouts with reward 1 pay."""
-    plain_mean: bool = False
-
-    @classmethod
-    def by_seq_len(cls, coef: float, seq_len: int, *, gated: bool = False) -> Linear:
-        return cls(partial(price_by_seq_len, coef=coef, seq_len=seq_len), gated)
-
-    @classmethod
-    def by_group_max(cls, output: float, input: float, turns: float, *, gated: bool = False) -> Linear:
-        price = partial(price_by_group_max, output_weight=output, input_weight=input, turns_weight=turns)
-        return cls(price, gated)
-
-    def term(self, cohort: Cohort, tally: Tally) -> np.ndarray:
-        if cohort.pass_rate < 0:
-            tally.count("negative_pass_rate")
-        return -linear(self.price(cohort), cohort.rewards, gated=self.gated)
-
-
-def price_by_seq_len(cohort: Cohort, coef: float, seq_len: int) -> np.ndarray:
-    """Return coef * tokens / seq_len."""
-    return np.asarray(coef * cohort.output_tokens / seq_len)
-
-
-def price_by_group_max(cohort: Cohort, output_weight: float, input_weight: float, turns_weight: float) -> np.ndarray:
-    """Return the weighted sum of output tokens, input tokens and turns, each divided by the largest of the group."""
-    return np.asarray(
-        output_weight * _share_of_largest(cohort.output_tokens)
-        + input_weight * _share_of_largest(cohort.context_tokens)
-        + turns_weight * _share_of_largest(cohort.turns)
-    )
-
-
 def _share_of_largest(values: np.ndarray) -> np.ndarray:
     largest = values.max()
     return np.asarray(values / largest) if largest > 0 else np.zeros_like(values)
-
-
-def linear(price: np.ndarray, rewards: np.ndarray, *, gated: bool) -> np.ndarray:
-    """Return pass_rate * price, a negative pass rate counted as 0; `gated`: 0 unless the reward is 1."""
-    penalty = max(float(rewards.mean()), 0.0) * price
-    return np.where(rewards == 1, penalty, 0.0) if gated else np.asarray(penalty)

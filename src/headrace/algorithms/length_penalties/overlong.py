@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-import msgspec
 import numpy as np
 from pydantic import Field, model_validator
 
-from headrace.algorithms.length_penalty import LengthPenaltyDeclaration
-from headrace.algorithms.tally import Tally
-from headrace.config.algorithms import LENGTH_PENALTIES
+from headrace.algorithms.base import Tally
+from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
 from headrace.errors import InvalidValue
 from headrace.rollout.cohort import Cohort
 
 
 @LENGTH_PENALTIES.register
-class OverlongPenaltyConfig(LengthPenaltyDeclaration):
+class OverlongPenaltyConfig(LengthPenaltyConfig):
     """p = 0 up to max_tokens - cache_tokens, then linearly to 1 at max_tokens."""
 
     type: Literal["overlong"] = "overlong"
@@ -25,8 +23,9 @@ class OverlongPenaltyConfig(LengthPenaltyDeclaration):
     cache_tokens: int = Field(ge=1)
     """The last part of `max_tokens`, over which the penalty grows from 0."""
 
-    def make(self, seq_len: int) -> Overlong:
-        return Overlong(self.max_tokens, self.cache_tokens)
+    def term(self, cohort: Cohort, tally: Tally, seq_len: int) -> np.ndarray:
+        free = self.max_tokens - self.cache_tokens
+        return -np.clip((cohort.output_tokens - free) / self.cache_tokens, 0.0, 1.0)
 
     @model_validator(mode="after")
     def _begins_at_a_length(self) -> Self:
@@ -39,17 +38,3 @@ class OverlongPenaltyConfig(LengthPenaltyDeclaration):
                 fix=f"Lower it to at most {self.max_tokens}.",
             )
         return self
-
-
-class Overlong(msgspec.Struct, frozen=True):
-    max_tokens: int
-    cache_tokens: int
-    plain_mean: bool = False
-
-    def term(self, cohort: Cohort, tally: Tally) -> np.ndarray:
-        return -overlong(cohort.output_tokens, self.max_tokens, self.cache_tokens)
-
-
-def overlong(tokens: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:
-    """Return a penalty of 0 to 1 per rollout."""
-    return np.clip((tokens - (max_tokens - cache_tokens)) / cache_tokens, 0.0, 1.0)

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import numpy as np
 
 from headrace.algorithms.base import Algorithm
-from headrace.algorithms.declaration import ORDER, SHIFT, SIGNS, ZERO_SUM
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.tools.check_algorithm.cases import HUGE, HUGE_REWARDS, TWINS, Case
 from headrace.tools.check_algorithm.fixtures import FailingModel, Fixtures, make_fixtures
@@ -112,7 +111,7 @@ async def order(runner: AlgorithmRunner) -> Verdict:
             expected = [runner.result_alone(case).streams[index] for index in permuted]
             if name := differing_stream(expected, result.streams):
                 problems.append(f"{case.name!r}: members in another order have other {name}")
-    return _promise_verdict(runner, ORDER, problems)
+    return _promise_verdict(runner, "order", problems)
 
 
 async def equal_rewards(runner: AlgorithmRunner) -> Verdict:
@@ -124,7 +123,7 @@ async def equal_rewards(runner: AlgorithmRunner) -> Verdict:
     for case in _equal_reward_cases(runner):
         sizes = np.abs(np.concatenate(credit(runner.result_alone(case))))
         # The twins are identical: if their credit sums to zero, each has zero.
-        must_be_zero = case.name == TWINS and ZERO_SUM in runner.promises.kept
+        must_be_zero = case.name == TWINS and "zero_sum" in runner.promises.kept
         noise = sizes[(sizes > 0) & (must_be_zero | (sizes < NOISE))]
         if len(noise):
             problems.append(f"{case.name!r} leave {noise.max():.1g}; headrace.rollout.credit.center leaves 0")
@@ -142,7 +141,7 @@ async def shift(runner: AlgorithmRunner) -> Verdict:
         return ""
 
     # Equal rewards may round at one size and not at another; a failure of a hook is reported by another check.
-    return await _check_promise(runner, SHIFT, changed, [] if runner.failures else _equal_reward_cases(runner))
+    return await _check_promise(runner, "shift", changed, [] if runner.failures else _equal_reward_cases(runner))
 
 
 async def zero_sum(runner: AlgorithmRunner) -> Verdict:
@@ -155,7 +154,7 @@ async def zero_sum(runner: AlgorithmRunner) -> Verdict:
             return ""
         return f"{case.name!r}: credit sums to {math.fsum(shares):.6g}{' over its tokens' if over_tokens else ''}"
 
-    return await _check_promise(runner, ZERO_SUM, remainder)
+    return await _check_promise(runner, "zero_sum", remainder)
 
 
 async def signs(runner: AlgorithmRunner) -> Verdict:
@@ -169,9 +168,9 @@ async def signs(runner: AlgorithmRunner) -> Verdict:
     changed = any(
         differing_stream(p.after_group, p.after_batch, exactly=True, only="advantages") for p in runner.results()
     )
-    if not changed and SIGNS not in runner.promises.kept and SIGNS not in runner.promises.reasons:
+    if not changed and "signs" not in runner.promises.kept and "signs" not in runner.promises.reasons:
         return Verdict("does not apply", "score_batch changes no credit")
-    return await _check_promise(runner, SIGNS, flipped)
+    return await _check_promise(runner, "signs", flipped)
 
 
 async def filters(runner: AlgorithmRunner) -> Verdict:

@@ -18,10 +18,9 @@ import numpy as np
 
 import headrace
 from headrace import imports
-from headrace.algorithms.base import Algorithm, Host, RolloutView, Survivor
+from headrace.algorithms.base import Algorithm, Host, MakeContext, RolloutView, Survivor
 from headrace.algorithms.custom import CustomAlgoConfig
-from headrace.algorithms.declaration import Promises, declared, make_algorithm
-from headrace.config.algorithms import AlgorithmConfig
+from headrace.config.algorithms import AlgorithmConfig, Promises
 from headrace.environments.fault import fault_of, user_code_location
 from headrace.errors import BadInput
 from headrace.inference.client.reference import Reference
@@ -217,9 +216,8 @@ class AlgorithmRunner:
         """Construct the algorithm and run all cases; raises `BadInput`, or `HookFailed` from the constructor."""
         factory = make_factory(config)
         algorithm = await construct(factory, FakeModel())
-        declaration = declared(config)
-        cases = make_cases(fixtures, declaration.example_info())
-        runner = cls(factory, type(algorithm), declaration.promises(algorithm), fixtures, cases)
+        cases = make_cases(fixtures, config.example_info())
+        runner = cls(factory, type(algorithm), config.promises(algorithm), fixtures, cases)
         model = FakeModel()
         for case in runner.cases:
             try:
@@ -279,7 +277,8 @@ class AlgorithmRunner:
 
 def make_factory(config: AlgorithmConfig) -> AlgorithmFactory:
     def make(model: Reference) -> Algorithm:
-        return make_algorithm(config, seq_len=SEQ_LEN, connect=lambda _: model)
+        algorithm: Algorithm = config.make(MakeContext(SEQ_LEN, lambda _: model))
+        return algorithm
 
     folders = []
     for import_path in dict.fromkeys(_import_paths(config.model_dump())):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig, LengthPenaltyConfig
+from headrace.algorithms.length_penalty import LengthPenaltyConfig
+from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config, ConfigError, Tree
 from headrace.config.model_reference import FrozenModelConfig
 from headrace.runfile.reading import put_algorithm_keys, validate

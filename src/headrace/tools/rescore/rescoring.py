@@ -21,12 +21,11 @@ import msgspec
 import numpy as np
 from renderers.base import Renderer
 
-from headrace.algorithms.base import Algorithm, Host
-from headrace.algorithms.declaration import make_algorithm
-from headrace.algorithms.length_penalty import make_penalty
+from headrace.algorithms.base import Algorithm, Host, MakeContext
+from headrace.algorithms.length_penalty import LengthPenaltyConfig
 from headrace.algorithms.penalized import Penalized
 from headrace.algorithms.recalled import Recalled
-from headrace.config.algorithms import AlgorithmConfig, LengthPenaltyConfig
+from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
@@ -177,7 +176,7 @@ async def _desk(
     """The algorithm, set up; closed with the stack."""
     assert config.seq_len is not None
     algo = config.algo_of(entry)
-    algorithm = make_algorithm(algo, seq_len=config.seq_len, connect=frozen_model)
+    algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
     algorithm.host = cast(Host, _Host(config, entry))
     await algorithm.setup()
     stack.push_async_callback(algorithm.close)
@@ -186,7 +185,7 @@ async def _desk(
         algorithm.tally.take()  # the replay is not to be counted
         algorithm = Recalled(algorithm, states)
     if penalty is not None:
-        algorithm = Penalized(algorithm, make_penalty(penalty, config.seq_len))
+        algorithm = Penalized(algorithm, penalty.make(config.seq_len))
     tasks = _tasks(entry, algo) if algo.reads_tasks else None
     return _Desk(entry.name, algorithm, tasks, algo.NEEDS_ROLES)
 

@@ -1,4 +1,4 @@
-"""Score many sequences with another model, a bounded number at a time.
+"""Algorithms with a teacher: a model that scores samples, a bounded number at a time, and distillation from it.
 
 Timeouts and retries of a request belong to the reference. Here a model that keeps failing is given up.
 """
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.algorithms.base import Host
+from headrace.algorithms.base import Algorithm, Survivor
+from headrace.config.algorithms import AlgorithmConfig, Promises, hinted_length
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.types import Sample
 
@@ -21,25 +22,57 @@ log = logging.getLogger(__name__)
 Job = tuple[list[int], Sample]
 """The tokens of a hint, possibly empty, and the sample that is scored after it."""
 
+NO_REFERENCE = "no_reference"
+"""The drop reason of a rollout that the teacher did not score completely."""
 MAX_FAILURES_IN_A_ROW = 3
 """Consecutive failures after which no further request is made, unless one that is in flight succeeds."""
 
 
-async def open_scorer(
-    teacher: Reference | None, host: Host, max_concurrent: int, longest: int = 0, cost: str = ""
-) -> Scorer:
-    """Return a scorer for the teacher, or for the policy; raise `BadInput` if the model cannot score samples.
+class TaughtAlgorithm(Algorithm):
+    """An algorithm whose samples are scored by a frozen teacher, or by the live policy if `teacher` is None.
 
-    `longest` is the length of a sample with a hint before it. A model that takes fewer tokens is only warned about,
-    since hints may be short; `cost` says what happens to rollouts that are too long.
+    `unscored` says what happens to rollouts that are too long to be scored with a hint before them; empty: no hints.
     """
-    reference = host.policy if teacher is None else teacher
-    capacity = await reference.check(host.tokenizer, host.seq_len, host.temperature)
-    if capacity is not None and capacity < longest:
-        words = "%s: %s takes at most %d tokens, and a hint with its sample may have %d: %s; serve it with "
-        words += "max_model_len = %d, unless hints are that much shorter"
-        log.warning(words, host.env, reference.name, capacity, longest, cost, longest)
-    return Scorer(reference, max_concurrent)
+
+    model_role = "teacher"
+
+    def __init__(self, teacher: Reference | None, max_concurrent: int = 32, unscored: str = "") -> None:
+        self._teacher = teacher
+        self._max_concurrent = max_concurrent
+        self._unscored = unscored
+        self._scorer: Scorer
+
+    async def setup(self) -> None:
+        """Raise `BadInput` if the model cannot score samples; warn if it may not take a hint and its sample."""
+        host = self.host
+        reference = host.policy if self._teacher is None else self._teacher
+        capacity = await reference.check(host.tokenizer, host.seq_len, host.temperature)
+        longest = hinted_length(host.seq_len) if self._unscored else 0
+        if capacity is not None and capacity < longest:
+            words = "%s: %s takes at most %d tokens, and a hint with its sample may have %d: rollouts with longer ones "
+            words += "are %s; serve it with max_model_len = %d, unless hints are that much shorter"
+            log.warning(words, host.env, reference.name, capacity, longest, self._unscored, longest)
+        self._scorer = Scorer(reference, self._max_concurrent)
+
+    async def close(self) -> None:
+        if self._teacher is not None:  # the host closes the policy
+            await self._teacher.close()
+
+    async def distil(self, batch: Sequence[Survivor], hints: Sequence[list[int]]) -> None:
+        """Set `ref_logprobs` on every sample, scored after its rollout's hint; a rollout that lacks any is dropped."""
+        jobs = [(hint, sample) for survivor, hint in zip(batch, hints, strict=True) for sample in survivor.samples]
+        outcomes = iter(await self._scorer.score(jobs))
+        failures = 0
+        for survivor in batch:
+            for sample in survivor.samples:
+                outcome = next(outcomes)
+                if isinstance(outcome, ReferenceFailed):
+                    failures += 1
+                    survivor.drop(NO_REFERENCE, str(outcome))
+                else:
+                    sample.set_stream("ref_logprobs", outcome)
+        self.tally.count("prefills", len(jobs) - failures)
+        self.tally.count("failures", failures)
 
 
 class Scorer:
@@ -85,3 +118,13 @@ class Scorer:
                 f"for {len(token_ids)} tokens"
             )
         return np.array(scores[len(hint) :], np.float64)
+
+
+class DistillationConfig(AlgorithmConfig):
+    """An algorithm that learns from a teacher and gives no advantages."""
+
+    HAS_ADVANTAGES = False
+
+    def promises(self, algorithm: Algorithm) -> Promises:
+        nothing = "it gives no credit"
+        return Promises(frozenset({"order"}), {"shift": nothing, "zero_sum": nothing, "signs": nothing})
