@@ -1,4 +1,4 @@
-"""Messages between a pool and its workers that cannot be decoded."""
+"""Messages between two processes that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import asyncio
 import socket
 from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.environments.channel import HEADER_BYTES, CancelChat, Channel, FromWorker, encode
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
+from headrace.environments.channel import HEADER_BYTES, Call, Channel, Failed, Result, encode
 
 
 class Ends:
-    """A channel, what it receives, and the socket at its other end."""
+    """A channel that serves calls by returning their arguments plus one, and the socket at its other end."""
 
     async def __aenter__(self) -> Ends:
-        self.got: list[Any] = []
         self.lost = asyncio.Event()
         near, self.socket = socket.socketpair()
-        self.channel = Channel(FromWorker, self.got.append, self.lost.set)
+        self.socket.setblocking(False)
+        self.channel = Channel(self.lost.set, self.serve)
         await self.channel.open(near)
         return self
 
@@ -31,25 +27,40 @@ class Ends:
         self.channel.abort()
         self.socket.close()
 
+    async def serve(self, call: Call) -> int:
+        [number] = msgspec.msgpack.decode(call.arguments, type=tuple[int])
+        return number + 1
+
     def send(self, *messages: Any) -> None:
         for body in map(encode, messages):
             self.socket.sendall(len(body).to_bytes(HEADER_BYTES, "big") + body)
 
+    async def received(self, kind: type) -> Any:
+        header = await asyncio.get_running_loop().sock_recv(self.socket, HEADER_BYTES)
+        body = await asyncio.get_running_loop().sock_recv(self.socket, int.from_bytes(header, "big"))
+        return msgspec.msgpack.decode(body, type=kind)
 
-async def test_a_message_that_cannot_be_read_costs_the_job_it_is_about():
+
+async def test_arguments_that_cannot_be_decoded_cost_their_call():
     async with Ends() as ends:
-        ends.send(["Failed", 7, 404, "not found"], ["CancelChat", 8, 1])
-        await until(lambda: len(ends.got) == 2)
-    failed, next_one = ends.got
-    assert (failed.job, failed.reason) == (7, "worker")
-    assert "ValidationError: Expected `str`, got `int`" in failed.text
-    assert next_one == CancelChat(8, 1)
+        ends.send(["Call", 7, "add", ["text"]], ["Call", 8, "add", [1]])
+        failed = await ends.received(Failed)
+        result = await ends.received(Result)
+    assert (failed.number, failed.reason, failed.fault.kind) == (7, None, "ValidationError")
+    assert (result.number, bytes(result.value)) == (8, encode(2))
 
 
-@pytest.mark.parametrize("frame", [["Nonsense", 7], {"job": 7}, ["Failed", "seven"]])
-async def test_a_message_without_a_job_that_cannot_be_decoded_closes_the_channel_with_the_cause(frame: Any):
+async def test_a_call_that_is_cancelled_still_ends_with_a_message():
     async with Ends() as ends:
-        ends.send(frame, ["CancelChat", 8, 1])
+        ends.send(["Call", 7, "add", [1]], ["Cancel", 7])
+        failed = await ends.received(Failed)
+    assert (failed.number, failed.fault.kind) == (7, "CancelledError")
+
+
+@pytest.mark.parametrize("frame", [["Nonsense", 7], {"number": 7}, ["Failed", "seven"], ["Call", 7, 404, []]])
+async def test_a_message_that_cannot_be_decoded_closes_the_channel_with_the_cause(frame: Any):
+    async with Ends() as ends:
+        ends.send(frame, ["Call", 8, "add", [1]])
         await ends.lost.wait()
-    assert ends.got == []
+        assert ends.channel.served == {}
     assert "ValidationError" in ends.channel.cause

@@ -319,9 +319,10 @@ async def test_a_killed_process_leaves_no_descriptor_open(sandbox: Sandbox):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_sandbox_needs_a_process():
-    with pytest.raises(ValueError, match="0"):
-        Sandbox(0)
+@pytest.mark.parametrize("processes", [0, -3])
+async def test_a_sandbox_without_processes_is_refused_with_their_number(processes: int):
+    with pytest.raises(ValueError, match=rf"at least one process, not {processes}$"):
+        Sandbox(processes)
 
 
 PARENT = """

@@ -1,138 +1,66 @@
-"""Messages between a worker pool and its workers, and their transport: length-prefixed msgpack over a socket.
+"""Calls between two processes: length-prefixed msgpack over a socket, in either direction.
 
-Both ends run the same code, since one starts the other; `Load` carries the schema in case the code was changed under a
-running pool. There is no backpressure: the number of episodes in flight bounds what is written.
+Both ends run the same code, since one starts the other; the first call carries the schema in case the code was changed
+meanwhile. There is no backpressure: the number of calls in flight bounds what is written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headrace.environments.base import Reply
-from headrace.rollout.types import Rollout, RolloutError, Task, printable
+from headrace.environments.base import ChatFailed, EpisodeError
+from headrace.environments.fault import Fault, fault_of
+from headrace.rollout.types import printable
 
-SCHEMA = 2
 ARRAY = 1
 """The code of a numpy array among msgpack's extension types."""
 HEADER_BYTES = 4
 """The length of a frame's length prefix."""
+CANCELLED = Fault("CancelledError", "the call was cancelled", "", "")
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
-    """Base of all messages."""
+    """Base of all messages. Calls are numbered by their caller."""
+
+    number: int
 
 
-class Load(Message):
-    """The first message: load an environment, with the parent's `sys.path`."""
+class Call(Message):
+    """Call a method. Every call ends with a `Result` or a `Failed`.
 
-    schema: int
-    identifier: str
-    args: dict[str, Any]
-    module_path: list[str]
+    Arguments, and results, are decoded separately, so that a malformed value fails its call and not the channel.
+    """
 
-
-class Run(Message):
-    """Run one episode. `job` identifies a request; every job ends with a `Result` or a `Failed`."""
-
-    job: int
-    task: Task
-
-
-class Score(Message):
-    """Score one group."""
-
-    job: int
-    rollouts: list[Rollout]
+    method: str
+    arguments: msgspec.Raw
 
 
 class Cancel(Message):
-    """Cancel a job; it still ends with a message."""
-
-    job: int
-
-
-class ChatReply(Message):
-    """The model's reply to a `ChatCall`."""
-
-    call: int
-    reply: Reply
-
-
-class ChatError(Message):
-    """Why a `ChatCall` has no reply; the exception itself stays with the parent. `reason` is an EpisodeError's."""
-
-    call: int
-    kind: str
-    text: str
-    reason: str | None = None
-
-
-class Ready(Message):
-    """The environment is loaded."""
-
-
-class LoadFailed(Message):
-    """The environment cannot be loaded; the worker ends."""
-
-    text: str
-    traceback: str
-
-
-class ChatCall(Message):
-    """A call to the model. Its arguments are not validated here: the parent's context does that."""
-
-    job: int
-    call: int
-    messages: Any
-    tools: Any
-    max_tokens: Any
-
-
-class CancelChat(Message):
-    """The environment no longer waits for the reply to a `ChatCall`."""
-
-    job: int
-    call: int
+    """Cancel a call; it still ends with a message."""
 
 
 class Result(Message):
-    """The result of a job. Decoded separately, so that a malformed one fails its job and not the channel."""
-
-    job: int
     value: msgspec.Raw
 
 
 class Failed(Message):
-    """The exception of a job, and where it was raised. `call` is set if it is the error of that chat, re-raised."""
+    """The exception of a call. `reason` is that of an `EpisodeError`; `call` is set if it is the error of that call in
+    the other direction, re-raised."""
 
-    job: int
-    reason: str
-    text: str
-    place: str = ""
-    traceback: str = ""
+    fault: Fault
+    reason: str | None = None
     call: int | None = None
 
 
-class Scores(msgspec.Struct, array_like=True):
-    """The fields of one rollout that scoring a group changes."""
-
-    rewards: dict[str, float]
-    metrics: dict[str, float]
-    error: RolloutError | None
-
-
-ToWorker = Load | Run | Score | Cancel | ChatReply | ChatError | Failed
-"""`Failed` replaces a request that could not be decoded; the worker sends it back."""
-FromWorker = Ready | LoadFailed | ChatCall | CancelChat | Result | Failed
-
-_JOB_MESSAGES = {kind.__name__ for kind in (Run, Score, Cancel, ChatCall, CancelChat, Result, Failed)}
-"""The messages whose first field is the number of a job."""
+Outcome = Result | Failed
 
 
 def _encode_other(value: Any) -> Any:
@@ -164,37 +92,55 @@ def _decode_other(kind: type, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
-_any = msgspec.msgpack.Decoder(list[Any])
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_other, ext_hook=_decode_extension)
 
 
-class Channel(asyncio.Protocol):
-    """One end of a connection. `receive` gets every message in order; `lost` is called once, when either end closes.
+_messages = decoder(Call | Cancel | Result | Failed)
 
-    A message that cannot be decoded is received as the failure of its job. If it has none, the channel is closed and
-    `cause` is set.
+
+def framed(message: Message) -> bytes:
+    """Return a message with its length prefix."""
+    body = encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+class Channel(asyncio.Protocol):
+    """One end of a connection. `serve` executes the other end's calls, concurrently, and returns their results.
+
+    `lost` is called once, when either end closes. A message that cannot be decoded closes the channel and sets `cause`.
     """
 
-    def __init__(self, kind: Any, receive: Callable[[Any], None], lost: Callable[[], None]) -> None:
-        self._decoder = decoder(kind)
-        self._receive = receive
+    def __init__(self, lost: Callable[[], None], serve: Callable[[Call], Awaitable[Any]] | None = None) -> None:
+        self.cause = ""
+        self.pending: dict[int, asyncio.Future[Outcome]] = {}
+        """Own calls without an outcome yet, cancelled ones included."""
+        self.served: dict[int, asyncio.Task[None]] = {}
+        """Calls of the other end that are being executed."""
         self._lost = lost
+        self._serve = serve
+        self._numbers = itertools.count()
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
-        self.cause = ""
 
     async def open(self, end: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
-    def send(self, message: Any) -> None:
+    def call(self, method: str, arguments: bytes) -> tuple[int, asyncio.Future[Outcome]]:
+        """Send a call with encoded arguments; return its number and its outcome to be."""
+        number = next(self._numbers)
+        self.send(Call(number, method, msgspec.Raw(arguments)))
+        outcome = self.pending[number] = asyncio.get_running_loop().create_future()
+        return number, outcome
+
+    def send(self, message: Message) -> None:
         """Send a message; ignored once the other end has closed, which `lost` reports."""
         assert self._transport is not None, "call open() first"
-        body = encode(message)
+        frame = framed(message)
         if not self._transport.is_closing():
-            self._transport.write(len(body).to_bytes(HEADER_BYTES, "big") + body)
+            self._transport.write(frame)
 
     def close(self) -> None:
         """Send what has been written, then close."""
@@ -209,41 +155,57 @@ class Channel(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()
+
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         start = 0
-        while len(self._buffer) >= start + HEADER_BYTES:
+        while len(self._buffer) >= start + HEADER_BYTES and not self.cause:
             body = start + HEADER_BYTES
             end = body + int.from_bytes(self._buffer[start:body], "big")
             if len(self._buffer) < end:
                 break
-            self._read(bytes(self._buffer[body:end]))
+            try:
+                message = _messages.decode(bytes(self._buffer[body:end]))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                self.cause = f"sent a message that cannot be decoded: {type(error).__name__}: {printable(str(error))}"
+                self.abort()
+                return
+            self._receive(message)
             start = end
         del self._buffer[:start]
 
-    def _read(self, frame: bytes) -> None:
-        if self.cause:  # closed because of an earlier message
-            return
+    def _receive(self, message: Call | Cancel | Outcome) -> None:
+        number = message.number
+        match message:
+            case Call():
+                task = self.served[number] = asyncio.create_task(self._execute(message))
+                task.add_done_callback(partial(self._executed, number))
+            case Cancel():
+                if number in self.served:  # else its outcome is on the way
+                    self.served[number].cancel()
+            case _:
+                outcome = self.pending.pop(number, None)
+                if outcome is not None and not outcome.done():
+                    outcome.set_result(message)
+
+    async def _execute(self, call: Call) -> None:
+        assert self._serve is not None, "this end serves no calls"
+        outcome: Outcome
         try:
-            message = self._decoder.decode(frame)
-        except Exception as error:  # the hooks for arrays and structs raise any type
-            text = f"sent a message that cannot be decoded: {type(error).__name__}: {printable(str(error))}"
-            job = _decode_job(frame)
-            if job is None:
-                self.cause = text
-                self.abort()
-                return
-            message = Failed(job, "worker", f"the other process {text}")
-        self._receive(message)
+            outcome = Result(call.number, msgspec.Raw(encode(await self._serve(call))))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # sys.exit() in a checker fails its call, not the process
+            reason = printable(str(error.reason)) if isinstance(error, EpisodeError) else None
+            cause = error.call if isinstance(error, EpisodeError | ChatFailed) else None
+            outcome = Failed(call.number, fault_of(error), reason, cause)
+        self.send(outcome)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._lost()
-
-
-def _decode_job(frame: bytes) -> int | None:
-    """Return the job of a message whose other fields cannot be decoded, if it has one."""
-    try:
-        tag, job = _any.decode(frame)[:2]
-    except Exception:
-        return None
-    return job if tag in _JOB_MESSAGES and isinstance(job, int) else None
+    def _executed(self, number: int, task: asyncio.Task[None]) -> None:
+        del self.served[number]
+        if task.cancelled():  # perhaps before its first step
+            self.send(Failed(number, CANCELLED))
+        elif (error := task.exception()) is not None:  # the failure could not be encoded in full
+            self.send(Failed(number, fault_of(error)))

@@ -16,21 +16,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
-from headrace.environments.channel import Channel
+from headrace.environments.channel import Channel, Failed, Outcome
 from headrace.environments.child_process import describe_exit, kill_descendants, kill_group, parent_ends, resident_mb
-from headrace.environments.sandbox_process import (
-    SCHEMA,
-    Begin,
-    Call,
-    Import,
-    Outcome,
-    Raised,
-    Request,
-    pack,
-    unpack,
-)
+from headrace.environments.sandbox_process import SCHEMA, pack, unpack
 
 START_TIMEOUT_S = 120.0
 """For starting a process, and for importing a function in it."""
@@ -42,7 +30,8 @@ CPU_BOUND_PATIENCE = 10.0
 """`patience` for a checker that computes, while other processes use the CPU."""
 MIN_CPU_POLL_S = 0.05
 """The shortest interval between two readings of a call's CPU time."""
-PROGRAM = "from headrace.environments.sandbox_process import main; main()"
+CHILD = "headrace.environments.sandbox_process"
+PROGRAM = f"from {CHILD} import main; main()"
 
 
 class CallTimeout(Exception):
@@ -135,7 +124,7 @@ class Sandbox:
 
 
 class _Process:
-    """One process, from its start to its end. It executes one request at a time; an interrupted request kills it."""
+    """One process, from its start to its end. It executes one call at a time; an interrupted call kills it."""
 
     def __init__(self, memory_mb: int | None) -> None:
         self._memory_mb = memory_mb
@@ -144,9 +133,8 @@ class _Process:
         self._lost = False
         self._cause = ""
         self._kind = "process"
-        self._outcome: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
-        """Of the last request; None if the connection was lost instead."""
-        self._channel = Channel(Outcome, self._settle, self._connection_lost)
+        self._loop = asyncio.get_running_loop()
+        self._channel = Channel(self._connection_lost)
         try:
             with parent_ends() as (self._socket, self._lifeline, descriptors):
                 self._process = subprocess.Popen(
@@ -165,13 +153,13 @@ class _Process:
         except BaseException:
             self.kill("could not be connected to")
             raise
-        await self._prepare(Begin(SCHEMA, sys.path, self._memory_mb))
+        await self._prepare("start", f"{CHILD}:begin", (SCHEMA, sys.path, self._memory_mb))
 
     async def call(self, function: str, arguments: bytes, timeout: float, patience: float) -> Any:
         if function not in self._functions:
-            await self._prepare(Import(function))
+            await self._prepare(f"import {function}", f"{CHILD}:prepare", (function,))
             self._functions.add(function)
-        outcome = await self._request(Call(function, msgspec.Raw(arguments)), timeout, patience)
+        outcome = await self._request(function, arguments, timeout, patience)
         if outcome is None:
             raise CallTimeout(f"{function} took longer than {timeout:g} s")
         return self._result(outcome)
@@ -192,49 +180,47 @@ class _Process:
         kill_descendants(self._process.pid)  # those that have left its group
         kill_group(self._process.pid)
         os.close(self._lifeline)
-        if not self._outcome.get_loop().is_closed():
+        if not self._loop.is_closed():
             self._channel.abort()
 
     async def ended(self) -> None:
         await asyncio.to_thread(self._process.wait)
 
-    async def _prepare(self, request: Begin | Import) -> None:
-        outcome = await self._request(request, START_TIMEOUT_S)
+    async def _prepare(self, what: str, function: str, arguments: tuple[Any, ...]) -> None:
+        outcome = await self._request(function, pack(arguments), START_TIMEOUT_S, failure_kind="start")
         if outcome is None:
-            what = "start" if isinstance(request, Begin) else f"import {request.function}"
             raise CallFailed("start", f"the process did not {what} within {START_TIMEOUT_S:g} s")
         self._result(outcome)
 
-    async def _request(self, request: Request, timeout: float, patience: float = 1.0) -> Outcome | None:
-        """Return the response; None after a timeout."""
-        self._outcome = asyncio.get_running_loop().create_future()
+    async def _request(
+        self, function: str, arguments: bytes, timeout: float, patience: float = 1.0, failure_kind: str = "process"
+    ) -> Outcome | None:
+        """Return the outcome; None after a timeout. A process that ends raises `CallFailed` with `failure_kind`."""
         try:
             if not self._lost:
-                self._channel.send(request)
-                if not await self._in_time(timeout, patience):
+                _, outcome = self._channel.call(function, arguments)
+                if not await self._in_time(outcome, timeout, patience):
                     self.kill("was killed: it took too long")
                     return None
-            outcome = None if self._lost else self._outcome.result()
-            if outcome is None:
-                cause = await self._wait_for_exit()
-                ready = self._kind != "process" or isinstance(request, Call)
-                raise CallFailed(self._kind if ready else "start", f"the process {cause}")
+                if not outcome.cancelled():
+                    return outcome.result()
+            cause = await self._wait_for_exit()
+            raise CallFailed(failure_kind if self._kind == "process" else self._kind, f"the process {cause}")
         except BaseException:
             self.kill("was killed: its call was cancelled")
             raise
-        return outcome
 
-    async def _in_time(self, timeout: float, patience: float) -> bool:
-        """Return whether the response arrives before the call has used `timeout` seconds of CPU time."""
-        clock = asyncio.get_running_loop().time
-        start, cpu_start = clock(), self._cpu_seconds()
+    async def _in_time(self, outcome: asyncio.Future[Outcome], timeout: float, patience: float) -> bool:
+        """Return whether the outcome arrives before the call has used `timeout` seconds of CPU time."""
+        start, cpu_start = self._loop.time(), self._cpu_seconds()
         left = timeout
         while left > 0:
-            # unlike asyncio.timeout, this accepts a response that arrived while the event loop was busy
-            if (await asyncio.wait({self._outcome}, timeout=left))[0]:
+            # unlike asyncio.timeout, this accepts an outcome that arrived while the event loop was busy
+            if (await asyncio.wait({outcome}, timeout=left))[0]:
                 return True
             unused = timeout - (self._cpu_seconds() - cpu_start)
-            left = min(start + patience * timeout - clock(), max(unused, MIN_CPU_POLL_S) if unused > 0 else 0.0)
+            remaining = start + patience * timeout - self._loop.time()
+            left = min(remaining, max(unused, MIN_CPU_POLL_S) if unused > 0 else 0.0)
         return False
 
     def _cpu_seconds(self) -> float:
@@ -245,22 +231,20 @@ class _Process:
         return time.monotonic()
 
     def _result(self, outcome: Outcome) -> Any:
-        if isinstance(outcome, Raised):
-            if outcome.kind == "MemoryError" and resident_mb(self._process.pid) > (self._memory_mb or 0) / 2:
+        if isinstance(outcome, Failed):
+            fault = outcome.fault
+            if fault.kind == "MemoryError" and resident_mb(self._process.pid) > (self._memory_mb or 0) / 2:
                 self.kill("was killed: it has no memory left")  # else the next call lacks memory
-            raise CallFailed(outcome.kind, outcome.text, outcome.traceback)
+            raise CallFailed(fault.kind, fault.message, fault.traceback)
         try:
             return unpack(outcome.value)
         except ValueError as error:
             raise CallFailed(type(error).__name__, str(error)) from error
 
-    def _settle(self, outcome: Outcome | None) -> None:
-        if not self._outcome.done():
-            self._outcome.set_result(outcome)
-
     def _connection_lost(self) -> None:
         self._lost = True
-        self._settle(None)
+        for outcome in self._channel.pending.values():
+            outcome.cancel()
 
     async def _wait_for_exit(self) -> str:
         """Return how it ended or was killed."""

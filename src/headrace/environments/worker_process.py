@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import msgspec
 
-from headrace.environments.base import Context, EpisodeError
-from headrace.environments.channel import (
-    SCHEMA,
-    Cancel,
-    CancelChat,
-    Channel,
-    ChatCall,
-    ChatError,
-    ChatReply,
-    Failed,
-    FromWorker,
-    Load,
-    LoadFailed,
-    Ready,
-    Result,
-    Run,
-    Score,
-)
+from headrace.environments.base import Context, EpisodeError, Reply
+from headrace.environments.channel import CANCELLED, Call, Cancel, Channel, Failed, Outcome, decoder, encode
 from headrace.environments.child_process import describe_exit, kill_group, parent_ends, resident_mb
-from headrace.environments.fault import fault_of
-from headrace.rollout.types import printable
+from headrace.environments.fault import CANCELLED_ITSELF, Fault
+from headrace.environments.worker import SCHEMA
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_chat_arguments = decoder(tuple[int, Any, Any, Any])
 
 
 class WorkerLimits(msgspec.Struct, frozen=True):
@@ -53,17 +36,17 @@ class WorkerLimits(msgspec.Struct, frozen=True):
 
 
 class Job:
-    """A request to a worker: the episode's context, and the outcome."""
+    """An episode or a group to score: its context, and its calls to the model."""
 
     def __init__(self, context: Context | None) -> None:
         self.context = context
-        self.outcome: asyncio.Future[Result | Failed] = asyncio.get_running_loop().create_future()
-        self.chats: dict[int, asyncio.Task[None]] = {}
-        self.chat_errors: dict[int, BaseException] = {}
+        self.chats: set[asyncio.Task[Any]] = set()
+        self.chat_errors: dict[int | None, BaseException] = {}
 
-    def end(self, outcome: Result | Failed) -> None:
-        if not self.outcome.done():  # else it was cancelled
-            self.outcome.set_result(outcome)
+    def end(self) -> None:
+        self.context = None
+        for chat in self.chats:
+            chat.cancel()
 
 
 class WorkerProcess:
@@ -84,12 +67,10 @@ class WorkerProcess:
         self._identifier = identifier
         self._args = args
         self._limits = limits
-        self._numbers = itertools.count()
         self._taken = 0
-        self._loaded = asyncio.Event()
         self._lost = asyncio.Event()
         self._closing = False
-        self._channel = Channel(FromWorker, self._receive, self._connection_lost)
+        self._channel = Channel(self._connection_lost, self._chat)
         self._following: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process
         self._lifeline: int
@@ -104,47 +85,45 @@ class WorkerProcess:
             self.left.set()
             return
         self._following = asyncio.create_task(self._follow())
-        self._channel.send(Load(SCHEMA, self._identifier, self._args, sys.path))
-        try:
-            async with asyncio.timeout(self._limits.start_timeout):
-                await self._loaded.wait()
-        except TimeoutError:
+        _, loading = self._channel.call("load", encode((SCHEMA, self._identifier, self._args, sys.path)))
+        await asyncio.wait({loading}, timeout=self._limits.start_timeout)
+        if not loading.done():
             self._kill(f"did not load the environment within {self._limits.start_timeout:g} s")
+        elif isinstance(failed := loading.result(), Failed):
+            self.cause = self.cause or f"cannot load the environment: {failed.fault.text}"
+            self.refusal = failed.fault.traceback
+            self._channel.close()  # it has `grace` seconds to close what it had opened
+        else:
+            self.ready = not self.cause
         if not self.ready:
             await asyncio.shield(self._following)
 
     async def ask(
-        self,
-        request: Callable[[int], Run | Score],
-        result: msgspec.msgpack.Decoder[T],
-        context: Context | None = None,
-    ) -> T:
+        self, method: str, argument: Any, result: msgspec.msgpack.Decoder[Any], context: Context | None = None
+    ) -> Any:
         """Run one job and return its decoded result. Cancelling this cancels the job."""
-        number, job = next(self._numbers), Job(context)
-        self._channel.send(request(number))
-        self.jobs[number] = job
+        number, pending = self._channel.call(method, encode((argument,)))
+        job = self.jobs[number] = Job(context)
+        pending.add_done_callback(partial(self._finish, number))
         self._taken += 1
         if self._taken >= self._limits.recycle_after:
             self.retire()
         try:
-            outcome = await job.outcome
+            outcome = await asyncio.shield(pending)
         except asyncio.CancelledError:
             if number in self.jobs:
                 self._channel.send(Cancel(number))
                 asyncio.get_running_loop().call_later(self._limits.grace, self._kill_if_running, number)
             raise
         finally:
-            for chat in job.chats.values():
-                chat.cancel()
-        if isinstance(outcome, Result):
-            try:
-                return result.decode(outcome.value)
-            except msgspec.DecodeError as error:  # such as a text in place of a number
-                text = f"the environment's result is malformed: {error}"
-                raise EpisodeError("environment", text, place=text) from error
-        if outcome.call in job.chat_errors:
-            raise job.chat_errors[outcome.call]
-        raise EpisodeError(outcome.reason, outcome.text, place=outcome.place, remote_traceback=outcome.traceback)
+            job.end()
+        if isinstance(outcome, Failed):
+            raise job.chat_errors.get(outcome.call) or _episode_error(outcome)
+        try:
+            return result.decode(outcome.value)
+        except msgspec.DecodeError as error:  # such as a text in place of a number
+            text = f"the environment's result is malformed: {error}"
+            raise EpisodeError("environment", text, place=text) from error
 
     def retire(self) -> None:
         """Take no more jobs, finish the current ones, and end."""
@@ -192,58 +171,38 @@ class WorkerProcess:
         if not self._closing or status != 0:
             self.cause = self.cause or describe_exit(status)
             log.warning("a worker of %s %s; %d episodes failed with it", self._identifier, self.cause, len(self.jobs))
-        for number, job in self.jobs.items():
-            job.end(Failed(number, "worker", f"the worker process {self.cause or 'was closed'}"))
+        fault = Fault("", f"the worker process {self.cause or 'was closed'}", "", "")
         self.jobs.clear()
+        for number, pending in self._channel.pending.items():
+            if not pending.done():
+                pending.set_result(Failed(number, fault, "worker"))
         self.ended = True
         self.left.set()
-        self._loaded.set()
 
-    def _receive(self, message: FromWorker) -> None:
-        match message:
-            case Ready():
-                self.ready = not self.cause
-                self._loaded.set()
-            case LoadFailed():
-                self.cause, self.refusal = f"cannot load the environment: {message.text}", message.traceback
-                self._channel.close()  # it has `grace` seconds to close what it had opened
-            case ChatCall():
-                self._start_chat(message)
-            case CancelChat(job, call):
-                if job in self.jobs and call in self.jobs[job].chats:
-                    self.jobs[job].chats[call].cancel()
-            case Result(job) | Failed(job):
-                self._finish(job, message)
-
-    def _finish(self, number: int, outcome: Result | Failed) -> None:
-        job = self.jobs.pop(number, None)
-        if job is not None:  # else it has already failed because of a message that could not be decoded
-            job.end(outcome)
-            self.finished += 1
-            limit = self._limits.max_memory_mb
-            if limit is not None and not self.retired and resident_mb(self._process.pid) > limit:
-                log.info("a worker of %s has grown beyond %g MB and is replaced", self._identifier, limit)
-                self.retire()
-            self._close_if_drained()
-
-    def _start_chat(self, message: ChatCall) -> None:
-        job = self.jobs.get(message.job)
-        if job is None or job.context is None or job.outcome.done():
-            self._channel.send(ChatError(message.call, "CancelledError", "the episode has ended"))
+    def _finish(self, number: int, pending: asyncio.Future[Outcome]) -> None:
+        if self.jobs.pop(number, None) is None:  # the process has ended
             return
-        chat = job.chats[message.call] = asyncio.create_task(self._chat(job, job.context, message))
-        chat.add_done_callback(lambda _: job.chats.pop(message.call))
+        self.finished += 1
+        limit = self._limits.max_memory_mb
+        if limit is not None and not self.retired and resident_mb(self._process.pid) > limit:
+            log.info("a worker of %s has grown beyond %g MB and is replaced", self._identifier, limit)
+            self.retire()
+        self._close_if_drained()
 
-    async def _chat(self, job: Job, context: Context, message: ChatCall) -> None:
-        """Call the model; keep the original exception in case the environment re-raises it."""
+    async def _chat(self, call: Call) -> Reply:
+        """Call the model for an episode; keep the original exception in case the environment re-raises it."""
+        number, messages, tools, max_tokens = _chat_arguments.decode(call.arguments)
+        job, chat = self.jobs.get(number), asyncio.current_task()
+        if job is None or job.context is None or chat is None:
+            raise RuntimeError("the episode has ended")
+        job.chats.add(chat)
         try:
-            reply = await context.chat(message.messages, message.tools, message.max_tokens)
-            self._channel.send(ChatReply(message.call, reply))
+            return await job.context.chat(messages, tools, max_tokens)
         except (Exception, asyncio.CancelledError) as error:
-            job.chat_errors[message.call] = error
-            fault = fault_of(error)
-            reason = printable(str(error.reason)) if isinstance(error, EpisodeError) else None
-            self._channel.send(ChatError(message.call, fault.kind, fault.message, reason))
+            job.chat_errors[call.number] = error
+            raise
+        finally:
+            job.chats.discard(chat)
 
     def _kill_if_running(self, number: int) -> None:
         if number in self.jobs:
@@ -264,3 +223,10 @@ class WorkerProcess:
         self.ready = False
         self.cause = self.cause or cause
         kill_group(self._process.pid)
+
+
+def _episode_error(failed: Failed) -> EpisodeError:
+    if failed.reason is not None:
+        return EpisodeError(failed.reason, failed.fault.message)
+    text = CANCELLED_ITSELF if failed.fault == CANCELLED else failed.fault.text
+    return EpisodeError("environment", text, place=failed.fault.place, remote_traceback=failed.fault.traceback)

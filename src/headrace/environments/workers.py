@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from headrace.environments.base import Context, Demonstration, Environment, EpisodeError
-from headrace.environments.channel import Run, Score, Scores, decoder
+from headrace.environments.channel import decoder
+from headrace.environments.worker import Scores
 from headrace.environments.worker_process import WorkerLimits, WorkerProcess
 from headrace.errors import Failure
 from headrace.rollout.types import Rollout, Task
@@ -104,12 +104,12 @@ class WorkerPool(Environment):
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         worker = await self._least_busy()
-        rollouts: list[Rollout] = await worker.ask(partial(Run, task=task), _rollouts, context)
+        rollouts: list[Rollout] = await worker.ask("run", task, _rollouts, context)
         return rollouts
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         worker = await self._least_busy()
-        scores: list[Scores] = await worker.ask(partial(Score, rollouts=list(rollouts)), _scores)
+        scores: list[Scores] = await worker.ask("score", list(rollouts), _scores)
         for rollout, changed in zip(rollouts, scores, strict=True):
             rollout.rewards, rollout.metrics, rollout.error = changed.rewards, changed.metrics, changed.error
 
