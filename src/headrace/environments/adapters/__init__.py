@@ -21,3 +21,8 @@ def library(module: str, extra: str) -> ModuleType:
             raise
         fact = f"the library {error.name} is not installed"
         raise BadInput(fact, fix=f"Run pip install 'headrace[{extra}]'.") from error
+
+
+def import_verifiers(module: str = "") -> ModuleType:
+    """Import `verifiers.v1`, or a module of it. The library is untyped, so its objects are `Any` in the adapter."""
+    return library(f"verifiers.v1.{module}" if module else "verifiers.v1", "verifiers")

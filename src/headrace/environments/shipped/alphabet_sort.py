@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments import arguments
@@ -24,6 +25,7 @@ MAX_ANSWER_CHARACTERS = 10_000
 """Characters of an answer that are read; no correct one is as long."""
 
 
+@dataclass(eq=False)
 class AlphabetSort(Drawn):
     """Lists of `items`: names, or single letters for the smallest models; `terse` prompts have no instructions.
 
@@ -31,41 +33,30 @@ class AlphabetSort(Drawn):
     turn is raised to `similarity_power`. The items of a first question in `eval` are in no first question of `train`.
     """
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 1000,
-        min_turns: int = 1,
-        max_turns: int = 3,
-        min_names_per_turn: int = 1,
-        max_names_per_turn: int = 5,
-        items: str = "names",
-        sort_by: str = "first",
-        similarity_power: float = 1.0,
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_choice("items", items, MAX_ITEMS)
-        arguments.check_whole("min_turns", min_turns, 1)
-        arguments.check_whole("max_turns", max_turns, min_turns, MAX_ITEMS[items] // 2)
-        arguments.check_whole("min_names_per_turn", min_names_per_turn, 1)
-        arguments.check_whole(
-            "max_names_per_turn", max_names_per_turn, max(2, min_names_per_turn), MAX_ITEMS[items] // max_turns
-        )
-        arguments.check_choice("sort_by", sort_by, ("first", "last", "either"))
-        arguments.check_number("similarity_power", similarity_power, 0.1, 100)
-        arguments.check_flag("terse", terse)
-        if sort_by != "first" and (terse or items == "letters"):
+    min_turns: int = 1
+    max_turns: int = 3
+    min_names_per_turn: int = 1
+    max_names_per_turn: int = 5
+    items: str = "names"
+    sort_by: str = "first"
+    similarity_power: float = 1.0
+    terse: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.check_choice("items", self.items, MAX_ITEMS)
+        most = MAX_ITEMS[self.items]
+        arguments.check_whole("min_turns", self.min_turns, 1)
+        arguments.check_whole("max_turns", self.max_turns, self.min_turns, most // 2)
+        low = self.min_names_per_turn
+        arguments.check_whole("min_names_per_turn", low, 1)
+        arguments.check_whole("max_names_per_turn", self.max_names_per_turn, max(2, low), most // self.max_turns)
+        arguments.check_choice("sort_by", self.sort_by, ("first", "last", "either"))
+        arguments.check_number("similarity_power", self.similarity_power, 0.1, 100)
+        arguments.check_flag("terse", self.terse)
+        if self.sort_by != "first" and (self.terse or self.items == "letters"):
             fact = "only names can be sorted so, and only with terse = false, whose instruction says how"
-            raise arguments.BadArgument(fact, key="sort_by", value=sort_by, fix="Leave sort_by at 'first'.")
-        self.turns = (min_turns, max_turns)
-        self.names_per_turn = (min_names_per_turn, max_names_per_turn)
-        self.items = items
-        self.sort_by = sort_by
-        self.similarity_power = similarity_power
-        self.terse = terse
+            raise arguments.BadArgument(fact, key="sort_by", value=self.sort_by, fix="Leave sort_by at 'first'.")
 
     def tasks(self) -> list[dict[str, Any]]:
         def first_items(task: dict[str, Any]) -> list[str]:
@@ -100,8 +91,8 @@ class AlphabetSort(Drawn):
 
     def _draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw the batches of a task. The first is never sorted already, so that copying it is wrong."""
-        low, high = self.names_per_turn
-        sizes = [rng.randint(low, high) for _ in range(rng.randint(*self.turns))]
+        low, high = self.min_names_per_turn, self.max_names_per_turn
+        sizes = [rng.randint(low, high) for _ in range(rng.randint(self.min_turns, self.max_turns))]
         sizes[0] = max(2, sizes[0])
         by = rng.choice(("first", "last")) if self.sort_by == "either" else self.sort_by
         while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +30,7 @@ END_CHARACTERS = 200
 _LAST_NUMBER = re.compile(r"(?<![\w.,])(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\W*$", re.ASCII)
 
 
+@dataclass(eq=False)
 class Calculator(Drawn):
     """`min_terms` to `max_terms` numbers of `min_digits` to `max_digits` digits, joined by some of `operators`.
 
@@ -36,33 +38,24 @@ class Calculator(Drawn):
     learn about the tool from demonstrations.
     """
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 2000,
-        min_terms: int = 2,
-        max_terms: int = 3,
-        min_digits: int = 2,
-        max_digits: int = 4,
-        operators: str = "+-*",
-        max_turns: int = 4,
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_whole("min_terms", min_terms, 2)
-        arguments.check_whole("max_terms", max_terms, min_terms, 8)
-        arguments.check_whole("min_digits", min_digits, 1)
-        arguments.check_whole("max_digits", max_digits, min_digits, 9)
-        arguments.check_letters("operators", operators, OPERATORS)
-        arguments.check_whole("max_turns", max_turns, 2)
-        arguments.check_flag("terse", terse)
-        self.terms = (min_terms, max_terms)
-        self.digits = (min_digits, max_digits)
-        self.operators = operators
-        self.max_turns = max_turns
-        self.terse = terse
+    num_tasks: int = 2000
+    min_terms: int = 2
+    max_terms: int = 3
+    min_digits: int = 2
+    max_digits: int = 4
+    operators: str = "+-*"
+    max_turns: int = 4
+    terse: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.check_whole("min_terms", self.min_terms, 2)
+        arguments.check_whole("max_terms", self.max_terms, self.min_terms, 8)
+        arguments.check_whole("min_digits", self.min_digits, 1)
+        arguments.check_whole("max_digits", self.max_digits, self.min_digits, 9)
+        arguments.check_letters("operators", self.operators, OPERATORS)
+        arguments.check_whole("max_turns", self.max_turns, 2)
+        arguments.check_flag("terse", self.terse)
 
     def tasks(self) -> list[dict[str, Any]]:
         return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed))
@@ -97,7 +90,7 @@ class Calculator(Drawn):
     def _draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw numbers and operators, sometimes with parentheses, without a division by zero."""
         while True:
-            terms = [self._number(rng) for _ in range(rng.randint(*self.terms))]
+            terms = [self._number(rng) for _ in range(rng.randint(self.min_terms, self.max_terms))]
             if len(terms) > 2 and rng.random() < 0.5:
                 index = rng.randrange(len(terms) - 1)
                 terms[index], terms[index + 1] = f"({terms[index]}", f"{terms[index + 1]})"
@@ -108,7 +101,7 @@ class Calculator(Drawn):
                 continue
 
     def _number(self, rng: random.Random) -> str:
-        digits = rng.randint(*self.digits)
+        digits = rng.randint(self.min_digits, self.max_digits)
         return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
     def _expression(self, task: Task) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,17 +26,19 @@ Part = Callable[[dict[str, Any]], Any]
 """Returns a part of a task, as JSON values."""
 
 
+@dataclass(eq=False)
 class Drawn(Environment):
-    """Base of environments of several turns: their tasks, and the share of mistakes in demonstrations."""
+    """Base of environments of several turns with randomly drawn tasks; its fields are the `args` of a run file."""
 
-    def __init__(self, split: str, num_tasks: int, seed: int, demonstrate_mistakes: float) -> None:
-        check_split(split)
-        check_whole("num_tasks", num_tasks, 1)
-        check_mistakes(demonstrate_mistakes)
-        self.split = split
-        self.num_tasks = num_tasks
-        self.seed = seed
-        self.demonstrate_mistakes = demonstrate_mistakes
+    split: str = "train"
+    num_tasks: int = 1000
+    seed: int = 0
+    demonstrate_mistakes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+        check_whole("num_tasks", self.num_tasks, 1)
+        check_mistakes(self.demonstrate_mistakes)
 
 
 def whole(task: dict[str, Any]) -> dict[str, Any]:

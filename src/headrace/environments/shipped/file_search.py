@@ -12,6 +12,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -49,27 +50,22 @@ class File(NamedTuple):
     words: frozenset[str]
 
 
+@dataclass(eq=False)
 class FileSearch(Environment):
     """`num_tasks` of the split's questions; unset, all of them."""
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int | None = None,
-        max_turns: int = 6,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        check_split(split)
-        if num_tasks is not None:
-            arguments.check_whole("num_tasks", num_tasks, 1)
-        arguments.check_whole("max_turns", max_turns, 3)
-        arguments.check_mistakes(demonstrate_mistakes)
-        self.split = split
-        self.num_tasks = num_tasks
-        self.max_turns = max_turns
-        self.seed = seed
-        self.demonstrate_mistakes = demonstrate_mistakes
+    split: str = "train"
+    num_tasks: int | None = None
+    max_turns: int = 6
+    seed: int = 0
+    demonstrate_mistakes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+        if self.num_tasks is not None:
+            arguments.check_whole("num_tasks", self.num_tasks, 1)
+        arguments.check_whole("max_turns", self.max_turns, 3)
+        arguments.check_mistakes(self.demonstrate_mistakes)
 
     def tasks(self) -> list[dict[str, Any]]:
         tasks = [dict(question) for question in self._questions()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments import arguments
@@ -24,28 +25,22 @@ SLACK = 3
 MAX_DIGITS = 9
 
 
+@dataclass(eq=False)
 class GuessNumber(Drawn):
     """Numbers from 1 to `highest`; a `terse` prompt is "1-100", and a terse reply is the guess alone."""
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 1000,
-        highest: int = 100,
-        max_guesses: int | None = None,
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_whole("highest", highest, 2, 10**MAX_DIGITS - 1)
-        if max_guesses is not None:
-            arguments.check_whole("max_guesses", max_guesses, 1)
-        arguments.check_flag("terse", terse)
-        self.highest = highest
-        self.by_halving = highest.bit_length()
-        self.max_guesses = max_guesses or self.by_halving + SLACK
-        self.terse = terse
+    highest: int = 100
+    max_guesses: int | None = None
+    terse: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.check_whole("highest", self.highest, 2, 10**MAX_DIGITS - 1)
+        if self.max_guesses is not None:
+            arguments.check_whole("max_guesses", self.max_guesses, 1)
+        arguments.check_flag("terse", self.terse)
+        self.by_halving = self.highest.bit_length()
+        self.guesses = self.max_guesses or self.by_halving + SLACK
 
     def tasks(self) -> list[dict[str, Any]]:
         rng = random.Random(f"{self.seed}-{self.split}")
@@ -54,7 +49,7 @@ class GuessNumber(Drawn):
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         number = task.data["number"]
-        chat = Chat(context, self._rules(), max_turns=self.max_guesses)
+        chat = Chat(context, self._rules(), max_turns=self.guesses)
         usage = f"One guess, a whole number from 1 to {self.highest}, belongs between <guess> and </guess>."
         usage = "?" if self.terse else usage
         found, invalid = False, 0
@@ -64,7 +59,7 @@ class GuessNumber(Drawn):
             invalid += guess is None
             if found:
                 chat.stop("found")
-            elif len(chat.turns) < self.max_guesses:
+            elif len(chat.turns) < self.guesses:
                 chat.say(usage if guess is None else "higher" if guess < number else "lower")
         guesses = len(chat.turns)
         rewards = {"found": float(found), "speed": SPEED * min(1.0, self.by_halving / guesses) if found else 0.0}
@@ -73,7 +68,7 @@ class GuessNumber(Drawn):
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         """Return the middle of the remaining range; the last guess is the number."""
         number, earlier = task.data["number"], replies(messages)
-        if len(earlier) + 1 >= self.max_guesses:
+        if len(earlier) + 1 >= self.guesses:
             return self._write(number)
         guesses = [guess for guess in map(self._read, earlier) if guess is not None]
         low = max([0, *(guess for guess in guesses if guess < number)]) + 1
@@ -90,7 +85,7 @@ class GuessNumber(Drawn):
             return f"1-{self.highest}"
         return (
             f"I have thought of a whole number from 1 to {self.highest}. Guess it: after each guess I say whether mine "
-            f"is higher or lower. You have {self.max_guesses} guesses. Write one guess between <guess> and </guess>."
+            f"is higher or lower. You have {self.guesses} guesses. Write one guess between <guess> and </guess>."
         )
 
     def _write(self, number: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments import arguments
@@ -36,6 +37,7 @@ RULES = (
 )
 
 
+@dataclass(eq=False)
 class KuhnPoker(Environment):
     """Games against an `opponent`: `self`, or a fixed player: `random` bets half of the time, `nash` is an equilibrium.
 
@@ -44,31 +46,25 @@ class KuhnPoker(Environment):
     Demonstrations with `demonstrate_mistakes = 0.5` are random legal play.
     """
 
-    def __init__(
-        self,
-        split: str = "train",
-        opponent: str = SELF,
-        rounds: int = 16,
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        check_split(split)
-        arguments.check_choice("opponent", opponent, (SELF, *OPPONENTS))
-        arguments.check_whole("rounds", rounds, 1)
-        arguments.check_flag("terse", terse)
-        arguments.check_mistakes(demonstrate_mistakes)
-        self.split = split
-        self.opponent = OPPONENTS.get(opponent)
-        self.rounds = rounds
-        self.terse = terse
-        self.seed = seed
-        self.demonstrate_mistakes = demonstrate_mistakes
+    split: str = "train"
+    opponent: str = SELF
+    rounds: int = 16
+    terse: bool = False
+    seed: int = 0
+    demonstrate_mistakes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+        arguments.check_choice("opponent", self.opponent, (SELF, *OPPONENTS))
+        arguments.check_whole("rounds", self.rounds, 1)
+        arguments.check_flag("terse", self.terse)
+        arguments.check_mistakes(self.demonstrate_mistakes)
+        self.fixed_player = OPPONENTS.get(self.opponent)
         self._information_sets = {_user_texts(self.situation(name)): name for name in kuhn.INFORMATION_SETS}
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return the six deals; against a fixed player, from each seat, with random numbers for its two decisions."""
-        if self.opponent is None:
+        if self.fixed_player is None:
             return [{"deal": deal} for deal in DEALS]
         rng = random.Random(f"{self.seed}-{self.split}")
         tasks = [
@@ -82,7 +78,7 @@ class KuhnPoker(Environment):
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         deal: str = task.data["deal"]
-        seats = (0, 1) if self.opponent is None else (task.data["seat"],)
+        seats = (0, 1) if self.fixed_player is None else (task.data["seat"],)
         chats: dict[int, Chat] = {}
         history, offender = "", None
         while not kuhn.is_over(history) and offender is None:
@@ -112,9 +108,9 @@ class KuhnPoker(Environment):
         return None if reply is None or reply.truncated else self._read(reply.text, history)
 
     def _opponent_action(self, task: Task, information_set: str) -> str:
-        assert self.opponent is not None
+        assert self.fixed_player is not None
         luck = task.data["luck"][len(information_set) // 3]  # only a second decision has a history of two
-        return BET if luck < self.opponent[information_set] else PASS
+        return BET if luck < self.fixed_player[information_set] else PASS
 
     def situation(self, information_set: str) -> list[Message]:
         """Return the conversation in which the policy acts at an information set."""
@@ -141,7 +137,7 @@ class KuhnPoker(Environment):
         return self.write(PASS if self._best(task, name) == BET else BET, name[1:])
 
     def _best(self, task: Task, information_set: str) -> str:
-        if self.opponent is None:
+        if self.fixed_player is None:
             return BET if kuhn.equilibrium()[information_set] >= 0.5 else PASS
         return max((PASS, BET), key=lambda action: self._max_winnings(task, information_set[1:] + action))
 

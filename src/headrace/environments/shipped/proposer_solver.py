@@ -17,6 +17,7 @@ import asyncio
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments import arguments
@@ -36,32 +37,24 @@ _PROBLEM = re.compile(r"(0|[1-9]\d*) ?([-+*]) ?(0|[1-9]\d*)", re.ASCII)
 Problem = tuple[int, str, int]
 
 
+@dataclass(eq=False)
 class ProposerSolver(Drawn):
     """Problems of two numbers of up to `max_digits` digits and one of `operators`, tried by `num_solvers`.
 
     Terse prompts are "7+" for the proposer and "7+35=" for the solvers; a terse reply is a problem or a number alone.
     """
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 1000,
-        num_solvers: int = 4,
-        max_digits: int = 2,
-        operators: str = "+-",
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_whole("num_solvers", num_solvers, 1, MAX_SOLVERS)
-        arguments.check_whole("max_digits", max_digits, 1, MAX_DIGITS)
-        arguments.check_letters("operators", operators, OPERATIONS)
-        arguments.check_flag("terse", terse)
-        self.num_solvers = num_solvers
-        self.max_digits = max_digits
-        self.operators = operators
-        self.terse = terse
+    num_solvers: int = 4
+    max_digits: int = 2
+    operators: str = "+-"
+    terse: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.check_whole("num_solvers", self.num_solvers, 1, MAX_SOLVERS)
+        arguments.check_whole("max_digits", self.max_digits, 1, MAX_DIGITS)
+        arguments.check_letters("operators", self.operators, OPERATIONS)
+        arguments.check_flag("terse", self.terse)
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return tasks of a number and an operator for the problem, and another number that would do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments.arguments import check_number, check_whole
@@ -15,28 +16,23 @@ from headrace.environments.shipped.texts import reply_similarity
 from headrace.rollout.types import Message, Rollout, Task
 
 
+@dataclass(eq=False)
 class ReverseText(Environment):
     """Words of `min_letters` to `max_letters` random letters; no word is in both splits."""
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 2000,
-        min_letters: int = 4,
-        max_letters: int = 8,
-        seed: int = 0,
-        demonstrate_copies: float = 0.0,
-    ) -> None:
-        check_split(split)
-        check_whole("num_tasks", num_tasks, 1)
-        check_whole("min_letters", min_letters, 1)
-        check_whole("max_letters", max_letters, min_letters)
-        check_number("demonstrate_copies", demonstrate_copies, 0, 1)
-        self.split = split
-        self.num_tasks = num_tasks
-        self.letters = (min_letters, max_letters)
-        self.seed = seed
-        self.demonstrate_copies = demonstrate_copies
+    split: str = "train"
+    num_tasks: int = 2000
+    min_letters: int = 4
+    max_letters: int = 8
+    seed: int = 0
+    demonstrate_copies: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+        check_whole("num_tasks", self.num_tasks, 1)
+        check_whole("min_letters", self.min_letters, 1)
+        check_whole("max_letters", self.max_letters, self.min_letters)
+        check_number("demonstrate_copies", self.demonstrate_copies, 0, 1)
 
     def tasks(self) -> list[dict[str, Any]]:
         words = self._words(random.Random(f"{self.seed}-{self.split}"))
@@ -63,6 +59,6 @@ class ReverseText(Environment):
     def _words(self, rng: random.Random) -> Iterator[str]:
         """Yield words of this split without end. A word is in `eval` if its letters sum to a multiple of ten."""
         while True:
-            word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*self.letters)))
+            word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(self.min_letters, self.max_letters)))
             if (sum(word.encode()) % 10 == 0) == (self.split == "eval"):
                 yield word

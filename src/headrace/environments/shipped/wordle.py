@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments import arguments
@@ -33,23 +34,17 @@ X: it is not in the word, or not once more
 You have {guesses} guesses. Write one guess between <guess> and </guess>."""
 
 
+@dataclass(eq=False)
 class Wordle(Drawn):
     """A word of five letters per task; a `terse` prompt has no rules, and a terse reply is the guess alone."""
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 1000,
-        max_guesses: int = 6,
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        super().__init__(split, num_tasks, seed, demonstrate_mistakes)
-        arguments.check_whole("max_guesses", max_guesses, 1)
-        arguments.check_flag("terse", terse)
-        self.max_guesses = max_guesses
-        self.terse = terse
+    max_guesses: int = 6
+    terse: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.check_whole("max_guesses", self.max_guesses, 1)
+        arguments.check_flag("terse", self.terse)
 
     def tasks(self) -> list[dict[str, Any]]:
         return list(draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed))

@@ -2,10 +2,9 @@
 
 verifiers runs an episode through child programs, HTTP servers and sandboxes. Here its own environments, tasks, agents,
 hooks and scoring run unchanged, and three things replace the rest: a harness that is a loop in this process
-(`harness.py`), model calls through the episode's context, so that tokens stay exact (`seat.py`), and toolsets that are
-called in this process (`toolsets.py`). A taskset that needs more than that is refused when it is loaded (`loading.py`).
-
-The library is untyped, so its objects are `Any` here. It is imported inside functions only: that takes seconds.
+(`loading.py`), model calls through the episode's context, so that tokens stay exact (`seat.py`), and toolsets that are
+called in this process (`toolsets.py`). A taskset that needs more than that is refused when it is loaded.
+The library is imported inside functions only: that takes seconds.
 """
 
 from headrace.environments.adapters.verifiers.environment import VerifiersTaskset

@@ -1,20 +1,27 @@
-"""Loading of a verifiers environment that can run in this process; others are refused with the reason."""
+"""Loading of a verifiers environment that can run in this process; others are refused with the reason.
+
+The harness of every agent is replaced by one in this process: a conversation with tools, until a reply calls none.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import sys
 from collections.abc import Iterable
-from functools import partial
+from types import ModuleType
 from typing import Any
 
 from headrace import imports
-from headrace.environments.adapters.verifiers.harness import harness, offer
-from headrace.environments.adapters.verifiers.library import verifiers
+from headrace.environments.adapters import import_verifiers as verifiers
+from headrace.environments.adapters.verifiers.seat import EPISODE
 from headrace.environments.adapters.verifiers.toolsets import bring_here
 from headrace.environments.arguments import BadArgument
 from headrace.errors import BadInput
 
+HARNESS = "headrace_in_process"
+"""The module name under which verifiers finds our harness; it must have one part."""
 REPLACED = ("null",)
 """Harnesses that ours replaces: they chat and call tools."""
 OWN_DEFAULT = "bash"
@@ -26,6 +33,19 @@ class Unsupported(BadInput):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"cannot be run here: {reason}", value=f"verifiers:{name}")
+
+
+def prepare() -> None:
+    """Prepare the library for many episodes on one event loop."""
+    verifiers("utils.version").verifiers_commit()  # runs git once, before the first episodes
+    logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every episode
+    for field in verifiers("graph").MessageNode.model_fields.values():
+        if field.default_factory is list:  # pydantic inspects its signature for every message: half of the cost
+            field.default_factory = _empty_list
+
+
+def _empty_list() -> list[Any]:
+    return []
 
 
 def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
@@ -63,7 +83,7 @@ def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
         """Make an episode's agents with toolsets in this process, also for tasks that the environment generates."""
         agents = make_agents(*args)
         for agent in agents._agents.values():
-            agent._rollout_params = partial(_with_toolsets_here, name, agent._rollout_params)
+            agent._rollout_params = functools.partial(_with_toolsets_here, name, agent._rollout_params)
         return agents
 
     environment._episode_agents = episode_agents
@@ -165,3 +185,58 @@ def _with_toolsets_here(name: str, parameters: Any, task: Any, *args: Any) -> An
 
         task.toolsets = toolsets
     return parameters(task, *args)
+
+
+@functools.cache
+def harness() -> Any:
+    """Return the config of the harness, for every agent."""
+    vf = verifiers()
+    members = {
+        "__doc__": "A chat loop in this process.",
+        "__module__": HARNESS,
+        "APPENDS_SYSTEM_PROMPT": True,
+        "SUPPORTS_MCP": True,
+        "SUPPORTS_TOOL_INTERCEPTION": True,
+        "SUPPORTS_RESUME": True,
+        "EXECUTES_CODE": False,
+        "NEEDS_CONTAINER": False,
+        "session": _session,
+        "launch": _launch,
+    }
+    offer(HARNESS, type("InProcess", (vf.Harness,), members))
+    return vf.HarnessConfig(id=HARNESS)
+
+
+def offer(name: str, *plugins: type) -> None:
+    """Make verifiers find these classes under a module name."""
+    module: Any = ModuleType(name)
+    for plugin in plugins:
+        setattr(module, plugin.__name__, plugin)
+    module.__all__ = [plugin.__name__ for plugin in plugins]
+    sys.modules[name] = module
+
+
+async def _session(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
+                   data: Any, tool_interception_url: str | None = None) -> Any:  # fmt: skip
+    """Open the tools in the setup of a run, under its time limit, before the first turn."""
+    await EPISODE.get().by_trace[trace.id].open_tools(mcp_urls)
+    base = verifiers().Harness.session
+    return await base(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+
+
+async def _launch(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
+                  data: Any, tool_interception_url: str | None = None) -> Any:  # fmt: skip
+    """Run one segment: the prompt of `data` is the conversation so far. With a URL, tool calls are gated."""
+    vf = verifiers()
+    system, prompt = self.resolve_prompt(data)
+    messages = [vf.SystemMessage(content=system)] if system is not None else []
+    messages += [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+    seat = EPISODE.get().by_trace[trace.id]
+    done = vf.ProgramResult(exit_code=0, stdout="", stderr="")
+    while (reply := await seat.sample(messages)) is not None and reply.calls:
+        messages.append(reply.message)
+        for call in reply.calls:
+            if (result := await seat.run(call, gated=tool_interception_url is not None)) is None:
+                return done
+            messages.append(result)
+    return done

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from headrace.environments.adapters.verifiers.library import verifiers
+from headrace.environments.adapters import import_verifiers as verifiers
 from headrace.environments.adapters.verifiers.toolsets import Tools
 from headrace.environments.base import Context, PromptTooLong, Reply, ToolCall
 from headrace.environments.tools import is_plain

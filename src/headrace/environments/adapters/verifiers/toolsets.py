@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from headrace.environments.adapters import import_verifiers as verifiers
 from headrace.environments.adapters import library
-from headrace.environments.adapters.verifiers.library import verifiers
 from headrace.environments.tools import is_plain
 
 _CALLER: ContextVar[Any] = ContextVar("the trace that calls a tool")
