@@ -12,8 +12,14 @@ import pytest
 from headrace.cli.chat import read_overrides
 from headrace.errors import BadInput
 from headrace.launch.server_target import base_url, key_in
-from headrace.tools.chat.commands import HELP, Leave, obey, question_in, read_line
-from headrace.tools.chat.conversation import Conversation
+from headrace.tools.chat.conversation import (
+    HELP,
+    Conversation,
+    ExitChat,
+    question_of,
+    read_line,
+    run_chat_command,
+)
 from tests.refusals import refused
 
 
@@ -28,18 +34,18 @@ def test_a_line_goes_on_after_a_backslash():
 
 
 def test_two_slashes_say_one():
-    assert question_in("//etc/hosts?") == "/etc/hosts?"
-    assert question_in("/reset") is None
-    assert question_in("a / b") == "a / b"
+    assert question_of("//etc/hosts?") == "/etc/hosts?"
+    assert question_of("/reset") is None
+    assert question_of("a / b") == "a / b"
 
 
 def test_the_system_message_comes_first_and_can_be_exchanged():
     conversation = Conversation("Be brief.")
     conversation.ask("Hello?")
     assert [message["role"] for message in conversation.prompt()] == ["system", "user"]
-    obey(conversation, "/system Be long.")
+    run_chat_command(conversation, "/system Be long.")
     assert conversation.prompt()[0]["content"] == "Be long."
-    obey(conversation, "/system")
+    run_chat_command(conversation, "/system")
     assert [message["role"] for message in conversation.prompt()] == ["user"]
 
 
@@ -53,19 +59,19 @@ def test_thoughts_are_kept_but_not_sent_again():
 
 def test_reset_forgets_what_was_said_and_keeps_part_and_settings():
     conversation = Conversation("Be brief.")
-    obey(conversation, "/set temperature .5")
+    run_chat_command(conversation, "/set temperature .5")
     conversation.ask("Hello?")
-    obey(conversation, "/reset")
+    run_chat_command(conversation, "/reset")
     assert conversation.prompt() == [{"role": "system", "content": "Be brief."}]
     assert conversation.settings == {"temperature": 0.5}
 
 
 def test_settings_are_set_shown_and_left_to_the_server_again():
     conversation = Conversation()
-    assert obey(conversation, "/set") == "all as the server has it"
-    obey(conversation, "/set temperature .7")
-    assert obey(conversation, "/set max_tokens=20") == "temperature 0.7, max_tokens 20"
-    assert obey(conversation, "/set temperature default") == "max_tokens 20"
+    assert run_chat_command(conversation, "/set") == "all as the server has it"
+    run_chat_command(conversation, "/set temperature .7")
+    assert run_chat_command(conversation, "/set max_tokens=20") == "temperature 0.7, max_tokens 20"
+    assert run_chat_command(conversation, "/set temperature default") == "max_tokens 20"
     assert conversation.settings == {"max_tokens": 20}
 
 
@@ -83,26 +89,26 @@ def test_settings_are_set_shown_and_left_to_the_server_again():
 )
 def test_what_cannot_be_done_is_refused(line: str, fields: dict[str, Any]):
     with refused(**fields):
-        obey(Conversation(), line)
+        run_chat_command(Conversation(), line)
 
 
 def test_what_is_saved_is_a_message_per_line(tmp_path: Path):
     conversation = Conversation("Sei kurz.")
     conversation.ask("Grüße?")
     file = tmp_path / "chat.jsonl"
-    assert obey(conversation, f"/save {file}") == f"wrote 2 messages to {file}"
+    assert run_chat_command(conversation, f"/save {file}") == f"wrote 2 messages to {file}"
     assert "Grüße" in file.read_text(encoding="utf-8")
     assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == conversation.transcript()
 
 
 @pytest.mark.parametrize("line", ["/exit", "/quit"])
 def test_leaving(line: str):
-    with pytest.raises(Leave):
-        obey(Conversation(), line)
+    with pytest.raises(ExitChat):
+        run_chat_command(Conversation(), line)
 
 
 def test_help_names_every_command():
-    assert obey(Conversation(), "/help") == HELP
+    assert run_chat_command(Conversation(), "/help") == HELP
     for command in ("/reset", "/system", "/set", "/save", "/exit"):
         assert f"\n{command} " in f"\n{HELP}"
 

@@ -12,8 +12,7 @@ from rich.console import Console
 from headrace.cli.main import main
 from headrace.inference.client.chat_stream import ChatClient
 from headrace.tools.chat.conversation import Conversation
-from headrace.tools.chat.session import Session, talk
-from headrace.tools.chat.terminal import Terminal
+from headrace.tools.chat.session import Session, Terminal, talk
 from tests.cli.chat_stand_in import HANG_UP_WAIT, ChatStandIn, chat_stand_in
 
 CTRL_C = KeyboardInterrupt()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.arguments import separate_overrides
-from headrace.cli.main import COMMANDS, main, parse
+from headrace.cli.common import separate_overrides
+from headrace.cli.main import main, parse, run_command
 from headrace.cli.serve import read_target
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
@@ -322,12 +322,6 @@ def test_a_run_file_of_the_other_command_is_refused_with_the_right_one(tmp_path:
     for command, other in (("rl", "sft"), ("sft", "rl")):
         file = EXAMPLE / f"{other}.toml"
         with pytest.raises(BadInput) as refused:
-            run_command([command, str(file)])
+            run_command(parse([command, str(file)]))
         assert refused.value.file == file
         assert f"headrace {other}" in (refused.value.fix or "")
-
-
-def run_command(argv: list[str]) -> int:
-    """Run a command as `main` does, but let its errors through."""
-    arguments = parse(argv)
-    return int(COMMANDS[arguments.command].run(arguments))

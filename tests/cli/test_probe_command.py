@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.arguments import importable
+from headrace.cli.common import importable
 from headrace.cli.main import main, parse
 from headrace.cli.probe import read_options
 from headrace.config.base import ConfigError

@@ -24,8 +24,7 @@ from headrace.inference.server.app import App
 from headrace.inference.server.keys import Forbidden, Unauthorized
 from headrace.inference.server.replies import TooLarge, TooSlow, error_reply
 from headrace.inference.weights.errors import WeightsUnreachable
-from headrace.tools.chat.commands import HELP
-from headrace.tools.chat.conversation import SETTINGS
+from headrace.tools.chat.conversation import HELP, SETTINGS
 from tests.cli.chat_stand_in import chat_stand_in
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.process import StopRequest
+from headrace.cli.processes import StopRequest
 from headrace.observe.status import Status
 
 

@@ -132,7 +132,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_the_number_of_tokens_must_be_at_least_one(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parse(["tokens", "run", "--top", "0"])
-    assert "0 is below 1" in capsys.readouterr().err
+    assert "'0' is not a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_the_command_never_imports_torch(run: RunDir):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.trainer import colocated_engines
+from headrace.cli.processes import colocated_engines
 from headrace.config.sft import SftConfig
 from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer
 from headrace.inference.embedded.loading import cache_budget

@@ -1,16 +1,29 @@
-"""`headrace check-algorithm`: does an algorithm keep its word? Worked numbers and invariants, without a model."""
+"""`headrace check-algorithm`: test an algorithm with worked numbers and invariants, without a model."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headrace.config.base import Tree
+from rich.console import Console
+
+from headrace import imports
+from headrace.cli.common import importable
+from headrace.config.base import ConfigError, Tree
+from headrace.config.files import read_file
+from headrace.config.shorthand import spelled_out
+from headrace.environments.fault import fault_of
+from headrace.errors import BadInput
+from headrace.launch.own_code import add_code_folders
+from headrace.runfile.reading import put_algorithm_keys
+from headrace.tools.check_algorithm.fixtures import algorithm_config
+from headrace.tools.check_algorithm.invariants import check_algorithm
+from headrace.tools.check_algorithm.report import render_report
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_check_algorithm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "algorithm",
         metavar="TYPE_OR_PATH",
@@ -23,31 +36,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Keys of the algorithm: --algo.normalize std --algo.kwargs.decay 0.9"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    import asyncio
-    import logging
-
-    from rich.console import Console
-
-    from headrace.tools.check_algorithm.fixtures import algorithm_config
-    from headrace.tools.check_algorithm.invariants import check_algorithm
-    from headrace.tools.check_algorithm.report import render_report
-
+def run_check_algorithm(arguments: argparse.Namespace) -> int:
     section = read_section(arguments.algorithm, arguments.config, arguments.overrides, arguments.env)
     config = algorithm_config(section, str(arguments.config or "command line"))
-    logging.getLogger("headrace").addHandler(logging.NullHandler())  # what goes wrong is meant to
+    logging.getLogger("headrace").addHandler(logging.NullHandler())  # the checks provoke warnings
     report = asyncio.run(check_algorithm(config))
     Console(highlight=False).print(render_report(report))
     return 0 if report.passed else 1
 
 
 def read_section(algorithm: str, file: Path | None, overrides: list[str], env: str | None = None) -> Tree:
-    """The `algo` section that a run file would have: the file's, `--algo.key value` on top, and what was named."""
-    from headrace.config.base import ConfigError
-    from headrace.config.files import read_file
-    from headrace.launch.own_code import add_code_folders
-    from headrace.runfile.reading import put_algorithm_keys
-
+    """Return the `algo` section: that of the file, `--algo.key value` overrides, and the named algorithm."""
     section: Tree = {}
     if file is not None:
         section = _section_of(read_file(file), file, env)
@@ -63,9 +62,7 @@ def read_section(algorithm: str, file: Path | None, overrides: list[str], env: s
 
 
 def _section_of(tree: Tree, file: Path, env: str | None) -> Tree:
-    """That of the environment, if one is named and has its own, else that of the whole run."""
-    from headrace.config.base import ConfigError
-
+    """Return the section of the environment, if one is named and has its own, else that of the run."""
     of_run = tree.get("orchestrator")
     if not isinstance(of_run, dict):
         if env is not None:
@@ -82,19 +79,12 @@ def _section_of(tree: Tree, file: Path, env: str | None) -> Tree:
 
 
 def _algo(table: Tree) -> Tree | None:
-    from headrace.config.shorthand import spelled_out
-
     given = table.get("algo", table.get("advantage"))
     return None if given is None else dict(spelled_out(given, "type"))
 
 
 def _named(algorithm: str) -> Tree:
-    """What the first argument says: a type that ships, a class, or a function for `custom`."""
-    from headrace import imports
-    from headrace.cli.arguments import importable
-    from headrace.environments.fault import fault_of
-    from headrace.errors import BadInput
-
+    """Return the keys that select the algorithm: a shipped type, a class, or a function for `custom`."""
     path = importable(algorithm, "algorithm")
     if ":" not in path:
         return {"type": path}

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_format, importable
+from headrace.cli.common import add_format, importable
 
 if TYPE_CHECKING:
     from headrace.tools.evaluate.candidates import Candidate
@@ -20,7 +20,7 @@ PIPE_WIDTH = 160
 """Columns where there is no terminal to fit into."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "models",
         metavar="CHECKPOINT",
@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_eval(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from headrace.observe.logs import setup_logging

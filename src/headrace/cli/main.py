@@ -1,67 +1,63 @@
-"""The `headrace` command. Each subcommand is a module with `configure` and `run`; heavy imports happen in `run`."""
+"""The `headrace` command: parses the command line and runs a subcommand.
+
+A subcommand NAME is two functions, `configure_NAME` and `run_NAME`, in the module that `COMMANDS` names; only the
+module of the chosen subcommand is imported.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 from headrace import __version__
-from headrace.cli import (
-    audit,
-    chat,
-    check_algorithm,
-    compare,
-    config,
-    eval,
-    export,
-    init_model,
-    new,
-    orchestrator,
-    probe,
-    pull,
-    push,
-    rescore,
-    rl,
-    serve,
-    sft,
-    summary,
-    sweep,
-    tokens,
-    trainer,
-)
-from headrace.cli.arguments import RUN_FILES, separate_overrides
+from headrace.cli.common import RUN_FILES, separate_overrides
 from headrace.cli.errors import explain
 from headrace.errors import BadInput
 
-COMMANDS: dict[str, ModuleType] = {
-    "rl": rl,
-    "sft": sft,
-    "serve": serve,
-    "chat": chat,
-    "new": new,
-    "probe": probe,
-    "check-algorithm": check_algorithm,
-    "orchestrator": orchestrator,
-    "trainer": trainer,
-    "eval": eval,
-    "summary": summary,
-    "compare": compare,
-    "sweep": sweep,
-    "config": config,
-    "audit": audit,
-    "rescore": rescore,
-    "export": export,
-    "push": push,
-    "pull": pull,
-    "tokens": tokens,
-    "init-model": init_model,
+
+class Command(NamedTuple):
+    module: str
+    help: str
+    overrides: Literal["", "all", "dotted"] = ""
+    """Which unknown options are overrides of the configuration: none, all, or those with a dot (`--section.key`)."""
+
+
+COMMANDS = {
+    "rl": Command(
+        "training", "train a model with reinforcement learning; starts and supervises the three processes.", "all"
+    ),
+    "sft": Command("training", "train a model on examples.", "all"),
+    "serve": Command("serve", "serve a model over HTTP, or the model of a run.", "all"),
+    "chat": Command("chat", "chat with a model, the model of a run, or any OpenAI-compatible server.", "dotted"),
+    "new": Command("new", "write the skeleton of an environment, with a test and run files."),
+    "probe": Command("probe", "test an environment before training: hostile answers, prompts, rewards.", "dotted"),
+    "check-algorithm": Command(
+        "check_algorithm", "test an algorithm with worked numbers and invariants, without a model.", "dotted"
+    ),
+    "orchestrator": Command("processes", "start only the orchestrator of a run; it continues where its journal ends."),
+    "trainer": Command("processes", "start only the trainer of a run, an RL run or an SFT run."),
+    "eval": Command("eval", "evaluate finished models on an environment: accuracy, pass@k, format, lengths."),
+    "summary": Command("runs", "summarize a run, as text or JSON."),
+    "compare": Command("runs", "compare runs: settings, results, and the significance of differences."),
+    "sweep": Command("sweep", "run a grid, a list or random values of any keys, with seeds, and report on it.", "all"),
+    "config": Command("config", "print the resolved configuration of a run file, or explain a key."),
+    "audit": Command("runs", "account for every prompt of a run, and check its journal."),
+    "rescore": Command(
+        "rescore", "compute the credit of a run's saved rollouts with another algorithm; samples nothing.", "dotted"
+    ),
+    "export": Command("models", "write a checkpoint as a Hugging Face model."),
+    "push": Command("hub", "upload a run, a model, a checkpoint or a dataset to the Hugging Face hub."),
+    "pull": Command("hub", "download a run, a model or a dataset from the Hugging Face hub."),
+    "tokens": Command("runs", "show the tokens of a training step with their effect on its gradient."),
+    "init-model": Command("models", "write a new model with random weights."),
 }
 
 
@@ -69,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 cannot be done as asked, 128 + n ended by signal n."""
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        code = int(COMMANDS[arguments.command].run(arguments))
+        code = run_command(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -95,7 +91,7 @@ def unknown_command(word: str) -> BadInput:
 
 
 def output_has_no_reader() -> bool:
-    """Whether whoever read the output has seen enough, as `| head` has; what is left of it then goes nowhere."""
+    """Return whether the output is a pipe that was closed, as by `| head`; further output is then discarded."""
     output = sys.stdout.fileno()
     watch = select.poll()
     watch.register(output, 0)
@@ -115,11 +111,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        first_line = (module.__doc__ or "").splitlines()[0].removeprefix(f"`headrace {name}`: ")
-        command = commands.add_parser(name, help=first_line, description=first_line, allow_abbrev=False)
-        module.configure(command)
-    dotted = bool(argv) and argv[0] in ("probe", "check-algorithm", "rescore", "chat")
-    overridden = dotted or (argv and argv[0] in ("rl", "sft", "serve", "sweep"))
-    own, overrides = separate_overrides(argv, dotted=dotted) if overridden else (list(argv), [])
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+    chosen = next((word for word in argv if word in COMMANDS), None)
+    if chosen is None:
+        return parser.parse_args(argv)
+    _function("configure", chosen)(commands.choices[chosen])
+    kind = COMMANDS[chosen].overrides
+    own, overrides = separate_overrides(argv, dotted=kind == "dotted") if kind else (list(argv), [])
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    return int(_function("run", arguments.command)(arguments))
+
+
+def _function(verb: str, command: str) -> Callable[..., Any]:
+    module = importlib.import_module(f"headrace.cli.{COMMANDS[command].module}")
+    return getattr(module, f"{verb}_{command.replace('-', '_')}")  # type: ignore[no-any-return]

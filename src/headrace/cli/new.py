@@ -1,45 +1,38 @@
-"""`headrace new`: a skeleton of your own environment, with a test and run files."""
+"""`headrace new`: write the skeleton of an environment, with a test and run files."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
+import importlib.util
+import keyword
 import re
+from importlib import resources
 from pathlib import Path
+from string import Template
+
+from headrace.errors import BadInput
 
 HELD_OUT = 'args = {{ split = "eval", num_tasks = {} }}'
 SETTINGS: dict[str, dict[str, int | float | str]] = {
-    "single": {
-        "seq_len": 64,
-        "max_tokens": 16,
-        "max_steps": 40,
-        "batch_size": 128,
+    kind: {
+        "seq_len": seq_len,
+        "max_tokens": max_tokens,
+        "max_steps": max_steps,
+        "batch_size": batch_size,
         "sft_steps": 400,
-        "mistakes": 0.5,
-        "num_eval": 128,
-        "eval_args": HELD_OUT.format(128),
-    },
-    "chat": {
-        "seq_len": 160,
-        "max_tokens": 8,
-        "max_steps": 40,
-        "batch_size": 128,
-        "sft_steps": 400,
-        "mistakes": 0.5,
-        "num_eval": 60,
-        "eval_args": "",
-    },
-    "tools": {
-        "seq_len": 768,
-        "max_tokens": 96,
-        "max_steps": 30,
-        "batch_size": 64,
-        "sft_steps": 400,
-        "mistakes": 0.3,
-        "num_eval": 64,
-        "eval_args": HELD_OUT.format(64),
-    },
+        "mistakes": mistakes,
+        "num_eval": num_eval,
+        "eval_args": "" if kind == "chat" else HELD_OUT.format(num_eval),
+    }
+    for kind, seq_len, max_tokens, max_steps, batch_size, mistakes, num_eval in (
+        ("single", 64, 16, 40, 128, 0.5, 128),
+        ("chat", 160, 8, 40, 128, 0.5, 60),
+        ("tools", 768, 96, 30, 64, 0.3, 64),
+    )
 }
-"""How the tiny model is trained on each kind of skeleton."""
+"""By kind of skeleton: the settings with which the tiny model is trained on it."""
 FILES = {
     "{name}.py": "{kind}/environment.py.template",
     "test_{name}.py": "test.py.template",
@@ -48,9 +41,9 @@ FILES = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["environment"], help="what to write")
-    parser.add_argument("name", metavar="NAME", help="what it is called, my-env for one")
+    parser.add_argument("name", metavar="NAME", help="its name, for example my-env")
     parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(), help="where to write it [here]")
     parser.add_argument(
         "--kind",
@@ -60,9 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from headrace.errors import BadInput
-
+def run_new(arguments: argparse.Namespace) -> int:
     name = module_name(arguments.name)
     if class_name(name, arguments.kind) in names_in_use(arguments.kind):
         raise BadInput(f"the skeleton uses the name {class_name(name, arguments.kind)!r} itself: choose another name")
@@ -83,10 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def skeleton(name: str, kind: str) -> dict[str, str]:
-    """The files of a new environment, by name."""
-    from importlib import resources
-    from string import Template
-
+    """Return the files of a new environment by name."""
     templates = resources.files("headrace") / "templates"
     words = {"name": name, "class_name": class_name(name, kind), **SETTINGS[kind]}
     return {
@@ -97,11 +85,8 @@ def skeleton(name: str, kind: str) -> dict[str, str]:
 
 
 def names_in_use(kind: str) -> set[str]:
-    """What the module of a skeleton defines, imports, or has built in."""
-    import ast
-    import builtins
-
-    module = "a_name_of_its_own"
+    """Return the names that the module of a skeleton defines or imports, and the builtins."""
+    module = "placeholder_module"
     used = set(dir(builtins))
     for statement in ast.parse(skeleton(module, kind)[f"{module}.py"]).body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -114,12 +99,7 @@ def names_in_use(kind: str) -> set[str]:
 
 
 def module_name(given: str) -> str:
-    """As Python wants it: `my-env` and `MyEnv` are `my_env`."""
-    import importlib.util
-    import keyword
-
-    from headrace.errors import BadInput
-
+    """Return a module name: `my_env` for `my-env` and `MyEnv`."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]+", "_", given).lower()
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise BadInput(f"{given!r} cannot be the name of a module: use letters, digits and -, a letter first")
@@ -129,5 +109,5 @@ def module_name(given: str) -> str:
 
 
 def class_name(name: str, kind: str) -> str:
-    """What the run file calls the environment: a function's name for `single`, a class's for the others."""
+    """Return the name of the environment in its module: a function for `single`, a class for the others."""
     return name if kind == "single" else "".join(word.capitalize() for word in name.split("_"))

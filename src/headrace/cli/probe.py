@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import importable
+from headrace.cli.common import importable
 
 if TYPE_CHECKING:
     from headrace.tools.probe.report import ProbeReport
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.tools.probe.sampling import SamplingEndpoint
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "environment", metavar="ENV", help="an id as in a run file, package.module:Class, or my_env.py:Class"
     )
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Keys of the environment and the renderer: --args.split eval --renderer.name qwen3"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_probe(arguments: argparse.Namespace) -> int:
     import asyncio
     import json
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_format
+from headrace.cli.common import add_format
 
 if TYPE_CHECKING:
     from headrace.algorithms.length_penalty import LengthPenaltyConfig
@@ -20,7 +20,7 @@ PIPE_WIDTH = 120
 """Columns where there is no terminal to fit into."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_rescore(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
     parser.add_argument("--steps", metavar="A:B", type=_span, default=(None, None), help="only these steps [all saved]")
     parser.add_argument("--algo", metavar="TYPE", help="the algorithm [the run's own: then nothing may differ]")
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_rescore(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from headrace.errors import BadInput

@@ -6,15 +6,23 @@ import argparse
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import RUN_FILES
-from headrace.cli.process import process
-
-if TYPE_CHECKING:
-    from headrace.config.inference import InferenceConfig
-    from headrace.inference.colocation import ColocatedTrainer
-    from headrace.transport.run_dir import RunDir
+from headrace.cli.common import RUN_FILES
+from headrace.cli.processes import process
+from headrace.config.base import Tree
+from headrace.config.inference import InferenceConfig
+from headrace.errors import BadInput
+from headrace.inference.colocation import ColocatedTrainer
+from headrace.launch.process import stop_with_launcher
+from headrace.launch.run_directory import in_use, is_run
+from headrace.launch.saved_config import read_run, read_sampled_run
+from headrace.observe.logs import setup_logging
+from headrace.runfile.reading import parse_overrides, put, validate
+from headrace.runfile.run import RunConfig
+from headrace.text.hub import model_directory
+from headrace.transport.adapter import is_adapter
+from headrace.transport.run_dir import RunDir
+from headrace.transport.weights_link import is_linked
 
 PORT = 8000
 HELP = f"""\
@@ -33,29 +41,24 @@ newest weights as they are now, apart from it.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("target", metavar="MODEL|RUN", help="a model directory or hub name; a run directory")
-    parser.add_argument("--name", help="be the server of the run that is called so (default inference)")
-    parser.add_argument("--alone", action="store_true", help="be none of the run's servers: serve its newest weights")
+    parser.add_argument("--name", help="the name of this server in its run (default inference)")
+    parser.add_argument("--alone", action="store_true", help="serve a run's newest weights, not as one of its servers")
     parser.add_argument(
         "--sharing", choices=("alternate", "overlap"), help="the run's trainer is on the same device: in turns, or not"
     )
     parser.epilog = HELP
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from headrace.transport.run_dir import RunDir
-
+def run_serve(arguments: argparse.Namespace) -> int:
     alone = arguments.alone or (arguments.name is None and is_over(Path(arguments.target)))
     config = read_target(arguments.target, arguments.overrides, alone=alone)
     run = None if config.output_dir is None else RunDir(config.output_dir)
-    from headrace.inference.server.main import serve  # takes seconds: not before the arguments are known to be good
+    from headrace.inference.server.main import serve  # takes seconds: after the arguments were checked
 
     if run is None or alone:
-        from headrace.launch.process import stop_with_launcher
-        from headrace.observe.logs import setup_logging
-
         setup_logging()
         stop_with_launcher()
         key_var = config.api_key_var if os.environ.get(config.api_key_var) else None
@@ -69,10 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def colocated_trainer(target: Path, run: RunDir, sharing: str) -> ColocatedTrainer:
     """Describe the trainer that shares the device with a server of a run."""
-    from headrace.inference.colocation import ColocatedTrainer
-    from headrace.launch.saved_config import read_sampled_run
-    from headrace.runfile.run import RunConfig
-
     config = read_sampled_run(target)
     trainer = config.trainer if isinstance(config, RunConfig) else config
     alternates = sharing == "alternate"
@@ -84,20 +83,12 @@ def colocated_trainer(target: Path, run: RunDir, sharing: str) -> ColocatedTrain
 
 
 def is_over(target: Path) -> bool:
-    """Whether this is a run that has come to its end, and that nobody is about to take further."""
-    from headrace.launch.run_directory import in_use, is_run
-    from headrace.transport.run_dir import RunDir
-
+    """Return whether this is a finished run that no process is continuing."""
     return is_run(target) and RunDir(target).final_model.is_dir() and not in_use(target)
 
 
 def read_target(target: str, overrides: list[str], *, alone: bool = False) -> InferenceConfig:
-    """The server's configuration: that of a run, or a model's with the port everyone expects."""
-    from headrace.config.base import Tree
-    from headrace.config.inference import InferenceConfig
-    from headrace.runfile.reading import parse_overrides, put, validate
-    from headrace.text.hub import model_directory
-
+    """Return the configuration of a server of a run, or of a model on the default port."""
     path = Path(target)
     tree: Tree
     if path.suffix in RUN_FILES or (path / "config.toml").is_file():
@@ -105,7 +96,7 @@ def read_target(target: str, overrides: list[str], *, alone: bool = False) -> In
         if alone:
             tree = {"served_name": target, **tree, "port": tree["port"] or PORT}
     else:
-        model_directory(target, "MODEL|RUN")  # it is there, or this says where it was looked for
+        model_directory(target, "MODEL|RUN")  # raises if the model does not exist
         tree = {"model": {"name": target}, "port": PORT}
     for key, value in parse_overrides(overrides):
         put(tree, key, value)
@@ -113,10 +104,6 @@ def read_target(target: str, overrides: list[str], *, alone: bool = False) -> In
 
 
 def _server_of_run(path: Path, alone: bool) -> InferenceConfig:
-    from headrace.launch.saved_config import read_run, read_sampled_run
-    from headrace.runfile.run import RunConfig
-    from headrace.transport.run_dir import RunDir
-
     config = read_run(path) if alone else read_sampled_run(path)
     server = config.inference if isinstance(config, RunConfig) else config.server()
     if not alone or server.output_dir is None:
@@ -125,29 +112,24 @@ def _server_of_run(path: Path, alone: bool) -> InferenceConfig:
     return server.model_copy(update={"model": server.model.model_copy(update={"name": start})})
 
 
-def starting_model(run: RunDir, given: str | None) -> str | None:
-    """What to load before the newest published version takes its place: the final model, which needs nothing else.
+def starting_model(run: RunDir, base: str | None) -> str | None:
+    """Return the model to load before the newest published version: the final model if there is one.
 
-    An adapter belongs to the model that the run was `given`.
+    If an adapter was published, it is the `base` model that the adapter belongs to.
     """
-    from headrace.errors import BadInput
-    from headrace.launch.run_directory import in_use
-    from headrace.transport.adapter import is_adapter
-    from headrace.transport.weights_link import is_linked
-
     lasting = [path for path in map(run.weights.path, run.weights.published()) if not is_linked(path)]
     if run.final_model.is_dir() and not (lasting and is_adapter(lasting[-1])):
         return str(run.final_model)
-    if not lasting and run.latest_checkpoint_step() and not in_use(run.root):  # of one that runs, its trainer has them
+    if not lasting and run.latest_checkpoint_step() and not in_use(run.root):  # the trainer of a running run has them
         raise BadInput(
             f"{run.root} was stopped, and its weights are in its checkpoints alone: write them with "
             f"`headrace export {run.root} DIR`, and serve DIR"
         )
-    return given
+    return base
 
 
 def greeting(url: str, key_var: str | None) -> str:
-    """How to call a server that is up; `key_var` has the key, if it wants one."""
+    """Return how to call the server; `key_var` is the variable with its key, if it requires one."""
     key = f' -H "Authorization: Bearer ${key_var}"' if key_var else ""
     body = shlex.quote('{"messages": [{"role": "user", "content": "Hello"}]}')
     return (

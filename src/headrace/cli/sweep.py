@@ -1,4 +1,4 @@
-"""`headrace sweep`: many runs over a grid, a list or random values of any keys, with seeds, and a report of them."""
+"""`headrace sweep`: run many variants of a run file, evaluate their models, and report on them."""
 
 from __future__ import annotations
 
@@ -6,109 +6,116 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from headrace.cli.arguments import add_format
-
-if TYPE_CHECKING:
-    from headrace.tools.sweep.file import SweepConfig
-    from headrace.tools.sweep.plan import Planned
-    from headrace.tools.sweep.record import SweepRecord
+from headrace.cli import eval as eval_command
+from headrace.cli.common import add_format
+from headrace.cli.config import kind_of
+from headrace.cli.training import exit_on_sigterm
+from headrace.config.base import ConfigError
+from headrace.errors import BadInput
+from headrace.launch.own_code import add_code_folders
+from headrace.launch.run_directory import hold
+from headrace.observe.chart_export import check_format, convert_plots
+from headrace.runfile.run import RunConfig
+from headrace.tools.compare.view import align
+from headrace.tools.sweep.config import SweepConfig, flatten, override_words, read_sweep
+from headrace.tools.sweep.jobs import default_directory, make_jobs
+from headrace.tools.sweep.plan import PlannedRun, format_value, plan_runs
+from headrace.tools.sweep.record import (
+    SweepRecord,
+    check_settings,
+    name_runs,
+    read_record,
+    revise_record,
+    write_record,
+)
+from headrace.tools.sweep.report import write_report
+from headrace.tools.sweep.results import EVALUATION
+from headrace.tools.sweep.runner import Runner, divide_machine
 
 NOT_IN_FILE = ("checkpoints", "output", "zero_shot")
-"""Options of `headrace eval` that a sweep sets itself, or has no use for."""
+"""Options of `headrace eval` that a sweep sets itself, or does not support."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         metavar="FILE",
         nargs="+",
         type=Path,
-        help="the sweep's file, or several that are merged left to right; docs/how-to/sweeps.md says what is in them",
+        help="the sweep's file, or several that are merged left to right; see docs/how-to/sweeps.md",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the runs and what each sets, and stop")
-    how.add_argument("--report", action="store_true", help="only write the report of what is there, also while it runs")
+    how.add_argument("--report", action="store_true", help="only write the report, also while the sweep runs")
     how.add_argument("--clean", action="store_true", help="delete runs that were started with other settings")
     add_format(parser)
     parser.epilog = (
-        "Any key of the file can be set on top of it: --parallel 2, --output_dir DIR. What is done is kept: the same "
-        "command goes on where it was stopped."
+        "Any key of the file can be overridden: --parallel 2, --output_dir DIR. The same command continues a "
+        "sweep that was stopped."
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from headrace.cli.training import leaving_on_sigterm
-
-    with leaving_on_sigterm():
+def run_sweep(arguments: argparse.Namespace) -> int:
+    with exit_on_sigterm():
         return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Read, check all runs, then start them. Nothing is changed before all checks passed."""
-    from headrace.cli.config import kind_of
-    from headrace.launch.own_code import add_code_folders
-    from headrace.launch.run_directory import hold
-    from headrace.observe.chart_export import check_format
-    from headrace.runfile.run import RunConfig
-    from headrace.tools.sweep.file import flat, read_sweep
-    from headrace.tools.sweep.jobs import default_directory, jobs_of
-    from headrace.tools.sweep.launch import run_jobs, shares_of
-    from headrace.tools.sweep.plan import planned
-    from headrace.tools.sweep.record import check_settings, named, read_record, revised, write_record
-
+    """Read and check all runs, then start them. Nothing is changed before all checks passed."""
     check_format(arguments.format)
     sweep = read_sweep(arguments.files, arguments.overrides)
-    written = " + ".join(map(str, arguments.files))
     files = sweep.files
     add_code_folders(files)
-    kind, common = kind_of(files) or RunConfig, flat(sweep.overrides)
+    kind, common = kind_of(files) or RunConfig, flatten(sweep.overrides)
     directory = sweep.output_dir or default_directory(common, kind, files, arguments.files)
     if arguments.report:
-        return _report_again(directory, sweep, arguments.format)
-    evaluation = None if sweep.eval is None else read_evaluation(sweep.eval, written, directory)
-    runs = named(planned(sweep), read_record(directory))
-    jobs = jobs_of(runs, common, kind, files, directory)
-    at_once = len(shares_of(sweep, jobs))
-    if arguments.dry_run:
-        _print_plan(runs, directory, at_once)
+        record = read_record(directory)
+        if not record.plan:
+            raise BadInput(f"{directory} has no sweep: start one by leaving --report out")
+        _report(directory, record, sweep, arguments.format)
         return 0
-    with hold(directory) as held:
+    evaluation = None
+    if sweep.eval is not None:
+        evaluation = read_evaluation(sweep.eval, " + ".join(map(str, arguments.files)), directory)
+    runs = name_runs(plan_runs(sweep), read_record(directory))
+    jobs = make_jobs(runs, common, kind, files, directory)
+    shares = divide_machine(sweep, jobs)
+    if arguments.dry_run:
+        print(f"{len(runs)} runs in {directory}, {len(shares)} at once\n{_plan_table(runs)}")
+        return 0
+    with hold(directory) as lock:
         known = read_record(directory)
-        record = revised(known, runs, {job.name: job.config for job in jobs}, files)
+        record = revise_record(known, runs, {job.name: job.config for job in jobs}, files)
         check_settings(directory, known, record, clean=arguments.clean)
         write_record(directory, record)
-        code = run_jobs(sweep, record, directory, jobs, held)
+        code = Runner(sweep, record, directory, jobs, lock).run()
         try:
-            if code == 0 and evaluation is not None:
-                code = _evaluate(record, directory, evaluation)
+            finished = [str(directory / run.name) for run in record.planned if run.outcome == "finished"]
+            if code == 0 and evaluation is not None and finished:
+                evaluation.models = finished
+                code = eval_command.run_eval(evaluation)
         finally:
             _report(directory, record, sweep, arguments.format)
-    failed = [run.name for run in record.asked if run.outcome == "failed"]
+    failed = [run.name for run in record.planned if run.outcome == "failed"]
     if failed and code == 0:
         print(f"headrace: failed: {', '.join(failed)}; the same command tries again", file=sys.stderr)
         return 1
     return code
 
 
-def _print_plan(runs: Mapping[str, Planned], directory: Path, at_once: int) -> None:
-    from headrace.tools.compare.view import align
-    from headrace.tools.sweep.names import shown
-
-    keys = list(dict.fromkeys(key for run in runs.values() for key in run.overrides({})))
-    cells = [["run", *keys]]
-    for name, run in runs.items():
-        values = run.overrides({})
-        cells.append([name, *(shown(values[key]) if key in values else "" for key in keys)])
-    print(f"{len(runs)} runs in {directory}, {at_once} at once\n{align(cells)}")
+def _plan_table(runs: Mapping[str, PlannedRun]) -> str:
+    values = {name: run.overrides({}) for name, run in runs.items()}
+    keys = list(dict.fromkeys(key for of_run in values.values() for key in of_run))
+    rows = [
+        [name, *(format_value(of_run[key]) if key in of_run else "" for key in keys)] for name, of_run in values.items()
+    ]
+    return align([["run", *keys], *rows])
 
 
 def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> argparse.Namespace:
-    """The table `eval` as the arguments of `headrace eval`, without its models; refused as there."""
-    from headrace.cli import eval as command
-    from headrace.config.base import ConfigError
-    from headrace.tools.sweep.results import EVALUATION
+    """Parse the table `eval` as arguments of `headrace eval`; `models` are set later."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -118,48 +125,22 @@ def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> arg
         if key in NOT_IN_FILE:
             raise ConfigError(f"{file}: eval.{key}: the final models are evaluated, into the sweep's folder")
     parser = Parser(allow_abbrev=False, add_help=False)
-    command.configure(parser)
-    options = [word for key, value in table.items() for word in _option(key, value)]
-    arguments = parser.parse_args(["models", *options, "--output", str(directory / EVALUATION)])
-    command.read_evaluation(arguments)
+    eval_command.configure_eval(parser)
+    words = [word for key, value in table.items() for word in _option(key, value)]
+    arguments = parser.parse_args(["models", *words, "--output", str(directory / EVALUATION)])
+    eval_command.read_evaluation(arguments)
     return arguments
 
 
 def _option(key: str, value: Any) -> list[str]:
-    """`--num-examples 200`; a table as KEY=VALUE."""
-    from headrace.tools.sweep.words import words
-
+    """Return `--num-examples 200`; a table becomes KEY=VALUE words."""
     name = f"--{key.replace('_', '-')}"
     if isinstance(value, dict):
-        return [name, *(word.removeprefix("--") for word in words(value))]
+        return [name, *(word.removeprefix("--") for word in override_words(value))]
     return [name, *map(str, value if isinstance(value, list) else [value])]
 
 
-def _evaluate(record: SweepRecord, directory: Path, arguments: argparse.Namespace) -> int:
-    """The final models of the runs that are finished."""
-    from headrace.cli import eval as command
-
-    finished = [str(directory / run.name) for run in record.asked if run.outcome == "finished"]
-    if not finished:
-        return 0
-    return command.run(argparse.Namespace(**{**vars(arguments), "models": finished}))
-
-
-def _report_again(directory: Path, sweep: SweepConfig, format: str) -> int:
-    from headrace.errors import BadInput
-    from headrace.tools.sweep.record import read_record
-
-    record = read_record(directory)
-    if not record.plan:
-        raise BadInput(f"{directory} has no sweep: start one by leaving --report out")
-    _report(directory, record, sweep, format)
-    return 0
-
-
 def _report(directory: Path, record: SweepRecord, sweep: SweepConfig, format: str) -> None:
-    from headrace.observe.chart_export import convert_plots
-    from headrace.tools.sweep.report import write_report
-
     report = write_report(directory, record, sweep.metrics)
     page, *others = [*report.files, *convert_plots(report.files, format)]
     print(f"{report.text}\n\nwrote {page}, {', '.join(path.name for path in others)}")

@@ -1,4 +1,4 @@
-"""How `rl` and `sft` go from files on the command line to a launched run."""
+"""`headrace rl` and `headrace sft`: from files on the command line to a launched run."""
 
 from __future__ import annotations
 
@@ -10,55 +10,74 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headrace.config.sft import SftConfig
-    from headrace.launch.run_directory import DirectoryPlan
-    from headrace.runfile.run import RunConfig
+from headrace.cli.common import add_run_arguments
+from headrace.cli.config import kind_of
+from headrace.config.base import ConfigError
+from headrace.config.files import dump
+from headrace.config.sft import SftConfig
+from headrace.launch.errors import BadRequest, naming_run
+from headrace.launch.own_code import add_code_folders
+from headrace.launch.process import set_variables, stop_with_launcher
+from headrace.launch.run_directory import DirectoryPlan, is_run, plan_directory, refuse_shorter
+from headrace.launch.saved_config import changes, pin
+from headrace.runfile.reading import load
+from headrace.runfile.run import RunConfig
+from headrace.transport.run_dir import RunDir
 
-GRACE_S = 60.0
-"""Seconds to end in order once the sweep that started this run is gone: its processes end one after the other."""
+Kind = type[RunConfig] | type[SftConfig]
+STOP_TIMEOUT_S = 60.0
+"""Time to stop after the sweep that started this run has ended: the run's processes stop one after the other."""
 
 
-def run_from_files(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
-    """From the command line to the exit code; SIGTERM ends it in order at any moment, and so does a sweep's end."""
-    from headrace.launch.process import stop_with_launcher
+def configure_rl(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser, "--trainer.optim.lr 1e-5")
 
-    with leaving_on_sigterm():
-        stop_with_launcher(GRACE_S)
-        return _run(kind, command, arguments)
+
+def configure_sft(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser, "--optim.lr 1e-5")
+
+
+def run_rl(arguments: argparse.Namespace) -> int:
+    return _run(RunConfig, arguments)
+
+
+def run_sft(arguments: argparse.Namespace) -> int:
+    return _run(SftConfig, arguments)
+
+
+def _run(kind: Kind, arguments: argparse.Namespace) -> int:
+    """Run to the exit code; SIGTERM, or the end of a sweep that started this, stops the run in order."""
+    with exit_on_sigterm():
+        stop_with_launcher(STOP_TIMEOUT_S)
+        return _launch(kind, arguments)
 
 
 @contextmanager
-def leaving_on_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM leaves through every clean-up."""
-    previous = signal.signal(signal.SIGTERM, _end)
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into `SystemExit`, so that every clean-up runs."""
+    previous = signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argparse.Namespace) -> int:
+def _exit(number: int, frame: FrameType | None) -> None:
+    _notify(f"stopped by {signal.Signals(number).name}")
+    raise SystemExit(128 + number)
+
+
+def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
     """Load, check, find the model, prepare the run directory, launch. Nothing is changed before all checks passed."""
     from headrace.text import import_renderers
 
     import_renderers()
     from headrace.algorithms.user_function import load_function
-    from headrace.config.base import ConfigError
-    from headrace.config.files import dump
     from headrace.launch.checks import check_run
-    from headrace.launch.errors import naming_run
     from headrace.launch.local import launch, on_this_machine
     from headrace.launch.origin import model_of_run, resolve, resolve_again
-    from headrace.launch.own_code import add_code_folders
-    from headrace.launch.process import set_variables
-    from headrace.launch.saved_config import changes, pin
-    from headrace.runfile.reading import load
-    from headrace.runfile.run import RunConfig
     from headrace.trainer.losses.custom import CustomLossConfig
-    from headrace.transport.run_dir import RunDir
 
     folders = add_code_folders(arguments.files)
     _refuse_other_kind(kind, arguments.files)
@@ -89,7 +108,7 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
         _notify(plan.notice)
     if plan.resume and (changed := changes(config, before)):
         _notify("the configuration differs from the saved one: " + "; ".join(changed))
-    words = [command, *map(str, arguments.files), *arguments.overrides]
+    words = [arguments.command, *map(str, arguments.files), *arguments.overrides]
     if plan.fork_of is not None:
         words = [*_without_output_dir(words), "--output_dir", str(plan.directory)]
     again = shlex.join(["headrace", *words, "--resume"])
@@ -98,12 +117,8 @@ def _run(kind: type[RunConfig] | type[SftConfig], command: str, arguments: argpa
         return launch(config, RunDir(plan.directory), folders, resume=plan.resume, again=again)
 
 
-def _refuse_other_kind(kind: type[RunConfig] | type[SftConfig], files: Sequence[Path]) -> None:
-    """Refuse a run file of supervised training for `rl`, and the reverse, rather than its keys one by one."""
-    from headrace.cli.config import kind_of
-    from headrace.config.base import ConfigError
-    from headrace.runfile.run import RunConfig
-
+def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
+    """Raise `ConfigError` for a run file of `sft` given to `rl`, and the reverse, instead of one error per key."""
     other = kind_of(files)
     if other is not None and other is not kind:
         command = "rl" if other is RunConfig else "sft"
@@ -112,7 +127,7 @@ def _refuse_other_kind(kind: type[RunConfig] | type[SftConfig], files: Sequence[
 
 
 def _without_output_dir(words: Sequence[str]) -> list[str]:
-    """Drop an override of the directory, which may be written in two ways."""
+    """Remove an override of the directory, in both of its forms."""
     kept = [word for word in words if not word.startswith("--output_dir=")]
     if "--output_dir" in kept:
         place = kept.index("--output_dir")
@@ -121,10 +136,8 @@ def _without_output_dir(words: Sequence[str]) -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> DirectoryPlan:
-    """What is to be done with `output_dir`, and that it can be done."""
-    from headrace.config.base import ConfigError
+    """Return what will be done with `output_dir`; raises if it cannot be done."""
     from headrace.launch.local import check_ports, has_servers
-    from headrace.launch.run_directory import plan_directory, refuse_shorter
 
     if config.output_dir is None:
         raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
@@ -138,11 +151,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> Direc
 
 
 def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
-    """A run that was copied or moved has a configuration which still names its old place."""
-    from headrace.launch.errors import BadRequest
-    from headrace.launch.run_directory import is_run
-    from headrace.transport.run_dir import RunDir
-
+    """Raise `BadRequest` if the run file is that of a copied or moved run, which names the old directory."""
     if any(word.partition("=")[0] == "--output_dir" for word in arguments.overrides):
         return
     for file in arguments.files:
@@ -152,12 +161,6 @@ def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
                 f"{file} is of a run in {output_dir}, and lies in {folder}: was that copied or moved? "
                 f"Say which is meant: --output_dir {folder}, or --output_dir {output_dir}"
             )
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Until the run has a supervisor, and after: leave at once, but through every clean-up."""
-    _notify(f"stopped by {signal.Signals(number).name}")
-    raise SystemExit(128 + number)
 
 
 def _notify(*notices: str) -> None:

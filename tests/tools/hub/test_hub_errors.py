@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import pull, push
-from headrace.cli.main import main, parse
+from headrace.cli.main import main, parse, run_command
 from headrace.errors import BadInput
 from headrace.launch.run_directory import hold
-from headrace.tools.hub.errors import HubFailure
-from headrace.tools.hub.repository import Repository
+from headrace.tools.hub.repository import HubFailure, Repository
 from tests.observe.runs import write_run
 from tests.tools.hub.conftest import write_model
 from tests.tools.hub.stand_in import READER, WRITER, Hub
@@ -22,7 +20,7 @@ def refusal(*words: object) -> BadInput:
     """The error of the command."""
     arguments = parse([str(word) for word in words])
     with pytest.raises(BadInput) as error:
-        {"push": push, "pull": pull}[arguments.command].run(arguments)
+        run_command(arguments)
     return error.value
 
 
@@ -216,7 +214,7 @@ def test_a_secret_among_the_settings_of_a_run(
 def test_somebody_else_pushed_in_between(hub: Hub, model: Path):
     main(["push", str(model), "team/small"])
     (model / "tokenizer.json").write_text("other")
-    repository = Repository("team/small", "model", WRITER, "HF_TOKEN")
+    repository = Repository("team/small", "model", "HF_TOKEN")
     seen = repository.snapshot("main")
     assert seen is not None
     main(["push", str(model), "team/small"])

@@ -20,7 +20,7 @@ from headrace.launch.run_directory import checkpoints
 from headrace.launch.saved_config import read_run
 from headrace.observe.summary import summarize
 from headrace.rollout.types import Rollout
-from headrace.tools.hub.checksums import Checksum, git_of, sha256_of
+from headrace.tools.hub.repository import Checksum, git_hash_of, sha256_of
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.tools.hub.conftest import KEY, write_checkpoint, write_model
@@ -333,7 +333,7 @@ def test_a_file_of_a_run_outside_of_its_places_is_not_restored(hub: Hub, run: Pa
 def test_checksums_are_those_of_git_and_of_lfs(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"what is up, doc?")
     for content in (tmp_path / "file", b"what is up, doc?"):
-        assert git_of(content) == "bd9dbf5aae1a3862dd1526723246b20206e5fc37"  # Pro Git, "Git Objects"
+        assert git_hash_of(content) == "bd9dbf5aae1a3862dd1526723246b20206e5fc37"  # Pro Git, "Git Objects"
         assert Checksum(16, "bd9dbf5aae1a3862dd1526723246b20206e5fc37", None).fits(content)
         assert Checksum(16, "", sha256_of(b"what is up, doc?")).fits(content)
         assert not Checksum(16, "", sha256_of(b"what is up, Doc?")).fits(content)

@@ -12,8 +12,8 @@ from headrace.runfile.run import RunConfig
 from headrace.tools.evaluate.completions import Correctness, ScoredEpisode
 from headrace.tools.evaluate.report import write_report
 from headrace.tools.evaluate.results import ModelResult, compute_result
-from headrace.tools.sweep.plan import Planned
-from headrace.tools.sweep.record import SweepRecord, named, revised, write_record
+from headrace.tools.sweep.plan import PlannedRun
+from headrace.tools.sweep.record import SweepRecord, name_runs, revise_record, write_record
 from headrace.transport.run_dir import RunDir
 from tests.observe.runs import write_run
 
@@ -27,18 +27,18 @@ id = "reverse-text"
 LR = "trainer.optim.lr"
 
 
-def grid(*rates: float, seeds: Sequence[int] = (0, 1)) -> list[Planned]:
-    return [Planned(f"lr={lr}", {LR: lr}, seed) for lr in rates for seed in seeds]
+def grid(*rates: float, seeds: Sequence[int] = (0, 1)) -> list[PlannedRun]:
+    return [PlannedRun(f"lr={lr}", {LR: lr}, seed) for lr in rates for seed in seeds]
 
 
 def record_of(
-    directory: Path, runs: Sequence[Planned], known: SweepRecord | None = None, steps: int = 7
+    directory: Path, runs: Sequence[PlannedRun], known: SweepRecord | None = None, steps: int = 7
 ) -> SweepRecord:
     """What a sweep of these runs would write."""
     file = directory / "rl.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(RUN_FILE.format(steps=steps))
-    by_name = named(runs, known or SweepRecord())
+    by_name = name_runs(runs, known or SweepRecord())
     configs = {
         name: load(
             RunConfig,
@@ -47,13 +47,13 @@ def record_of(
         )[0]
         for name, run in by_name.items()
     }
-    return revised(known or SweepRecord(), by_name, configs, [file])
+    return revise_record(known or SweepRecord(), by_name, configs, [file])
 
 
 def write_sweep(directory: Path, ends: Mapping[tuple[float, int], float]) -> SweepRecord:
     """A finished sweep over learning rates and seeds: seven steps each, the last five of which come to `ends`."""
     record = record_of(directory, [run for (lr, seed) in ends for run in grid(lr, seeds=[seed])])
-    for run, ((lr, seed), end) in zip(record.asked, ends.items(), strict=True):
+    for run, ((lr, seed), end) in zip(record.planned, ends.items(), strict=True):
         write_run(directory / run.name, [0.0, 0.1, *[end] * 5], {0: 0.1, 7: end}, keys={LR: lr, "seed": seed})
         run.outcome = "finished"
     write_record(directory, record)

@@ -111,7 +111,7 @@ def test_without_a_folder_or_a_storage_root_the_file_is_asked_for_one(folder: Pa
     assert "sweep.yaml: output_dir: " in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_be_is_told_with_the_end_of_its_log_and_tried_again_by_the_next_command(
+def test_a_failed_run_is_reported_with_the_end_of_its_log_and_tried_again_by_the_next_command(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ):
     (folder / "rl.toml").write_text(RUN_FILE.format(output="alone", model=folder / "no-model"))

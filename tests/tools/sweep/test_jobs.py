@@ -9,8 +9,8 @@ import pytest
 from headrace.config.sft import SftConfig
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
-from headrace.tools.sweep.jobs import jobs_of
-from headrace.tools.sweep.plan import Planned
+from headrace.tools.sweep.jobs import make_jobs
+from headrace.tools.sweep.plan import PlannedRun
 
 SFT = 'max_steps = 3\nseq_len = 64\nmodel.init = "tiny"\n[data]\nenv = "reverse-text"\n'
 RL = 'max_steps = 3\nseq_len = 64\nmodel.init = "tiny"\n[[orchestrator.train.env]]\nid = "reverse-text"\n'
@@ -26,8 +26,8 @@ def test_a_job_is_the_command_that_loads_what_was_checked(
 ):
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(text)
-    runs = {"steps=5,seed=2": Planned("steps=5", {"max_steps": 5}, 2)}
-    (job,) = jobs_of(runs, {"seq_len": 32}, kind, [Path("run.toml")], Path("out"))
+    runs = {"steps=5,seed=2": PlannedRun("steps=5", {"max_steps": 5}, 2)}
+    (job,) = make_jobs(runs, {"seq_len": 32}, kind, [Path("run.toml")], Path("out"))
     first, file, *overrides = job.words
     assert (first, file) == (command, "run.toml")
     assert load(kind, [Path(file)], overrides)[0] == job.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,8 @@ import pytest
 
 from headrace.config.base import ConfigError, Tree
 from headrace.runfile.reading import parse_overrides, validate
-from headrace.tools.sweep.draws import draw
-from headrace.tools.sweep.file import SweepConfig, flat, read_sweep
-from headrace.tools.sweep.names import folder_name
-from headrace.tools.sweep.plan import planned
-from headrace.tools.sweep.words import words
+from headrace.tools.sweep.config import SweepConfig, flatten, override_words, read_sweep
+from headrace.tools.sweep.plan import draw, folder_name, plan_runs
 from tests.refusals import refused
 
 
@@ -23,7 +21,7 @@ def sweep(**keys: Any) -> SweepConfig:
 
 
 def test_a_grid_is_every_combination_with_every_seed_the_last_key_fastest():
-    runs = planned(sweep(grid={"trainer.optim.lr": [1e-5, 0.1], "max_steps": [2, 3]}, seeds=[0, 7]))
+    runs = plan_runs(sweep(grid={"trainer.optim.lr": [1e-5, 0.1], "max_steps": [2, 3]}, seeds=[0, 7]))
     assert [run.label for run in runs[:5]] == [
         "lr=1e-05,max_steps=2,seed=0",
         "lr=1e-05,max_steps=2,seed=7",
@@ -42,24 +40,24 @@ def test_a_grid_is_every_combination_with_every_seed_the_last_key_fastest():
 
 def test_keys_may_be_nested_as_toml_has_them():
     nested = sweep(grid={"trainer": {"optim": {"lr": [1, 2]}}})
-    assert [run.values for run in planned(nested)] == [{"trainer.optim.lr": 1}, {"trainer.optim.lr": 2}]
-    assert flat({"a.b": 1, "a": {"b": 2, "c": [{"d": 3}]}}) == {"a.b": 2, "a.c": [{"d": 3}]}
+    assert [run.values for run in plan_runs(nested)] == [{"trainer.optim.lr": 1}, {"trainer.optim.lr": 2}]
+    assert flatten({"a.b": 1, "a": {"b": 2, "c": [{"d": 3}]}}) == {"a.b": 2, "a.c": [{"d": 3}]}
 
 
-def test_keys_are_told_by_as_few_last_parts_as_tell_them_apart():
-    runs = planned(sweep(grid={"trainer.seq_len": [1], "orchestrator.seq_len": [2]}))
+def test_keys_are_named_by_as_few_last_parts_as_distinguish_them():
+    runs = plan_runs(sweep(grid={"trainer.seq_len": [1], "orchestrator.seq_len": [2]}))
     assert runs[0].label == "trainer.seq_len=1,orchestrator.seq_len=2"
 
 
 def test_entries_of_a_list_have_their_names_or_what_they_set():
-    runs = planned(sweep(list=[{}, {"name": "brief", "a.lambda": 1.0}, {"a": {"gate": True}, "b.levels": [1, 2]}]))
+    runs = plan_runs(sweep(list=[{}, {"name": "brief", "a.lambda": 1.0}, {"a": {"gate": True}, "b.levels": [1, 2]}]))
     assert [run.variant for run in runs] == ["base", "brief", "gate=true,levels=1+2"]
     assert [run.values for run in runs] == [{}, {"a.lambda": 1.0}, {"a.gate": True, "b.levels": [1, 2]}]
     assert [run.seed for run in runs] == [None] * 3
 
 
 def test_values_that_read_alike_have_names_that_do_not():
-    one, other = planned(sweep(grid={"key": [1, "1"]}))
+    one, other = plan_runs(sweep(grid={"key": [1, "1"]}))
     assert one.variant != other.variant
     assert one.variant.startswith("key=1-")
 
@@ -76,9 +74,9 @@ RANDOM = {
 
 
 def test_drawn_values_are_the_same_under_the_same_seed_and_in_their_ranges():
-    runs = planned(sweep(random=RANDOM))
-    assert runs == planned(sweep(random=RANDOM))
-    assert runs != planned(sweep(random={**RANDOM, "seed": 1}))
+    runs = plan_runs(sweep(random=RANDOM))
+    assert runs == plan_runs(sweep(random=RANDOM))
+    assert runs != plan_runs(sweep(random={**RANDOM, "seed": 1}))
     values = [run.values for run in runs]
     assert all(1e-6 <= point["trainer.optim.lr"] <= 1e-4 for point in values)
     assert sum(point["trainer.optim.lr"] < 1e-5 for point in values) in range(15, 36)  # half of the logarithms
@@ -88,23 +86,23 @@ def test_drawn_values_are_the_same_under_the_same_seed_and_in_their_ranges():
 
 
 def test_more_points_or_another_key_leave_the_drawn_values_as_they_were():
-    runs = planned(sweep(random=RANDOM))
-    assert planned(sweep(random={**RANDOM, "num": 20})) == runs[:20]
-    more = planned(sweep(random={"num": 50, "keys": {**RANDOM["keys"], "y": {"uniform": [0, 1]}}}))
+    runs = plan_runs(sweep(random=RANDOM))
+    assert plan_runs(sweep(random={**RANDOM, "num": 20})) == runs[:20]
+    more = plan_runs(sweep(random={"num": 50, "keys": {**RANDOM["keys"], "y": {"uniform": [0, 1]}}}))
     assert [{key: run.values[key] for key in runs[0].values} for run in more] == [run.values for run in runs]
 
 
-def test_a_draw_is_told_in_four_digits_within_its_range():
-    assert draw({"uniform": [0.123411, 0.123412]}, "x", 0, 0) == 0.123411
-    drawn = draw({"uniform": [0, 1]}, "x", 0, 0)
+def test_a_draw_has_four_digits_within_its_range():
+    assert draw("uniform", [0.123411, 0.123412], random.Random(0)) == 0.123411
+    drawn = draw("uniform", [0, 1], random.Random(0))
     assert drawn == float(f"{drawn:.4g}")
 
 
 def test_points_that_were_drawn_twice_count_once():
-    runs = planned(sweep(random={"num": 3, "keys": {"n": {"choice": [1, 2, 3]}}}))
+    runs = plan_runs(sweep(random={"num": 3, "keys": {"n": {"choice": [1, 2, 3]}}}))
     assert sorted(run.values["n"] for run in runs) == [1, 2, 3]
     with refused(ConfigError, key="random.num", value=4):
-        planned(sweep(random={"num": 4, "keys": {"n": {"choice": [1, 2, 3]}}}))
+        plan_runs(sweep(random={"num": 4, "keys": {"n": {"choice": [1, 2, 3]}}}))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +123,8 @@ def test_points_that_were_drawn_twice_count_once():
         ({"list": [{"a": 1}, {"name": "x", "a": 1}]}, "list.1"),
         ({"list": [{"name": "x"}, {"name": "x", "a": 1}]}, "list.1.name"),
         ({"random": {"num": 1, "keys": {"a": {"unifrom": [0, 1]}}}}, "random.keys.a.unifrom"),
+        ({"random": {"num": 1, "keys": {"a": {"uniform": [0, 1], "choice": [2]}}}}, "random.keys.a.choice"),
+        ({"random": {"num": 1, "keys": {"uniform": [0, 1]}}}, "random.keys.uniform"),
         ({"random": {"num": 1, "keys": {"a": {"uniform": [1, 0]}}}}, "random.keys.a.uniform"),
         ({"random": {"num": 1, "keys": {"a": {"integers": [0, 1.5]}}}}, "random.keys.a.integers"),
         ({"random": {"num": 1, "keys": {"a": {"log_uniform": [0, 1]}}}}, "random.keys.a.log_uniform"),
@@ -132,14 +132,14 @@ def test_points_that_were_drawn_twice_count_once():
 )
 def test_what_cannot_be_meant_is_refused_by_its_key(keys: Tree, key: str | None):
     with refused(ConfigError, key=key):
-        planned(sweep(**keys))
+        plan_runs(sweep(**keys))
 
 
 @pytest.mark.parametrize(
     "value", [1, 1e-05, -0.5, True, "true", 'a "b" = \\c', "--x", [1, [2.5]], {"a b": {"c": ["d"]}}]
 )
 def test_a_value_survives_the_command_line(value: Any):
-    assert parse_overrides(words({"some.key": value})) == [(["some", "key"], value)]
+    assert parse_overrides(override_words({"some.key": value})) == [(["some", "key"], value)]
 
 
 def test_folders_are_fit_for_file_systems_and_never_two_alike():
@@ -175,4 +175,4 @@ def test_a_second_file_changes_the_first_and_names_run_files_beside_itself(tmp_p
     (folder / "sweep.yaml").write_text("run: [../rl.toml, size.toml]\nseeds: [7]")
     sweep = read_sweep([tmp_path / "sweep.yaml", folder / "sweep.yaml"], [])
     assert sweep.files == [tmp_path / "rl.toml", folder / "size.toml"]
-    assert [run.label for run in planned(sweep)] == ["a=1,seed=7", "a=2,seed=7"]
+    assert [run.label for run in plan_runs(sweep)] == ["a=1,seed=7", "a=2,seed=7"]

@@ -7,22 +7,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.tools.sweep.progress import Progress, View, table
+from headrace.tools.sweep.progress import RunProgress, SweepView, progress_table
 from headrace.tools.sweep.record import State
 from tests.observe.runs import write_run
 
 
-def progress(directory: Path, name: str, state: State, rewards: list[float]) -> Progress:
+def progress(directory: Path, name: str, state: State, rewards: list[float]) -> RunProgress:
     if rewards:
         write_run(directory / name, rewards)
-    run = Progress(name, directory / name, state, 4)
-    run.read()
-    return run
+    return RunProgress(name, directory / name, state, 4)
 
 
-def drawn(runs: list[Progress]) -> str:
+def drawn(runs: list[RunProgress]) -> str:
     console = Console(file=io.StringIO(), width=100)
-    console.print(table("lr-sweep", runs))
+    console.print(progress_table("lr-sweep", runs))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -42,9 +40,9 @@ def test_of_many_runs_those_are_shown_that_run_or_have_failed(tmp_path: Path):
     assert "run-19" not in picture and "run-22" not in picture
 
 
-def test_without_a_terminal_a_line_now_and_then_tells_how_far_runs_have_come(tmp_path: Path):
+def test_without_a_terminal_a_line_now_and_then_shows_how_far_runs_have_come(tmp_path: Path):
     console = Console(file=io.StringIO(), width=40)
-    view = View("lr-sweep", [progress(tmp_path, f"lr={n}", "running", [0.25, 0.5]) for n in (1, 2)], console)
+    view = SweepView("lr-sweep", [progress(tmp_path, f"lr={n}", "running", [0.25, 0.5]) for n in (1, 2)], console)
     view.show()
     view.show()  # too soon for another
     view.close()

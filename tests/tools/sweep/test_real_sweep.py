@@ -27,12 +27,12 @@ eval: {{env: reverse-text, num_examples: 3, max_tokens: 8}}
 
 
 def states(output: Path) -> dict[str, str]:
-    return {run.name: state_of(run, output) for run in read_record(output).asked}
+    return {run.name: state_of(run, output) for run in read_record(output).planned}
 
 
 def living(output: Path) -> set[int]:
     """The processes of all runs."""
-    runs = [output / run.name for run in read_record(output).asked]
+    runs = [output / run.name for run in read_record(output).planned]
     return {pid for run in runs for pid in processes_of(run).values()}
 
 

@@ -61,7 +61,7 @@ def test_the_page_is_one_file_that_needs_no_other(tmp_path: Path):
     ElementTree.fromstring(body)  # every tag is closed, every text escaped
 
 
-def test_unfinished_failed_and_waiting_runs_are_told_as_what_they_are(tmp_path: Path):
+def test_unfinished_failed_and_waiting_runs_are_listed_as_such(tmp_path: Path):
     known = write_sweep(tmp_path, ENDS)
     record = record_of(tmp_path, grid(0.1, 0.2, 0.3), known)
     record.runs["lr=0.1,seed=1"].outcome = ""
@@ -108,7 +108,7 @@ def test_with_nothing_to_compare_the_report_says_why(tmp_path: Path):
 
 def test_names_that_were_given_are_explained_by_what_they_set(tmp_path: Path):
     record = write_sweep(tmp_path, ENDS)
-    for run in record.asked:
+    for run in record.planned:
         run.variant = {0.1: "slow", 0.2: "fast"}[run.values["trainer.optim.lr"]]
     write_report(tmp_path, record, [])
     page = (tmp_path / "report.md").read_text()

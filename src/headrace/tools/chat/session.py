@@ -1,34 +1,38 @@
-"""A conversation with a served model, from the first question to the last."""
+"""A chat in the terminal: questions go to a served model, and its replies are shown while they are generated."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from headrace.errors import BadInput
 from headrace.inference.client.chat_stream import ChatClient, ReplyChunk, StreamedReply
 from headrace.inference.client.openai_client import ModelEntry, OpenAIError, OpenAIRejected
-from headrace.tools.chat.commands import Leave, obey, question_in, read_line
-from headrace.tools.chat.conversation import Conversation
-from headrace.tools.chat.terminal import Terminal
+from headrace.tools.chat.conversation import Conversation, ExitChat, question_of, read_line, run_chat_command
 
-NEVER_UPDATED = "0-0"
-"""The version of weights that are as the model came."""
+INITIAL_VERSION = "0-0"
+"""The version of weights that were never updated."""
+STYLES = {"text": "", "thought": "dim", "call": "cyan"}
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ContextFull(OpenAIRejected):
-    """The conversation is as long as the model takes, or longer. The message says how long."""
+    """The conversation has reached the model's maximum length, which the message states."""
 
 
 class Session:
-    """A model of a server, and what has been said to it."""
+    """A conversation with one model of a server."""
 
     def __init__(self, server: ChatClient, model: ModelEntry, conversation: Conversation) -> None:
         self.server, self.model, self.conversation = server, model, conversation
 
-    def pieces(self, question: str, reply: StreamedReply) -> Generator[ReplyChunk, None, None]:
-        """Ask, and go through the reply. A question without any answer is taken back, an answer cut off is kept."""
+    def stream(self, question: str, reply: StreamedReply) -> Generator[ReplyChunk, None, None]:
+        """Yield the chunks of the reply. A question without an answer is removed, a truncated answer is kept."""
         conversation = self.conversation
         conversation.ask(question)
         body: dict[str, Any] = {"model": self.model.id, "messages": conversation.prompt(), **conversation.settings}
@@ -46,26 +50,24 @@ class Session:
                 conversation.withdraw()
 
     def describe(self, reply: StreamedReply, seconds: float) -> str:
-        """What there is to know about a reply that took so long."""
-        facts = []
+        """Return tokens, speed, finish reason, weights version and used context of a reply."""
+        facts, used = [], 0
         if reply.usage is not None:
             tokens = reply.usage.completion_tokens
+            used = reply.usage.prompt_tokens + tokens
             facts += [f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
         facts.append(reply.finish_reason or "stopped")
-        if (version := self.server.weights_version()) not in (None, NEVER_UPDATED):
+        if (version := self.server.weights_version()) not in (None, INITIAL_VERSION):
             facts.append(f"weights {version}")
-        used, longest = self._used(reply), self.model.max_model_len
+        longest = self.model.max_model_len
         if longest is not None and used:
             facts.append(f"context {used} of {longest}")
             if reply.finish_reason == "length" and used >= longest:
                 facts.append("which is full: /reset forgets what was said")
         return ", ".join(facts)
 
-    def _used(self, reply: StreamedReply) -> int:
-        return 0 if reply.usage is None else reply.usage.prompt_tokens + reply.usage.completion_tokens
-
     def _context_full(self, error: OpenAIRejected) -> ContextFull | None:
-        """What to say of a request that was refused because the conversation is too long; None of any other."""
+        """Return the error for a conversation that is too long; None if the request was rejected for another reason."""
         longest = self.model.max_model_len
         if longest is None or error.status not in (400, 413, 422):
             return None
@@ -79,8 +81,42 @@ class Session:
         )
 
 
+class Terminal:
+    """Prints the chunks of replies, and notes on lines of their own."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._kind: str | None = None
+        self._at_line_start = True
+
+    def show(self, chunk: ReplyChunk) -> None:
+        if self._kind != chunk.kind and "thought" in (self._kind, chunk.kind):
+            self._break_line()
+        self._kind = chunk.kind
+        self._write(chunk.text, STYLES[chunk.kind])
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """Print text that is not the model's on a line of its own."""
+        self._break_line()
+        self._write(text + "\n", style)
+
+    def _break_line(self) -> None:
+        if not self._at_line_start:
+            self._write("\n")
+        self._kind = None
+
+    def _write(self, text: str, style: str = "") -> None:
+        self._console.print(Text(escape_control(text), style), end="", soft_wrap=True)
+        self._at_line_start = text.endswith("\n")
+
+
+def escape_control(text: str) -> str:
+    """Replace characters that control a terminal, which the text of a model or server must not do."""
+    return CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def talk(session: Session, terminal: Terminal, read: Callable[[str], str]) -> None:
-    """Until whoever is at the terminal leaves. `read` shows a prompt and returns a line; it raises as `input` does."""
+    """Chat until the user leaves. `read` shows a prompt and returns a line; it raises as `input` does."""
     interrupted = False
     while True:
         try:
@@ -99,25 +135,25 @@ def talk(session: Session, terminal: Terminal, read: Callable[[str], str]) -> No
         if not line:
             continue
         try:
-            question = question_in(line)
+            question = question_of(line)
             if question is None:
-                terminal.note(obey(session.conversation, line))
+                terminal.note(run_chat_command(session.conversation, line))
             else:
-                interrupted = not answer(session, terminal, question)
-        except Leave:
+                interrupted = not _show_answer(session, terminal, question)
+        except ExitChat:
             return
         except (BadInput, OpenAIError) as error:
-            terminal.complain(str(error))
+            terminal.note(str(error), "red")
 
 
-def answer(session: Session, terminal: Terminal, question: str) -> bool:
-    """Show the reply as it comes; False if it was interrupted."""
+def _show_answer(session: Session, terminal: Terminal, question: str) -> bool:
+    """Show the reply while it is generated; returns False if it was interrupted."""
     reply, began = StreamedReply(), time.monotonic()
-    pieces = session.pieces(question, reply)
+    chunks = session.stream(question, reply)
     try:
-        for piece in pieces:
-            terminal.show(piece)
+        for chunk in chunks:
+            terminal.show(chunk)
     except KeyboardInterrupt:
-        pieces.close()  # hangs up: the server gives the request up
+        chunks.close()  # closes the connection, so that the server cancels the request
     terminal.note(session.describe(reply, time.monotonic() - began))
     return reply.finish_reason is not None

@@ -1,1 +1,1 @@
-"""Runs, models and datasets to and from a repository on the Hugging Face hub."""
+"""Upload and download of runs, models and datasets: repositories of the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""The page of a repository: what is in it and where it comes from, as far as that is known for a fact."""
+"""The card of a repository (`README.md`): what is in it and where it comes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace import __version__
 from headrace.config.files import read_toml
 from headrace.observe.summary import rows, summarize, title
 from headrace.runfile.reading import leaves
-from headrace.tools.hub.places import CONFIG, RUN
+from headrace.tools.hub.layout import CONFIG, RUN
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 LOADING = """```python
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{repo}")
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```"""
-TOLD = (
+SHOWN_SETTINGS = (
     "orchestrator.algo.type",
     "orchestrator.batch_size",
     "orchestrator.group_size",
@@ -35,11 +35,11 @@ TOLD = (
     "seq_len",
     "seed",
 )
-"""Settings that are on the page; all are in the file."""
+"""Settings on the card; all are in the configuration file."""
 
 
 def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: Sequence[str]) -> str:
-    """`base` is the hub's name of the model that the run began with, where it has one."""
+    """`base` is the hub name of the model that the run began with; None if that was `base_folder`."""
     tree = read_toml(run.config)
     supervised = "data" in tree
     what = "supervised training" if supervised else "reinforcement learning"
@@ -70,10 +70,9 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     return "\n".join(lines)
 
 
-def model_card(name: str, repo: str, base: str | None) -> str:
-    made = f" It was made of `{base}`." if base else ""
-    head = _head({"library_name": "transformers", "base_model": base}, ["headrace"])
-    return "\n".join([*head, f"# {name}", "", f"A model.{made}", "", LOADING.format(repo=repo), ""])
+def model_card(name: str, repo: str) -> str:
+    head = _head({"library_name": "transformers"}, ["headrace"])
+    return "\n".join([*head, f"# {name}", "", "A model.", "", LOADING.format(repo=repo), ""])
 
 
 def dataset_card(name: str, repo: str) -> str:
@@ -81,7 +80,7 @@ def dataset_card(name: str, repo: str) -> str:
 
 
 def rollouts_card(run: str, repo: str, files: Sequence[str]) -> str:
-    """Training and evaluation are two splits, so that what loads the dataset does not mix them."""
+    """Make training and evaluation two splits of the dataset."""
     sentence = (
         f"What the run {run} sampled: a file per optimizer step (`train`) or evaluated version (`eval`), a row per "
         "rollout, with its messages, rewards, tokens and logprobs, and why it was dropped, if it was."
@@ -117,7 +116,6 @@ def _head(facts: Mapping[str, str | None], tags: Sequence[str]) -> list[str]:
 
 
 def _results(run: RunDir, files: Sequence[str]) -> list[str]:
-    """Nothing for a run that has reported nothing."""
     if not run.metrics.is_file():
         return []
     plot = run.plot.name
@@ -136,7 +134,7 @@ def _settings(tree: dict[str, Any]) -> dict[str, Any]:
     environments = tree.get("orchestrator", {}).get("train", {}).get("env", [])
     named = {"orchestrator.train.env": ", ".join(env["id"] for env in environments)} if environments else {}
     known = leaves(tree)
-    return named | {key: known[key] for key in TOLD if key in known}
+    return named | {key: known[key] for key in SHOWN_SETTINGS if key in known}
 
 
 def _pulling(what: str, directory: str) -> list[str]:

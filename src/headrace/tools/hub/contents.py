@@ -1,4 +1,4 @@
-"""What goes up: the files of a run, a model or a dataset, each under its path in the repository."""
+"""The files to upload of a run, a model or a dataset, by their path in the repository."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.launch.run_directory import checkpoints, in_use
 from headrace.observe.summary import title
-from headrace.tools.hub import places
 from headrace.tools.hub.card import dataset_card, model_card, rollouts_card, run_card
-from headrace.tools.hub.checksums import Content
-from headrace.tools.hub.folder import Listing, list_folder, refuse_running, refuse_secrets_in
-from headrace.tools.hub.manifest import Kind
-from headrace.tools.hub.places import BASE, CONFIG, METRICS, RUN, in_repo, is_model_file, is_part_of_run
-from headrace.tools.hub.portable import hub_name, moved
-from headrace.tools.hub.secrets import refuse_secrets
+from headrace.tools.hub.folder import Listing, list_folder, refuse_running, refuse_secrets, refuse_secrets_in
+from headrace.tools.hub.layout import (
+    BASE,
+    CARD,
+    CONFIG,
+    METRICS,
+    RUN,
+    Kind,
+    hub_name,
+    is_model_file,
+    is_part_of_run,
+    path_in_repo,
+    relocate_config,
+)
+from headrace.tools.hub.repository import Content
 from headrace.transport.files import MARKER
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -34,22 +42,22 @@ class Contents(NamedTuple):
     files: dict[str, Content]
     """By path in the repository."""
     card: str | None
-    """None: what is pushed has one of its own, among the files."""
-    whole: Sequence[str]
-    """Where a push has all there is, so that what an earlier one left there is deleted: paths begin with this; `ROOT`
-    stands for files in no folder. Nothing: files are added to those that are there."""
+    """None if the files contain their own."""
+    complete: Sequence[str]
+    """Prefixes of paths under which other files on the hub are deleted; `ROOT` stands for files in no folder."""
     left_out: Mapping[str, str] = MappingProxyType({})
-    """Files and folders of a dataset that stay here, each with the reason."""
+    """Files and folders of a dataset that are not uploaded, with the reason."""
 
 
 class Parts(NamedTuple):
-    """What of a run goes up beside its final model, its configuration and its metrics."""
+    """Parts of a run that are uploaded with its final model, configuration and metrics."""
 
     steps: Sequence[int] = ()
-    """Checkpoints as they are."""
+    """Steps of checkpoints."""
     permanent: bool = False
+    """All permanent checkpoints."""
     resume_state: bool = False
-    """All that it takes to continue: the newest checkpoint, the journal, batches, the base model."""
+    """All that is needed to continue: the newest checkpoint, the journal, batches, the base model."""
 
 
 def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
@@ -61,31 +69,32 @@ def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
     refuse_secrets(tree, run.config, os.environ)
     base = str(tree.get("model", {}).get("name", ""))
     folders = ["model", "adapter", *_checkpoint_folders(run, parts)]
-    files: dict[str, Content] = {in_repo(path): directory / path for path in _parts_in(directory, folders)}
+    files: dict[str, Content] = {path_in_repo(path): directory / path for path in _parts_in(directory, folders)}
     base_name = hub_name(base) or Path(base).name
-    whole = [ROOT, *(f"{RUN}{folder}/" for folder in folders[1:])]
+    complete = [ROOT, *(f"{RUN}{folder}/" for folder in folders[1:])]
     if parts.resume_state:
         files |= _resume_state(run)
-        whole.append(f"{RUN}batches/")
+        complete.append(f"{RUN}batches/")
         if hub_name(base) is None:
             base_name = BASE
             files |= {f"{RUN}{BASE}/{path.name}": path for path in _model_files(Path(base))}
-    files[f"{RUN}{CONFIG}"] = moved(tree, name, base_name)
+    files[f"{RUN}{CONFIG}"] = relocate_config(tree, name, base_name)
     if run.metrics.is_file():
         files[f"{RUN}{METRICS}"] = run.metrics
     if run.plot.is_file():
         files[run.plot.name] = run.plot
-    return Contents("run", name, files, run_card(run, repo, hub_name(base), Path(base).name, sorted(files)), whole)
+    card = run_card(run, repo, hub_name(base), Path(base).name, sorted(files))
+    return Contents("run", name, files, card, complete)
 
 
 def _checkpoint_folders(run: RunDir, parts: Parts) -> list[str]:
-    found = checkpoints(run.root)
-    known = ", ".join(map(str, found)) or "none"
+    by_step = checkpoints(run.root)
     for step in parts.steps:
-        if step not in found:
-            fact = f"{run.root} has no complete checkpoint of this step (it has: {known})"
+        if step not in by_step:
+            steps = ", ".join(map(str, by_step)) or "none"
+            fact = f"{run.root} has no complete checkpoint of this step (it has: {steps})"
             raise BadInput(fact, key="--checkpoint", value=f"step-{step}")
-    chosen = [found[step] for step in parts.steps]
+    chosen = [by_step[step] for step in parts.steps]
     if parts.permanent:
         kept = [path for path in run.checkpoints.glob("permanent/step-*") if (path / MARKER).is_file()]
         if not kept:
@@ -100,10 +109,12 @@ def _checkpoint_folders(run: RunDir, parts: Parts) -> list[str]:
 
 
 def _resume_state(run: RunDir) -> dict[str, Content]:
-    """The journal, and the batches that no checkpoint covers."""
-    _merge_log(run.journal)
+    """Return the journal, and the batches that no checkpoint covers."""
+    if run.journal.with_name(f"{run.journal.name}-wal").exists():  # left by a killed orchestrator
+        with closing(sqlite3.connect(run.journal)) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     journal = [PurePosixPath(run.journal.name)] if run.journal.is_file() else []
-    return {in_repo(path): run.root / path for path in (*_parts_in(run.root, ["batches"]), *journal)}
+    return {path_in_repo(path): run.root / path for path in (*_parts_in(run.root, ["batches"]), *journal)}
 
 
 def _parts_in(directory: Path, folders: Sequence[str]) -> Iterator[PurePosixPath]:
@@ -114,20 +125,12 @@ def _parts_in(directory: Path, folders: Sequence[str]) -> Iterator[PurePosixPath
                 yield inner
 
 
-def _merge_log(journal: Path) -> None:
-    """What a killed orchestrator left in SQLite's log belongs in the file itself."""
-    if journal.with_name(f"{journal.name}-wal").exists():
-        with closing(sqlite3.connect(journal)) as database:
-            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-def contents_of_model(directory: Path, name: str, repo: str, base: str | None = None) -> Contents:
-    """`base` is what the hub calls the model that it was made of."""
+def contents_of_model(directory: Path, name: str, repo: str) -> Contents:
     files: dict[str, Content] = {path.name: path for path in _model_files(directory)}
-    own = directory / places.CARD
-    card = None if own.is_file() else model_card(name, repo, base)
+    own = directory / CARD
+    card = None if own.is_file() else model_card(name, repo)
     if card is None:
-        files[places.CARD] = own
+        files[CARD] = own
     return Contents("model", name, files, card, [ROOT])
 
 
@@ -138,7 +141,7 @@ def _model_files(directory: Path) -> list[Path]:
 
 
 def contents_of_dataset(source: Path, repo: str, exclude: Sequence[str] = ()) -> Contents:
-    """A file, or a folder with all its folders: data, or a sweep."""
+    """Return a file, or all files of a folder."""
     name = source.resolve().name
     if source.is_dir():
         refuse_running(source)
@@ -148,12 +151,12 @@ def contents_of_dataset(source: Path, repo: str, exclude: Sequence[str] = ()) ->
     if not found.files:
         raise BadInput("there is no file that may go up", key="PATH", value=str(source))
     refuse_secrets_in(found.files, source, os.environ)
-    card = None if places.CARD in found.files else dataset_card(name, repo)
+    card = None if CARD in found.files else dataset_card(name, repo)
     return Contents("dataset", name, dict(found.files), card, [""] if source.is_dir() else [], found.left_out)
 
 
 def contents_of_rollouts(directory: Path, repo: str) -> Contents:
-    """What a run has sampled: a file per step, and one per evaluated version."""
+    """Return the saved rollouts of a run: a file per step, and one per evaluated version."""
     run = RunDir(directory)
     found = [path for kind in RolloutKind for path in kind.files(run.rollouts).values()]
     if not found:

@@ -1,42 +1,49 @@
-"""Which files of a folder go up as a dataset: all of them, apart from secrets and what belongs to this machine alone.
+"""The files of a folder that are uploaded as a dataset, and the search for secrets in what is uploaded.
 
-What is left out is listed with its reason. A secret in a file that would go up is an error: a snapshot that lacks the
-file without a word would not be whole.
+Files that only concern this machine are left out and listed with the reason. A secret in a file is an error.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.config.base import ConfigError
 from headrace.config.files import read_file
 from headrace.errors import BadInput
 from headrace.launch.run_directory import in_use, is_run
-from headrace.tools.hub.places import MANIFEST
-from headrace.tools.hub.secrets import refuse_secrets, secret_values
+from headrace.runfile.reading import leaves
+from headrace.tools.hub.layout import MANIFEST
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 
 PRIVATE_KEYS = ("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa", "id_ecdsa", "id_ed25519")
 OF_A_RUN = {"endpoints": "keys of servers", "turns": "locks of this machine"}
-"""Folders of a run directory that stay here."""
+"""Folders of a run directory that are not uploaded, with the reason."""
 CHUNK_BYTES = 1 << 20
+_SECRET_KEY = re.compile(
+    r"(^|[_-])((api|access|auth|secret)[_-]?(key|token)|secret|password|authorization)$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|Bearer\s+\S{8,})")
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
+SECTIONS_OF_VARIABLE_NAMES = ("env_from", "auth")
+MIN_SECRET_CHARS = 8
+"""Shorter values of variables occur everywhere."""
 
 
 class Listing(NamedTuple):
-    """The files of a folder, by their path in it."""
+    """The files of a folder by their path in it, and what is left out with the reason."""
 
     files: dict[str, Path]
     left_out: dict[str, str]
-    """Files and folders that stay here, each with the reason."""
 
 
 def list_folder(folder: Path, exclude: Sequence[str] = ()) -> Listing:
-    """List what goes up. `exclude` has patterns of paths in the folder, or of names."""
+    """List the files to upload; `exclude` has patterns of paths in the folder, or of names."""
     found = Listing({}, {})
     for parent, folders, names in os.walk(folder):
         for name in sorted([*folders, *names]):
@@ -55,7 +62,7 @@ def list_folder(folder: Path, exclude: Sequence[str] = ()) -> Listing:
 
 
 def _reason(path: Path, inner: str, folder: Path, exclude: Sequence[str]) -> str | None:
-    """Return why a file or a folder stays here; None if it goes up."""
+    """Return why a file or a folder is left out; None if it is uploaded."""
     name = path.name
     if name.startswith("."):
         return "hidden, as settings and tokens of a machine are"
@@ -75,20 +82,20 @@ def _reason(path: Path, inner: str, folder: Path, exclude: Sequence[str]) -> str
 
 
 def refuse_running(folder: Path) -> None:
-    """Raise `BadInput` if a sweep or a run in the folder is at work: its files would be of different moments."""
+    """Raise `BadInput` if a sweep or a run in the folder is running: its files would be inconsistent."""
     for place in (folder, *(path.parent for path in folder.rglob("config.toml"))):
         if in_use(place):
             raise BadInput("a run is at work there", key="PATH", value=str(place), fix="Stop it, or wait for its end.")
 
 
 def refuse_secrets_in(files: Mapping[str, Path], root: Path, environment: Mapping[str, str]) -> None:
-    """Raise `BadInput` for a file with the value of a secret variable, a server's key, or a secret setting."""
-    values = {*secret_values(environment), *_server_keys(root)}
+    """Raise `BadInput` for a file that contains the value of a secret variable, a server's key, or a secret setting."""
+    values = {*_secret_values(environment), *_server_keys(root)}
     for path in files.values():
         if path.suffix in (".toml", ".yaml", ".yml"):
             try:
                 tree = read_file(path)
-            except ConfigError:  # not a configuration, so it has no settings; its bytes are searched below
+            except ConfigError:  # not a configuration; its bytes are searched below
                 tree = {}
             refuse_secrets(tree, path, environment)
         if _contains(path, [value.encode() for value in values]):
@@ -114,3 +121,29 @@ def _contains(path: Path, values: Sequence[bytes]) -> bool:
                 return True
             before = (before + chunk)[-longest:]
     return False
+
+
+def _secret_values(environment: Mapping[str, str]) -> list[str]:
+    """Return the values of variables whose names are those of secrets."""
+    pairs = environment.items()
+    return [value for name, value in pairs if _SECRET_VARIABLE.search(name) and len(value) >= MIN_SECRET_CHARS]
+
+
+def refuse_secrets(tree: dict[str, Any], where: Path, environment: Mapping[str, str]) -> None:
+    """Raise `BadInput` with the key, but not the value, if the configuration `tree` has a secret."""
+    values = _secret_values(environment)
+    for key, value in leaves(tree).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text and _is_secret(key, text, values):
+                raise BadInput(
+                    "looks like a secret, and everyone who may read the repository would have it",
+                    key=key,
+                    file=where,
+                    fix="Name an environment variable there instead.",
+                )
+
+
+def _is_secret(key: str, text: str, values: Sequence[str]) -> bool:
+    section, _, name = key.rpartition(".")
+    has_secret_key = _SECRET_KEY.search(name) and section.rpartition(".")[2] not in SECTIONS_OF_VARIABLE_NAMES
+    return bool(has_secret_key or _SECRET_VALUE.search(text)) or any(value in text for value in values)

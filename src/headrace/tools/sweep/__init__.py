@@ -1,1 +1,1 @@
-"""Many runs from one file: which they are, how they are run side by side, and the report of what came of them."""
+"""Many runs from one file: plan them, run them side by side, and report the results."""

@@ -1,24 +1,27 @@
-"""The runs of a sweep as commands, each loaded as `headrace rl` will load it, so that nothing starts that cannot be."""
+"""The runs of a sweep as commands with validated configurations, and the share of the machine that each gets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from headrace.config.base import ConfigError
 from headrace.config.sft import SftConfig
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
-from headrace.tools.sweep.plan import Planned
-from headrace.tools.sweep.words import words
+from headrace.tools.sweep.config import override_words
+from headrace.tools.sweep.plan import PlannedRun
+
+RUN_BYTES = 3 << 30
+"""Memory of a run of a small model without a GPU, in three processes."""
 
 
 class Job(NamedTuple):
     name: str
     directory: Path
     words: Sequence[str]
-    """Of the command line, without where it may continue and what it gets of the machine."""
+    """The command line, without `--resume` and the share of the machine."""
     config: RunConfig | SftConfig
 
 
@@ -26,7 +29,7 @@ def default_directory(
     common: Mapping[str, Any], kind: type[RunConfig] | type[SftConfig], files: Sequence[Path], sweep: Sequence[Path]
 ) -> Path:
     """Return `artifacts/sweeps/NAME` of the run file's storage root, with the name of the sweep's files."""
-    config, _ = load(kind, files, words(common))
+    config, _ = load(kind, files, override_words(common))
     if (root := config.launch.storage_root) is None:
         raise ConfigError(
             "required, since the run file has no storage.cache_dir",
@@ -37,19 +40,19 @@ def default_directory(
     return root / "artifacts" / "sweeps" / "-".join(file.stem for file in sweep)
 
 
-def jobs_of(
-    runs: Mapping[str, Planned],
+def make_jobs(
+    runs: Mapping[str, PlannedRun],
     common: Mapping[str, Any],
     kind: type[RunConfig] | type[SftConfig],
     files: Sequence[Path],
     directory: Path,
 ) -> list[Job]:
-    """`common` are overrides of all runs. Raises `ConfigError` with the name of the run that cannot be."""
+    """Load the configuration of every run; raises `ConfigError` with the name of a run that is invalid."""
     command = "rl" if kind is RunConfig else "sft"
     jobs = []
     for name, run in runs.items():
         folder = directory / name
-        overrides = words({**run.overrides(common), "output_dir": str(folder.absolute())})
+        overrides = override_words({**run.overrides(common), "output_dir": str(folder.absolute())})
         try:
             config, _ = load(kind, files, overrides)
         except ConfigError as error:
@@ -58,3 +61,55 @@ def jobs_of(
             raise
         jobs.append(Job(name, folder, [command, *map(str, files), *overrides], config))
     return jobs
+
+
+class Machine(NamedTuple):
+    gpus: Sequence[str]
+    core_pairs: int
+    """A run computes in two processes, the trainer and the server."""
+    free_bytes: int
+
+
+class Share(NamedTuple):
+    """The part of the machine that one run gets."""
+
+    gpus: Sequence[str]
+    threads: int | None
+    """Threads of each process that computes; None: as many as a single run has."""
+
+    def overrides(self, config: RunConfig | SftConfig) -> dict[str, Any]:
+        """Return the overrides with which runs at the same time do not compete for cores and ports."""
+        overrides: dict[str, Any] = {}
+        if self.threads is None:
+            return overrides
+        if config.launch.threads is None:
+            overrides["launch.threads"] = self.threads
+        if config.inference.port:
+            overrides["inference.port"] = 0
+        if isinstance(config, RunConfig) and config.trainer.weights.port:
+            overrides["trainer.weights.port"] = 0
+        return overrides
+
+
+def divide(machine: Machine, parallel: int | Literal["auto"], gpus_per_run: int, runs: int) -> list[Share]:
+    """Return a share for each run at a time. If `parallel` is more than the GPUs allow, runs share GPUs."""
+    gpus = machine.gpus
+    if gpus and gpus_per_run > len(gpus):
+        raise ConfigError(f"{len(gpus)} GPUs are visible", key="gpus_per_run", value=gpus_per_run)
+    starts = range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)
+    gpu_sets = [gpus[start : start + gpus_per_run] for start in starts] or [()]
+    capacity = len(gpu_sets) if gpus else min(machine.core_pairs, machine.free_bytes // RUN_BYTES)
+    count = max(1, min(runs, capacity if parallel == "auto" else parallel))
+    threads = max(1, machine.core_pairs // count) if count > 1 else None
+    return [Share(gpu_sets[number % len(gpu_sets)], threads) for number in range(count)]
+
+
+def check_engines(jobs: Sequence[Job], parallel: int) -> None:
+    """Raise `ConfigError` if runs at the same time use the same external engines, which have one policy's weights."""
+    for job in jobs:
+        if parallel > 1 and isinstance(job.config, RunConfig) and job.config.orchestrator.client.base_url:
+            raise ConfigError(
+                "these engines serve one run at a time",
+                key="orchestrator.client.base_url",
+                fix="Set parallel to 1, or leave base_url out and let every run start its own.",
+            )

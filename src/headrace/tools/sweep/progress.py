@@ -1,4 +1,4 @@
-"""How far each run of a sweep has come: a table that is redrawn, or plain lines where there is no terminal."""
+"""Progress of the runs of a sweep: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from headrace.observe.terminal import LiveRegion
 from headrace.tools.sweep.record import State
 from headrace.transport.run_dir import RunDir
 
-REFRESH = 0.5
-"""Seconds between two pictures."""
-PLAIN_INTERVAL = 30.0
-"""Seconds between two lines about runs that go on."""
-MOST_ROWS = 20
-"""Of more runs, only those are shown that run or have failed."""
+REFRESH_S = 0.5
+PLAIN_INTERVAL_S = 30.0
+"""Time between lines about running runs where there is no terminal."""
+MAX_ROWS = 20
+"""Of more runs, only those that are running or have failed are shown."""
 STYLES = {"running": "cyan", "failed": "red", "finished": "green", "unfinished": "yellow", "waiting": "dim"}
 
 
-class Progress:
-    """One run, read as it grows."""
+class RunProgress:
+    """One run; `read` adds its new metrics."""
 
     def __init__(self, name: str, directory: Path, state: State, max_steps: int | None) -> None:
         self.name, self.state, self.max_steps = name, state, max_steps
         self.history = History()
         self._tail = Tail(RunDir(directory).metrics)
+        self.read()
 
     def read(self) -> None:
         for record in self._tail.read():
@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def value(self) -> str:
-        """Its newest reward; of supervised training, the loss."""
+        """The newest reward, or the loss of supervised training."""
         if reward := self.history.train_reward():
             return f"{reward[-1][1]:.3f}"
         loss = self.history.loss()
@@ -55,10 +55,10 @@ class Progress:
         return duration(seconds) if seconds else ""
 
 
-class View:
-    """What is seen of the runs; `say` is for lines that stay."""
+class SweepView:
+    """Shows the progress of all runs; messages of `say` stay visible."""
 
-    def __init__(self, title: str, runs: Sequence[Progress], console: Console | None = None) -> None:
+    def __init__(self, title: str, runs: Sequence[RunProgress], console: Console | None = None) -> None:
         self._title, self._runs = title, runs
         self._console = console or Console()
         self._next = 0.0
@@ -68,35 +68,36 @@ class View:
     def show(self) -> None:
         if time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + (REFRESH if self._live is not None else PLAIN_INTERVAL)
+        self._next = time.monotonic() + (REFRESH_S if self._live is not None else PLAIN_INTERVAL_S)
         if self._live is not None:
-            self._live.draw(table(self._title, self._runs))
+            self._live.draw(progress_table(self._title, self._runs))
         elif running := [run for run in self._runs if run.state == "running" and run.history.step]:
-            self.say("; ".join([counts(self._runs), *(f"{run.name} {run.steps} {run.value}" for run in running)]))
+            parts = [f"{run.name} {run.steps} {run.value}" for run in running]
+            self.say("; ".join([count_finished(self._runs), *parts]))
 
     def say(self, message: str) -> None:
         if self._live is not None:
             self._live.say(message)
-        else:  # not wrapped: one line of a log file or a pipe stays one line
+        else:  # soft_wrap: one line of a log file or a pipe stays one line
             self._console.print(Text(message), soft_wrap=True)
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.close(table(self._title, self._runs))
+            self._live.close(progress_table(self._title, self._runs))
 
 
-def counts(runs: Sequence[Progress]) -> str:
-    """`3 of 8 finished, 1 failed`."""
-    told = f"{sum(run.state == 'finished' for run in runs)} of {len(runs)} finished"
+def count_finished(runs: Sequence[RunProgress]) -> str:
+    """Return `3 of 8 finished, 1 failed`."""
     failed = sum(run.state == "failed" for run in runs)
-    return f"{told}, {failed} failed" if failed else told
+    finished = f"{sum(run.state == 'finished' for run in runs)} of {len(runs)} finished"
+    return f"{finished}, {failed} failed" if failed else finished
 
 
-def table(title: str, runs: Sequence[Progress]) -> Table:
-    shown = runs if len(runs) <= MOST_ROWS else [run for run in runs if run.state in ("running", "failed")]
-    found = Table("run", "state", title=Text(f"{title}: {counts(runs)}"), title_justify="left")
+def progress_table(title: str, runs: Sequence[RunProgress]) -> Table:
+    table = Table("run", "state", title=Text(f"{title}: {count_finished(runs)}"), title_justify="left")
     for column in ("step", "reward", "time"):
-        found.add_column(column, justify="right")
-    for run in shown:
-        found.add_row(Text(run.name), Text(run.state, style=STYLES[run.state]), run.steps, run.value, run.time)
-    return found
+        table.add_column(column, justify="right")
+    for run in runs:
+        if len(runs) <= MAX_ROWS or run.state in ("running", "failed"):
+            table.add_row(Text(run.name), Text(run.state, style=STYLES[run.state]), run.steps, run.value, run.time)
+    return table

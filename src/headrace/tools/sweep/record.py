@@ -1,7 +1,7 @@
-"""What a sweep remembers of its runs, in `sweep.json`: which there are, what each was started with, how it ended.
+"""`sweep.json`, the record of a sweep: its runs, the settings of each, and how it ended.
 
-The rest is read off the run directories. A run is known by what it sets, not by its name: a changed plan finds the runs
-that it still has, wherever their names would be now, and those that it no longer has are left alone.
+A run is identified by what it sets, not by its name: a changed plan finds the runs that it still has, and runs that it
+no longer has are kept. Everything else is read from the run directories.
 """
 
 from __future__ import annotations
@@ -17,32 +17,26 @@ from headrace.errors import BadInput
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import DirectoryPlan, in_use, is_run
 from headrace.tools.compare.inputs import differences, settings_of
-from headrace.tools.sweep.names import folder_name
-from headrace.tools.sweep.plan import Planned
+from headrace.tools.sweep.plan import PlannedRun, folder_name
 from headrace.transport.files import write_atomically
 
 SCHEMA = 1
 FILE = "sweep.json"
-PLACE = "launch"
-"""A section that says how a run uses the machine, and nothing of what is trained."""
 
 State = Literal["waiting", "running", "unfinished", "failed", "finished"]
 
 
 class RunRecord(msgspec.Struct):
     name: str
-    """Its folder."""
+    """The name of its folder."""
     variant: str
     values: dict[str, Any]
     seed: int | None
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What is not default in its configuration, but for where it is kept and reached."""
+    """The settings that are not default, without output directory and addresses."""
     max_steps: int | None = None
     outcome: Literal["", "finished", "failed"] = ""
     failure: str = ""
-
-    def is_of(self, planned: Planned) -> bool:
-        return self.values == planned.values and self.seed == planned.seed
 
 
 class SweepRecord(msgspec.Struct):
@@ -50,17 +44,17 @@ class SweepRecord(msgspec.Struct):
     files: list[str] = msgspec.field(default_factory=list)
     """The run files."""
     plan: list[str] = msgspec.field(default_factory=list)
-    """The names of the runs that are asked for, in order."""
+    """The names of the planned runs, in order."""
     runs: dict[str, RunRecord] = msgspec.field(default_factory=dict)
-    """By name; also those that no longer are."""
+    """By name; also runs of earlier plans."""
 
     @property
-    def asked(self) -> list[RunRecord]:
+    def planned(self) -> list[RunRecord]:
         return [self.runs[name] for name in self.plan]
 
 
 def read_record(directory: Path) -> SweepRecord:
-    """An empty one where there is none."""
+    """Return the record of a sweep, or an empty one if there is none."""
     path = directory / FILE
     if not path.is_file():
         return SweepRecord()
@@ -77,72 +71,65 @@ def write_record(directory: Path, record: SweepRecord) -> None:
     write_atomically(directory / FILE, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
 
 
-def named(planned: Sequence[Planned], known: SweepRecord) -> dict[str, Planned]:
-    """The runs by the names of their folders: a run that is known keeps its own."""
+def name_runs(planned: Sequence[PlannedRun], known: SweepRecord) -> dict[str, PlannedRun]:
+    """Return the runs by the names of their folders; a known run keeps its name."""
     taken = set(known.runs)
-    found: dict[str, Planned] = {}
+    by_name: dict[str, PlannedRun] = {}
     for run in planned:
-        name = next((name for name, record in known.runs.items() if record.is_of(run)), None)
-        if name is None:
-            name = folder_name(run.label, taken)
-            taken.add(name)
-        found[name] = run
-    return found
+        same = [name for name, old in known.runs.items() if (old.values, old.seed) == (run.values, run.seed)]
+        name = same[0] if same else folder_name(run.label, taken)
+        taken.add(name)
+        by_name[name] = run
+    return by_name
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """What shapes a run, by dotted key, without defaults: those of a later version are no change."""
-    found = settings_of(config.model_dump(mode="json", exclude_defaults=True))
-    return {key: value for key, value in found.items() if not key.startswith(f"{PLACE}.")}
+def settings_of_run(config: Config) -> dict[str, Any]:
+    """Return the settings that affect training, by dotted key, without defaults, which may change between versions."""
+    settings = settings_of(config.model_dump(mode="json", exclude_defaults=True))
+    return {key: value for key, value in settings.items() if not key.startswith("launch.")}
 
 
-def revised(
-    known: SweepRecord, runs: Mapping[str, Planned], configs: Mapping[str, Config], files: Sequence[Path]
+def revise_record(
+    known: SweepRecord, runs: Mapping[str, PlannedRun], configs: Mapping[str, Config], files: Sequence[Path]
 ) -> SweepRecord:
-    """The record with this plan."""
+    """Return the record with a new plan."""
     records = dict(known.runs)
     for name, run in runs.items():
-        before = known.runs.get(name)
-        asked, max_steps = settings(configs[name]), getattr(configs[name], "max_steps", None)
-        record = RunRecord(name, run.variant, run.values, run.seed, asked, max_steps)
-        if before is not None:
-            record.outcome, record.failure = before.outcome, before.failure
-        records[name] = record
+        settings, max_steps = settings_of_run(configs[name]), getattr(configs[name], "max_steps", None)
+        records[name] = RunRecord(name, run.variant, run.values, run.seed, settings, max_steps)
+        if (before := known.runs.get(name)) is not None:
+            records[name].outcome, records[name].failure = before.outcome, before.failure
     return SweepRecord(files=[str(file) for file in files], plan=list(runs), runs=records)
 
 
-def check_settings(directory: Path, known: SweepRecord, asked: SweepRecord, *, clean: bool) -> None:
-    """Runs that are there were started with what is asked for now; with `clean` others are deleted, else refused."""
-    for record in asked.asked:
+def check_settings(directory: Path, known: SweepRecord, revised: SweepRecord, *, clean: bool) -> None:
+    """Raise `BadRequest` if a run directory was made with other settings; with `clean`, delete it instead."""
+    for record in revised.planned:
         folder = directory / record.name
-        if not is_run(folder):
-            record.outcome, record.failure = "", ""
-            continue
-        before = known.runs.get(record.name)
-        reason = "it is not one that this sweep has started" if before is None else _changes(before, record)
-        if reason and not clean:
-            raise BadRequest(
-                f"{folder} has a run, and {reason}",
-                key="output_dir",
-                value=folder.parent,
-                fix="Choose another, or start such runs over with --clean (deletes them).",
-            )
-        if reason:
+        if is_run(folder):
+            before = known.runs.get(record.name)
+            reason = "it is not one that this sweep has started" if before is None else _changes(before, record)
+            if not reason:
+                continue
+            if not clean:
+                raise BadRequest(
+                    f"{folder} has a run, and {reason}",
+                    key="output_dir",
+                    value=folder.parent,
+                    fix="Choose another, or start such runs over with --clean (deletes them).",
+                )
             DirectoryPlan(folder, clean=True).apply()
-            record.outcome, record.failure = "", ""
+        record.outcome, record.failure = "", ""
 
 
 def _changes(before: RunRecord, now: RunRecord) -> str:
-    found = differences([before.settings, now.settings])
-    return ", ".join(f"{key} was {_shown(was)}, now {_shown(asked)}" for key, (was, asked) in found.items())
-
-
-def _shown(value: Any) -> str:
-    return "default" if value is None else str(value)
+    changed = differences([before.settings, now.settings])
+    shown = {key: ["default" if value is None else str(value) for value in values] for key, values in changed.items()}
+    return ", ".join(f"{key} was {was}, now {new}" for key, (was, new) in shown.items())
 
 
 def state_of(record: RunRecord, directory: Path) -> State:
-    """Where a run stands, by its folder and by how it ended last."""
+    """Return the state of a run, from its folder and its recorded outcome."""
     folder = directory / record.name
     if in_use(folder):
         return "running"

@@ -1,28 +1,62 @@
-"""The report of a sweep: `report.md`, `report.html`, `results.csv`, `results.json`, and a picture per metric.
+"""The report of a sweep: `report.md`, `report.html`, `results.csv`, `results.json`, and charts.
 
-It is made from what is there, at any time: runs that have not begun are told as such.
+It can be written at any time; runs that have not begun are listed as waiting.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from headrace.errors import BadInput
+from headrace.observe.summary import duration
 from headrace.tools.compare.comparison import RunComparison, compare_runs
-from headrace.tools.compare.view import align
-from headrace.tools.sweep import tables
-from headrace.tools.sweep.charts import MOST_LINES, curve_charts, evaluation_charts
-from headrace.tools.sweep.page import Section, as_html, as_markdown
+from headrace.tools.compare.significance import Difference
+from headrace.tools.compare.view import (
+    Cells,
+    align,
+    format_spread,
+    markdown,
+    number,
+    signed,
+    significance_limit,
+    verdict,
+)
+from headrace.tools.sweep.plan import format_value
 from headrace.tools.sweep.record import SweepRecord
-from headrace.tools.sweep.results import EVALUATION, Results, RunResult, as_csv, read_results
+from headrace.tools.sweep.results import (
+    EVALUATION,
+    MAX_CURVES,
+    Chart,
+    Results,
+    RunResult,
+    curve_charts,
+    evaluation_charts,
+    format_csv,
+    read_results,
+)
 from headrace.transport.files import write_atomically
 
 SCHEMA = 1
+MEASURES = ("format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
+"""Measures of an evaluation that are shown beside avg@k and pass@k."""
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; max-width: 72rem;
+  margin: 2rem auto; padding: 0 1rem; }
+svg { max-width: 100%; height: auto; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid rgb(125 133 144 / 25%); text-align: right;
+  white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+pre { overflow-x: auto; }
+"""
 
 
 class Report(NamedTuple):
@@ -31,7 +65,14 @@ class Report(NamedTuple):
     files: list[Path]
 
 
-class _Results(msgspec.Struct):
+class Section(NamedTuple):
+    title: str
+    charts: Sequence[Chart] = ()
+    cells: Cells | None = None
+    notes: Sequence[str] = ()
+
+
+class _ResultsFile(msgspec.Struct):
     """`results.json`."""
 
     schema: int
@@ -42,87 +83,198 @@ class _Results(msgspec.Struct):
 
 
 def write_report(directory: Path, record: SweepRecord, metrics: Sequence[str]) -> Report:
-    """`metrics` are those with curves, the first of which decides; none: those that matter."""
+    """Write all files; `metrics` are those with curves, the first of which ranks variants, empty: the default ones."""
     results = read_results(directory, record, metrics)
-    comparison, why_none = _compare(directory, results)
-    sections = _sections(results, comparison, why_none)
-    title, introduction = directory.resolve().name, _introduction(record, results)
-    whole = _Results(SCHEMA, record.files, results.runs, comparison, results.failures)
+    comparison, problem = _compare(directory, results)
+    sections = _sections(results, comparison, problem)
+    states = Counter(run.state for run in results.runs)
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    variants = len({run.variant for run in results.runs})
+    introduction = f"{len(results.runs)} runs of {variants} variants ({counts}), from {', '.join(record.files)}."
+    title = directory.resolve().name
+    whole = _ResultsFile(SCHEMA, record.files, results.runs, comparison, results.failures)
     files = {
-        "report.md": as_markdown(title, introduction, sections),
-        "report.html": as_html(title, introduction, sections),
-        "results.csv": as_csv(results.runs),
+        "report.md": format_markdown(title, introduction, sections),
+        "report.html": format_html(title, introduction, sections),
+        "results.csv": format_csv(results.runs),
         "results.json": msgspec.json.format(msgspec.json.encode(whole)).decode() + "\n",
         **{chart.file: chart.svg for section in sections for chart in section.charts},
     }
     for name, content in files.items():
         write_atomically(directory / name, content.encode())
-    return Report(_text(results, comparison, why_none), [directory / name for name in files])
+    summary = problem if comparison is None else align(variant_table(comparison, results))
+    return Report(f"{align(run_table(results))}\n\n{summary}", [directory / name for name in files])
 
 
 def _compare(directory: Path, results: Results) -> tuple[RunComparison | None, str]:
-    """By every metric that has a curve; or why that cannot be."""
-    runs = _compared(results)
+    """Compare variants by every metric with a curve; without enough runs, return the reason instead.
+
+    Finished runs are compared or, before there are two, all that have begun.
+    """
+    finished = [run for run in results.runs if run.state == "finished" and run.ends]
+    runs = finished if len(finished) > 1 else [run for run in results.runs if run.ends]
     variants = {directory / run.name: run.variant for run in runs}
     evaluation = directory / EVALUATION
     metrics = [metric for metric in results.curves if all(metric in run.ends for run in runs)]
     first = next(iter(metrics), None)
     try:
         found = compare_runs([*variants], first, evaluation if evaluation.is_dir() else None, variants).comparison
-    except BadInput as error:  # there are less than two runs to compare, as the page then says
+    except BadInput as error:  # fewer than two runs
         return None, str(error)
     for metric in metrics:
         if metric not in found.at:
-            _add(found, compare_runs([*variants], metric, None, variants).comparison, metric)
+            other = compare_runs([*variants], metric, None, variants).comparison
+            found.at[metric] = other.at[metric]
+            found.differences += [difference for difference in other.differences if difference.metric == metric]
+            for variant, same in zip(found.variants, other.variants, strict=True):
+                variant.ends[metric] = same.ends[metric]
     left_out = [run for run in results.runs if run not in runs]
     found.notes += [f"{run.name} is {run.state} after {run.steps} steps, and not compared." for run in left_out]
     return found, ""
 
 
-def _compared(results: Results) -> list[RunResult]:
-    """Those that are finished, or before two are, all that have begun: the slowest of these would hold all back."""
-    finished = [run for run in results.runs if run.state == "finished" and run.ends]
-    return finished if len(finished) > 1 else [run for run in results.runs if run.ends]
-
-
-def _add(comparison: RunComparison, other: RunComparison, metric: str) -> None:
-    """What the same runs came to by another metric."""
-    comparison.at[metric] = other.at[metric]
-    comparison.differences += [found for found in other.differences if found.metric == metric]
-    for variant, same in zip(comparison.variants, other.variants, strict=True):
-        variant.ends[metric] = same.ends[metric]
-
-
-def _introduction(record: SweepRecord, results: Results) -> str:
-    states = Counter(run.state for run in results.runs)
-    told = ", ".join(f"{count} {state}" for state, count in states.items())
-    variants = len({run.variant for run in results.runs})
-    return f"{len(results.runs)} runs of {variants} variants ({told}), from {', '.join(record.files)}."
-
-
-def _sections(results: Results, comparison: RunComparison | None, why_none: str) -> list[Section]:
-    failed = [f"{run.name}: {run.failure}" for run in results.runs if run.state == "failed"]
-    notes = [*failed, *(comparison.notes if comparison is not None else [why_none])]
-    found = [Section("Curves", curve_charts(results), notes=_left_out(results))]
-    if comparison is not None:
-        found.append(Section("Variants", cells=tables.variants(comparison, results)))
-        cells, tests = tables.against_first(comparison)
-        found.append(Section(f"Against {comparison.variants[0].name}", cells=cells, notes=tests))
-    evaluated = Section("Accuracy and length", evaluation_charts(results), tables.evaluation(results), results.failures)
-    found += [evaluated, Section("Settings", cells=tables.settings(results.runs))]
-    found.append(Section("Runs", cells=tables.by_run(results), notes=notes))
-    return [section for section in found if section.charts or section.cells or section.notes]
-
-
-def _left_out(results: Results) -> list[str]:
-    """Variants that no chart of curves shows."""
+def _sections(results: Results, comparison: RunComparison | None, problem: str) -> list[Section]:
+    """Return the sections that have content."""
     metric, curves = next(iter(results.curves.items()), ("", {}))
-    if len(curves) <= MOST_LINES:
+    hidden = [f"Of {len(curves)} variants, the charts show the {MAX_CURVES} best by {metric}."]
+    sections = [Section("Curves", curve_charts(results), notes=hidden if len(curves) > MAX_CURVES else [])]
+    if comparison is not None:
+        sections.append(Section("Variants", cells=variant_table(comparison, results)))
+        sections.append(_differences(comparison))
+    evaluated = Section("Accuracy and length", evaluation_charts(results), _evaluation_table(results), results.failures)
+    sections += [evaluated, Section("Settings", cells=_settings_table(results.runs))]
+    failed = [f"{run.name}: {run.failure}" for run in results.runs if run.state == "failed"]
+    notes = [*failed, *(comparison.notes if comparison is not None else [problem])]
+    sections.append(Section("Runs", cells=run_table(results), notes=notes))
+    return [section for section in sections if section.charts or section.cells or section.notes]
+
+
+def variant_table(comparison: RunComparison, results: Results) -> Cells:
+    """Return the final values of each variant, and the p-value of its difference from the first."""
+    metrics = list(comparison.variants[0].ends)
+    tests = {found.variant: found for found in comparison.differences if found.metric == comparison.metric}
+    has_seeds = any(len(variant.runs) > 1 for variant in comparison.variants)
+    rows = []
+    for variant in comparison.variants:
+        ends = [variant.ends[metric] for metric in metrics]
+        cells = [format_spread(end) if has_seeds else number(end.mean) for end in ends]
+        planned = sum(run.variant == variant.name for run in results.runs)
+        p = _p(tests[variant.name]) if variant.name in tests else ""
+        rows.append([variant.name, f"{len(variant.runs)} of {planned}", *cells, p])
+    return [["variant", "runs", *metrics, f"p of {comparison.metric}"], *rows]
+
+
+def _differences(comparison: RunComparison) -> Section:
+    """Return a table of every difference from the first variant, and notes on the tests; empty for one variant."""
+    title = f"Against {comparison.variants[0].name}"
+    if not comparison.differences:
+        return Section(title)
+    tested, limit = significance_limit(comparison)
+    rows = []
+    for found in comparison.differences:
+        at = comparison.at.get(found.metric)
+        metric = found.metric if at is None else f"{found.metric} at step {at}"
+        interval = "" if found.low is None or found.high is None else f"{signed(found.low)} to {signed(found.high)}"
+        rows.append([found.variant, metric, signed(found.difference), interval, _p(found), verdict(found, limit)])
+    notes = list(dict.fromkeys(f"{found.note[0].upper()}{found.note[1:]}." for found in comparison.differences))
+    if tested > 1:
+        notes.append(f"{tested} differences were tested, so that a p below {limit:.2g} is asked of each.")
+    return Section(title, cells=[["variant", "metric", "difference", "95%", "p", ""], *rows], notes=notes)
+
+
+def _p(difference: Difference) -> str:
+    return "" if difference.p is None else f"{difference.p:.2g}"
+
+
+def _evaluation_table(results: Results) -> Cells:
+    """Return the means over the evaluated runs of each variant."""
+    runs = results.evaluated
+    if not runs:
         return []
-    return [f"Of {len(curves)} variants, the charts show the {MOST_LINES} best by {metric}."]
+    rates = dict.fromkeys(name for run in runs for name in run.evaluation if "@" in name)
+    measures = [*rates, *(name for name in MEASURES if any(name in run.evaluation for run in runs))]
+    means = {name: results.estimates(name) for name in measures}
+    digits = {name: 1 if name == "tokens" or "thinking" in name else 3 for name in measures}
+    rows = [
+        [
+            variant,
+            str(models),
+            *(f"{means[m][variant].value:.{digits[m]}f}" if variant in means[m] else "" for m in measures),
+        ]
+        for variant, models in Counter(run.variant for run in runs).items()
+    ]
+    return [["variant", "models", *measures], *rows]
 
 
-def _text(results: Results, comparison: RunComparison | None, why_none: str) -> str:
-    parts = [align(tables.by_run(results))]
-    parts.append(why_none if comparison is None else align(tables.variants(comparison, results)))
-    return "\n\n".join(parts)
+def _settings_table(runs: Sequence[RunResult]) -> Cells:
+    """Return the settings of each variant; empty if all names of variants contain them."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.values))
+    by_variant = {run.variant: run.values for run in runs}
+    if all("=" in variant or not values for variant, values in by_variant.items()):
+        return []
+    rows = [
+        [name, *(format_value(values[key]) if key in values else "" for key in keys)]
+        for name, values in by_variant.items()
+    ]
+    return [["variant", *keys], *rows]
+
+
+def run_table(results: Results) -> Cells:
+    metrics = list(results.curves)
+    rows = [
+        [
+            run.name,
+            run.state,
+            str(run.steps) if run.max_steps in (None, run.steps) else f"{run.steps} of {run.max_steps}",
+            *(number(run.ends[metric]) if metric in run.ends else "" for metric in metrics),
+            duration(run.seconds),
+        ]
+        for run in results.runs
+    ]
+    return [["run", "state", "steps", *metrics, "time"], *rows]
+
+
+def format_markdown(title: str, introduction: str, sections: Sequence[Section]) -> str:
+    """Return a page with links to its charts."""
+    lines = [f"# {title}", "", introduction, ""]
+    for section in sections:
+        lines += [f"## {section.title}", ""]
+        for chart in section.charts:
+            lines += [f"![{chart.title}]({chart.file})", ""]
+        if section.cells:
+            lines += [*markdown(section.cells), ""]
+        for note in section.notes:
+            first, *rest = note.splitlines()
+            lines += [f"- {first}", *([""] if rest else []), *(f"  {line}" for line in rest)]
+        lines += [""] if section.notes else []
+    return "\n".join(lines)
+
+
+def format_html(title: str, introduction: str, sections: Sequence[Section]) -> str:
+    """Return a page in one file that contains its charts."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1><p>{escape(introduction)}</p>",
+    ]
+    for section in sections:
+        parts.append(f"<h2>{escape(section.title)}</h2>")
+        parts += [f"<figure>{chart.svg}</figure>" for chart in section.charts]
+        parts += [_html_table(section.cells)] if section.cells else []
+        parts += ["<ul>", *map(_html_note, section.notes), "</ul>"] if section.notes else []
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def _html_table(cells: Cells) -> str:
+    titles, *rows = cells
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in titles)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _html_note(note: str) -> str:
+    first, *rest = note.splitlines()
+    block = f"<pre>{escape(chr(10).join(rest))}</pre>" if rest else ""
+    return f"<li>{escape(first)}{block}</li>"

@@ -1,29 +1,42 @@
-"""What the runs of a sweep came to, read off their folders: numbers per run, curves per variant, evaluated models."""
+"""The results of a sweep, read from its run directories: numbers per run, curves per variant, and their charts."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.observe.metrics import Curve, History, Record, Tail
-from headrace.tools.compare.comparison import HELD_OUT, PREFERRED, curve_of, final_value, is_evaluation
-from headrace.tools.evaluate.results import Estimate, ModelResult
-from headrace.tools.sweep.record import RunRecord, State, SweepRecord, state_of
+from headrace.observe.chart import comparison_chart
+from headrace.observe.metrics import Curve, History, Tail
+from headrace.tools.compare.comparison import (
+    HELD_OUT,
+    PREFERRED,
+    curve_of,
+    final_value,
+    is_evaluation,
+    smaller_is_better,
+)
+from headrace.tools.evaluate.charts import accuracy_chart, length_chart
+from headrace.tools.evaluate.report import LENGTHS
+from headrace.tools.evaluate.results import Estimate, ModelResult, choose_score
+from headrace.tools.sweep.record import State, SweepRecord, state_of
 from headrace.transport.run_dir import RunDir
 
 EVALUATION = "eval"
 """The folder of the evaluation."""
-LENGTHS = ("metrics/all/thinking_tokens", "metrics/all/thinking_words", "decode_len/all/mean")
-"""How long replies are: the first of these that a run has reported is shown, unless somebody names metrics."""
+LENGTH_METRICS = ("metrics/all/thinking_tokens", "metrics/all/thinking_words", "decode_len/all/mean")
+"""Lengths of replies: the first that a run has reported is shown by default."""
+MAX_CURVES = 12
+"""Variants in a chart of curves, the best ones."""
 
 
 class RunResult(msgspec.Struct):
-    """A run in numbers."""
+    """The numbers of one run."""
 
     name: str
     variant: str
@@ -47,88 +60,100 @@ class Results(NamedTuple):
     curves: dict[str, dict[str, list[Curve]]]
     """By metric and variant, one per run that has reported it."""
     samples: int
-    """Of each example of the evaluation; 0: there was none."""
+    """Samples per example of the evaluation; 0 without evaluation."""
     failures: list[str]
-    """Models that could not be evaluated, and why."""
+    """Models that could not be evaluated, with the reason."""
+
+    @property
+    def evaluated(self) -> list[RunResult]:
+        return [run for run in self.runs if run.evaluation]
+
+    def estimates(self, measure: str) -> dict[str, Estimate]:
+        """Return a measure by variant: the mean over its runs with the lowest and highest, or that of its only run."""
+        by_variant: dict[str, list[Estimate]] = {}
+        for run in self.evaluated:
+            if measure in run.evaluation:
+                by_variant.setdefault(run.variant, []).append(run.evaluation[measure])
+        estimates = {}
+        for variant, several in by_variant.items():
+            values = [each.value for each in several]
+            pooled = Estimate(sum(values) / len(values), min(values), max(values))
+            estimates[variant] = pooled if len(several) > 1 else several[0]
+        return estimates
+
+
+class Chart(NamedTuple):
+    file: str
+    title: str
+    svg: str
 
 
 class _Evaluation(msgspec.Struct):
     models: list[ModelResult]
 
 
-class _Read(NamedTuple):
-    records: list[Record]
-    history: History
-
-    def curve(self, metric: str) -> Curve:
-        return curve_of(self.records, self.history, metric)
-
-
 def read_results(directory: Path, record: SweepRecord, metrics: Sequence[str]) -> Results:
-    """Of the runs that are asked for, in their order; `metrics` are those with curves, unset those that matter."""
-    read = {run.name: _read(directory / run.name) for run in record.asked}
-    shown = list(metrics) or _metrics_of([each for each in read.values() if each.history.moves])
-    evaluated = read_evaluation(directory)
-    results = []
-    curves: dict[str, dict[str, list[Curve]]] = {metric: {} for metric in shown}
-    for run in record.asked:
-        result = _result(run, state_of(run, directory), read[run.name])
+    """Read the planned runs, in order; `metrics` are those with curves, empty: the default ones."""
+    records = {run.name: Tail(RunDir(directory / run.name).metrics).read() for run in record.planned}
+    histories = {name: History(lines) for name, lines in records.items()}
+
+    def curve(name: str, metric: str) -> Curve:
+        return curve_of(records[name], histories[name], metric)
+
+    begun = [name for name, history in histories.items() if history.moves]
+    shown = list(metrics) or _default_metrics(begun, curve)
+    evaluated = _read_evaluation(directory)
+    runs = []
+    curves: dict[str, dict[str, list[Curve]]] = {}
+    for run in record.planned:
+        history = histories[run.name]
+        result = RunResult(
+            run.name,
+            run.variant,
+            run.seed,
+            run.values,
+            state_of(run, directory),
+            history.step,
+            run.max_steps,
+            seconds=float(history.latest.get("progress/seconds", history.elapsed if history.moves else 0.0)),
+            tokens_sampled=int(history.latest.get("progress/tokens_sampled", 0)),
+            tokens_trained=int(history.latest.get("progress/tokens_trained", 0)),
+            failure=run.failure,
+        )
         for metric in shown:
-            if curve := read[run.name].curve(metric):
-                curves[metric].setdefault(run.variant, []).append(curve)
-                result.ends[metric] = final_value(curve, curve[-1][0], single=is_evaluation(metric))
-        if found := evaluated.get((directory / run.name).resolve()):
-            result.evaluation = found.estimates
-        results.append(result)
-    known = evaluated.values()
+            if points := curve(run.name, metric):
+                curves.setdefault(metric, {}).setdefault(run.variant, []).append(points)
+                result.ends[metric] = final_value(points, points[-1][0], single=is_evaluation(metric))
+        if model := evaluated.get((directory / run.name).resolve()):
+            result.evaluation = model.estimates
+        runs.append(result)
+    models = evaluated.values()
     return Results(
-        results,
-        {metric: several for metric, several in curves.items() if several},
-        max((found.samples for found in known), default=0),
-        [f"{found.name} was not evaluated: {found.failure}" for found in known if found.failure],
+        runs,
+        {metric: curves[metric] for metric in shown if metric in curves},
+        max((model.samples for model in models), default=0),
+        [f"{model.name} was not evaluated: {model.failure}" for model in models if model.failure],
     )
 
 
-def _read(folder: Path) -> _Read:
-    records = Tail(RunDir(folder).metrics).read()
-    return _Read(records, History(records))
+def _default_metrics(runs: Sequence[str], curve: Callable[[str, str], Curve]) -> list[str]:
+    """Return the preferred metric that all runs have, held-out scores, and a length."""
+    chosen = [metric for metric in PREFERRED if runs and all(curve(run, metric) for run in runs)][:1]
+    held_out = [HELD_OUT] if any(curve(run, HELD_OUT) for run in runs) else []
+    return chosen + held_out + [metric for metric in LENGTH_METRICS if any(curve(run, metric) for run in runs)][:1]
 
 
-def _metrics_of(read: Sequence[_Read]) -> list[str]:
-    """What all runs that have begun are compared by, what was held out, and a length."""
-    chosen = [metric for metric in PREFERRED if read and all(each.curve(metric) for each in read)][:1]
-    held_out = [HELD_OUT] if any(each.curve(HELD_OUT) for each in read) else []
-    return chosen + held_out + [metric for metric in LENGTHS if any(each.curve(metric) for each in read)][:1]
-
-
-def _result(run: RunRecord, state: State, read: _Read) -> RunResult:
-    latest, history = read.history.latest, read.history
-    return RunResult(
-        name=run.name,
-        variant=run.variant,
-        seed=run.seed,
-        values=run.values,
-        state=state,
-        steps=history.step,
-        max_steps=run.max_steps,
-        seconds=float(latest.get("progress/seconds", history.elapsed if history.moves else 0.0)),
-        tokens_sampled=int(latest.get("progress/tokens_sampled", 0)),
-        tokens_trained=int(latest.get("progress/tokens_trained", 0)),
-        failure=run.failure,
-    )
-
-
-def read_evaluation(directory: Path) -> dict[Path, ModelResult]:
-    """What `headrace eval` said about final models, by run; nothing where there was no evaluation."""
+def _read_evaluation(directory: Path) -> dict[Path, ModelResult]:
+    """Return the results of `headrace eval` by run directory; empty if there was no evaluation."""
     path = directory / EVALUATION / "results.json"
     if not path.is_file():
         return {}
     models = msgspec.json.decode(path.read_bytes(), type=_Evaluation).models
-    return {Path(result.source).resolve().parent: result for result in models}
+    return {Path(model.source).resolve().parent: model for model in models}
 
 
-def as_csv(runs: Sequence[RunResult]) -> str:
-    """A row per run: what it sets, and every number of it."""
+def format_csv(runs: Sequence[RunResult]) -> str:
+    """Return a row per run with its settings and numbers."""
     keys = list(dict.fromkeys(key for run in runs for key in run.values))
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.ends))
     measures = list(dict.fromkeys(measure for run in runs for measure in run.evaluation))
@@ -142,7 +167,55 @@ def as_csv(runs: Sequence[RunResult]) -> str:
         row += [getattr(run, name) for name in numbers]
         row += [run.ends.get(metric) for metric in metrics]
         for name in measures:
-            found = run.evaluation.get(name)
-            row += [None] * 3 if found is None else [found.value, found.low, found.high]
+            row += msgspec.structs.astuple(run.evaluation[name]) if name in run.evaluation else [None] * 3
         writer.writerow([*row, run.failure])
     return file.getvalue()
+
+
+def curve_charts(results: Results) -> list[Chart]:
+    """Return a chart per metric with a line per variant: the mean over its seeds with a band."""
+    shown = _best_variants(results)
+    charts = []
+    for metric, curves in results.curves.items():
+        chosen = {name: seeds for name, seeds in curves.items() if name in shown}
+        title = f"{metric} over optimizer steps"
+        title += f" ({len(chosen)} of {len(curves)})" if len(chosen) < len(curves) else ""
+        file = f"{re.sub(r'[^A-Za-z0-9.-]+', '-', metric)}.svg"
+        charts.append(Chart(file, title, comparison_chart(title, chosen, what=metric)))
+    return charts
+
+
+def _best_variants(results: Results) -> list[str]:
+    """Return at most `MAX_CURVES` variants, the best by the first metric."""
+    if not results.curves:
+        return []
+    metric, curves = next(iter(results.curves.items()))
+    ends: dict[str, list[float]] = {name: [] for name in curves}
+    for run in results.runs:
+        if metric in run.ends:
+            ends[run.variant].append(run.ends[metric])
+    sign = 1 if smaller_is_better(metric) else -1
+    return sorted(curves, key=lambda name: sign * sum(ends[name]) / len(ends[name]))[:MAX_CURVES]
+
+
+def evaluation_charts(results: Results) -> list[Chart]:
+    """Return accuracy by variant, and accuracy against length; empty without evaluation."""
+    runs = results.evaluated
+    score = choose_score([run.evaluation for run in runs], results.samples)
+    scores = results.estimates(score.measure)
+    if not scores:
+        return []
+    name, file = score.name.capitalize(), score.name.split()[-1]
+    has_seeds = len({run.variant for run in runs}) < len(runs)
+    title = f"{name} by variant"
+    spread = "mean over seeds; bar: from the lowest to the highest" if has_seeds else "with its 95% interval"
+    charts = [Chart(f"{file}.svg", title, accuracy_chart(title, list(scores.items()), f"{score.name}, {spread}"))]
+    measure = next((name for name in LENGTHS if all(name in run.evaluation for run in runs)), None)
+    if measure is not None:
+        lengths = results.estimates(measure)
+        points = [(variant, lengths[variant], estimate) for variant, estimate in scores.items()]
+        title = f"{name} against length, and the frontier"
+        bars = "from the lowest to the highest seed" if has_seeds else "95% intervals"
+        svg = length_chart(title, f"{LENGTHS[measure]}, mean", points, bars, score.name)
+        charts.append(Chart(f"{file}-length.svg", title, svg))
+    return charts

@@ -1,8 +1,7 @@
-"""Runs the runs of a sweep: each a `headrace rl` of its own, as many at once as there are shares of the machine.
+"""Runs the jobs of a sweep: each is a `headrace rl` process, as many at once as there are shares of the machine.
 
-A run that fails is continued once from where it was; if that fails, too, it is told and the others go on. Whatever ends
-the sweep ends its runs, in order where there is time: they notice a killed sweep by their lifelines, and hold its lock
-until they are gone.
+A run that fails is resumed once; if it fails again, the failure is recorded and the other runs go on. When the sweep
+ends, it stops its runs. Runs notice by their lifelines that a sweep was killed, and hold its lock until they end.
 """
 
 from __future__ import annotations
@@ -10,25 +9,36 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from headrace.errors import BAD_INPUT
+from headrace.launch.local import half_the_cores
 from headrace.launch.placement import gpu_env
 from headrace.launch.process import Lifeline, Process, ProcessSpec
 from headrace.launch.run_directory import is_run
 from headrace.launch.supervisor import signals_to
-from headrace.tools.sweep.budget import Share, of_its_own
-from headrace.tools.sweep.jobs import Job
-from headrace.tools.sweep.progress import Progress, View
-from headrace.tools.sweep.words import words
+from headrace.machine import free_memory, visible_gpus
+from headrace.tools.sweep.config import SweepConfig, override_words
+from headrace.tools.sweep.jobs import Job, Machine, Share, check_engines, divide
+from headrace.tools.sweep.progress import RunProgress, SweepView
+from headrace.tools.sweep.record import SweepRecord, state_of, write_record
 
-POLL = 0.2
-STOPPING = 60.0
-"""Seconds that runs get to end in order: each ends three processes, one after the other."""
-ATTEMPTS = 2
-BAD_INPUT = 2
-"""The exit status of a command that cannot be done as asked; asking again does not help."""
+LOGS = "logs"
+"""The folder of the launchers' output; a run's own folder must be empty when it starts."""
+POLL_S = 0.2
+STOP_TIMEOUT_S = 60.0
+"""Each run stops three processes, one after the other."""
+MAX_ATTEMPTS = 2
+
+
+def divide_machine(sweep: SweepConfig, jobs: Sequence[Job]) -> list[Share]:
+    """Return a share of this machine for each run at a time; raises `ConfigError` if the runs need the same engines."""
+    machine = Machine(visible_gpus(), half_the_cores(), free_memory())
+    shares = divide(machine, sweep.parallel, sweep.gpus_per_run, len(jobs))
+    check_engines(jobs, len(shares))
+    return shares
 
 
 class _Started(NamedTuple):
@@ -37,26 +47,22 @@ class _Started(NamedTuple):
     share: Share
 
 
-OnEnd = Callable[[str, Literal["finished", "failed"], str], None]
-"""Told of a run's name, how it ended, and why it failed."""
-
-
 class Runner:
-    """`progress` has the jobs' runs by name."""
+    """Runs the unfinished jobs and records the outcome of each. `lock` is the sweep's lock, which its runs inherit."""
 
     def __init__(
-        self,
-        jobs: Sequence[Job],
-        shares: Sequence[Share],
-        logs: Path,
-        progress: Mapping[str, Progress],
-        view: View,
-        on_end: OnEnd,
-        inherited: Sequence[int] = (),
+        self, sweep: SweepConfig, record: SweepRecord, directory: Path, jobs: Sequence[Job], lock: int
     ) -> None:
-        self._waiting, self._free = deque(jobs), list(shares)
-        self._logs, self._progress, self._view, self._on_end = logs, progress, view, on_end
-        self._inherited = inherited
+        self._record, self._directory, self._lock = record, directory, lock
+        self._progress = {
+            run.name: RunProgress(run.name, directory / run.name, state_of(run, directory), run.max_steps)
+            for run in record.planned
+        }
+        left = [job for job in jobs if self._progress[job.name].state != "finished"]
+        self._waiting, self._free = deque(left), divide_machine(sweep, left)
+        self._view = SweepView(directory.name, [*self._progress.values()])
+        logs = directory / LOGS
+        self._view.say(f"{len(left)} of {len(jobs)} runs are left, {len(self._free)} at once; logs in {logs}")
         self._lifeline = Lifeline()
         self._running: dict[str, _Started] = {}
         self._attempts: Counter[str] = Counter()
@@ -64,15 +70,13 @@ class Runner:
         self._is_stopping = False
 
     def run(self) -> int:
-        """0 once every run has ended, however it ended; 128 + signal when the sweep was interrupted."""
+        """Return 0 when every run has ended, also with a failure; 128 + signal if the sweep was interrupted."""
         with signals_to(self._signals):
             try:
                 while (self._waiting or self._running) and not self._signals:
                     while self._waiting and self._free:
                         self._start(self._waiting.popleft(), self._free.pop(0))
-                    self._look()
-                    self._view.show()
-                    time.sleep(POLL)
+                    self._poll()
             finally:
                 self._stop()
                 self._view.close()
@@ -81,64 +85,62 @@ class Runner:
 
     def _start(self, job: Job, share: Share) -> None:
         resume = ["--resume"] if is_run(job.directory) else []
-        own = words(of_its_own(job.config, share))
-        argv = [sys.executable, "-m", "headrace", *job.words, *own, *resume]
+        overrides = override_words(share.overrides(job.config))
+        argv = [sys.executable, "-m", "headrace", *job.words, *overrides, *resume]
         spec = ProcessSpec(job.name, argv, {"PYTHONUNBUFFERED": "1", **gpu_env(share.gpus)})
         self._attempts[job.name] += 1
-        process = Process(spec, self._logs / f"{job.name}.log", self._lifeline, self._inherited)
+        process = Process(spec, self._directory / LOGS / f"{job.name}.log", self._lifeline, (self._lock,))
         self._running[job.name] = _Started(job, process, share)
         self._progress[job.name].state = "running"
         self._view.say(f"{job.name}: {'continued' if resume else 'started'}")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
+        """Read new metrics, handle runs that have ended, refresh the view, and wait."""
         for name, (job, process, share) in list(self._running.items()):
-            ended = not process.running  # before its metrics are read: the last of them are then there
+            ended = not process.running  # checked before reading, so that the last metrics are read
             self._progress[name].read()
-            if not ended:
-                continue
-            del self._running[name]
-            self._free.append(share)
-            process.kill()  # what it may have left
-            self._settle(job, process)
+            if ended:
+                del self._running[name]
+                self._free.append(share)
+                process.kill()  # remaining child processes
+                self._on_end(job, process)
+        self._view.show()
+        time.sleep(POLL_S)
 
-    def _settle(self, job: Job, process: Process) -> None:
-        """What an end means: done, once more, or given up."""
+    def _on_end(self, job: Job, process: Process) -> None:
+        """Record a finished run; resume a failed one, or record its failure."""
         run = self._progress[job.name]
         if process.exit_status == 0:
-            run.state = "finished"
             self._view.say(f"{job.name}: finished after {run.history.step} steps, {run.value or 'nothing reported'}")
-            self._on_end(job.name, "finished", "")
-            return
-        if self._is_stopping:
+            self._write_outcome(job.name, "finished", "")
+        elif self._is_stopping:
             run.state = "unfinished"
-            return
-        failure = _failure(process)
-        if process.exit_status != BAD_INPUT and self._attempts[job.name] < ATTEMPTS:
+        elif process.exit_status != BAD_INPUT and self._attempts[job.name] < MAX_ATTEMPTS:
             run.state = "waiting"
             self._waiting.appendleft(job)
             self._view.say(f"{job.name}: {process.how_it_ended()}; it is continued once")
-            return
-        run.state = "failed"
-        self._view.say(f"{job.name}: failed: {failure}")
-        self._on_end(job.name, "failed", failure)
+        else:
+            lines = "\n".join(f"    {line}" for line in process.last_lines())
+            failure = f"{process.how_it_ended()}; the end of {process.log}:\n{lines}"
+            self._view.say(f"{job.name}: failed: {failure}")
+            self._write_outcome(job.name, "failed", failure)
+
+    def _write_outcome(self, name: str, outcome: Literal["finished", "failed"], failure: str) -> None:
+        self._progress[name].state = outcome
+        run = self._record.runs[name]
+        run.outcome, run.failure = outcome, failure
+        write_record(self._directory, self._record)
 
     def _stop(self) -> None:
-        """End what still runs, all at the same time. A second signal ends the patience."""
+        """Terminate all runs at the same time; kill them at a second signal or after `STOP_TIMEOUT_S`."""
         self._is_stopping = True
         if self._running:
             self._view.say(f"stopping {', '.join(self._running)}; the same command goes on")
         for started in self._running.values():
             started.process.terminate()
-        deadline = time.monotonic() + STOPPING
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         while self._running and time.monotonic() < deadline and len(self._signals) < 2:
-            self._look()
-            self._view.show()
-            time.sleep(POLL)
+            self._poll()
         for started in self._running.values():
             started.process.kill()
-            started.process.wait(STOPPING)
-
-
-def _failure(process: Process) -> str:
-    lines = "\n".join(f"    {line}" for line in process.last_lines())
-    return f"{process.how_it_ended()}; the end of {process.log}:\n{lines}"
+            started.process.wait(STOP_TIMEOUT_S)

@@ -1,15 +1,18 @@
-"""What commands have in common on the command line: run files, overrides, `--resume`, a user's own code by its file."""
+"""Arguments that several commands have, overrides of the configuration, and a progress line."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.errors import BadInput
+
 RUN_FILES = (".toml", ".yaml", ".yml")
-"""How the names of run files end."""
+"""Suffixes of run files."""
 OWN_OPTIONS = frozenset(
     {"--dry-run", "--clean", "--resume", "--help", "--name", "--alone", "--sharing", "--report", "--format"}
 )
@@ -17,7 +20,7 @@ OWN_OPTIONS = frozenset(
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, override: str) -> None:
-    """The arguments of a command that starts a run from files; `override` is an example of one."""
+    """Add the arguments of a command that starts a run from files; `override` is an example of an override."""
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="run files, merged left to right")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     again = parser.add_mutually_exclusive_group()
@@ -27,7 +30,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, override: str) -> None:
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    """The option of a command that writes plots."""
     parser.add_argument(
         "--format",
         choices=("svg", "png", "pdf"),
@@ -47,7 +49,7 @@ def add_resume(parser: argparse._ActionsContainer) -> None:
 
 
 def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[str], list[str]]:
-    """Split a command line into what the command itself reads and the configuration's overrides.
+    """Split a command line into the arguments of the command and the overrides of the configuration.
 
     With `dotted`, for a command of many options, only `--section.key` is an override.
     """
@@ -56,16 +58,17 @@ def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[
     pending = list(argv)
     while pending:
         word = pending.pop(0)
+        option = word.partition("=")[0]
         value_follows = bool(pending) and not pending[0].startswith("--")
         if word == "--resume":
             # Its value may be left out, and a run file after it is not the value.
             has_value = value_follows and Path(pending[0]).suffix not in RUN_FILES
             own.append(f"--resume={pending.pop(0) if has_value else 'latest'}")
-        elif word.startswith("--") and _is_override(word.partition("=")[0], dotted):
+        elif word.startswith("--") and ("." in option if dotted else option not in OWN_OPTIONS):
             overrides.append(word)
             if "=" not in word and value_follows:
                 overrides.append(pending.pop(0))
-        elif word.startswith("@"):  # as other systems' command lines have it
+        elif word.startswith("@"):  # the syntax of other systems
             print("headrace: a run file needs no @ before it", file=sys.stderr)
             own += [word[1:]] if word != "@" else []
         else:
@@ -73,14 +76,8 @@ def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[
     return own, overrides
 
 
-def _is_override(option: str, dotted: bool) -> bool:
-    return "." in option if dotted else option not in OWN_OPTIONS
-
-
 def importable(given: str, what: str) -> str:
-    """The import path under which other processes find it: `my_file.py:Name` lies in a folder of its own."""
-    from headrace.errors import BadInput
-
+    """Return the import path of `my_file.py:Name`, whose folder is added to the path; other names are unchanged."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as in a run
     file, separator, name = given.partition(":")
@@ -93,3 +90,24 @@ def importable(given: str, what: str) -> str:
         raise BadInput(f"{path}: which {what} of it? Write {path}:Name")
     sys.path.insert(0, str(path.resolve().parent))
     return f"{path.stem}:{name}"
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1, for argparse."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[..., None]]:
+    """Show a line on the terminal; yields a function of what is being done and, optionally, how much of a total."""
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("") as status:
+
+        def show(what: str, done: int = 0, total: int = 0) -> None:
+            status.update(Text(f"{what} ({done}/{total})" if total else what))
+
+        yield show

@@ -1,8 +1,10 @@
-"""The file of `headrace sweep`: the run file, the keys that vary, how many runs at once, what is told at the end."""
+"""The file of `headrace sweep`: the run file, the keys that vary, how many runs at once, and what is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,43 +21,41 @@ Numbers = list[int]
 Names = tuple[str, ...]
 
 WAYS = ("grid", "list", "random")
-OWN_KEYS = ("output_dir",)
-"""Keys of a run that a sweep sets itself."""
 
 
 class RandomConfig(Config):
     """`random`: values that are drawn, the same under the same seed."""
 
     num: int = Field(ge=1)
-    """How many points are drawn; more of them leave the first ones as they were."""
+    """How many points are drawn; a larger number keeps the first points."""
     seed: int = 0
     keys: Tree
     """By key of the run file: `{uniform: [a, b]}`, `{log_uniform: [a, b]}`, `{integers: [a, b]}`, `{choice: [...]}`."""
 
 
 class SweepConfig(Config):
-    """Exactly one of `grid`, `list` and `random`."""
+    """Exactly one of `grid`, `list` and `random` is given."""
 
     PATHS_OF_FILE = ("run",)
 
     run: Path | Paths
     """The run file, or several that are merged, relative to the file that names them."""
     output_dir: Path | None = None
-    """Where the runs go, a folder each, and the report; unset: `artifacts/sweeps/` of the run file's storage root."""
+    """The folder of the runs and the report; unset: `artifacts/sweeps/` of the run file's storage root."""
     overrides: Tree = Field(default_factory=dict)
     """Keys of the run file that are set in all runs."""
     grid: Tree | None = None
     """By key of the run file, a list of values; every combination is run."""
     list: Tables | None = None
-    """Tables of overrides, each with a `name` if it likes."""
+    """Tables of overrides, each with an optional `name`."""
     random: RandomConfig | None = None
     seeds: Numbers | None = None
-    """Every point is run with each; unset: with the run file's own."""
+    """Every point is run with each seed; unset: with the run file's own."""
     parallel: int | Literal["auto"] = "auto"
-    """Runs at once; auto: one on each GPU, or without any as many as have two cores and memory to themselves."""
+    """Runs at once; auto: one per GPU, or without GPUs as many as have two cores and enough memory each."""
     gpus_per_run: int = Field(1, ge=1)
     metrics: Names = ()
-    """Those with a curve in the report, the first of which decides; unset: the reward (the loss), and a length."""
+    """Metrics with a curve in the report, the first of which ranks variants; unset: reward (or loss), and a length."""
     eval: Tree | None = None
     """Options of `headrace eval`, with underscores: how the finished models are evaluated at the end."""
 
@@ -72,24 +72,20 @@ class SweepConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _one_way(self) -> SweepConfig:
+    def _check(self) -> SweepConfig:
         given = [way for way in WAYS if getattr(self, way) is not None]
         if len(given) != 1:
             key = given[-1] if given else "grid"
             raise InvalidValue(f"{len(given)} of {', '.join(WAYS)} are given", key=key, fix="Give exactly one of them.")
         if not getattr(self, given[0]):
             raise InvalidValue("is empty", key=given[0])
-        return self
-
-    @model_validator(mode="after")
-    def _seeds_are_distinct(self) -> SweepConfig:
         if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds)):
             raise InvalidValue("must be distinct, and at least one", key="seeds", value=self.seeds)
         return self
 
 
 def read_sweep(files: Sequence[Path], overrides: Sequence[str]) -> SweepConfig:
-    """The files, merged left to right; the run files that they name exist."""
+    """Read the files, merged left to right; raises `ConfigError` if a run file does not exist."""
     config, _ = load(SweepConfig, files, overrides)
     where = " + ".join(map(str, files))
     if not config.files:
@@ -100,12 +96,27 @@ def read_sweep(files: Sequence[Path], overrides: Sequence[str]) -> SweepConfig:
     return config
 
 
-def flat(tree: Tree, is_value: Callable[[Any], bool] = lambda value: not isinstance(value, dict)) -> dict[str, Any]:
-    """A table in which keys are dotted, nested or both, by dotted keys alone; of one that is there twice the later."""
-    found: dict[str, Any] = {}
+def flatten(tree: Tree) -> dict[str, Any]:
+    """Return the values of a table by dotted key; its keys may be dotted, nested or both, and the last one counts."""
+    values: dict[str, Any] = {}
     for key, value in tree.items():
-        if is_value(value) or not isinstance(value, dict):
-            found[str(key)] = value
+        if isinstance(value, dict):
+            values |= {f"{key}.{inner}": leaf for inner, leaf in flatten(value).items()}
         else:
-            found |= {f"{key}.{inner}": leaf for inner, leaf in flat(value, is_value).items()}
-    return found
+            values[str(key)] = value
+    return values
+
+
+def override_words(overrides: Mapping[str, Any]) -> list[str]:
+    """Return `--key=value` for each, which `headrace rl` parses to the same value."""
+    return [f"--{key}={_toml(key, value)}" for key, value in overrides.items()]
+
+
+def _toml(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(key, inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(key, inner) for inner in value) + "]"
+    if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return json.dumps(value, ensure_ascii=False)
+    raise ConfigError("must be a text, number, boolean, list or table", key=key, value=value)

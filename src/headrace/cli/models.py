@@ -1,0 +1,75 @@
+"""`headrace export` and `headrace init-model`: write model directories."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.launch.errors import BadRequest
+from headrace.launch.run_directory import checkpoints
+from headrace.transport.files import MARKER
+
+
+def configure_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="RUN|CHECKPOINT", type=Path, help="a run directory, or one of its checkpoints"
+    )
+    parser.add_argument("target", metavar="DIR", type=Path, help="where to write the model")
+    parser.add_argument("--step", type=int, help="which checkpoint of the run (default: the newest)")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="the type of the tensors (default: that of the model before training)",
+    )
+    parser.add_argument("--adapter", action="store_true", help="only the LoRA adapter of the run, in PEFT's format")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    _refuse_occupied(arguments.target)
+    checkpoint = _find_checkpoint(arguments.source, arguments.step)
+    from headrace.trainer.export import export
+
+    export(
+        checkpoint,
+        arguments.target,
+        arguments.dtype,
+        adapter_only=arguments.adapter,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    print(f"wrote {arguments.target}, the model of {checkpoint}")
+    return 0
+
+
+def _refuse_occupied(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise BadRequest("exists and is not an empty directory", key="DIR", value=directory, fix="Give another.")
+
+
+def _find_checkpoint(source: Path, step: int | None) -> Path:
+    """Return a checkpoint of a run, or the source itself; raises `BadRequest` with the steps that there are."""
+    if (source / MARKER).is_file() and step is None:
+        return source
+    by_step = checkpoints(source)
+    if not by_step:
+        raise BadRequest("neither a complete checkpoint nor a run that has one", key="RUN|CHECKPOINT", value=source)
+    if step is not None and step not in by_step:
+        steps = ", ".join(map(str, by_step))
+        raise BadRequest(f"{source} has no complete checkpoint of it (it has: {steps})", key="--step", value=step)
+    return by_step[max(by_step) if step is None else step]
+
+
+def configure_init_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", choices=["tiny"], help="tiny: about a million parameters, Qwen3 architecture, bytes")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_init_model(arguments: argparse.Namespace) -> int:
+    _refuse_occupied(arguments.directory)
+    from headrace.trainer.tiny import write_tiny_model
+
+    write_tiny_model(arguments.directory, arguments.seed)
+    print(f"wrote {arguments.directory}")
+    return 0

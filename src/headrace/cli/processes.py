@@ -1,0 +1,194 @@
+"""`headrace orchestrator` and `headrace trainer`: start one process of a run, as the launcher does."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from headrace.cli.common import add_resume
+from headrace.config.sft import SftConfig
+from headrace.inference.colocation import ColocatedEngines
+from headrace.launch.errors import BadRequest, naming_run
+from headrace.launch.own_code import add_code_folders_of
+from headrace.launch.process import PARENT_VAR, stop_with_launcher
+from headrace.launch.run_directory import LATEST, plan_directory
+from headrace.launch.saved_config import read_run, read_sampled_run, run_directory
+from headrace.launch.supervisor import is_up
+from headrace.observe.logs import setup_logging
+from headrace.observe.monitors import forwarding
+from headrace.observe.status import Status
+from headrace.runfile.run import RunConfig
+from headrace.transport.lock import only_one
+from headrace.transport.run_dir import RunDir
+
+STOPPED = 143
+"""The exit code that a shell reports for a process that SIGTERM has ended."""
+
+
+@contextmanager
+def process(name: str, run: RunDir) -> Iterator[Status]:
+    """Set up logging, lifeline and status file of a run's process; the status file says at the end how it ended.
+
+    The status file of the first rank is that of the trainer; other ranks have theirs in a subfolder.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    setup_logging(f"rank {rank}" if rank else "")
+    stop_with_launcher()
+    add_code_folders_of(run)
+    with naming_run(run.root):
+        status = Status(run.status / "ranks", f"{name}-{rank}") if rank else Status(run.status, name)
+        try:
+            yield status
+        except BaseException:
+            status.close("failed")
+            raise
+        status.close("finished")
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGINT. A second signal ends the process at once, as does the first one during start-up.
+
+    During start-up, while libraries and the model are loaded, the request is not polled and nothing can be lost.
+    """
+
+    def __init__(self, status: Status) -> None:
+        self.stopped = threading.Event()
+        self.exit_code = 0
+        self._status = status
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.exit_code = 128 + number
+        self.stopped.set()
+        signal.signal(number, signal.SIG_DFL)
+        if not is_up(self._status.current):
+            os.kill(os.getpid(), number)
+
+
+def configure_orchestrator(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
+    parser.add_argument("--servers", metavar="N", type=int, default=1, help="inference servers to wait for (default 1)")
+    parser.add_argument(
+        "--sharing", choices=("alternate", "overlap"), help="servers and trainer are on one device: in turns, or not"
+    )
+
+
+def run_orchestrator(arguments: argparse.Namespace) -> int:
+    from headrace.orchestrator import main
+    from headrace.orchestrator.shutdown import CANCEL_GRACE_S
+
+    config = read_sampled_run(arguments.run)
+    run = run_directory(config)
+    orchestrator = config.orchestrator if isinstance(config, RunConfig) else config.evaluator()
+    with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
+        shares_device = arguments.sharing == "alternate"
+        over = main.run(orchestrator, run=run, status=status, servers=arguments.servers, shares_device=shares_device)
+    # The exit code distinguishes the end of the run from a requested stop.
+    code = 0 if over else STOPPED
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(CANCEL_GRACE_S)
+            if thread.is_alive():
+                _exit_at_once(code)
+    return code
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Exit without waiting for threads that user code left behind; everything that matters is on disk."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def configure_trainer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
+    parser.add_argument("--ranks", metavar="N", type=int, default=1, help="processes that train together (default 1)")
+    parser.add_argument(
+        "--sharing", choices=("alternate", "overlap"), help="the run's servers are on the same device: in turns, or not"
+    )
+    add_resume(parser)
+
+
+def run_trainer(arguments: argparse.Namespace) -> int:
+    if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise BadRequest(
+            "--sharing: one rank alone can share its device with servers; leave out --sharing, or the other ranks"
+        )
+    config = read_run(arguments.run)
+    run = run_directory(config)
+    resume = _check_resume(run.root, arguments.resume)
+    if arguments.ranks > 1:
+        return _run_ranks(arguments.ranks, arguments.run, resume)
+    engines = colocated_engines(config, arguments.sharing) if arguments.sharing else None
+    is_first = os.environ.get("RANK", "0") == "0"
+    # An orchestrator, if there is one, forwards the metrics, because it ends last.
+    forwards = is_first and isinstance(config, SftConfig) and not config.evaluates
+    monitors = (config.wandb, config.tensorboard) if forwards else (None, None)
+    with (
+        only_one(run, "trainer") if is_first else nullcontext(),
+        process("trainer", run) as status,
+        forwarding(run, *monitors),
+    ):
+        request = StopRequest(status)
+        if isinstance(config, RunConfig):
+            from headrace.trainer.rl import RlTrainer
+
+            RlTrainer(
+                config.trainer,
+                resume=resume,
+                stopped=request.stopped,
+                status=status,
+                engines=engines,
+                embedded=config.inference.engine == "embedded",
+            ).run()
+        else:
+            from headrace.trainer.sft import SftTrainer
+
+            SftTrainer(config, resume=resume, stopped=request.stopped, status=status, engines=engines).run()
+        from headrace.trainer.ranks import leave
+
+        leave()
+    return request.exit_code
+
+
+def colocated_engines(config: RunConfig | SftConfig, sharing: str) -> ColocatedEngines:
+    """Describe the servers that share the device with a run's trainer."""
+    trainer = config.trainer if isinstance(config, RunConfig) else config
+    inference, servers = config.inference, config.launch.inference_servers or 1
+    return ColocatedEngines(
+        alternates=sharing == "alternate",
+        trainer_bytes_per_parameter=trainer.bytes_per_parameter(while_training=True),
+        servers=servers,
+        share=inference.memory_share(servers),
+        cache_bytes=None if inference.kv_cache_gb is None else int(inference.kv_cache_gb * 1e9),
+    )
+
+
+def _run_ranks(count: int, target: Path, resume: str | None) -> int:
+    from headrace.trainer import ranks
+
+    setup_logging()
+    stop_with_launcher()
+    os.environ[PARENT_VAR] = str(os.getpid())
+    return ranks.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
+
+
+def _check_resume(directory: Path, resume: str | None) -> str | None:
+    """Raise `BadRequest` if `resume` is an older checkpoint: going back concerns the whole run."""
+    if resume is None:
+        return None
+    if plan_directory(directory, resume, clean=False).fork_of is not None:
+        raise BadRequest(
+            f"--resume {resume}: not the newest checkpoint of {directory}; to go back to it, use headrace rl or sft"
+        )
+    return LATEST

@@ -1,0 +1,131 @@
+"""`headrace summary`, `compare`, `audit` and `tokens`: print what run directories contain.
+
+Imports that take a second (the types of run files) are inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from headrace.cli.common import add_format, positive
+from headrace.errors import BadInput
+from headrace.launch.run_directory import find_run
+from headrace.observe.chart_export import check_format, convert_plots
+from headrace.observe.summary import summarize, text, write_summary
+from headrace.transport.run_dir import RunDir
+
+DEFAULT_TOKENS = 20
+PIPE_WIDTH = 200
+"""Columns if the output is not a terminal."""
+
+
+def configure_summary(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and write nothing")
+    add_format(parser)
+
+
+def run_summary(arguments: argparse.Namespace) -> int:
+    check_format(arguments.format)
+    run = RunDir(find_run(arguments.run))
+    if arguments.json:
+        print(msgspec.json.encode(summarize(run)).decode())
+    else:
+        print(text(run, write_summary(run)))
+        for path in convert_plots([run.plot] if run.plot.exists() else [], arguments.format):
+            print(f"wrote {path}")
+    return 0
+
+
+def configure_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="run directories; the others are compared with the first"
+    )
+    parser.add_argument("--metric", metavar="NAME", help="any of metrics.jsonl [reward/all/mean, else loss]")
+    parser.add_argument(
+        "--evaluation",
+        metavar="DIR",
+        type=Path,
+        help="the output of `headrace eval` on these runs, instead of the evaluations that they saved",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="write a page with curves, and the JSON, there")
+    add_format(parser)
+    parser.epilog = "Runs that differ only in their seed are one variant. See docs/how-to/comparing.md."
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    from headrace.tools.compare.comparison import compare_runs
+    from headrace.tools.compare.view import format_comparison, write_page
+
+    check_format(arguments.format)
+    compared = compare_runs(arguments.runs, arguments.metric, arguments.evaluation)
+    files = write_page(compared, arguments.output) if arguments.output is not None else []
+    files += convert_plots(files, arguments.format)
+    if arguments.json:
+        print(msgspec.json.encode(compared.comparison).decode())
+        return 0
+    print(format_comparison(compared.comparison))
+    if files:
+        print(f"\nwrote {', '.join(map(str, files))}")
+    return 0
+
+
+def configure_audit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+
+
+def run_audit(arguments: argparse.Namespace) -> int:
+    from headrace.algorithms.rae import Rae, RaeConfig
+    from headrace.launch.saved_config import read_rl_run
+    from headrace.orchestrator.audit import find_state_violations, find_violations, format_report
+    from headrace.transport.journal import Journal
+
+    run = RunDir(find_run(arguments.run))
+    if not run.journal.is_file():
+        raise BadInput("no journal.sqlite in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
+    journal = Journal(run.journal, read_only=True)
+    problems = find_violations(run, journal)
+    if run.config.is_file():
+        config = read_rl_run(run.root).orchestrator
+        chosen = {env.name: config.algo_of(env) for env in config.train.env}
+        # Algorithms whose state can be computed from the journal.
+        algorithms = {name: Rae(algo.decay) for name, algo in chosen.items() if isinstance(algo, RaeConfig)}
+        problems += asyncio.run(find_state_violations(journal, algorithms))
+    print(format_report(journal.states(), problems))
+    return 1 if problems else 0
+
+
+def configure_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument("step", metavar="STEP", type=int, nargs="?", help="a step whose tokens were exported [newest]")
+    parser.add_argument("--sample", metavar="N", type=int, help="only this sample of the batch, token by token")
+    parser.add_argument(
+        "--top", metavar="K", type=positive, help=f"only the K tokens with the largest gradients [{DEFAULT_TOKENS}]"
+    )
+
+
+def run_tokens(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from headrace.config.base import ConfigError
+    from headrace.launch.saved_config import read_rl_run, run_directory
+    from headrace.observe.token_view import largest, read_tokens, render
+    from headrace.text.hub import model_directory
+    from headrace.text.tokenizer import Tokenizer
+
+    config = read_rl_run(arguments.run)
+    header, tokens = read_tokens(run_directory(config).tokens, arguments.step, arguments.sample)
+    if arguments.top is not None or arguments.sample is None:
+        tokens = largest(tokens, arguments.top or DEFAULT_TOKENS)
+    if config.model.name is None:
+        raise ConfigError("not set, and text needs the model's tokenizer", key="model.name", file=arguments.run)
+    tokenizer = Tokenizer(model_directory(config.model.name))
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(render(header, tokens, tokenizer.decode))
+    return 0
