@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.environments.adapters.reasoning_gym import ReasoningGym
-from headrace.environments.adapters.reasoning_gym_family import restored
-from headrace.environments.adapters.reasoning_gym_tasks import is_held_out
+from headrace.environments.adapters.reasoning_gym_family import is_held_out, restored
 from headrace.environments.base import Demonstration
 from headrace.rollout.types import Message, Task
 

@@ -14,18 +14,19 @@ import pytest
 from headrace.cli.main import parse
 from headrace.environments.adapters import library
 from headrace.environments.adapters.reasoning_gym import ReasoningGym
-from headrace.environments.adapters.reasoning_gym_family import Family, portable, restored, score
-from headrace.environments.adapters.reasoning_gym_tasks import (
-    Finished,
-    Made,
+from headrace.environments.adapters.reasoning_gym_family import (
+    Family,
     Request,
     is_held_out,
     made,
+    portable,
+    restored,
+    score,
     tasks_of_family,
 )
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
-from headrace.environments.rewards import reasoning_gym as reward
+from headrace.environments.rewards import base as rewards
 from headrace.environments.script import play
 from headrace.rollout.types import Rollout, Task
 from tests.refusals import refused
@@ -39,7 +40,7 @@ def request(family: str, split: str = "train", num_tasks: int = 8, seed: int = 0
 
 def tasks(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
     """As the process makes them that an environment starts, in this one."""
-    return [line.task for line in made(request(*args, **kwargs)) if isinstance(line, Made)]
+    return [line["task"] for line in made(request(*args, **kwargs)) if "task" in line]
 
 
 async def played(environment: ReasoningGym, data: dict[str, Any], reply: str) -> Rollout:
@@ -124,7 +125,7 @@ async def test_an_answer_that_its_scorer_fails_on_earns_nothing_and_is_counted(m
         wrong = await played(environment, task, "[[0]]")
         ends_process = await played(environment, task, "__import__('sys').exit(1)")
         monkeypatch.setattr(environment._reward, "_timeout", 0.2)
-        monkeypatch.setattr(reward, "CPU_BOUND_PATIENCE", 1.0)
+        monkeypatch.setattr(rewards, "CPU_BOUND_PATIENCE", 1.0)
         never_ends = await played(environment, task, "9**9**9**9")
     finally:
         await environment.close()
@@ -147,9 +148,9 @@ def test_a_task_that_cannot_be_made_or_has_no_gold_answer_is_left_out(monkeypatc
     monkeypatch.setattr(kind, "__getitem__", broken)
     *lines, end = made(request("chain_sum", num_tasks=30))
     assert len(lines) == 30
-    assert all(isinstance(line, Made) and line.task["metadata"]["source_index"] % 5 > 1 for line in lines)
-    assert end == Finished(end.left_out, "making it raises KeyError: 'no such number'")
-    assert end.left_out >= 20
+    assert all(line["task"]["metadata"]["source_index"] % 5 > 1 for line in lines)
+    assert end["why"] == "making it raises KeyError: 'no such number'"
+    assert end["left_out"] >= 20
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1, 1.5, None])

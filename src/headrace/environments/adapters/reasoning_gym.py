@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.environments.adapters.reasoning_gym_tasks import Request, tasks_of_family
+from headrace.environments.adapters.reasoning_gym_family import Request, tasks_of_family
 from headrace.environments.arguments import BadArgument, check_flag, check_mistakes, check_whole
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat

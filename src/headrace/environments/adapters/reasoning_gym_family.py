@@ -1,9 +1,13 @@
-"""A reasoning-gym family: its settings, its entries as JSON, its scorer. For processes that import the library.
+"""A reasoning-gym family: its settings, its scorer, and its tasks, which a separate process makes.
 
-A task has the whole entry, so that scoring an answer does not generate it again. Types that JSON does not have are
-encoded, because scorers distinguish a tuple from a list.
+Several families draw from sets of texts, whose order differs between processes, or from Python's global random
+generator: in that process both are fixed, so that a resumed run has the same tasks. What a family prints, imports or
+seeds, and a call that never returns, also stay there. A task has the whole entry, so that scoring an answer does not
+generate it again. Types that JSON does not have are encoded, because scorers distinguish a tuple from a list.
 
-Left out: mixtures ("composite"), which a run has as several environments.
+A question is in `eval` or in `train` by a checksum of its text, so that no question is in both, whatever the seeds and
+settings. A family's scorer is not trusted: a task whose gold answer does not score 1 is left out, and a family with
+mostly such tasks is refused. Left out: mixtures ("composite"), which a run has as several environments.
 """
 
 from __future__ import annotations
@@ -11,8 +15,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Collection
-from datetime import date, time
+import hashlib
+import itertools
+import logging
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from datetime import date
+from datetime import time as time_of_day
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -21,8 +36,29 @@ import msgspec
 import numpy as np
 
 from headrace.environments.adapters import library
+from headrace.environments.child_process import connect_to_parent, describe_exit, parent_ends
+from headrace.environments.fault import fault_of
+from headrace.environments.sandbox import ONE_THREAD
 from headrace.errors import BadInput
 
+log = logging.getLogger(__name__)
+
+PROGRAM = "from headrace.environments.adapters.reasoning_gym_family import main; main()"
+SAME_ORDER = {"PYTHONHASHSEED": "0"}
+EVAL_SHARE = 4
+"""One question in this many is in `eval`. Not fewer: some families take a second for a question."""
+DATASET_SIZE = 500
+"""Entries of one dataset, which some families make all at once."""
+MAX_FUTILE_DRAWS = 200
+"""Draws in a row without a new question after which there are assumed to be no more."""
+MIN_DRAWS_TO_REFUSE = 16
+"""Draws after which a family is refused if half of its tasks cannot be used."""
+QUICK_S = 0.02
+"""A task that takes less time is made twice, and left out if the two differ, as where code reads a clock."""
+STALL_TIMEOUT_S = 300.0
+"""Time without a new task after which the family is refused."""
+FIRST_PROGRESS_S = 10.0
+"""Time before the first progress message; the interval then doubles."""
 EXTRA = "reasoning-gym"
 OURS = {"seed": "seed", "size": "num_tasks"}
 """Settings of every family that the environment sets, and the arguments to use instead."""
@@ -152,7 +188,7 @@ def _shaped(value: Any, like: Any) -> Any:
         return type(like)(**{name: _shaped(entry, getattr(like, name, None)) for name, entry in value.items()})
     if isinstance(like, Enum):
         return type(like)(value)
-    if isinstance(value, str) and isinstance(like, date | time):
+    if isinstance(value, str) and isinstance(like, date | time_of_day):
         return type(like).fromisoformat(value)
     return value
 
@@ -162,3 +198,152 @@ def _nearest(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(sorted(known)) or 'none'}."
+
+
+class Request(msgspec.Struct):
+    family: str
+    settings: dict[str, Any]
+    split: str
+    num_tasks: int
+    seed: int
+
+    @property
+    def title(self) -> str:
+        return f"reasoning-gym:{self.family}"
+
+
+def tasks_of_family(request: Request) -> list[dict[str, Any]]:
+    """Return the tasks in a stable order, all questions different; fewer than requested where there are no more."""
+    with tempfile.TemporaryDirectory() as folder:  # some families run code that writes files
+        with parent_ends() as (ours, lifeline, descriptors):
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, descriptors)],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                cwd=folder,
+                env={**os.environ, **ONE_THREAD, **SAME_ORDER},
+                start_new_session=True,  # it ends with whatever it has started
+            )
+        try:
+            ours.sendall(msgspec.json.encode(request) + b"\n")
+            return _received(request, ours, process)
+        finally:
+            ours.close()
+            os.close(lifeline)
+            process.kill()
+            process.wait()
+
+
+def _received(request: Request, ours: socket.socket, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+    started, next_report = time.monotonic(), FIRST_PROGRESS_S
+    tasks: list[dict[str, Any]] = []
+    ours.settimeout(STALL_TIMEOUT_S)
+    try:
+        for line in map(msgspec.json.decode, ours.makefile("rb")):
+            match line:
+                case {"task": task}:
+                    tasks.append(task)
+                case {"refused": [fact, key, value, fix]}:
+                    raise BadInput(fact, key=key, value=value, fix=fix)
+                case {"left_out": left_out, "why": why}:
+                    _warn_of_shortage(request, len(tasks), left_out, why)
+                    return tasks
+            if (elapsed := time.monotonic() - started) > next_report:
+                next_report = 2 * elapsed
+                log.info("%s: %d of %d tasks made in %.0f s", request.title, len(tasks), request.num_tasks, elapsed)
+    except TimeoutError as error:
+        raise BadInput(
+            f"{request.title} made {len(tasks)} tasks, then none for {STALL_TIMEOUT_S:g} s, with {request.settings}",
+            key="args.num_tasks",
+            value=request.num_tasks,
+            fix="Lower num_tasks, or choose easier settings.",
+        ) from error
+    raise BadInput(f"the process that makes the tasks {describe_exit(process.wait())}", value=request.title)
+
+
+def _warn_of_shortage(request: Request, made: int, left_out: int, why: str) -> None:
+    if left_out:
+        log.warning("%s: %d tasks were left out: %s", request.title, left_out, why)
+    if made < request.num_tasks:
+        log.warning(
+            "%s: only %d different questions for %s, not %d: %d draws in a row gave no new one",
+            request.title, made, request.split, request.num_tasks, MAX_FUTILE_DRAWS,
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Make the tasks of the parent's request, and send them."""
+    with connect_to_parent() as end, end.makefile("rwb") as stream:
+        try:
+            for line in made(msgspec.json.decode(stream.readline(), type=Request)):
+                stream.write(msgspec.json.encode(line) + b"\n")
+                stream.flush()
+        except BadInput as error:
+            stream.write(msgspec.json.encode({"refused": [error.fact, error.key, error.value, error.fix]}) + b"\n")
+
+
+def made(request: Request) -> Iterator[dict[str, Any]]:
+    """Yield each `task`, then the number of tasks that were `left_out`, and the problem of the first of those."""
+    questions: set[str] = set()
+    faults: list[str] = []
+    futile = 0
+    for number, (task, fault) in enumerate(_draws(request), 1):
+        futile += 1
+        if fault:
+            faults.append(fault)
+        elif task["question"] not in questions and is_held_out(task["question"]) == (request.split == "eval"):
+            futile = 0
+            questions.add(task["question"])
+            yield {"task": task}
+        if 2 * len(faults) >= number and number >= MIN_DRAWS_TO_REFUSE:
+            share = f"on {len(faults)} of {number} tasks {faults[0]}"
+            raise BadInput(f"cannot be trained on: {share}", value=request.title)
+        if len(questions) == request.num_tasks or futile == MAX_FUTILE_DRAWS:
+            break
+    if not questions:
+        raise BadInput(f"no question for the split {request.split!r}", value=request.title)
+    yield {"left_out": len(faults), "why": faults[0] if faults else ""}
+
+
+def is_held_out(question: str) -> bool:
+    """Return whether a question is in `eval`."""
+    return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % EVAL_SHARE == 0
+
+
+def _draws(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield tasks without end, each with its fault, or ""."""
+    family = Family(request.family, request.settings)
+    seed = random.Random(f"reasoning-gym-{request.seed}").randrange(2**31)
+    for first in itertools.count(0, DATASET_SIZE):
+        dataset = family.made(seed + first, DATASET_SIZE)
+        yield from (_draw(request, dataset, index) for index in range(DATASET_SIZE))
+
+
+def _draw(request: Request, dataset: Any, index: int) -> tuple[dict[str, Any], str]:
+    started = time.perf_counter()
+    try:
+        task = _made(dataset, index)
+        quick = time.perf_counter() - started < QUICK_S
+        if quick and msgspec.json.encode(_made(dataset, index)) != msgspec.json.encode(task):
+            return {}, "it differs when it is made again"
+    except Exception as error:
+        return {}, f"making it raises {fault_of(error).text}"
+    return task, _fault_of_gold(request, task)
+
+
+def _made(dataset: Any, index: int) -> dict[str, Any]:
+    random.seed(dataset.seed + index)  # some families use the global generators
+    np.random.seed(dataset.seed + index)
+    return as_task(dataset[index])
+
+
+def _fault_of_gold(request: Request, task: dict[str, Any]) -> str:
+    """Return the fault of a task whose gold answer does not score 1, or ""."""
+    if task["answer"] is None:
+        return "there is no gold answer to try its scorer with"
+    try:
+        earned = score(request.family, request.settings, task["answer"].strip(), task)
+    except Exception as error:
+        return f"the scorer raises {fault_of(error).text} on the gold answer {task['answer']!r}"
+    return "" if earned == 1.0 else f"the gold answer {task['answer']!r} earns {earned:g}"

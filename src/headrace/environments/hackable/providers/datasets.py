@@ -105,7 +105,7 @@ def reasoning_gym(
     tags: Tags = None,
 ) -> Iterator[TrainingSample]:
     """Tasks of one reasoning-gym family with its `settings`. `info` has the data of `reasoning_gym_reward`."""
-    from headrace.environments.adapters.reasoning_gym_tasks import Request, tasks_of_family
+    from headrace.environments.adapters.reasoning_gym_family import Request, tasks_of_family
 
     own = dict(settings or {})
     tasks = tasks_of_family(Request(family, own, split, num_tasks, seed))
