@@ -1,16 +1,18 @@
-"""GPUs and memory of this machine, without torch, and the garbage collector of this process."""
+"""GPUs and memory of this machine, without torch, and limits and garbage collector of this process."""
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
+MAX_OPEN_FILES = 65_536
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -37,6 +39,15 @@ def free_memory() -> int:
     except OSError:
         return available
     return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
+
+
+def raise_open_file_limit() -> None:
+    """Raise this process's limit of open files to `MAX_OPEN_FILES`, or as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # some systems allow less than they report
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
-from headrace.inference.vllm.adapters import Adapters
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.process import ChildDirectory, VllmProcess
 from headrace.rollout.version import Version
@@ -80,7 +79,8 @@ async def serving(
             max_waiting=4,
             replicas=replicas,
             clear_cache=clear_cache,
-            adapters=Adapters(directory / "copies", 8) if adapters else None,
+            adapters_directory=directory / "copies",
+            max_lora_rank=8 if adapters else 0,
             decode=lambda tokens: " ".join(map(str, tokens)),
             lock=lock,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from headrace.inference.server.replies import (
     reply,
     unless_gone,
 )
+from headrace.machine import raise_open_file_limit
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
@@ -46,7 +46,6 @@ MAX_LARGE_BODIES = 8
 """Large request bodies that are read concurrently."""
 KEEP_ALIVE_S = 600
 """An idle connection stays open this long: tools may be slow."""
-MAX_OPEN_FILES = 65_536
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 NO_RETRY = {"x-should-retry": "false"}
@@ -67,7 +66,7 @@ class Proxy:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        _raise_file_limit()
+        raise_open_file_limit()  # each agent has its own connection, with both ends perhaps in this process
         self._large = asyncio.Semaphore(MAX_LARGE_BODIES)
         # Created as TCP: otherwise asyncio leaves Nagle's algorithm on, which delays each response by 40 ms.
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -189,12 +188,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _raise_file_limit() -> None:
-    """Raise the limit of open files: each agent has its own connection, with both ends perhaps in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

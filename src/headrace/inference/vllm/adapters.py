@@ -14,7 +14,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from headrace.inference.backend import EngineError
+from headrace.inference.backend import EngineError, ModelNotFound
 from headrace.inference.vllm.control import CallRefused, Control
 from headrace.inference.weights.errors import WeightsError
 from headrace.rollout.version import Version
@@ -33,11 +33,12 @@ def rank_for(rank: int) -> int | None:
 
 
 class Adapters:
-    """The loaded adapters. `directory` is for copies of their files."""
+    """The loaded adapters. `directory` is for copies of their files; with a `max_rank` of 0 none can be loaded."""
 
-    def __init__(self, directory: Path, max_rank: int) -> None:
+    def __init__(self, control: Control, directory: Path, max_rank: int) -> None:
+        self.max_rank = max_rank
+        self._control = control
         self._directory = directory
-        self._max_rank = max_rank
         self._numbers = itertools.count()
         self._uses: Counter[str] = Counter()
         self._replaced: set[str] = set()
@@ -45,6 +46,12 @@ class Adapters:
         """vLLM's names by the names in requests."""
         self.policy: str | None = None
         """vLLM's name of the newest version of the policy, if that is an adapter."""
+
+    def vllm_name(self, name: str) -> str:
+        """Return vLLM's name of a loaded adapter. Raises `ModelNotFound`."""
+        if name not in self.names:
+            raise ModelNotFound(f"no adapter {name!r} is loaded")
+        return self.names[name]
 
     def hold(self, vllm_name: str) -> None:
         """Count a request in flight that uses it."""
@@ -55,24 +62,27 @@ class Adapters:
         if not self._uses[vllm_name]:
             del self._uses[vllm_name]
 
-    async def load(self, control: Control, name: str, directory: Path) -> None:
+    async def load(self, name: str, directory: Path) -> None:
         """Load an adapter, replacing one of that name. Raises `WeightsError`, and the old one stays."""
-        loaded = await self._load(control, f"{name}@{next(self._numbers)}", directory)
+        if not self.max_rank:
+            raise WeightsError("vLLM was started without adapters. Set inference.vllm.max_lora_rank")
+        loaded = await self._load(f"{name}@{next(self._numbers)}", directory)
         if name in self.names:
             self._replaced.add(self.names[name])
         self.names[name] = loaded
-        await self.unload_unused(control)
+        await self.unload_unused()
 
-    async def unload(self, control: Control, name: str) -> None:
+    async def unload(self, name: str) -> None:
+        self.vllm_name(name)
         self._replaced.add(self.names.pop(name))
-        await self.unload_unused(control)
+        await self.unload_unused()
 
-    async def load_policy(self, control: Control, directory: Path, version: Version, expected: str) -> str:
+    async def load_policy(self, directory: Path, version: Version, expected: str) -> str:
         """Load a published adapter and return vLLM's name; `set_policy` puts it into use."""
         actual = await asyncio.to_thread(checksum, directory)
         if actual != expected:
             raise WeightsError(f"{directory} is damaged: its files have checksum {actual}, not {expected}")
-        return await self._load(control, f"policy@{version}#{next(self._numbers)}", directory)
+        return await self._load(f"policy@{version}#{next(self._numbers)}", directory)
 
     def set_policy(self, vllm_name: str | None) -> None:
         """Use this adapter for requests that name none. The previous one is unloaded when it is unused."""
@@ -80,35 +90,35 @@ class Adapters:
             self._replaced.add(self.policy)
         self.policy = vllm_name
 
-    async def unload_unused(self, control: Control) -> None:
+    async def unload_unused(self) -> None:
         """Unload replaced adapters that no request uses."""
         free = [name for name in self._replaced if not self._uses[name]]
         self._replaced.difference_update(free)  # before the await: another call may be in progress
         for name in free:
             try:
-                await control.unload_adapter(name)
+                await self._control.unload_adapter(name)
             except EngineError as error:  # harmless but for its memory
                 log.warning("vLLM did not unload the unused adapter %s: %s", name, error)
             shutil.rmtree(self._directory / name.replace("/", "_"), ignore_errors=True)
 
-    async def _load(self, control: Control, vllm_name: str, directory: Path) -> str:
+    async def _load(self, vllm_name: str, directory: Path) -> str:
         try:
             rank = read_config(directory / CONFIG).r
         except AdapterError as error:
             raise WeightsError(str(error)) from error
-        if rank > self._max_rank:
+        if rank > self.max_rank:
             raise WeightsError(f"{directory} has rank {rank}. Set inference.vllm.max_lora_rank to at least that")
         copy = self._directory / vllm_name.replace("/", "_")
+
+        def copy_files() -> None:
+            copy.mkdir(parents=True)
+            for name in (CONFIG, TENSORS):
+                shutil.copyfile(directory / name, copy / name)
+
         try:
-            await asyncio.to_thread(_copy_adapter, directory, copy)
-            await control.load_adapter(vllm_name, copy)
+            await asyncio.to_thread(copy_files)
+            await self._control.load_adapter(vllm_name, copy)
         except (OSError, CallRefused) as error:
             shutil.rmtree(copy, ignore_errors=True)
             raise WeightsError(f"{directory} cannot be loaded as an adapter: {error}") from error
         return vllm_name
-
-
-def _copy_adapter(directory: Path, target: Path) -> None:
-    target.mkdir(parents=True)
-    for name in (CONFIG, TENSORS):
-        shutil.copyfile(directory / name, target / name)

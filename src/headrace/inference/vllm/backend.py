@@ -23,20 +23,18 @@ from headrace.inference.backend import (
     EngineState,
     EngineStopped,
     InvalidRequest,
-    ModelNotFound,
 )
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.inference.vllm.adapters import Adapters
 from headrace.inference.vllm.control import CallRefused, Control, Metrics, PreemptionCounter
-from headrace.inference.vllm.device_lock import VllmDeviceLock
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.process import VllmProcess
-from headrace.inference.weights.errors import WeightsError, read_checked_marker
+from headrace.inference.weights.errors import read_checked_marker
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.device_lock import POLL_S, DeviceLock
 from headrace.transport.weights import WeightsMarker
 from headrace.transport.weights_link import is_linked
 
@@ -71,7 +69,8 @@ class VllmBackend:
         max_waiting: int,
         replicas: int,
         clear_cache: bool,
-        adapters: Adapters | None,
+        adapters_directory: Path,
+        max_lora_rank: int,
         decode: Callable[[list[int]], str],
         lock: DeviceLock | None = None,
     ) -> None:
@@ -83,7 +82,7 @@ class VllmBackend:
         self._capacity, self._replicas = max_running * replicas, replicas
         self._max_requests = self._capacity + max_waiting
         self._clear_cache = clear_cache
-        self._adapters = adapters
+        self._adapters = Adapters(self._control, adapters_directory, max_lora_rank)
         self._stamps = self._untruncated = True
         self._version = INITIAL
         self._checksum = ""
@@ -98,7 +97,10 @@ class VllmBackend:
         """Unset during an update, when it is open which version a new request would get."""
         self._settled.set()
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._device_lock = VllmDeviceLock(lock)
+        self._lock = lock
+        self._yields_device = False
+        """Whether vLLM is paused for the trainer, or about to be."""
+        self._hand_overs = 0
         self._tasks = [asyncio.create_task(self._watch_process()), asyncio.create_task(self._poll_metrics())]
 
     async def prepare(self) -> None:
@@ -115,7 +117,8 @@ class VllmBackend:
         self._untruncated = all(done == "True" for done in patched) and await self._reports_untruncated()
         if not self._untruncated:
             log.warning("unknown sampler in this version of vLLM: requests with top_p, top_k or min_p get no logprobs")
-        self._tasks.append(asyncio.create_task(self._follow_device_lock()))
+        if self._lock is not None:
+            self._tasks.append(asyncio.create_task(self._follow_device_lock(self._lock)))
 
     async def _reports_untruncated(self) -> bool:
         """Whether the only token that truncation leaves has the logprob of the whole distribution."""
@@ -152,15 +155,21 @@ class VllmBackend:
                 "logprobs: this version of vLLM reports them only after top_p, top_k and min_p. Omit these or "
                 "logprobs, or use another version"
             )
-        model, pinned = self._model_for(adapter)
+        policy = self._adapters.policy or self._model_name
+        model = policy if adapter is None else self._adapters.vllm_name(adapter)
         if len(self._in_flight) >= self._max_requests:
             raise EngineOverloaded(f"{self._max_requests} requests are running or waiting, which is the limit")
         name = f"{next(self._numbers)}x"
         headers = {}
         if session is not None and self._replicas > 1:
             headers["X-data-parallel-rank"] = str(zlib.crc32(session.encode()) % self._replicas)
+        has_permit = False
 
-        def body(stream: bool) -> bytes:
+        async def encode(stream: bool) -> bytes:
+            nonlocal has_permit
+            if not urgent:
+                has_permit = await self._permits.acquire()
+            await self._settled.wait()
             # A cache that survives an update must not be used by requests after it.
             salts = [] if self._clear_cache else [str(self._version)]
             if cache_salt is not None:
@@ -178,47 +187,27 @@ class VllmBackend:
                 logprobs=not params.truncates or self._untruncated,
             )
 
-        held = False
-
-        async def admit() -> None:
-            nonlocal held
-            if not urgent:
-                held = await self._permits.acquire()
-            await self._settled.wait()
-
         def on_end() -> None:
             del self._in_flight[name]
-            if self._adapters is not None:
-                self._adapters.release(model)
-            if held:
+            self._adapters.release(model)
+            if has_permit:
                 self._permits.release()
 
-        if self._adapters is not None:
-            self._adapters.hold(model)
+        self._adapters.hold(model)
         self._in_flight[name] = generation = VllmGeneration(
-            self._http,
-            self._process.url,
+            http=self._http,
+            url=self._process.url,
+            headers=headers,
             token_ids=token_ids,
             params=params,
-            body=body,
-            headers=headers,
-            admit=admit,
+            encode=encode,
             on_end=on_end,
             dead=self._dead,
             decode=self._decode,
-            version=self._version,
-            pinned=pinned,
+            marks=[(self._version, 0)],
+            pinned=adapter is None and self._adapters.policy is not None,
         )
         return generation
-
-    def _model_for(self, adapter: str | None) -> tuple[str, bool]:
-        """Return vLLM's name of the model, and whether an update of the weights leaves it unchanged."""
-        policy = None if self._adapters is None else self._adapters.policy
-        if adapter is None:
-            return (self._model_name, False) if policy is None else (policy, True)
-        if self._adapters is None or adapter not in self._adapters.names:
-            raise ModelNotFound(f"no adapter {adapter!r} is loaded")
-        return self._adapters.names[adapter], False
 
     def state(self) -> EngineState:
         metrics = self._metrics
@@ -235,11 +224,11 @@ class VllmBackend:
             metrics.tokens_cached,
             self._preemptions.count,
             metrics.finished,
-            [] if self._adapters is None else sorted(self._adapters.names),
+            sorted(self._adapters.names),
             self._dead.result() if self._dead.done() else None,
             self._max_requests,
-            self._device_lock.is_held_by_trainer,
-            self._device_lock.hand_overs,
+            self._yields_device,
+            self._hand_overs,
         )
 
     async def pause(self) -> None:
@@ -254,7 +243,7 @@ class VllmBackend:
 
     async def _resume(self) -> None:
         """Resume vLLM unless it is paused by an admin or for the trainer."""
-        if not (self._paused or self._device_lock.is_held_by_trainer):
+        if not (self._paused or self._yields_device):
             await self._control.resume()
 
     async def update_weights(self, directory: Path, version: Version) -> str:
@@ -266,14 +255,13 @@ class VllmBackend:
         async with self._changing:
             if (version, marker.checksum) == (self._version, self._checksum):
                 return marker.checksum
-            if self._adapters is not None and is_adapter(directory) and not is_linked(directory):
-                policy = await self._adapters.load_policy(self._control, directory, version, marker.checksum)
+            if self._adapters.max_rank and is_adapter(directory) and not is_linked(directory):
+                policy = await self._adapters.load_policy(directory, version, marker.checksum)
                 self._sample_with(version, marker.checksum, policy)
             else:
                 await self._control.fetch_weights(directory, version, self._replicas)
                 await self._replace(directory, version, marker.checksum)
-            if self._adapters is not None:
-                await self._adapters.unload_unused(self._control)
+            await self._adapters.unload_unused()
             return marker.checksum
 
     async def _replace(self, directory: Path, version: Version, checksum: str) -> None:
@@ -310,8 +298,7 @@ class VllmBackend:
     def _sample_with(self, version: Version, checksum: str, policy: str | None) -> None:
         """Set everything that new requests depend on, without an await in between."""
         self._version, self._checksum = version, checksum
-        if self._adapters is not None:
-            self._adapters.set_policy(policy)
+        self._adapters.set_policy(policy)
 
     def _mark(self, version: Version, worker: dict[str, Any]) -> None:
         """Record each request's number of tokens, for a vLLM that does not report which weights sampled a token."""
@@ -327,16 +314,12 @@ class VllmBackend:
         self._preemptions.update(self._metrics.preemptions)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        if self._adapters is None:
-            raise WeightsError("vLLM was started without adapters. Set inference.vllm.max_lora_rank")
         async with self._changing:
-            await self._adapters.load(self._control, name, directory)
+            await self._adapters.load(name, directory)
 
     async def unload_adapter(self, name: str) -> None:
         async with self._changing:
-            if self._adapters is None or name not in self._adapters.names:
-                raise ModelNotFound(f"no adapter {name!r} is loaded")
-            await self._adapters.unload(self._control, name)
+            await self._adapters.unload(name)
 
     async def failure(self) -> str:
         return await asyncio.shield(self._dead)
@@ -347,7 +330,8 @@ class VllmBackend:
             task.cancel()
         self._tasks.clear()
         await self._process.stop()
-        self._device_lock.close()
+        if self._lock is not None:
+            self._lock.close()
         await self._http.close()
 
     def _die(self, reason: str) -> None:
@@ -359,11 +343,25 @@ class VllmBackend:
     async def _watch_process(self) -> None:
         self._die(await self._process.ended())
 
-    async def _follow_device_lock(self) -> None:
-        """One that does not stand still when it must would leave the trainer waiting for ever: that is its end."""
+    async def _follow_device_lock(self, lock: DeviceLock) -> None:
+        """Pause vLLM while the trainer holds the device lock; stop the engine if that fails.
+
+        vLLM keeps its memory and its requests: without their KV cache it could not continue them by itself.
+        """
         try:
-            await self._device_lock.follow(self._control, self._changing, self._resume)
-        except Exception as error:  # from here on vLLM would not be paused for the trainer
+            while True:
+                if lock.is_held and lock.is_requested_by_trainer:
+                    async with self._changing:
+                        self._yields_device = True
+                        await self._control.pause(clear_cache=False)
+                    self._hand_overs += 1
+                    lock.release()
+                elif not lock.is_held and lock.try_acquire():
+                    async with self._changing:
+                        self._yields_device = False
+                        await self._resume()
+                await asyncio.sleep(POLL_S)
+        except Exception as error:  # the trainer would wait for the lock forever
             self._die(f"vLLM cannot be paused for the trainer: {error}")
 
     async def _poll_metrics(self) -> None:
@@ -374,8 +372,7 @@ class VllmBackend:
             try:
                 await self._read_metrics()
                 responded = loop.time()
-                if self._adapters is not None:
-                    await self._adapters.unload_unused(self._control)
+                await self._adapters.unload_unused()
             except (CallRefused, EngineStopped) as error:
                 if loop.time() - responded > SILENCE_TIMEOUT_S:
                     self._die(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 from headrace.inference.backend import EngineError, EngineStopped, GenerationResult, RequestCancelled, TokenChunk
 from headrace.inference.client.errors import server_message
-from headrace.inference.client.http import HttpClient, NotAStream, ServerUnreachable
+from headrace.inference.client.http import HttpClient, HttpResponse, NotAStream, ServerUnreachable
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.rollout.version import Version
@@ -25,37 +26,28 @@ EXIT_TIMEOUT_S = 5.0
 """For vLLM to exit after a request has failed because its engine died."""
 
 
+@dataclass(eq=False, kw_only=True)
 class VllmGeneration:
-    """A request and its result.
+    """A request and its result."""
 
-    `body(stream)` encodes the request, `admit` waits until it may be sent, `on_end` is called once at its end, and
-    `dead` has the reason if vLLM dies.
-    """
+    http: HttpClient
+    url: str
+    headers: dict[str, str]
+    token_ids: list[int]
+    params: SamplingParams
+    encode: Callable[[bool], Awaitable[bytes]]
+    """Waits until the request may be sent, and returns its body; the argument is whether it is streamed."""
+    on_end: Callable[[], None]
+    """Called once at the end of the request."""
+    dead: asyncio.Future[str]
+    """Has the reason if vLLM dies."""
+    decode: Callable[[list[int]], str]
+    marks: list[tuple[Version, int]]
+    """(version, number of tokens at its load), for a vLLM that does not report versions."""
+    pinned: bool
+    """Whether all its tokens are sampled by the version that it started with."""
 
-    def __init__(
-        self,
-        http: HttpClient,
-        url: str,
-        *,
-        token_ids: list[int],
-        params: SamplingParams,
-        body: Callable[[bool], bytes],
-        headers: dict[str, str],
-        admit: Callable[[], Awaitable[None]],
-        on_end: Callable[[], None],
-        dead: asyncio.Future[str],
-        decode: Callable[[list[int]], str],
-        version: Version,
-        pinned: bool,
-    ) -> None:
-        self._http, self._url = http, url
-        self._token_ids, self._params = token_ids, params
-        self._body, self._headers = body, headers
-        self._admit, self._on_end, self._dead, self._decode = admit, on_end, dead, decode
-        self.marks = [(version, 0)]
-        """(version, number of tokens at its load), for a vLLM that does not report versions."""
-        self.pinned = pinned
-        """Whether all its tokens are sampled by the version that it started with."""
+    def __post_init__(self) -> None:
         self._chunks: list[TokenChunk] = []
         self._news = asyncio.Event()
         self._streams = False
@@ -69,7 +61,7 @@ class VllmGeneration:
         return await asyncio.shield(self._ended)  # a cancelled wait does not cancel the request
 
     async def chunks(self) -> AsyncIterator[TokenChunk]:
-        self._streams |= self._task is None and self._params.prompt_logprobs is None  # streams lack them
+        self._streams |= self._task is None and self.params.prompt_logprobs is None  # streams lack them
         self._start()
         sent = 0
         while True:
@@ -99,50 +91,42 @@ class VllmGeneration:
 
     async def _run(self) -> None:
         try:
-            await self._admit()
-            result = await (self._streamed() if self._streams else self._whole())
+            body = await self.encode(self._streams)
+            result = await (self._streamed(body) if self._streams else self._whole(body))
         except EngineError as error:
             self._end(error)
         except (TimeoutError, ServerUnreachable) as error:
-            self._end(await self._failure(f"vLLM cannot be reached: {error}", may_be_dying=True))
+            self._end(await self._failure(f"vLLM cannot be reached: {error}"))
         except Exception as error:  # an invalid response must end the request
             self._end(EngineError(f"invalid response of vLLM: {type(error).__name__}: {error}"))
         else:
             self._end(result)
 
-    async def _whole(self) -> GenerationResult:
-        response = await self._http.request(
-            "POST", self._url, wire.ROUTE, self._body(False), REQUEST_TIMEOUT_S, self._headers
-        )
+    async def _whole(self, content: bytes) -> GenerationResult:
+        response = await self.http.request("POST", self.url, wire.ROUTE, content, REQUEST_TIMEOUT_S, self.headers)
         if response.status != 200:
-            problem = server_message(response.content)
-            raise await self._failure(f"vLLM refused the request: {problem}", may_be_dying=response.status >= 500)
+            raise await self._refusal(response)
         body = wire.decode_response(response.content)
         [choice] = body.choices
-        self._chunks.append(wire.token_chunk(choice, self._params))
+        self._chunks.append(wire.token_chunk(choice, self.params))
         return self._result(body, choice)
 
-    async def _streamed(self) -> GenerationResult:
-        events = self._http.stream("POST", self._url, wire.ROUTE, self._body(True), REQUEST_TIMEOUT_S, self._headers)
+    async def _streamed(self, content: bytes) -> GenerationResult:
+        events = self.http.stream("POST", self.url, wire.ROUTE, content, REQUEST_TIMEOUT_S, self.headers)
         last, end = wire.VllmResponse(), wire.Choice()
         async with contextlib.aclosing(events):
             try:
                 async for event in events:
                     last = wire.decode_response(event)
                     if last.error is not None:
-                        problem = server_message(event)
-                        raise await self._failure(f"vLLM could not finish the request: {problem}", may_be_dying=True)
+                        raise await self._failure(f"vLLM could not finish the request: {server_message(event)}")
                     for choice in last.choices:
                         end = choice
                         if choice.token_ids:
-                            self._chunks.append(wire.token_chunk(choice, self._params))
+                            self._chunks.append(wire.token_chunk(choice, self.params))
                             self._news.set()
             except NotAStream as refused:
-                problem = server_message(refused.response.content)
-                may_be_dying = refused.response.status >= 500
-                raise await self._failure(
-                    f"vLLM refused the request: {problem}", may_be_dying=may_be_dying
-                ) from refused
+                raise await self._refusal(refused.response) from refused
         return self._result(last, end)
 
     def _result(self, response: wire.VllmResponse, choice: wire.Choice) -> GenerationResult:
@@ -150,10 +134,9 @@ class VllmGeneration:
         reason = wire.finish_reason(choice)
         tokens = [token for chunk in self._chunks for token in chunk.token_ids]
         tops = [best for chunk in self._chunks for best in chunk.top_logprobs or []]
-        prompt, prompt_tops = wire.prompt_logprobs(response, self._token_ids, self._params)
-        spans = (
-            [] if self.pinned else [(Version.parse(s.version), s.start, s.end) for s in choice.weight_versions or []]
-        )
+        prompt, prompt_tops = wire.prompt_logprobs(response, self.token_ids, self.params)
+        stamped = [] if self.pinned else choice.weight_versions or []
+        spans = [(Version.parse(span.version), span.start, span.end) for span in stamped]
         return GenerationResult(
             tokens,
             [logprob for chunk in self._chunks for logprob in chunk.logprobs],
@@ -161,7 +144,7 @@ class VllmGeneration:
             reason,
             self._stop_reason(reason, choice, tokens),
             prompt_logprobs=prompt,
-            top_logprobs=tops if self._params.logprobs else None,
+            top_logprobs=tops if self.params.logprobs else None,
             prompt_top_logprobs=prompt_tops,
             cached_tokens=response.cached_tokens,
         )
@@ -172,15 +155,20 @@ class VllmGeneration:
             return None
         if isinstance(choice.stop_reason, str):
             return choice.stop_reason
-        if tokens[-1] in self._params.stop_token_ids:
+        if tokens[-1] in self.params.stop_token_ids:
             return tokens[-1]
-        text = self._decode(tokens) if self._params.stop else ""
-        return next((stop for stop in self._params.stop if stop in text), None)
+        text = self.decode(tokens) if self.params.stop else ""
+        return next((stop for stop in self.params.stop if stop in text), None)
 
-    async def _failure(self, problem: str, *, may_be_dying: bool) -> EngineError:
-        """Return the error of a failed request: `EngineStopped` if vLLM died."""
-        await asyncio.wait({self._dead}, timeout=EXIT_TIMEOUT_S if may_be_dying else 0)
-        return EngineStopped(self._dead.result()) if self._dead.done() else EngineError(problem)
+    async def _refusal(self, response: HttpResponse) -> EngineError:
+        """Return the error of a request that vLLM answered with an error status."""
+        problem = f"vLLM refused the request: {server_message(response.content)}"
+        return await self._failure(problem, EXIT_TIMEOUT_S if response.status >= 500 else 0)
+
+    async def _failure(self, problem: str, timeout_s: float = EXIT_TIMEOUT_S) -> EngineError:
+        """Return the error of a failed request: `EngineStopped` if vLLM dies within the timeout."""
+        await asyncio.wait({self.dead}, timeout=timeout_s)
+        return EngineStopped(self.dead.result()) if self.dead.done() else EngineError(problem)
 
     def _end(self, outcome: GenerationResult | EngineError) -> None:
         if self._ended.done():
@@ -192,4 +180,4 @@ class VllmGeneration:
             self._ended.set_exception(outcome)
             self._ended.exception()  # mark it as retrieved
         self._news.set()
-        self._on_end()
+        self.on_end()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,10 @@ from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, resolve_max_model_len
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import MAX_LOGPROBS
-from headrace.inference.vllm.adapters import Adapters, rank_for
+from headrace.inference.vllm.adapters import rank_for
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.process import ChildDirectory, VllmFailed, VllmProcess
-from headrace.machine import free_memory, visible_gpus
+from headrace.machine import free_memory, raise_open_file_limit, visible_gpus
 from headrace.transport.device_lock import DeviceLock
 
 WORKER = "headrace.inference.vllm.worker.PublishedWeightsWorker"
@@ -57,7 +55,7 @@ async def start_vllm(
     facts = read_facts(directory, eos_token_id)
     max_model_len = resolve_max_model_len(facts.positions, config.max_model_len)
     on_gpu = bool(visible_gpus())
-    _allow_many_connections()
+    raise_open_file_limit()  # each request has its own connection
     child = ChildDirectory()
     http = HttpClient()
     cache = cache_bytes(config, facts, max_model_len, on_gpu=on_gpu)
@@ -83,7 +81,8 @@ async def start_vllm(
         max_waiting=config.max_waiting,
         replicas=config.vllm.data_parallel_size,
         clear_cache=config.kv_on_update == "recompute",
-        adapters=Adapters(child.directory / "adapters", rank) if (rank := config.vllm.max_lora_rank) else None,
+        adapters_directory=child.directory / "adapters",
+        max_lora_rank=config.vllm.max_lora_rank,
         decode=decode,
         lock=lock,
     )
@@ -174,14 +173,6 @@ def check_arguments(arguments: Sequence[str]) -> None:
         name = argument.partition("=")[0].replace("_", "-")
         if name in RESERVED_ARGUMENTS:
             raise ConfigError("set by other keys or not supported", key="inference.vllm.args", value=name)
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files: each request has its own connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):  # some systems allow less than they report
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class ModelFacts(msgspec.Struct):

@@ -20,7 +20,7 @@ from headrace.inference.backend import (
     check_request,
     check_token_ids,
 )
-from headrace.inference.schema import MIN_LOGPROB, SamplingParams
+from headrace.inference.schema import MIN_LOGPROB, SamplingParams, WeightVersionSpan
 from headrace.rollout.version import Version
 
 ROUTE = "/inference/v1/generate"
@@ -55,12 +55,6 @@ class _Logprobs(msgspec.Struct):
     content: list[_Content] | None = None
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class Choice(msgspec.Struct):
     """The sampled tokens; in a stream, the new ones."""
 
@@ -68,7 +62,7 @@ class Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
 
 
 class _Details(msgspec.Struct):
