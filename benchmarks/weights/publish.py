@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from headrace.inference.weights import ipc, link
+from headrace.inference.cuda_driver import OpenedMemory
+from headrace.inference.weights import link
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import install, read_published
 from headrace.rollout.version import Version
@@ -125,7 +126,7 @@ def synchronize() -> None:
 @contextmanager
 def timed(record: dict[str, list[float]]) -> Iterator[None]:
     """What of fetching takes how long where memory is shared."""
-    open_memory, close_memory, compare = ipc.OpenedMemory.__init__, ipc.OpenedMemory.close, link.digests
+    open_memory, close_memory, compare = OpenedMemory.__init__, OpenedMemory.close, link.digests
 
     def timing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -137,7 +138,7 @@ def timed(record: dict[str, list[float]]) -> Iterator[None]:
 
         return call
 
-    replaced: Any = ipc.OpenedMemory
+    replaced: Any = OpenedMemory
     replaced.__init__, replaced.close = timing("open", open_memory), timing("close", close_memory)
     link.digests = timing("compare digests", compare)
     try:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.inference.cuda_driver import ExportedMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.base_weights import BaseWeights
 from headrace.inference.weights.buffers import as_bytes, digest
 from headrace.inference.weights.errors import WeightsUnreachable
-from headrace.inference.weights.ipc import ExportedMemory
 from headrace.inference.weights.link import Received, WeightsReceiver
+from headrace.inference.weights.published import BaseWeights
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices
 from headrace.transport.weights import WeightStore

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from headrace.inference import cuda_driver
-from headrace.inference.weights import carriers
+from headrace.inference.weights import link
 
 REFUSED = 217
 OUT_OF_MEMORY = 2
@@ -113,4 +113,4 @@ def use(driver: HostDriver, gpu: str = "GPU-0", replace: Callable[[Any, str, Any
     replace(cuda_driver, "library", lambda: driver)
     replace(cuda_driver, "view", view)
     replace(cuda_driver, "with_index", lambda device: device)
-    replace(carriers, "gpu_identity", lambda device: gpu)
+    replace(link, "gpu_identity", lambda device: gpu)

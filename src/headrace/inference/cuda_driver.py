@@ -1,7 +1,12 @@
 """The CUDA driver API, for what torch lacks: memory that another process opens, or that is unmapped for a while.
 
-Argument types of its calls, their context and errors, and tensors over addresses. The driver library is loaded on first
-use, since most machines have none.
+Argument types of its calls, their context and errors, tensors over addresses, and memory that two processes share
+(CUDA IPC): one allocates and exports it, and any other process on the same GPU can open the handle of 64 bytes. Torch's
+own sharing pickles its messages and exports whole segments of its allocator. The library is loaded on first use, since
+most machines have none.
+
+Left out on purpose: freeing exported memory. The exporter cannot know whether another process still reads it; it is
+freed when the exporter has ended and the last process has closed it.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ LAZY_PEER_ACCESS = 1
 PINNED, ON_DEVICE, READ_AND_WRITE, MINIMUM = 1, 1, 3, 0
 _VIRTUAL_MEMORY = 102
 """Device attribute: whether memory can be mapped to and unmapped from an address."""
+_EXPORT_PAGE_BYTES = 1 << 21
+"""Smaller allocations may share a page with other memory, which would be exported, too."""
 
 
 class DriverError(Failure):
@@ -150,6 +157,49 @@ class Bytes:
 def view(content: Bytes, device: torch.device) -> Tensor:
     """Return a tensor over memory of this GPU, without a copy."""
     return torch.as_tensor(content, device=device)
+
+
+class ExportedMemory:
+    """At least `size` bytes of a GPU that other processes can open."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        device = with_index(device)
+        self.size = -(-size // _EXPORT_PAGE_BYTES) * _EXPORT_PAGE_BYTES
+        driver, address, handle = library(), ctypes.c_uint64(), IpcHandle()
+        with context(device):
+            result = driver.cuMemAlloc_v2(ctypes.byref(address), self.size)
+            if result == OUT_OF_MEMORY:
+                torch.cuda.empty_cache()  # frees what torch has cached
+                result = driver.cuMemAlloc_v2(ctypes.byref(address), self.size)
+            expect(result, f"{self.size / 1e9:.2g} GB of memory")
+            exported = driver.cuIpcGetMemHandle(ctypes.byref(handle), address)
+            if exported != SUCCESS:
+                driver.cuMemFree_v2(address)
+            expect(exported, "to export memory")
+        self.handle = bytes(handle)
+        self.bytes = view(Bytes(address.value, self.size), device)
+
+
+class OpenedMemory:
+    """Memory that another process has exported; valid until it is closed, even if the exporter ends."""
+
+    def __init__(self, handle: bytes, size: int, device: torch.device) -> None:
+        self._device = with_index(device)
+        address = ctypes.c_uint64()
+        with context(self._device):
+            opened = library().cuIpcOpenMemHandle_v2(
+                ctypes.byref(address), IpcHandle.from_buffer_copy(handle), LAZY_PEER_ACCESS
+            )
+            expect(opened, "to open the memory of another process")
+        self._address = address.value
+        self.bytes = view(Bytes(self._address, size), self._device)
+
+    def close(self) -> None:
+        """Close the memory after all reads: using a tensor of it afterwards destroys the GPU context."""
+        address, self._address = self._address, 0
+        if address:
+            with context(self._device):
+                expect(library().cuIpcCloseMemHandle(address), "to close the memory of another process")
 
 
 @cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.inference.weights.carriers import CarrierSetting
+from headrace.inference.weights.link import CarrierSetting
 from headrace.inference.weights.published import find_mismatch
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.inference.cuda_driver import ExportedMemory
 from headrace.inference.weights.buffers import as_bytes, digest
-from headrace.inference.weights.ipc import ExportedMemory
 from headrace.transport.weights_link import ALIGNMENT_BYTES, TensorSpan
 
 BUCKET_BYTES = 1 << 26

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from headrace.errors import BadInput, Failure
 from headrace.inference.cuda_driver import DriverError
-from headrace.inference.weights.carriers import CarrierSetting, CarrierUnavailable, choose_carrier, describe_end
+from headrace.inference.weights.link import CarrierSetting, CarrierUnavailable, choose_carrier, describe_end
 from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclPair, new_group_id
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import SharedBuffer, Snapshot

@@ -39,9 +39,8 @@ from headrace.inference.embedded.runner import PlainRunner, Runner
 from headrace.inference.embedded.scheduler import Scheduler, StepPlan
 from headrace.inference.embedded.stop_strings import Decode, StopStrings
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.base_weights import BaseWeights
 from headrace.inference.weights.link import WeightsReceiver
-from headrace.inference.weights.published import PublishedWeights, install, read_published
+from headrace.inference.weights.published import BaseWeights, PublishedWeights, install, read_published
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)

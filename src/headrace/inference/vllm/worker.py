@@ -22,10 +22,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace.inference.weights.base_weights import BaseWeights, model_files
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.link import WeightsReceiver
-from headrace.inference.weights.published import PublishedWeights, find_mismatch, read_published
+from headrace.inference.weights.published import (
+    BaseWeights,
+    PublishedWeights,
+    find_mismatch,
+    model_files,
+    read_published,
+)
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 

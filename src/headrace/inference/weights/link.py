@@ -1,4 +1,4 @@
-"""The receiver of the weights link: fetches a published version from the trainer's memory.
+"""The weights link: the choice of a carrier, and the receiver, which fetches a version from the trainer's memory.
 
 A version is received whole and compared with the digests in its published directory before it is used, so that a failed
 transfer leaves the model unchanged. The connection, and with it the NCCL group, stays open for the next version; it is
@@ -12,31 +12,36 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from headrace.inference.cuda_driver import DriverError
+from headrace.errors import Failure
+from headrace.inference import cuda_driver
+from headrace.inference.cuda_driver import DriverError, OpenedMemory
+from headrace.inference.weights import nccl
 from headrace.inference.weights.buffers import digest, digests, free_staging, stage, view_tensors
-from headrace.inference.weights.carriers import describe_end
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
-from headrace.inference.weights.ipc import OpenedMemory
 from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclError, NcclPair
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (
     TIMEOUT_S,
+    Carrier,
     Connection,
     FetchRequest,
     FetchResponse,
     LinkBroken,
+    LinkPeer,
     Manifest,
     MemoryReleased,
     connect,
@@ -44,6 +49,60 @@ from headrace.transport.weights_link import (
 )
 
 log = logging.getLogger(__name__)
+
+CarrierSetting = Literal["auto", "stream", "nccl", "ipc"]
+"""The configured carrier; `auto` is the best available one."""
+_NAMES = {"nccl": "NCCL", "ipc": "CUDA IPC"}
+
+
+class CarrierUnavailable(Failure):
+    """The configured carrier cannot be used."""
+
+
+def describe_end(device: torch.device) -> LinkPeer:
+    """Return this process's identity, GPU and carriers, for weights on `device`."""
+    gpu = gpu_identity(device)
+    carriers: list[Carrier] = ["stream"]
+    if gpu is not None and nccl.is_available():
+        carriers.append("nccl")
+    if gpu is not None and cuda_driver.is_available():
+        carriers.append("ipc")
+    return LinkPeer(f"{socket.gethostname()}:{os.getpid()}", gpu, carriers)
+
+
+def gpu_identity(device: torch.device) -> str | None:
+    """Return the UUID of a GPU; None for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def choose_carrier(setting: CarrierSetting, trainer: LinkPeer, engine: LinkPeer) -> Carrier:
+    """Return the carrier from this trainer to this engine; raises `CarrierUnavailable`.
+
+    Two processes on one GPU share memory. NCCL is for different GPUs: it refuses two ends on one unless it is made to
+    see two hosts, so it is not chosen there, but can be configured. A stream always works.
+    """
+    if setting == "stream":
+        return "stream"
+    if setting != "auto":
+        obstacle = _obstacle(setting, trainer, engine)
+        if obstacle is not None:
+            raise CarrierUnavailable(f"{_NAMES[setting]} is configured, but {obstacle}")
+        return setting
+    if _obstacle("ipc", trainer, engine) is None:
+        return "ipc"
+    return "nccl" if _obstacle("nccl", trainer, engine) is None and trainer.gpu != engine.gpu else "stream"
+
+
+def _obstacle(carrier: Carrier, trainer: LinkPeer, engine: LinkPeer) -> str | None:
+    """Return why a carrier cannot be used; None if it can."""
+    for side, end in (("trainer", trainer), ("engine", engine)):
+        if carrier not in end.carriers:
+            return f"the {side} has no GPU that supports it"
+    if carrier == "ipc" and trainer.gpu != engine.gpu:
+        return "trainer and engine are on different GPUs"
+    if carrier == "ipc" and trainer.process == engine.process:
+        return "trainer and engine are the same process, which cannot open its own memory"
+    return None
 
 
 class Received(NamedTuple):
