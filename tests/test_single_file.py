@@ -81,9 +81,9 @@ def test_the_gradient_is_that_of_the_trainer(
     model.zero_grad()
     loss = grpo.backward(model, samples, policy_loss(kind), SEQ_LEN, at_once=2)
 
-    packed = PackedModel(tiny_model)
+    packed = PackedModel(tiny_model, lm_head_chunk=64)
     optimizer = Gradients(packed.named_parameters())
-    result = TrainStep(packed, optimizer, {"rl": policy_loss(kind)}, lm_head_chunk=64).run(pack(samples, SEQ_LEN), 1.0)
+    result = TrainStep(packed, optimizer, {"rl": policy_loss(kind)}).run(pack(samples, SEQ_LEN), 1.0)
     assert result is not None
     clipped = result.metrics["is_masked" if kind == "default" else "is_clipped"]
     assert 0 < clipped < 1  # the loss is not the plain policy gradient here

@@ -64,7 +64,7 @@ def workloads() -> dict[str, list[Sample]]:
 
 def packed_step(directory: Path, samples: list[Sample]) -> Callable[[], object]:
     model = PackedModel(directory)
-    step = TrainStep(model, Optimizer(model.named_parameters()), {"ce": ce_loss}, lm_head_chunk=4096)
+    step = TrainStep(model, Optimizer(model.named_parameters()), {"ce": ce_loss})
     return lambda: step.run(pack(samples, 512), lr=1e-4)
 
 

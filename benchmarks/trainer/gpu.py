@@ -69,9 +69,7 @@ def build(case: Case, directory: Path, **settings: Any) -> PackedModel:
 
 def our_step(model: PackedModel, case: Case) -> Callable[[list[Sample]], None]:
     optimizer = Optimizer(model.named_parameters(), max_grad_norm=1.0)
-    step = TrainStep(
-        model, optimizer, {"rl": policy_loss("default"), "ce": ce_loss}, lm_head_chunk=CHUNK, micro_batch_tokens=None
-    )
+    step = TrainStep(model, optimizer, {"rl": policy_loss("default"), "ce": ce_loss}, micro_batch_tokens=None)
 
     def run(samples: list[Sample]) -> None:
         result = step.run(pack(samples, case.row), lr=1e-6)

@@ -29,7 +29,6 @@ from headrace.trainer.model import PackedModel
 from headrace.trainer.packed_row import Kernel, PackedRow
 
 DEVICE = torch.device("cuda")
-LM_HEAD_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def logprobs(model: PackedModel, row: PackedRow) -> Tensor:
     places = 1 + max(int(each.max()) for each in row.places)  # what comes behind is padding
     labels = torch.randint(0, 150_000, (places,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     predictors = torch.arange(places, device=DEVICE)
-    return model.score(row, predictors, labels, torch.ones(places, device=DEVICE), LM_HEAD_CHUNK).logprobs
+    return model.score(row, predictors, labels, torch.ones(places, device=DEVICE)).logprobs
 
 
 def step(model: PackedModel, row: PackedRow) -> Tensor:

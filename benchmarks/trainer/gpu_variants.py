@@ -264,7 +264,7 @@ def narrow() -> Variants:
         ones = torch.ones(len(places), device=DEVICE)
 
         def both() -> None:
-            model.score(row, places, labels, ones, 4096).logprobs.mean().backward()  # type: ignore[no-untyped-call]
+            model.score(row, places, labels, ones).logprobs.mean().backward()  # type: ignore[no-untyped-call]
 
         taken = milliseconds(both, 5)
         return f"{taken:>8.1f} ms, {torch.cuda.max_memory_allocated() / GIB:.1f} GiB"

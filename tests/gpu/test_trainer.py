@@ -86,9 +86,9 @@ ROWS = {
 
 
 def gradients(directory: Path, samples: list[Sample], **settings: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
-    model = PackedModel(directory, longest=2048, **settings)
+    model = PackedModel(directory, longest=2048, **{"lm_head_chunk": 512, **settings})
     optimizer = Gradients(model.named_parameters())
-    step = TrainStep(model, optimizer, LOSSES, lm_head_chunk=512, micro_batch_tokens=None)
+    step = TrainStep(model, optimizer, LOSSES, micro_batch_tokens=None)
     result = step.run(pack(samples, 2048), lr=1.0)
     assert result is not None
     return result.metrics, optimizer.kept
@@ -150,7 +150,7 @@ def test_the_head_on_a_gpu_is_that_of_float64(chunk: int, is_frozen: bool):
 
 def test_every_row_runs_the_program_of_the_warmup(directory: Path):
     model = PackedModel(directory, dtype=torch.bfloat16, compile=True, activation_checkpointing="attention", longest=64)
-    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=512)
+    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES)
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
     for samples in warmup_rows(VOCABULARY, 1024, tokens=4096):
@@ -167,7 +167,7 @@ def test_every_row_runs_the_program_of_the_warmup(directory: Path):
 def test_no_micro_batch_waits_for_the_gpu(directory: Path):
     """What is queued behind a running step must not wait for it: only the end of a step does."""
     model = PackedModel(directory, dtype=torch.bfloat16, longest=2048)
-    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=512)
+    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES)
     for samples in ROWS.values():
         step.run(pack(samples, 2048), lr=1e-4)
         tokens = StepTokens(pack(samples, 2048))
@@ -207,7 +207,7 @@ def test_a_step_takes_no_more_memory_than_its_plan_says(tmp_path: Path, mode: Mo
         longest=8192,
         lm_head_chunk=2048,
     )
-    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=2048, micro_batch_tokens=None)
+    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, micro_batch_tokens=None)
     tokens = model.plan.row_tokens
     for seed in range(2):
         step.run(pack(samples_of([8192] * (2 * tokens // 8192), seed), 8192), lr=1e-4)
@@ -224,7 +224,7 @@ def test_the_frozen_base_of_an_adapter_is_narrow_and_its_adapter_is_not(director
     kinds = {name: parameter.dtype for name, parameter in model.module.named_parameters()}
     assert {kind for name, kind in kinds.items() if ".lora_" in name} == {torch.float32}
     assert {kind for name, kind in kinds.items() if ".lora_" not in name} == {torch.bfloat16}
-    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=512)
+    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES)
     for seed in range(3):
         step.run(pack(samples_of([700, 300], seed), 2048), lr=1e-2)
     model.save(tmp_path / "merged", torch.float32)
@@ -240,7 +240,6 @@ def test_the_frozen_base_of_an_adapter_is_narrow_and_its_adapter_is_not(director
     tokens = samples_of([700])[0].token_ids
     labels = torch.from_numpy(tokens[1:].astype(np.int64)).to(CUDA)
     given, expected = (
-        each.logprobs(each.row([tokens[:-1]]), places, labels, torch.ones(699, device=CUDA), 512)
-        for each in (model, exact)
+        each.logprobs(each.row([tokens[:-1]]), places, labels, torch.ones(699, device=CUDA)) for each in (model, exact)
     )
     assert (given - expected).abs().mean() < 0.02

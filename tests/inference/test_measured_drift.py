@@ -75,7 +75,7 @@ async def measure(engine: Engine, model_directory: Path, probes: ProbeStore, req
 
 def probe(probes: ProbeStore, version: Version, model: PackedModel, requests: list[Any]) -> None:
     entries = [BatchSample(sample_of(request), "env", 0) for request in requests]
-    write_probe(probes, version, Batch(version.step, 0, entries), model, tokens=4096, seq_len=LONGEST, chunk=64)
+    write_probe(probes, version, Batch(version.step, 0, entries), model, tokens=4096, seq_len=LONGEST)
 
 
 async def test_the_same_weights_agree_and_other_weights_show(

@@ -18,8 +18,8 @@ def main(model_directory: Path, batch: Path, probes: Path) -> None:
     torch.set_num_threads(1)
     ranks = Ranks()
     assert ranks.size == 2
-    model = PackedModel(model_directory, ranks)
-    write_probe(ProbeStore(probes), Version(0, 1), read_batch(str(batch)), model, tokens=64, seq_len=32, chunk=8)
+    model = PackedModel(model_directory, ranks, lm_head_chunk=8)
+    write_probe(ProbeStore(probes), Version(0, 1), read_batch(str(batch)), model, tokens=64, seq_len=32)
     whole = [name for name, parameter in model.named_parameters().items() if not isinstance(parameter, DTensor)]
     assert not whole, f"left whole: {whole}"
 

@@ -40,10 +40,10 @@ def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any
     torch.set_num_threads(1)
     ranks = Ranks()
     for path in sorted(batches.iterdir()):
-        model = PackedModel(model_directory, ranks, lora=lora)
+        model = PackedModel(model_directory, ranks, lora=lora, lm_head_chunk=16)
         optimizer = Keeping(model.named_parameters())
         kinds = {**losses(TrainerConfig()), "ce": ce_loss}
-        step = TrainStep(model, optimizer, kinds, lm_head_chunk=16, micro_batch_tokens=48)
+        step = TrainStep(model, optimizer, kinds, micro_batch_tokens=48)
         batch = read_batch(str(path))
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
         bins = pack(samples, 32)

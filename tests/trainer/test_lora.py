@@ -251,7 +251,7 @@ def test_a_base_in_bfloat16_learns_a_float32_adapter_and_is_merged_in_float32(qw
     assert {p.dtype for name, p in parameters.items() if ".lora_" in name} == {torch.float32}
     assert {p.dtype for name, p in parameters.items() if ".lora_" not in name} == {torch.bfloat16}
     row, places, ones = model.row([np.arange(40)]), torch.arange(39), torch.ones(39)
-    scores = model.score(row, places, places + 1, ones, 16)
+    scores = model.score(row, places, places + 1, ones)
     scores.logprobs.sum().backward()
     assert {name for name, p in parameters.items() if p.grad is not None} == set(model.learned())
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_a_base_in_bfloat16_learns_a_float32_adapter_and_is_merged_in_float32(qw
     exact = PackedModel(qwen3, lora={"r": 4, "alpha": 8})
     for name, tensor in model.learned().items():
         exact.module.get_parameter(name).data.copy_(tensor)
-    given, expected = (each.logprobs(row, places, places + 1, ones, 16) for each in (model, exact))
+    given, expected = (each.logprobs(row, places, places + 1, ones) for each in (model, exact))
     assert 0 < (given - expected).abs().max() < 0.05
     model.save(tmp_path, torch.float32)
     merged = load_file(tmp_path / "model.safetensors")

@@ -66,7 +66,7 @@ def run(
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     optimizer = Gradients(model.named_parameters())
     losses = rl.losses(TrainerConfig(loss={"type": kind, **KINDS[kind]}))
-    step = TrainStep(model, optimizer, losses, lm_head_chunk=64, micro_batch_tokens=micro_batch_tokens)
+    step = TrainStep(model, optimizer, losses, micro_batch_tokens)
     result = step.run(pack(samples, 32), lr=1.0, envs=envs)
     assert result is not None
     return result, optimizer.kept

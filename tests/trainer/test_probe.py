@@ -68,7 +68,7 @@ def test_tokens_that_were_not_sampled_are_not_probed():
 def test_logprobs_are_those_of_the_plain_model_at_each_samples_temperature(model: PackedModel, directory: Path):
     plain = AutoModelForCausalLM.from_pretrained(directory)
     samples = random_samples(seed=5, count=8)
-    for sample, found in zip(samples, sampled_logprobs(model, samples, chunk=4), strict=True):
+    for sample, found in zip(samples, sampled_logprobs(model, samples), strict=True):
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         with torch.no_grad():
             logits = plain(input_ids=ids[None]).logits[0, :-1] / sample.temperature
@@ -80,10 +80,10 @@ def test_a_probe_holds_sampled_tokens_and_what_the_trainer_finds(model: PackedMo
     samples = random_samples(seed=6, count=4)
     store = ProbeStore(tmp_path)
     batch = Batch(9, 0, [BatchSample(sample, "env", index) for index, sample in enumerate(samples)])
-    write_probe(store, Version(2, 9), batch, model, tokens=1000, seq_len=64, chunk=16)
+    write_probe(store, Version(2, 9), batch, model, tokens=1000, seq_len=64)
     read = {tuple(sample.token_ids): sample for sample in store.read(Version(2, 9))}
     assert len(read) == 4
-    for sample, expected in zip(samples, sampled_logprobs(model, samples, chunk=16), strict=True):
+    for sample, expected in zip(samples, sampled_logprobs(model, samples), strict=True):
         probed = read[tuple(sample.token_ids)]
         np.testing.assert_array_equal(probed.mask, sample.mask)
         np.testing.assert_array_equal(probed.logprobs, sample.logprobs)
@@ -95,12 +95,12 @@ def test_a_probe_holds_sampled_tokens_and_what_the_trainer_finds(model: PackedMo
 def test_a_batch_in_which_nothing_was_sampled_leaves_no_probe(model: PackedModel, tmp_path: Path):
     store = ProbeStore(tmp_path)
     batch = Batch(1, 0, [BatchSample(make_sample([1, 2, 3], 3), "env", 0)])
-    write_probe(store, Version(0, 1), batch, model, tokens=100, seq_len=64, chunk=16)
+    write_probe(store, Version(0, 1), batch, model, tokens=100, seq_len=64)
     assert store.versions() == []
 
 
 def test_probing_leaves_no_gradient_and_no_graph(model: PackedModel):
-    sampled_logprobs(model, random_samples(seed=7, count=2), chunk=16)
+    sampled_logprobs(model, random_samples(seed=7, count=2))
     assert all(parameter.grad is None for parameter in model.named_parameters().values())
     assert model.module.training
 
@@ -113,7 +113,7 @@ def test_two_ranks_write_what_one_process_writes_and_share_the_parameters_again(
     path = tmp_path / "batch"
     path.write_bytes(encode_batch(batch := Batch(1, 0, entries)))
     one, two = (ProbeStore(tmp_path / name) for name in ("one", "two"))
-    write_probe(one, Version(0, 1), batch, model, tokens=64, seq_len=32, chunk=8)
+    write_probe(one, Version(0, 1), batch, model, tokens=64, seq_len=32)
     program = Path(__file__).parent / "probing_rank.py"
     command = [sys.executable, *TORCHRUN, program, directory, path, two.directory]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

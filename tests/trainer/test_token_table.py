@@ -63,11 +63,9 @@ def batch_of(samples: list[Sample]) -> Batch:
 
 
 def train_step(directory: Path, optimizer: type[Optimizer], kind: str = "default", **settings: Any) -> TrainStep:
-    model = PackedModel(directory)
+    model = PackedModel(directory, lm_head_chunk=64)
     losses = rl.losses(TrainerConfig(loss={"type": kind, **settings}, ref_kl=REF_KL))
-    return TrainStep(
-        model, optimizer(model.named_parameters()), losses, lm_head_chunk=64, micro_batch_tokens=MICRO_BATCH
-    )
+    return TrainStep(model, optimizer(model.named_parameters()), losses, MICRO_BATCH)
 
 
 def export(step: TrainStep, samples: list[Sample], path: Path, limit: int | None = None) -> pa.Table:

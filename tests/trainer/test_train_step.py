@@ -34,9 +34,9 @@ def run(
     micro_batch_tokens: int = 16384,
     envs: tuple[str, ...] = (),
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
-    model = PackedModel(directory)
+    model = PackedModel(directory, lm_head_chunk=7)
     optimizer = Gradients(model.named_parameters())
-    step = TrainStep(model, optimizer, LOSSES, lm_head_chunk=7, micro_batch_tokens=micro_batch_tokens)
+    step = TrainStep(model, optimizer, LOSSES, micro_batch_tokens)
     result = step.run(pack(samples, seq_len), lr=1.0, envs=envs)
     assert result is not None
     return result, optimizer.kept
@@ -191,7 +191,7 @@ def test_metrics_are_split_by_environment(directory: Path):
 def test_stopping_between_micro_batches_changes_nothing(directory: Path):
     model = PackedModel(directory)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters().items()}
-    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, lm_head_chunk=64, micro_batch_tokens=20)
+    step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES, micro_batch_tokens=20)
     answers = iter([False, True])
     begun: list[tuple[int, int]] = []
     bins = pack(random_samples(1, 8), 20)
@@ -214,6 +214,6 @@ def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again(directory: Path
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = PackedModel(directory)
-    step = TrainStep(model, Full(model.named_parameters()), LOSSES, lm_head_chunk=7)
+    step = TrainStep(model, Full(model.named_parameters()), LOSSES)
     with pytest.raises(Failure, match=r"CUDA out of memory.*offload_state"):
         step.run(pack(random_samples(seed=3, count=2), 32), lr=1.0)

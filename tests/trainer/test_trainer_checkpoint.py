@@ -110,7 +110,7 @@ def test_a_warmup_that_runs_out_of_memory_is_given_up(make_learner: MakeLearner,
     def fail(_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(learner, "warm_up", fail)
+    monkeypatch.setattr(learner.step, "warm_up", fail)
     warm_up(learner)
     assert all(parameter.grad is None for parameter in learner.model.named_parameters().values())
 

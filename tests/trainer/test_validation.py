@@ -38,7 +38,7 @@ def plain_loss(directory: Path, samples: list[Sample], seq_len: int) -> float:
 
 
 def validation_of(directory: Path, samples: list[Sample], seq_len: int = 32) -> Validation:
-    return Validation(PackedModel(directory), samples, seq_len, lm_head_chunk=16)
+    return Validation(PackedModel(directory, lm_head_chunk=16), samples, seq_len)
 
 
 @pytest.mark.parametrize("seq_len", [64, 12])
@@ -50,7 +50,7 @@ def test_the_loss_is_the_mean_over_learned_tokens_whatever_is_packed_or_cut(dire
 
 def test_validating_leaves_no_gradient(directory: Path):
     model = PackedModel(directory)
-    Validation(model, supervised_samples(1, 3), 32, lm_head_chunk=16).loss()
+    Validation(model, supervised_samples(1, 3), 32).loss()
     assert all(parameter.grad is None for parameter in model.named_parameters().values())
 
 

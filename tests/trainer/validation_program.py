@@ -36,10 +36,10 @@ def supervised_samples(seed: int, count: int) -> list[Sample]:
 def losses_around_a_step(directory: Path) -> list[list[float | None]]:
     """Of seven examples and of a single one, which leaves a rank without any: before the step, and after it."""
     ranks = Ranks()
-    model = PackedModel(directory, ranks)
+    model = PackedModel(directory, ranks, lm_head_chunk=16)
     sets = [supervised_samples(seed, count) for seed, count in ((1, 7), (2, 1))]
-    validations = [Validation(model, s, 32, lm_head_chunk=16) for s in sets]
-    step = TrainStep(model, Optimizer(model.named_parameters()), {"ce": ce_loss}, lm_head_chunk=16)
+    validations = [Validation(model, s, 32) for s in sets]
+    step = TrainStep(model, Optimizer(model.named_parameters()), {"ce": ce_loss})
     before = [validation.loss() for validation in validations]
     step.run(pack_for_worker(ranks.index, supervised_samples(0, 5), 32, ranks.size, model.cost), 1e-2)
     return [before, [validation.loss() for validation in validations]]

@@ -86,10 +86,7 @@ class Learner:
         self.state = TrainState() if start is None else self._load(start)
         self._saved_step = self.state.step
         self._skipped = SkippedUpdates(config.max_skipped_updates)
-        row_tokens = None if packed else 1
-        self.step = TrainStep(
-            self.model, self.optimizer, losses, lm_head_chunk=config.lm_head_chunk, micro_batch_tokens=row_tokens
-        )
+        self.step = TrainStep(self.model, self.optimizer, losses, None if packed else 1)
 
     def _load(self, start: Path) -> TrainState:
         """Load a checkpoint, written by any number of ranks."""

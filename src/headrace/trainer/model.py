@@ -115,7 +115,7 @@ class PackedModel:
         """Whether layers are compiled at their first forward pass."""
         if ranks.size == 1:
             accumulate_in_place(self.module.get_input_embeddings())
-        self._scorer = _Scorer(self.module, dtype, lm_head_fp32, in_place=ranks.size == 1)
+        self._scorer = _Scorer(self.module, dtype, lm_head_fp32, lm_head_chunk, in_place=ranks.size == 1)
         self._autocast = dtype == torch.bfloat16 and ranks.size == 1
         if ranks.size > 1:
             _ = self.plan  # wraps the layers, which must come before sharding
@@ -143,20 +143,20 @@ class PackedModel:
         return make_row(sequences, self.device, self.kernel)
 
     def score(
-        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
     ) -> Scores:
         """Return logprob and entropy of `labels`; `predictors` are the row indices that predict them."""
         _ = self.plan
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            return self._scorer(row, predictors, labels, temperatures, chunk)  # type: ignore[no-any-return]
+            return self._scorer(row, predictors, labels, temperatures)  # type: ignore[no-any-return]
 
     def logprobs(
-        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
     ) -> torch.Tensor:
         """Return logprobs as `score` does, without gradients. Every rank must call it with the same row."""
         # Compiled layers run with gradients enabled: training has compiled that program already.
         with torch.set_grad_enabled(self.compiles and self.ranks.size == 1):
-            logprobs = self.score(row, predictors, labels, temperatures, chunk).logprobs.detach()
+            logprobs = self.score(row, predictors, labels, temperatures).logprobs.detach()
         if isinstance(self._scorer, FSDPModule):
             self._scorer.reshard()  # the backward pass would do it, but there is none
         return logprobs
@@ -265,15 +265,14 @@ class Scores(NamedTuple):
 class _Scorer(torch.nn.Module):
     """The model and its lm-head as one module: FSDP gathers parameters only inside a module's forward pass."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, fp32: bool, in_place: bool) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, fp32: bool, chunk: int, in_place: bool) -> None:
         super().__init__()
         self.model = model
-        self._dtype = dtype
-        self._fp32, self._in_place = fp32, in_place
+        self._dtype, self._fp32, self._chunk, self._in_place = dtype, fp32, chunk, in_place
         self.keeps_logits = False
 
     def forward(
-        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, chunk: int
+        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
     ) -> Scores:
         hidden = hidden_states(self.model, row).to(self._dtype)
         head = self.model.get_output_embeddings().weight
@@ -282,7 +281,7 @@ class _Scorer(torch.nn.Module):
             head,
             labels,
             temperatures,
-            max(1, len(labels)) if self.keeps_logits and torch.is_grad_enabled() else chunk,
+            max(1, len(labels)) if self.keeps_logits and torch.is_grad_enabled() else self._chunk,
             fp32=self._fp32,
             in_place=self._in_place and head.requires_grad,
         )

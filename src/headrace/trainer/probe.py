@@ -20,17 +20,16 @@ from headrace.transport.probes import TRAINER_LOGPROBS, ProbeStore
 
 
 def write_probe(
-    probes: ProbeStore, version: Version, batch: Batch, model: PackedModel, *, tokens: int, seq_len: int, chunk: int
+    probes: ProbeStore, version: Version, batch: Batch, model: PackedModel, *, tokens: int, seq_len: int
 ) -> None:
     """Score a few of the batch's sequences with the current weights, `version`, and write the probe.
 
-    Every rank must call it, after the step and before the version is published; the first rank writes. `chunk`: tokens
-    per chunk of the lm-head.
+    Every rank must call it, after the step and before the version is published; the first rank writes.
     """
     chosen = choose(batch.samples, version.step, tokens=tokens, seq_len=seq_len)
     if not chosen:
         return
-    logprobs = sampled_logprobs(model, [entry.sample for entry in chosen], chunk)
+    logprobs = sampled_logprobs(model, [entry.sample for entry in chosen])
     if model.ranks.first:
         entries = []
         for entry, values in zip(chosen, logprobs, strict=True):
@@ -67,7 +66,7 @@ def sampled_indices(sample: Sample) -> np.ndarray:
     return np.flatnonzero(sampled)
 
 
-def sampled_logprobs(model: PackedModel, samples: Sequence[Sample], chunk: int) -> list[np.ndarray]:
+def sampled_logprobs(model: PackedModel, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Return for each sample the logprobs of its sampled tokens at its temperature, in one forward pass."""
     targets = [sampled_indices(sample) for sample in samples]
     row = model.row([s.token_ids[: indices[-1]] for s, indices in zip(samples, targets, strict=True)])
@@ -80,7 +79,6 @@ def sampled_logprobs(model: PackedModel, samples: Sequence[Sample], chunk: int) 
         flat([places[indices - 1] for places, indices in zip(row.places, targets, strict=True)]),
         flat([s.token_ids[indices].astype(np.int64) for s, indices in zip(samples, targets, strict=True)]),
         flat([np.full(len(indices), s.temperature, np.float32) for s, indices in zip(samples, targets, strict=True)]),
-        chunk,
     )
     ends = np.cumsum([len(indices) for indices in targets])
     return np.split(logprobs.float().cpu().numpy(), ends[:-1])

@@ -149,15 +149,8 @@ class RlTrainer:
                 samples = [entry.sample for entry in batch.samples]
                 notify_zero_gradient(step, result.grad_norm, samples, self.config.loss, self.status)
             if self.config.probe_tokens:  # before the weights are published: the probe must exist when they are loaded
-                write_probe(
-                    self.run_dir.probes,
-                    learner.version,
-                    batch,
-                    learner.model,
-                    tokens=self.config.probe_tokens,
-                    seq_len=learner.seq_len,
-                    chunk=self.config.lm_head_chunk,
-                )
+                probes, tokens = self.run_dir.probes, self.config.probe_tokens
+                write_probe(probes, learner.version, batch, learner.model, tokens=tokens, seq_len=learner.seq_len)
                 self.watch.lap("time/probe")
             if step < learner.max_steps:
                 self.publisher.publish(learner.version)

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from headrace.config.sft import SftConfig, SourceConfig
@@ -94,7 +93,7 @@ class SftTrainer:
         self.validation: Validation | None = None
         if config.validation is not None:
             samples = [render_sample(conversation, self.renderer) for conversation in held_out]
-            self.validation = Validation(learner.model, samples, learner.seq_len, config.lm_head_chunk)
+            self.validation = Validation(learner.model, samples, learner.seq_len)
         self.truncation = TruncationMonitor(learner.seq_len, status.notify)
         self.metrics = MetricsLog(run.metrics, "sft")
         self.watch = Stopwatch()
@@ -223,10 +222,9 @@ class Validation:
     Each rank has its share packed. Left out on purpose: accuracy, and everything that needs sampling.
     """
 
-    def __init__(self, model: PackedModel, samples: list[Sample], seq_len: int, lm_head_chunk: int) -> None:
+    def __init__(self, model: PackedModel, samples: list[Sample], seq_len: int) -> None:
         self._model = model
         self._ranks = ranks = model.ranks
-        self._lm_head_chunk = lm_head_chunk
         self._tokens = StepTokens(pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost))
         self._groups = self._tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))
         self._passes = ranks.most(len(self._groups))  # the same on every rank, since they run collectives
@@ -242,9 +240,7 @@ class Validation:
                 return None
             group = self._groups[number] if number < len(self._groups) else []
             batch = self._tokens.micro_batch(group, device, self._model.kernel)
-            labels = torch.from_numpy(self._tokens.token_ids[batch.scored].astype(np.int64)).to(device)
-            temperatures = torch.ones(len(labels), device=device)
-            logprobs = self._model.logprobs(batch.row, batch.predictors, labels, temperatures, self._lm_head_chunk)
+            logprobs = self._model.logprobs(batch.row, batch.predictors, batch.labels, batch.temperatures)
             nll, members = ce_loss(self._tokens.loss_inputs("ce", batch, logprobs)).metrics["ce/nll"]
             sums += torch.stack([nll.double(), members.double()])
         total, count = self._ranks.add_up(sums).tolist()

@@ -47,15 +47,10 @@ class TrainStep:
         model: PackedModel,
         optimizer: Optimizer,
         losses: dict[str, Loss],
-        *,
-        lm_head_chunk: int,
         micro_batch_tokens: int | None = MICRO_BATCH_TOKENS,
     ) -> None:
         """`micro_batch_tokens` None: the row size of the model's memory plan."""
-        self.model = model
-        self.optimizer = optimizer
-        self.losses = losses
-        self.lm_head_chunk = lm_head_chunk
+        self.model, self.optimizer, self.losses = model, optimizer, losses
         self.micro_batch_tokens = micro_batch_tokens
         self.ranks = model.ranks
 
@@ -126,12 +121,7 @@ class TrainStep:
         trace: TokenTrace | None,
     ) -> Tensor:
         """Return a micro-batch's share of the step's loss."""
-        device = self.model.device
-        labels = on_device(tokens.token_ids[batch.scored].astype(np.int64), device)
-        temperatures = on_device(tokens.temperatures[batch.scored], device)
-        logprobs, entropy, total = self.model.score(
-            batch.row, batch.predictors, labels, temperatures, self.lm_head_chunk
-        )
+        logprobs, entropy, total = self.model.score(batch.row, batch.predictors, batch.labels, batch.temperatures)
         sums.add({"entropy": (entropy.sum(), torch.full((), len(entropy), device=entropy.device))})
         for env, inside in by_env.items():
             sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})

@@ -27,6 +27,8 @@ class MicroBatch:
     row: PackedRow
     predictors: torch.Tensor
     """For each scored token, the index in the row that predicts it."""
+    labels: torch.Tensor
+    temperatures: torch.Tensor
     scored: np.ndarray
     sequences: torch.Tensor
     """For each scored token, the number of its sequence in the micro-batch."""
@@ -123,22 +125,22 @@ class StepTokens:
 
     def micro_batch(self, group: list[int], device: torch.device, kernel: Kernel = "sdpa") -> MicroBatch:
         """Pack a group into one row; for an empty group a row without scored tokens, to keep ranks in step."""
-        if not group:
-            empty = torch.zeros(0, dtype=torch.int64, device=device)
-            return MicroBatch(make_row([self.token_ids[:1]], device, kernel), empty, np.zeros(0, np.int64), empty)
-        inputs: list[np.ndarray] = []
-        scored: list[np.ndarray] = []
-        for index in group:
-            start = self.starts[index]
-            targets = np.flatnonzero(self.scored[start : start + self.lengths[index]])
-            # Tokens from the last scored one on predict nothing that is trained.
-            inputs.append(self._sequence(index)[: targets[-1]])
-            scored.append(targets)
+        inputs, predictors, scored = [self.token_ids[:1]], np.zeros(0, np.int64), np.zeros(0, np.int64)
+        targets = [np.flatnonzero(self.scored[self.starts[i] : self.starts[i] + self.lengths[i]]) for i in group]
+        if group:  # tokens from the last scored one on predict nothing that is trained
+            inputs = [self._sequence(index)[: each[-1]] for index, each in zip(group, targets, strict=True)]
         row = make_row(inputs, device, kernel)
-        predictors = np.concatenate([places[targets - 1] for places, targets in zip(row.places, scored, strict=True)])
-        flat = np.concatenate([self.starts[index] + targets for index, targets in zip(group, scored, strict=True)])
-        sequences = np.repeat(np.arange(len(group)), [len(targets) for targets in scored])
-        return MicroBatch(row, on_device(predictors, device), flat, on_device(sequences, device))
+        if group:
+            predictors = np.concatenate([places[each - 1] for places, each in zip(row.places, targets, strict=True)])
+            scored = np.concatenate([self.starts[index] + each for index, each in zip(group, targets, strict=True)])
+        return MicroBatch(
+            row,
+            on_device(predictors, device),
+            on_device(self.token_ids[scored].astype(np.int64), device),
+            on_device(self.temperatures[scored], device),
+            scored,
+            on_device(np.repeat(np.arange(len(group)), np.fromiter(map(len, targets), np.int64)), device),
+        )
 
 
 class TokenTrace:
