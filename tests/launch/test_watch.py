@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.launch.supervisor import Watch, not_up, stall_threshold
+from headrace.launch.supervisor import Watch, not_up
 from headrace.observe.status import ProcessStatus, Progress
 
 
@@ -34,7 +34,9 @@ def test_progress_restarts_the_minute() -> None:
     [([], 60), ([2.0, 3.0], 60), ([84.0], 252), ([500.0, *[30.0] * 10], 90)],
 )
 def test_a_stall_is_judged_by_the_longest_recent_step(step_seconds: list[float], threshold: float) -> None:
-    assert stall_threshold(step_seconds) == threshold
+    watch, statuses = Watch(0.0), {"trainer": status("trainer", threshold)}
+    assert watch.find_problems(threshold - 1, 0, statuses, step_seconds) == []
+    assert len(watch.find_problems(threshold, 0, statuses, step_seconds)) == 1
 
 
 def test_steps_that_take_longer_than_a_minute_are_not_called_a_stall() -> None:

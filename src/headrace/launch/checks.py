@@ -12,8 +12,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -30,12 +30,7 @@ from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
 from headrace.launch.own_code import add_code_folders, check_function_source
-from headrace.launch.prompt_lengths import (
-    MAX_SAMPLED,
-    NoModelCall,
-    prompt_lengths,
-    render_examples,
-)
+from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.orchestrator.filters.custom import CustomFilterConfig
 from headrace.runfile.problems import filled_sources
 from headrace.runfile.reading import load
@@ -93,20 +88,16 @@ def check_run(config: RunConfig | SftConfig, began_with: str | None = None, *, d
     offline = nullcontext() if downloads else hub_offline()
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as scratch, offline:
         subject = Subject(config, Path(scratch), began_with, downloads=downloads)
-        problems = [problem for check in CHECKS for problem in check(subject)]
-    if problems:
-        raise BadInput.combine(_deduplicate(problems, config.FILLED_FROM))
-    return subject
-
-
-def _deduplicate(problems: Sequence[BadInput], filled_from: Mapping[str, str]) -> list[BadInput]:
-    """Drop problems of keys whose value is copied from another key with the same problem."""
-    once = {(problem.key, problem.fact): problem for problem in problems}
-    return [
-        problem
-        for (key, fact), problem in once.items()
-        if not any((source, fact) in once for source in filled_sources(key or "", filled_from))
+        problems = {(found.key, found.fact): found for check in CHECKS for found in check(subject)}
+    # A key whose value is copied from another key with the same problem is not reported.
+    copies = [
+        (key, fact)
+        for key, fact in problems
+        if any((source, fact) in problems for source in filled_sources(key or "", config.FILLED_FROM))
     ]
+    if problems:
+        raise BadInput.combine([problem for place, problem in problems.items() if place not in copies])
+    return subject
 
 
 def check_output_dir(subject: Subject) -> Iterator[BadInput]:
@@ -116,10 +107,9 @@ def check_output_dir(subject: Subject) -> Iterator[BadInput]:
         yield BadInput("not set", key="output_dir", fix="Set the directory of the run.")
         return
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    if not existing.is_dir():
-        yield BadInput(f"{existing} is a file", key="output_dir", value=path, fix="Choose another directory.")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield BadInput(f"{existing} is not writable", key="output_dir", value=path, fix="Choose another directory.")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        fact = f"{existing} is not writable" if existing.is_dir() else f"{existing} is a file"
+        yield BadInput(fact, key="output_dir", value=path, fix="Choose another directory.")
 
 
 def check_model(subject: Subject) -> Iterator[BadInput]:
@@ -134,19 +124,16 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
     except BadInput as error:
         yield from _with_key(error, "model")
         return
-    sections: list[tuple[str, Any]] = [("renderer", config.renderer)] if isinstance(config, SftConfig) else []
+    owners: dict[str, Any] = {"": config}
     if isinstance(config, RunConfig):
-        sections = [
-            ("orchestrator.renderer", config.orchestrator.renderer),
-            ("inference.renderer", config.inference.renderer),
-        ]
-    for key, section in sections:
+        owners = {"orchestrator.": config.orchestrator, "inference.": config.inference}
+    for prefix, owner in owners.items():
+        key, section = f"{prefix}renderer", owner.renderer
         try:
-            options = section.model_dump(exclude={"pool_size"})
-            renderer = make_renderer(subject.model, tokenizer, **options)
-            renderer.render_ids([{"role": "user", "content": "Hello."}], add_generation_prompt=True)
-        except TemplateError:
-            subject.renderer = subject.renderer or renderer  # the template may need another form of conversation
+            renderer = make_renderer(subject.model, tokenizer, **section.model_dump(exclude={"pool_size"}))
+            with suppress(TemplateError):  # the template may need another form of conversation
+                renderer.render_ids([{"role": "user", "content": "Hello."}], add_generation_prompt=True)
+            subject.renderer = subject.renderer or renderer
         except InvalidValue as error:
             error.key = f"{key}.{error.key}"
             yield error
@@ -155,8 +142,6 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             fact = f"the renderer does not fit the tokenizer of {subject.model}: {error}"
             yield BadInput(fact, key=f"{key}.name", value=section.name)
-        else:
-            subject.renderer = subject.renderer or renderer
 
 
 def check_experts(subject: Subject) -> Iterator[BadInput]:
@@ -206,17 +191,12 @@ def check_own_code(subject: Subject) -> Iterator[BadInput]:
 def check_completions(subject: Subject) -> Iterator[BadInput]:
     """Check that `max_tokens` of a completion is within `seq_len`."""
     for key, entry, defaults, seq_len in _environments(subject.config):
-        section, _, slot = key.partition(".env.")
         own = entry.sampling.max_tokens
         most = own if own is not None else defaults.max_tokens
         if most is not None and most > seq_len:
-            place = f"{section}.env.{slot}.sampling" if own is not None else f"{section}.sampling"
-            yield BadInput(
-                f"more than seq_len = {seq_len}, the limit of prompt and completion together",
-                key=f"{place}.max_tokens",
-                value=most,
-                fix="Lower it, or raise seq_len.",
-            )
+            place = key if own is not None else key.partition(".env.")[0]
+            fact = f"more than seq_len = {seq_len}, the limit of prompt and completion together"
+            yield BadInput(fact, key=f"{place}.sampling.max_tokens", value=most, fix="Lower it, or raise seq_len.")
 
 
 def check_environments(subject: Subject) -> Iterator[BadInput]:
@@ -300,15 +280,16 @@ def _base_of_sft_model(subject: Subject, file: Path) -> Path | None:
 
 def _environments(config: RunConfig | SftConfig) -> list[tuple[str, EnvConfig, Any, int]]:
     """Return every environment with its key, the sampling defaults, and the maximum length of a conversation."""
+    slots: dict[str, Any]
     if isinstance(config, RunConfig):
-        sections, seq_len = config.orchestrator, config.seq_len
-        slots: list[tuple[str, Any]] = [("orchestrator.train", sections.train), ("orchestrator.eval", sections.eval)]
+        slots = {"orchestrator.train": config.orchestrator.train, "orchestrator.eval": config.orchestrator.eval}
+        seq_len = config.seq_len
     else:
-        slots, seq_len = [("eval", config.eval)], config.inference.max_model_len or config.seq_len
+        slots, seq_len = {"eval": config.eval}, config.inference.max_model_len or config.seq_len
     assert seq_len is not None
     return [
         (f"{key}.env.{number}", env, slot.sampling, seq_len)
-        for key, slot in slots
+        for key, slot in slots.items()
         for number, env in enumerate(slot.env)
     ]
 
@@ -337,12 +318,9 @@ def _check_prompt_lengths(
 ) -> Iterator[BadInput]:
     shortest, longest, count = min(lengths), max(lengths), len(lengths)
     if shortest >= seq_len:
-        yield BadInput(
-            f"the shortest of {count} prompts of {name} has {shortest} tokens, the longest {longest}",
-            key="seq_len",
-            value=seq_len,
-            fix=f"Raise seq_len to at least {longest + (max_tokens or 1)}.",
-        )
+        fact = f"the shortest of {count} prompts of {name} has {shortest} tokens, the longest {longest}"
+        fix = f"Raise seq_len to at least {longest + (max_tokens or 1)}."
+        yield BadInput(fact, key="seq_len", value=seq_len, fix=fix)
         return
     if longest >= seq_len:
         too_long = sum(length >= seq_len for length in lengths)
@@ -376,12 +354,8 @@ def _check_example_lengths(subject: Subject, key: str, examples: Iterator[SftCon
     shortest, longest, count = min(lengths), max(lengths), len(lengths)
     empty = sum(not sample.mask[1 : subject.seq_len].any() for sample in samples)
     if empty == count:
-        yield BadInput(
-            f"no token to train on within it in {count} sampled examples of {key} ({shortest} to {longest} tokens)",
-            key="seq_len",
-            value=subject.seq_len,
-            fix=f"Raise seq_len to at least {longest}.",
-        )
+        fact = f"no token to train on within it in {count} sampled examples of {key} ({shortest} to {longest} tokens)"
+        yield BadInput(fact, key="seq_len", value=subject.seq_len, fix=f"Raise seq_len to at least {longest}.")
         return
     if empty:
         subject.notices.append(
@@ -411,14 +385,13 @@ def _refusals(subject: Subject, error: Exception, key: str, value: Any) -> Itera
 @contextmanager
 def hub_offline() -> Iterator[None]:
     """Make the hub's libraries use only their cache. They read the variable when they are imported."""
-    before = os.environ.get("HF_HUB_OFFLINE")
+    before = os.environ.pop("HF_HUB_OFFLINE", None)
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
+        del os.environ["HF_HUB_OFFLINE"]
+        if before is not None:
             os.environ["HF_HUB_OFFLINE"] = before
 
 
@@ -437,14 +410,8 @@ def explain(error: Exception, key: str, value: Any = None) -> BadInput:
     if isinstance(error, SyntaxError):
         return BadInput(f"SyntaxError: {error.msg}", key=key, value=value, file=error.filename, line=error.lineno)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    place = frames[-1] if frames else None
-    return BadInput(
-        f"{type(error).__name__}: {error}",
-        key=key,
-        value=value,
-        file=place and place.filename,
-        line=place and place.lineno,
-    )
+    file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
+    return BadInput(f"{type(error).__name__}: {error}", key=key, value=value, file=file, line=line)
 
 
 @contextmanager

@@ -59,8 +59,7 @@ def make_supervisor(
 ) -> Supervisor:
     """Return a supervisor of the run that shows its progress on the terminal."""
     assert config.max_steps is not None  # validated for both kinds of run file
-    limits = config.launch
-    specs = processes_of(config, run, resume)
+    limits, specs = config.launch, processes_of(config, run, resume)
     view = make_view(title, config.max_steps)
     for sentence in on_this_machine(config):
         view.say(sentence)
@@ -119,50 +118,28 @@ def processes(
 ) -> list[ProcessSpec]:
     """Return the processes of a run with servers. What others wait for starts first and stops last.
 
-    `trainer_waits` is whether the trainer waits for samples.
+    `trainer_waits` is whether the trainer waits for samples. Server number n listens on the configured port + n.
     """
     placement = placement_of(launch, inference)
     servers = placement.inference
     sharing = placement.sharing(launch.sharing, trainer_waits=trainer_waits)
-    options = _sharing_option(sharing)
     share = inference.memory_share(len(servers)) if placement.shares_gpu else None
-    if share is not None:
-        options = ["--vllm.gpu_memory_utilization", f"{share:g}", *options]
-    return [
-        *(
-            server_process(run, number, len(servers), gpus, inference.port, launch.threads, options)
-            for number, gpus in enumerate(servers)
-        ),
-        trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume, sharing),
-        orchestrator_process(run, servers, sharing),
-    ]
+    specs = []
+    for number, gpus in enumerate(servers):
+        name = f"inference-{number}" if number else "inference"
+        own = {"name": name, "port": inference.port and inference.port + number} if number else {}
+        memory = {} if share is None else {"vllm.gpu_memory_utilization": f"{share:g}"}
+        command = _command("serve", run, **own, **memory, sharing=sharing)
+        environment = {**thread_env(launch.threads or max(1, half_the_cores() // len(servers))), **gpu_env(gpus)}
+        specs.append(ProcessSpec(name, command, environment, service=True))
+    trainer = trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume, sharing)
+    return [*specs, trainer, orchestrator_process(run, servers, sharing)]
 
 
 def placement_of(launch: LaunchConfig, inference: InferenceConfig) -> Placement:
     """Assign the visible GPUs to the processes of a run with servers."""
-    return place(
-        visible_gpus(),
-        trainer_processes=launch.trainer_processes,
-        inference_gpus=launch.inference_gpus,
-        inference_servers=launch.inference_servers,
-        gpus_per_server=inference.gpus_per_server,
-    )
-
-
-def server_process(
-    run: RunDir,
-    number: int,
-    count: int,
-    gpus: Sequence[str],
-    port: int,
-    cores: int | None,
-    options: Sequence[str] = (),
-) -> ProcessSpec:
-    """Return the process of server `number` of `count`, which listens on `port` + `number`."""
-    name = f"inference-{number}" if number else "inference"
-    more = ["--name", name, "--port", str(port and port + number)] if number else []
-    environment = {**thread_env(cores or max(1, half_the_cores() // count)), **gpu_env(gpus)}
-    return ProcessSpec(name, _headrace("serve", str(run.root), *more, *options), environment, service=True)
+    numbers = launch.model_dump(include={"trainer_processes", "inference_gpus", "inference_servers"})
+    return place(visible_gpus(), **numbers, gpus_per_server=inference.gpus_per_server)
 
 
 def trainer_process(
@@ -179,7 +156,7 @@ def trainer_process(
 
     `alone`: no other process of the run computes, so that the ranks use all cores.
     """
-    first = _headrace("trainer", str(run.root), *_count_option("--ranks", ranks), *_sharing_option(sharing))
+    first = _command("trainer", run, ranks=ranks if ranks > 1 else None, sharing=sharing)
     again = [*first, "--resume"]
     shared = usable_cores() if alone else half_the_cores()
     environment = {**thread_env(cores or max(1, shared // ranks)), **gpu_env(gpus)}
@@ -190,22 +167,14 @@ def trainer_process(
 
 def orchestrator_process(run: RunDir, servers: Sized, sharing: Sharing | None) -> ProcessSpec:
     """Return the process of the orchestrator, which waits for all servers."""
-    argv = _headrace(
-        "orchestrator", str(run.root), *_count_option("--servers", len(servers)), *_sharing_option(sharing)
-    )
-    return ProcessSpec("orchestrator", argv, thread_env(1))
+    count = len(servers) if len(servers) > 1 else None
+    return ProcessSpec("orchestrator", _command("orchestrator", run, servers=count, sharing=sharing), thread_env(1))
 
 
-def _count_option(name: str, count: int) -> list[str]:
-    return [name, str(count)] if count > 1 else []
-
-
-def _sharing_option(sharing: Sharing | None) -> list[str]:
-    return [] if sharing is None else ["--sharing", sharing]
-
-
-def _headrace(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "headrace", *arguments]
+def _command(command: str, run: RunDir, **options: object) -> list[str]:
+    """Return `headrace COMMAND RUN` with the options that are not None."""
+    flags = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "headrace", command, str(run.root), *flags]
 
 
 def usable_cores() -> int:
@@ -229,7 +198,7 @@ def thread_env(count: int) -> dict[str, str]:
 
 def check_ports(launch: LaunchConfig, inference: InferenceConfig) -> None:
     """Raise an error if ports are in use, or GPUs are missing, before any process starts."""
-    servers = len(placement_of(launch, inference).inference)
+    servers, host = len(placement_of(launch, inference).inference), inference.host
     if inference.port + servers - 1 > LAST_PORT:
         raise ConfigError(
             f"{servers} servers need consecutive ports up to {LAST_PORT}",
@@ -237,18 +206,13 @@ def check_ports(launch: LaunchConfig, inference: InferenceConfig) -> None:
             value=inference.port,
             fix="Lower it, or set 0 to use any free ports.",
         )
-    for number in range(servers if inference.port else 0):  # 0 is any free port
-        check_port(inference.host, inference.port + number)
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise `LaunchError` if a port is in use."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise LaunchError(
-                f"cannot listen on {host}:{port}: {error.strerror}. Choose another port (0: any free port), or stop "
-                "the process that uses it."
-            ) from error
+    for port in range(inference.port, inference.port + servers) if inference.port else ():  # 0 is any free port
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise LaunchError(
+                    f"cannot listen on {host}:{port}: {error.strerror}. Choose another port (0: any free port), or "
+                    "stop the process that uses it."
+                ) from error

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.config.launch import LaunchConfig, without_exported
-from headrace.errors import AGAIN, BAD_INPUT
+from headrace.errors import AGAIN
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +108,6 @@ class Process:
         status = self.exit_status
         return status is not None and status < 0 and -status not in STOP_SIGNALS
 
-    @property
-    def requests_restart(self) -> bool:
-        return self.exit_status == AGAIN
-
-    @property
-    def refused_input(self) -> bool:
-        return self.exit_status == BAD_INPUT
-
     def kill(self) -> None:
         """Kill the process and its children. After the process has ended, only the first call has an effect."""
         if self._is_cleared:
@@ -139,9 +131,8 @@ class Process:
             return f"was ended by {signal.Signals(-status).name}"
         if status == AGAIN:
             return "ended because its engine died"
-        if status > 128 and status - 128 in signal.valid_signals():
-            return f"ended with exit status {status} ({signal.Signals(status - 128).name})"
-        return f"ended with exit status {status}"
+        name = f" ({signal.Signals(status - 128).name})" if status - 128 in signal.valid_signals() else ""
+        return f"ended with exit status {status}{name}"
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
         """Return the last lines that this process, not an earlier one, has written to its log."""
@@ -164,28 +155,25 @@ class Lifeline:
 
 def stop_with_launcher(grace_s: float = GRACE_S) -> None:
     """Stop this process when its launcher has ended. Does nothing in a process that was not started by a launcher."""
-    descriptor = os.environ.pop(LIFELINE_VAR, None)
+    descriptor = int(os.environ.pop(LIFELINE_VAR, "-1"))
+    parent = int(os.environ.get(PARENT_VAR, os.getppid()))
+
+    def wait_for_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)  # at once: its replacement may start at any moment
+
+    def wait_for_launcher() -> None:
+        os.read(descriptor, 1)  # blocks until the launcher's end is closed
+        log.warning("the launcher has ended: stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if TORCHRUN_VAR in os.environ:
-        parent = int(os.environ.get(PARENT_VAR, os.getppid()))
-        threading.Thread(target=_wait_for_parent, args=(parent,), name="lifeline", daemon=True).start()
-        return
-    if descriptor is None:
-        return
-    os.set_inheritable(int(descriptor), False)
-    threading.Thread(target=_wait, args=(int(descriptor), grace_s), name="lifeline", daemon=True).start()
-
-
-def _wait_for_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
-    os.kill(os.getpid(), signal.SIGKILL)  # at once: its replacement may start at any moment
-
-
-def _wait(descriptor: int, grace_s: float) -> None:
-    os.read(descriptor, 1)  # blocks until the launcher's end is closed
-    log.warning("the launcher has ended: stopping")
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace_s)
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=wait_for_parent, name="lifeline", daemon=True).start()
+    elif descriptor >= 0:
+        os.set_inheritable(descriptor, False)
+        threading.Thread(target=wait_for_launcher, name="lifeline", daemon=True).start()

@@ -22,6 +22,12 @@ from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 
 POLL_S = 0.2
+KEY_VAR = "HEADRACE_API_KEY"
+LOOPBACK = "127.0.0.1"
+GREETING = re.compile(rf"^serving on (http://{re.escape(LOOPBACK)}:\d+/v1);", re.MULTILINE)
+"""The line that `headrace serve` prints when it is up. The server chooses its port: one chosen here could be taken by
+another process, which would receive the key."""
+STOP_TIMEOUT_S = 10.0
 
 Progress = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """A context that yields a function to display a progress message."""
@@ -46,9 +52,8 @@ def key_in(variable: str) -> str | None:
     """Return the API key in an environment variable, or None if it is not set."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise BadInput(
-            "contains characters that are not allowed in a key", key=variable, fix="Use printable ASCII characters."
-        )
+        fact = "contains characters that are not allowed in a key"
+        raise BadInput(fact, key=variable, fix="Use printable ASCII characters.")
     return key or None
 
 
@@ -63,12 +68,8 @@ def _find_live_server(run: RunDir) -> ChatClient | None:
         else:
             return server
     if in_use(run.root):
-        raise BadInput(
-            "the run is in progress, but none of its servers responds",
-            key="MODEL",
-            value=run.root,
-            fix="Try again when a server is up.",
-        )
+        fact = "the run is in progress, but none of its servers responds"
+        raise BadInput(fact, key="MODEL", value=run.root, fix="Try again when a server is up.")
     return None
 
 
@@ -86,14 +87,6 @@ def start_server(target: str, overrides: Sequence[str], progress: Progress) -> I
                 time.sleep(POLL_S)
         with closing(ChatClient(url, own.key)) as server:
             yield server
-
-
-KEY_VAR = "HEADRACE_API_KEY"
-LOOPBACK = "127.0.0.1"
-GREETING = re.compile(rf"^serving on (http://{re.escape(LOOPBACK)}:\d+/v1);", re.MULTILINE)
-"""The line that `headrace serve` prints when it is up. The server chooses its port: one chosen here could be taken by
-another process, which would receive the key."""
-STOP_TIMEOUT_S = 10.0
 
 
 class ServerEnded(Failure):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from headrace.errors import AGAIN, BAD_INPUT
 from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.process import Lifeline, Process, ProcessSpec
@@ -30,12 +31,7 @@ MAX_RESTART_DELAY_S = 60.0
 STALL_S = 60.0
 """Time without a heartbeat or progress before the first message; the interval then doubles."""
 RECENT_STEPS = 10
-"""Number of steps whose duration sets the threshold of a stall."""
-
-
-def stall_threshold(step_seconds: Sequence[float], least_s: float = STALL_S) -> float:
-    """Return the seconds without progress that count as a stall: three times the longest recent step, or `least_s`."""
-    return max(least_s, 3 * max(step_seconds[-RECENT_STEPS:], default=0.0))
+"""Number of steps whose longest duration, times three, is not yet a stall."""
 
 
 class Watch:
@@ -54,10 +50,8 @@ class Watch:
         """Return messages about silent processes and a stalled run.
 
         `progress` is any number that grows as the run proceeds; `step_seconds` are the durations of past steps.
+        Micro-batches and rollouts count as progress. The view shows problems that processes report themselves.
         """
-        return [*self._silences(now, statuses), *self._stall(now, progress, statuses, step_seconds)]
-
-    def _silences(self, now: float, statuses: Mapping[str, ProcessStatus]) -> list[str]:
         sentences = []
         for name, status in statuses.items():
             silent = now - status.time
@@ -66,23 +60,18 @@ class Watch:
             elif silent >= self._next_silence.get(name, self._stall_s):
                 sentences.append(f"{name}: no heartbeat for {silent:.0f} s; its last state is: {status.state}")
                 self._next_silence[name] = 2 * silent
-        return sentences
-
-    def _stall(
-        self, now: float, progress: int, statuses: Mapping[str, ProcessStatus], step_seconds: Sequence[float]
-    ) -> list[str]:
-        """Micro-batches and rollouts count as progress. The view shows problems that processes report themselves."""
         moves = (progress, [(name, str(status.progress)) for name, status in statuses.items() if status.progress])
         if moves != self._progress or any(status.problem for status in statuses.values()):
             self._progress, self._moved_at, self._next_stall = moves, now, 0.0
         still = now - self._moved_at
-        if still < max(self._next_stall, stall_threshold(step_seconds, self._stall_s)):
-            return []
-        self._next_stall = 2 * still
-        longest = max(step_seconds[-RECENT_STEPS:], default=None)
-        steps = "no step has finished yet" if longest is None else f"recent steps took up to {longest:.0f} s"
-        doings = "; ".join(f"{name}: {activity(status, now)}" for name, status in statuses.items())
-        return [f"no progress for {still:.0f} s ({steps}). {doings or 'No process has reported anything yet'}"]
+        longest = max(step_seconds[-RECENT_STEPS:], default=0.0)
+        if still >= max(self._next_stall, self._stall_s, 3 * longest):
+            self._next_stall = 2 * still
+            steps = f"recent steps took up to {longest:.0f} s" if step_seconds else "no step has finished yet"
+            doings = "; ".join(f"{name}: {activity(status, now)}" for name, status in statuses.items())
+            doings = doings or "No process has reported anything yet"
+            sentences.append(f"no progress for {still:.0f} s ({steps}). {doings}")
+        return sentences
 
 
 def is_up(status: ProcessStatus | None) -> bool:
@@ -239,7 +228,7 @@ class Supervisor:
         died = [p for p in ended if p.exit_status != 0 or p.spec.service or self._has_failed(p)]
         died = [process for process in died if process.name not in self._restarts.due]
         if not all(self._can_restart(process) for process in died):
-            error = InputRefused if any(process.refused_input for process in died) else LaunchError
+            error = InputRefused if any(process.exit_status == BAD_INPUT for process in died) else LaunchError
             raise error("\n".join(map(self._describe_failure, died)))
         for process in died:
             process.kill()  # its children, too
@@ -254,7 +243,7 @@ class Supervisor:
 
     def _can_restart(self, process: Process) -> bool:
         """Whether a restart may help: not after a process has reported its failure."""
-        lost = process.requests_restart or (process.was_killed and not self._has_failed(process))
+        lost = process.exit_status == AGAIN or (process.was_killed and not self._has_failed(process))
         return lost and self._restarts.allows(process.name)
 
     def _has_failed(self, process: Process) -> bool:
