@@ -200,12 +200,9 @@ def check_ports(launch: LaunchConfig, inference: InferenceConfig) -> None:
     """Raise an error if ports are in use, or GPUs are missing, before any process starts."""
     servers, host = len(placement_of(launch, inference).inference), inference.host
     if inference.port + servers - 1 > LAST_PORT:
-        raise ConfigError(
-            f"{servers} servers need consecutive ports up to {LAST_PORT}",
-            key="inference.port",
-            value=inference.port,
-            fix="Lower it, or set 0 to use any free ports.",
-        )
+        fact = f"{servers} servers need consecutive ports up to {LAST_PORT}"
+        fix = "Lower it, or set 0 to use any free ports."
+        raise ConfigError(fact, key="inference.port", value=inference.port, fix=fix)
     for port in range(inference.port, inference.port + servers) if inference.port else ():  # 0 is any free port
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

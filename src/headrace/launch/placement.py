@@ -52,22 +52,15 @@ def place(
     each = gpus_per_server
     if not gpus:
         if inference_gpus:
-            raise ConfigError(
-                "no GPU is visible on this machine",
-                key="launch.inference_gpus",
-                value=inference_gpus,
-                fix="Leave it out.",
-            )
+            fact = "no GPU is visible on this machine"
+            raise ConfigError(fact, key="launch.inference_gpus", value=inference_gpus, fix="Leave it out.")
         return Placement(trainer_processes or 1, (), [()] * (inference_servers or 1))
     if len(gpus) == 1:
         if each > 1:
             raise ConfigError(f"a server takes {each} GPUs, but one is visible", key=PARALLEL, fix="Lower it to 1.")
         if (trainer_processes or 1) > 1 or (inference_gpus or 1) > 1:
-            raise ConfigError(
-                "one GPU is visible, which trainer and inference share",
-                key="launch",
-                fix="Set trainer_processes and inference_gpus to 1, or leave them out.",
-            )
+            fix = "Set trainer_processes and inference_gpus to 1, or leave them out."
+            raise ConfigError("one GPU is visible, which trainer and inference share", key="launch", fix=fix)
         return Placement(1, gpus, [gpus] * (inference_servers or 1))
     if inference_gpus:
         sampling = inference_gpus
@@ -84,19 +77,11 @@ def place(
             fix=f"Lower one of them{detail}.",
         )
     if sampling % each:
-        raise ConfigError(
-            f"a server takes {each} GPUs ({PARALLEL})",
-            key="launch.inference_gpus",
-            value=sampling,
-            fix=f"Set it to a multiple of {each}.",
-        )
+        fact = f"a server takes {each} GPUs ({PARALLEL})"
+        raise ConfigError(fact, key="launch.inference_gpus", value=sampling, fix=f"Set it to a multiple of {each}.")
     if inference_servers not in (None, sampling // each):
-        raise ConfigError(
-            f"{sampling} inference_gpus make {sampling // each} servers of {each} GPUs each",
-            key="launch.inference_servers",
-            value=inference_servers,
-            fix="Leave it out.",
-        )
+        fact = f"{sampling} inference_gpus make {sampling // each} servers of {each} GPUs each"
+        raise ConfigError(fact, key="launch.inference_servers", value=inference_servers, fix="Leave it out.")
     servers = [gpus[first : first + each] for first in range(0, sampling, each)]
     return Placement(training, gpus[sampling : sampling + training], servers)
 
@@ -104,12 +89,9 @@ def place(
 def place_trainer(gpus: Sequence[str], trainer_processes: int | None) -> tuple[int, Sequence[str]]:
     """Return the number of ranks of a trainer without servers, and their GPUs; default: one rank per GPU."""
     if gpus and trainer_processes is not None and trainer_processes > len(gpus):
-        raise ConfigError(
-            f"each needs a GPU, but {len(gpus)} are visible",
-            key="launch.trainer_processes",
-            value=trainer_processes,
-            fix=f"Lower it to {len(gpus)}, or leave it out.",
-        )
+        fact = f"each needs a GPU, but {len(gpus)} are visible"
+        fix = f"Lower it to {len(gpus)}, or leave it out."
+        raise ConfigError(fact, key="launch.trainer_processes", value=trainer_processes, fix=fix)
     ranks = trainer_processes or max(1, len(gpus))
     return ranks, gpus[:ranks]
 

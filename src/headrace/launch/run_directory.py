@@ -69,19 +69,11 @@ def plan_directory(directory: Path, resume: str | None, clean: bool) -> Director
     if not occupied:
         return DirectoryPlan(directory)
     if not is_run(directory):
-        raise BadRequest(
-            "not empty and not a run directory (no config.toml, no metrics.jsonl)",
-            key="output_dir",
-            value=directory,
-            fix="Choose another with --output_dir, or empty it.",
-        )
+        fact = "not empty and not a run directory (no config.toml, no metrics.jsonl)"
+        raise BadRequest(fact, key="output_dir", value=directory, fix="Choose another with --output_dir, or empty it.")
     if not clean:
-        raise BadRequest(
-            "already contains a run",
-            key="output_dir",
-            value=directory,
-            fix="Continue it with --resume, delete it and start over with --clean, or choose another --output_dir.",
-        )
+        fix = "Continue it with --resume, delete it and start over with --clean, or choose another --output_dir."
+        raise BadRequest("already contains a run", key="output_dir", value=directory, fix=fix)
     return DirectoryPlan(directory, clean=True)
 
 
@@ -93,23 +85,16 @@ def _plan_resume(directory: Path, resume: str) -> DirectoryPlan:
     saved = checkpoints(directory)
     step = int(resume) if resume.isdecimal() else _step_of(Path(resume), directory)
     if step not in saved:
-        raise BadRequest(
-            f"{directory} has no complete checkpoint of step {step}",
-            key="--resume",
-            value=resume,
-            fix=f"Available: {', '.join(map(str, saved)) or 'none'}.",
-        )
+        fact = f"{directory} has no complete checkpoint of step {step}"
+        raise BadRequest(fact, key="--resume", value=resume, fix=f"Available: {', '.join(map(str, saved)) or 'none'}.")
     if step == max(saved):
         is_permanent = saved[step].parent.name == "permanent"
         return DirectoryPlan(directory, resume=True, restored=saved[step] if is_permanent else None)
     target = directory.with_name(f"{directory.name}-from-{step}")
     if target.exists():
-        raise BadRequest(
-            f"the new run from this step would be {target}, which exists",
-            key="--resume",
-            value=resume,
-            fix=f"Continue that run with --output_dir {target} --resume, or move it.",
-        )
+        fact = f"the new run from this step would be {target}, which exists"
+        fix = f"Continue that run with --output_dir {target} --resume, or move it."
+        raise BadRequest(fact, key="--resume", value=resume, fix=fix)
     return DirectoryPlan(target, resume=True, fork_of=directory, fork_step=step)
 
 
@@ -117,12 +102,8 @@ def _step_of(path: Path, directory: Path) -> int:
     """Return the step of a checkpoint directory of this run."""
     text = path.name.removeprefix("step-")
     if not path.is_dir() or not text.isdecimal():
-        raise BadRequest(
-            "neither a step nor a checkpoint directory",
-            key="--resume",
-            value=path,
-            fix="Give latest, a step, or a checkpoint directory (.../checkpoints/step-N).",
-        )
+        fix = "Give latest, a step, or a checkpoint directory (.../checkpoints/step-N)."
+        raise BadRequest("neither a step nor a checkpoint directory", key="--resume", value=path, fix=fix)
     where = RunDir(directory).checkpoints.resolve()
     if path.resolve().parent not in (where, where / "permanent"):
         raise BadRequest(
@@ -140,12 +121,8 @@ def refuse_shorter(directory: Path, max_steps: int | None) -> None:
         with closing(Journal(run.journal, read_only=True)) as journal:
             completed = max(completed, journal.last_step())
     if max_steps is not None and max_steps < completed:
-        raise BadRequest(
-            f"{directory} has completed {completed} steps",
-            key="max_steps",
-            value=max_steps,
-            fix=f"Raise it to at least {completed}, or start a new run from an older checkpoint with --resume STEP.",
-        )
+        fix = f"Raise it to at least {completed}, or start a new run from an older checkpoint with --resume STEP."
+        raise BadRequest(f"{directory} has completed {completed} steps", key="max_steps", value=max_steps, fix=fix)
 
 
 @contextmanager
@@ -157,12 +134,9 @@ def hold(directory: Path) -> Iterator[int]:
 
     def on_wait(holder: int | None) -> None:
         if holder is None or _is_alive(holder):
-            raise BadRequest(
-                f"in use by another launcher (process {holder or 'unknown'})",
-                key="output_dir",
-                value=directory,
-                fix="Stop it first, or choose another directory with --output_dir.",
-            )
+            fact = f"in use by another launcher (process {holder or 'unknown'})"
+            fix = "Stop it first, or choose another directory with --output_dir."
+            raise BadRequest(fact, key="output_dir", value=directory, fix=fix)
         print(f"headrace: launcher {holder} has ended; waiting for its processes to end", file=sys.stderr)
 
     with lock(directory / LOCK, on_wait) as descriptor:

@@ -31,12 +31,8 @@ COMMAND = re.compile(r"([MLHVhvZ])([^MLHVhvZ]*)")
 def check_format(format: str) -> None:
     """Raise `BadInput` if charts cannot be written in `format`; call it before the work."""
     if format != "svg" and importlib.util.find_spec("matplotlib") is None:
-        raise BadInput(
-            "this format needs matplotlib, which is not installed",
-            key="--format",
-            value=format,
-            fix="Install it with: pip install 'headrace[plots]'",
-        )
+        fact = "this format needs matplotlib, which is not installed"
+        raise BadInput(fact, key="--format", value=format, fix="Install it with: pip install 'headrace[plots]'")
 
 
 def convert_plots(files: Sequence[Path], format: str) -> list[Path]:

@@ -32,18 +32,12 @@ def read_tokens(exports: TokenExports, step: int | None, sample: int | None = No
     """Read an exported step, the newest by default: all of it, or one sample."""
     steps = exports.steps()
     if not steps:
-        raise BadInput(
-            f"{exports.directory} has no tokens of any step",
-            key="trainer.token_export",
-            fix="Train with trainer.token_export.sample above 0 (20 by default), or choose steps or an interval.",
-        )
+        fix = "Train with trainer.token_export.sample above 0 (20 by default), or choose steps or an interval."
+        raise BadInput(f"{exports.directory} has no tokens of any step", key="trainer.token_export", fix=fix)
     if step not in (None, *steps):
-        raise BadInput(
-            f"{exports.directory} has the tokens of other steps: {', '.join(map(str, steps))}",
-            key="STEP",
-            value=step,
-            fix="Choose one of these; trainer.token_export.steps and .interval select the steps that a run exports.",
-        )
+        fact = f"{exports.directory} has the tokens of other steps: {', '.join(map(str, steps))}"
+        fix = "Choose one of these; trainer.token_export.steps and .interval select the steps that a run exports."
+        raise BadInput(fact, key="STEP", value=step, fix=fix)
     path = exports.path(steps[-1] if step is None else step)
     table = pq.read_table(path, filters=None if sample is None else pc.field("sample") == sample)
     header = read_header(table.schema.metadata, str(path))

@@ -35,12 +35,9 @@ def model_directory(name: str, key: str = "model") -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise ModelNotFound(
-            f"neither a local directory nor reachable on the hub: {type(error).__name__}: {error}",
-            key=key,
-            value=name,
-            fix="Give the path of a directory that is there, or the name of a model on the hub.",
-        ) from error
+        fact = f"neither a local directory nor reachable on the hub: {type(error).__name__}: {error}"
+        fix = "Give the path of a directory that is there, or the name of a model on the hub."
+        raise ModelNotFound(fact, key=key, value=name, fix=fix) from error
 
 
 def cached_model_directory(name: str, key: str = "model", *, fetch_later: bool = False) -> Path | None:

@@ -68,11 +68,7 @@ def make_renderer(
         config = config_from_name(name)
     except ValueError as error:
         raise InvalidValue(str(error), key="name", value=name) from error
-    options = {
-        "enable_thinking": enable_thinking,
-        "thinking_retention": thinking_retention,
-        "tool_parser": tool_parser,
-    }
+    options = {"enable_thinking": enable_thinking, "thinking_retention": thinking_retention, "tool_parser": tool_parser}
     options = {key: value for key, value in options.items() if value is not None}
     unknown = [key for key in options if key not in type(config).model_fields]
     if unknown and name != "default":  # the default renderer passes unknown options to the template

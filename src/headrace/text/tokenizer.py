@@ -43,11 +43,9 @@ class Tokenizer:
         root = Path(directory)
         file = root / "tokenizer.json"
         if not file.is_file():
-            raise TokenizerError(
-                "no such file: a model directory needs its tokenizer beside the weights",
-                file=file,
-                fix="Save it there with AutoTokenizer.from_pretrained(...).save_pretrained(...).",
-            )
+            fact = "no such file: a model directory needs its tokenizer beside the weights"
+            fix = "Save it there with AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+            raise TokenizerError(fact, file=file, fix=fix)
         self.name_or_path = str(directory)
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(file))
@@ -145,11 +143,8 @@ class Tokenizer:
     @cached_property
     def _template(self) -> jinja2.Template:
         if self.chat_template is None:
-            raise TokenizerError(
-                "the model has no chat template",
-                file=self.name_or_path,
-                fix="Add chat_template.jinja, or `chat_template` in tokenizer_config.json.",
-            )
+            fix = "Add chat_template.jinja, or `chat_template` in tokenizer_config.json."
+            raise TokenizerError("the model has no chat template", file=self.name_or_path, fix=fix)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )

@@ -42,12 +42,8 @@ def available_kernel(choice: Choice, device: torch.device, dtype: torch.dtype, h
         return choices[obstacles.index(None)]
     if choice == "auto":
         return "sdpa"
-    raise UnavailableAttention(
-        f"needs a GPU of compute capability 8.0 or newer and bfloat16, but {obstacles[0]}",
-        key="trainer.attention",
-        value=choice,
-        fix='Set it to "auto".',
-    )
+    fact = f"needs a GPU of compute capability 8.0 or newer and bfloat16, but {obstacles[0]}"
+    raise UnavailableAttention(fact, key="trainer.attention", value=choice, fix='Set it to "auto".')
 
 
 def _obstacle(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -109,12 +105,7 @@ AttentionInterface.register(NAME, packed_attention)
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: PaddedBlocks,
-    scaling: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, blocks: PaddedBlocks, scaling: float | None, window: int | None
 ) -> Tensor:
     """Attend in padded blocks. Not compiled: every number of blocks would be another program."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))

@@ -159,24 +159,18 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
     newest = latest(checkpoints)
     if resume is None:
         if newest is not None:
-            raise ResumeError(
-                f"the run already has checkpoints, the newest {newest.name}",
-                key="output_dir",
-                value=checkpoints.parent,
-                fix="Resume the run, or choose another output_dir.",
-            )
+            fact = f"the run already has checkpoints, the newest {newest.name}"
+            fix = "Resume the run, or choose another output_dir."
+            raise ResumeError(fact, key="output_dir", value=checkpoints.parent, fix=fix)
         return None
     if resume == "latest":
         return newest
     chosen = Path(resume)
     read_state(chosen)
     if newest is not None and chosen.parent.resolve() == checkpoints.resolve() and chosen.name != newest.name:
-        raise ResumeError(
-            f"not the newest checkpoint of its run ({newest.name} is)",
-            key="--resume",
-            value=chosen,
-            fix="To go back on purpose, start a run with another output_dir from it.",
-        )
+        fact = f"not the newest checkpoint of its run ({newest.name} is)"
+        fix = "To go back on purpose, start a run with another output_dir from it."
+        raise ResumeError(fact, key="--resume", value=chosen, fix=fix)
     return chosen
 
 
@@ -185,11 +179,8 @@ def saved_names(checkpoint: Path) -> Collection[str]:
     try:
         return HuggingFaceStorageReader(str(checkpoint / TENSORS)).read_metadata().state_dict_metadata.keys()
     except SafetensorError as error:
-        raise BadInput(
-            f"the checkpoint is damaged: {error}",
-            file=checkpoint,
-            fix="Move it away to resume from the checkpoint before it.",
-        ) from error
+        fact = f"the checkpoint is damaged: {error}"
+        raise BadInput(fact, file=checkpoint, fix="Move it away to resume from the checkpoint before it.") from error
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:

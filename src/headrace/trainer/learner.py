@@ -146,11 +146,8 @@ class Learner:
             digest.update(sample.token_ids.tobytes())
         number = int.from_bytes(digest.digest())
         if self.ranks.any(number != self.ranks.most(number)):
-            raise BadInput(
-                f"the ranks have different examples for step {self.state.step + 1}",
-                key="data",
-                fix="Make the environment's data deterministic across processes (the order of a set is not).",
-            )
+            fix = "Make the environment's data deterministic across processes (the order of a set is not)."
+            raise BadInput(f"the ranks have different examples for step {self.state.step + 1}", key="data", fix=fix)
 
     def metrics(self, result: StepResult, lr: float, seconds: float) -> dict[str, float]:
         """Return the metrics of a step that took `seconds`."""
@@ -195,11 +192,8 @@ def _check_adapter(saved_in: Path, own: AdapterConfig | None) -> None:
     """Raise unless the saved adapter has the shape of this run's adapter."""
     saved = read_config(saved_in / CONFIG) if is_adapter(saved_in) else None
     if _shape(saved) != _shape(own):
-        raise ResumeError(
-            f"{saved_in.parent} was saved with {_shape(saved)}, but this run has {_shape(own)}",
-            key="lora",
-            fix="Resume with the settings that it was saved with.",
-        )
+        fact = f"{saved_in.parent} was saved with {_shape(saved)}, but this run has {_shape(own)}"
+        raise ResumeError(fact, key="lora", fix="Resume with the settings that it was saved with.")
 
 
 def _shape(adapter: AdapterConfig | None) -> str:

@@ -93,12 +93,9 @@ def _targets(model: Any, wanted: str | Sequence[str]) -> dict[str, Linear]:
     suffixes = [wanted] if isinstance(wanted, str) else wanted
     unknown = [suffix for suffix in suffixes if not any(_ends_in(name, suffix) for name in layers)]
     if unknown:
-        raise BadInput(
-            f"{type(model).__name__} has no linear layers of this name",
-            key="lora.target_modules",
-            value=unknown,
-            fix=f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}.",
-        )
+        fact = f"{type(model).__name__} has no linear layers of this name"
+        fix = f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}."
+        raise BadInput(fact, key="lora.target_modules", value=unknown, fix=fix)
     return {name: part for name, part in layers.items() if any(_ends_in(name, suffix) for suffix in suffixes)}
 
 

@@ -326,11 +326,7 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
     _refuse_unsupported(config, directory)
     if load:
         module, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
+            directory, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         if report["missing_keys"]:
             missing = ", ".join(sorted(report["missing_keys"]))
@@ -355,16 +351,9 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def _refuse_unsupported(config: Any, directory: Path) -> None:
     kinds = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if hasattr(config, name)]
     if kinds or config.get_text_config() is not config:
-        raise UnsupportedModel(
-            f"a multimodal model ({' and '.join([config.model_type, *kinds])}): models are text only",
-            key="model.name",
-            value=directory,
-            fix="Extract its language model first.",
-        )
+        fact = f"a multimodal model ({' and '.join([config.model_type, *kinds])}): models are text only"
+        raise UnsupportedModel(fact, key="model.name", value=directory, fix="Extract its language model first.")
     for name in _UNSUPPORTED_OPTIONS:
         if getattr(config, name, None) is not None:
-            raise UnsupportedModel(
-                f"{config.model_type} uses {name}, which packed training does not compute",
-                key="model.name",
-                value=directory,
-            )
+            fact = f"{config.model_type} uses {name}, which packed training does not compute"
+            raise UnsupportedModel(fact, key="model.name", value=directory)

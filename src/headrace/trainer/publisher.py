@@ -65,12 +65,9 @@ class Publisher:
         layers = whole_layers(model.module, loaded, model.dtype, keeper=0)
         problem = find_mismatch(loaded, {name: tensor for layer in layers for name, tensor in layer.items()})
         if problem is not None:
-            raise UnsupportedModel(
-                f"the embedded engine cannot load {type(model.module).__name__} from the trainer: {problem}",
-                key="model.name",
-                value=model.directory,
-                fix='Set inference.engine = "vllm", or choose a model without experts.',
-            )
+            fact = f"the embedded engine cannot load {type(model.module).__name__} from the trainer: {problem}"
+            fix = 'Set inference.engine = "vllm", or choose a model without experts.'
+            raise UnsupportedModel(fact, key="model.name", value=model.directory, fix=fix)
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Publish the current weights as `version`; `lasting`: as files, available after this process has ended."""
@@ -126,12 +123,8 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
     published = run.weights.published() if learner.ranks.first else []
     seen = [version.incarnation for version in published]
     if not resuming and seen:
-        raise ResumeError(
-            "the run already has published weights",
-            key="output_dir",
-            value=run.root,
-            fix="Resume the run, or choose another output_dir.",
-        )
+        fact = "the run already has published weights"
+        raise ResumeError(fact, key="output_dir", value=run.root, fix="Resume the run, or choose another output_dir.")
     if learner.state.step:
         seen.append(learner.state.incarnation)
     incarnation = learner.ranks.most(1 + max(seen, default=-1))

@@ -197,11 +197,7 @@ class RlTrainer:
 
 def losses(config: TrainerConfig) -> dict[str, Loss]:
     """Return the loss of each component with its settings bound."""
-    return {
-        "rl": config.loss.make(),
-        "ce": ce_loss,
-        "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump()),
-    }
+    return {"rl": config.loss.make(), "ce": ce_loss, "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump())}
 
 
 def notify_zero_gradient(

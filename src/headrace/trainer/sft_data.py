@@ -194,12 +194,8 @@ class TruncationMonitor:
     def refuse_if_nothing_is_learned(self) -> None:
         """Raise if no example so far has trained tokens left."""
         if self._seen and self._lost == self._seen:
-            raise DataError(
-                f"none of {self._seen} examples, of up to {self._longest} tokens, has trained tokens left",
-                key="seq_len",
-                value=self._seq_len,
-                fix=f"Raise seq_len to at least {self._longest}.",
-            )
+            fact = f"none of {self._seen} examples, of up to {self._longest} tokens, has trained tokens left"
+            raise DataError(fact, key="seq_len", value=self._seq_len, fix=f"Raise seq_len to at least {self._longest}.")
 
 
 def _random(*seeds: int) -> np.random.Generator:

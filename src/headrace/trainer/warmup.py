@@ -65,11 +65,7 @@ def _sample(prompt: np.ndarray, completion: np.ndarray, seq_len: int) -> Sample:
     length = len(prompt) + len(completion)
     sampled = np.arange(length) >= len(prompt)
     sample = Sample(
-        np.concatenate([prompt, completion]),
-        sampled,
-        np.zeros(length),
-        np.where(sampled, 0, -1),
-        len(prompt),
+        np.concatenate([prompt, completion]), sampled, np.zeros(length), np.where(sampled, 0, -1), len(prompt)
     )
     sample.set_stream("advantages", sampled.astype(np.float32))
     return sample.truncated(seq_len)

@@ -112,13 +112,7 @@ class WeightsSender:
             self._offers[version] = snapshot
         size = sum(len(bucket) for bucket in snapshot.buckets)
         manifest = Manifest(
-            self._host,
-            self._port,
-            self._id,
-            snapshot.spans,
-            size,
-            len(snapshot.buckets[0]),
-            snapshot.digests,
+            self._host, self._port, self._id, snapshot.spans, size, len(snapshot.buckets[0]), snapshot.digests
         )
         (directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
@@ -196,12 +190,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise BadInput(
-            f"cannot listen on {host}:{port} (trainer.weights.host, trainer.weights.port): {error.strerror}",
-            key="trainer.weights.port",
-            value=port,
-            fix="Choose another; 0 takes any free one.",
-        ) from error
+        fact = f"cannot listen on {host}:{port} (trainer.weights.host, trainer.weights.port): {error.strerror}"
+        fix = "Choose another; 0 takes any free one."
+        raise BadInput(fact, key="trainer.weights.port", value=port, fix=fix) from error
 
 
 class _EngineChannel:

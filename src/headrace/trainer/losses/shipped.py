@@ -83,12 +83,8 @@ class IcepopLossConfig(LossConfig):
     @model_validator(mode="after")
     def _some_ratio_is_kept(self) -> IcepopLossConfig:
         if self.alpha > self.beta:
-            raise InvalidValue(
-                f"above beta, which is {self.beta:g}: no token would be trained",
-                key="alpha",
-                value=self.alpha,
-                fix="Lower alpha, or raise beta.",
-            )
+            fact = f"above beta, which is {self.beta:g}: no token would be trained"
+            raise InvalidValue(fact, key="alpha", value=self.alpha, fix="Lower alpha, or raise beta.")
         return self
 
     def compute(self, inputs: LossInputs) -> LossOutputs:
