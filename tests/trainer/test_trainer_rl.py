@@ -130,11 +130,8 @@ def test_restart_before_the_first_checkpoint_starts_over_under_a_new_incarnation
 ):
     stopped = threading.Event()
     ship(run, 1)
-    thread = threading.Thread(
-        target=rl.train,
-        args=[settings(run, tiny_model, max_steps=5, interval=5)],
-        kwargs={"stopped": stopped, "status": status},
-    )
+    trainer = rl.RlTrainer(settings(run, tiny_model, max_steps=5, interval=5), stopped=stopped, status=status)
+    thread = threading.Thread(target=trainer.run)
     thread.start()
     while Version(0, 1) not in run.weights.published():
         assert thread.is_alive()

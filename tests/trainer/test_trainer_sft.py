@@ -193,7 +193,7 @@ def test_training_ends_without_an_orchestrator_and_only_its_last_version_waits_f
 ):
     here, stopped = RunDir(tmp_path / "out"), threading.Event()
     config = settings(tmp_path / "out", {"name": str(tiny_model)}, ENV, eval=EVAL)
-    training = threading.Thread(target=sft.train, args=[config], kwargs={"stopped": stopped, "status": status})
+    training = threading.Thread(target=sft.SftTrainer(config, stopped=stopped, status=status).run)
     training.start()
     while training.is_alive() and "orchestrator" not in status.current.waiting_for:
         time.sleep(0.02)
