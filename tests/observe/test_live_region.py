@@ -30,7 +30,7 @@ def test_after_a_resize_the_screen_is_cleared_and_the_lines_that_stay_come_again
     assert CLEAR not in written(terminal)
     terminal.size = (40, 24)
     region.draw("third")
-    region.close("fourth")
+    region.finish("fourth")
     before, cleared, after = written(terminal).partition(CLEAR)
     assert cleared
     assert "starting the trainer" in before

@@ -19,7 +19,6 @@ from headrace.observe.metrics import MetricsLog, Record
 from headrace.observe.monitors import (
     Forwarder,
     MonitorError,
-    SampleReader,
     format_messages,
     forwarding,
     spread_over,
@@ -303,10 +302,12 @@ def test_no_rollouts_are_shown_when_none_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_samples_are_spread_over_rewards_and_leave_out_what_failed(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run, monitor = RunDir(tmp_path), Collector()
     dump(run, 1, rewards=(0.0,) * 30 + (1.0,) * 2)
-    ((_, samples, _),) = SampleReader(run.rollouts, 4, interval=1).read()
-    assert [sample["reward"] for sample in samples] == [0.0, 0.25, 1.0, 1.0]  # 0, 1/3, 2/3 and 1, or what is nearest
+    with Forwarder(run, "collector", monitor, interval=0.01, samples=4):
+        pass
+    rewards = [sample["reward"] for sample in monitor.samples[1]]
+    assert rewards == [0.0, 0.25, 1.0, 1.0]  # 0, 1/3, 2/3 and 1, or what is nearest
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.observe.environments import EnvironmentReport, ends
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.summary import duration, summarize, text, write_summary
+from headrace.observe.summary import EnvironmentReport, duration, ends, summarize, text, write_summary
 from headrace.rollout.types import Rollout, RolloutError
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts

@@ -21,7 +21,7 @@ from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import Supervisor
 from headrace.machine import visible_gpus
-from headrace.observe.summary import summary_of, text, title, write_summary
+from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
@@ -50,7 +50,7 @@ def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[st
     if code:
         print(f"stopped at step {supervisor.history.step}; continue with: {again}")
     else:
-        print(text(run, summary_of(run, supervisor.history)))
+        print(text(run, summarize(run, supervisor.history)))
     return code
 
 

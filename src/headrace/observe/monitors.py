@@ -86,7 +86,11 @@ def wandb_mode(config: WandbConfig) -> str:
 
 
 class Forwarder:
-    """A thread that keeps one monitor up to date."""
+    """A thread that keeps one monitor up to date.
+
+    It sends up to `samples` rollouts of every `samples_interval`-th step, and up to `eval_samples` of every evaluated
+    version and environment.
+    """
 
     def __init__(
         self,
@@ -99,13 +103,17 @@ class Forwarder:
         samples_interval: int = 1,
         eval_samples: int = 0,
     ) -> None:
-        self._name, self._monitor, self._interval = name, monitor, interval
+        self._name, self._monitor, self._interval, self._rollouts = name, monitor, interval, run.rollouts
+        self._samples, self._samples_interval, self._eval_samples = samples, samples_interval, eval_samples
         kinds = ("offset", "samples", "eval-samples")
         self._mark, self._samples_mark, self._eval_mark = (run.root / "monitors" / f"{name}.{kind}" for kind in kinds)
         self._tail = Tail(run.metrics, _read_mark(self._mark))
-        self._samples = SampleReader(run.rollouts, samples, samples_interval, _read_mark(self._samples_mark))
+        self._step = _read_mark(self._samples_mark)
         shown = msgspec.json.decode(self._eval_mark.read_bytes()) if self._eval_mark.exists() else []
-        self._eval_samples = EvalSampleReader(run.rollouts, eval_samples, {(step, env) for step, env in shown})
+        self._shown = {(step, env) for step, env in shown}
+        """Evaluated versions and environments that were sent."""
+        self._eval_times: dict[Path, int] = {}
+        """Modification times of the evaluation files that were read."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
 
@@ -130,67 +138,40 @@ class Forwarder:
         if records := self._tail.read():
             self._monitor.send(records)
             write_atomically(self._mark, str(self._tail.offset).encode())
-        for step, samples, advantages in self._samples.read():
-            if samples:
-                self._monitor.send_samples("samples", step, samples)
-            if len(advantages):
-                self._monitor.send_histogram("advantages", step, advantages)
-            write_atomically(self._samples_mark, str(step).encode())
-        for step, env, samples in self._eval_samples.read():
-            self._monitor.send_samples(f"eval/{env}/samples", step, samples)
-            write_atomically(self._eval_mark, msgspec.json.encode(sorted(self._eval_samples.shown)))
+        for kind, send in ((RolloutKind.TRAIN, self._send_step), (RolloutKind.EVAL, self._send_evaluation)):
+            for step, path in kind.files(self._rollouts).items():
+                try:
+                    send(step, path)
+                except FileNotFoundError:
+                    log.info("%s: not sent, deleted by keep_rollouts before", path)
 
-
-class SampleReader:
-    """Reads new rollout files: the mean advantages of every step, and up to `count` rollouts of every `interval`-th."""
-
-    def __init__(self, directory: Path, count: int, interval: int, step: int = 0) -> None:
-        self._directory, self._count, self._interval = directory, count, interval
+    def _send_step(self, step: int, path: Path) -> None:
+        """Send the mean advantages of a new step, and some of its rollouts."""
+        if step <= self._step:
+            return
         self._step = step
+        count = 0 if step % self._samples_interval else self._samples
+        samples = _select_samples(_read_table(path), count, seed=step) if count else []
+        means = _read_table(path, ["advantage_mean"]).column("advantage_mean").to_pylist()
+        if samples:
+            self._monitor.send_samples("samples", step, samples)
+        if advantages := [mean for mean in means if mean is not None]:
+            self._monitor.send_histogram("advantages", step, np.array(advantages, np.float64))
+        write_atomically(self._samples_mark, str(step).encode())
 
-    def read(self) -> Iterator[tuple[int, list[Record], np.ndarray]]:
-        for step, path in RolloutKind.TRAIN.files(self._directory).items():
-            if step <= self._step:
-                continue
-            self._step = step
-            count = 0 if step % self._interval else self._count
-            try:
-                samples = _select_samples(_read_table(path), count, seed=step) if count else []
-                means = _read_table(path, ["advantage_mean"]).column("advantage_mean").to_pylist()
-            except FileNotFoundError:
-                log.info("%s: not sent, deleted by keep_rollouts before", path)
-                continue
-            yield step, samples, np.array([mean for mean in means if mean is not None], np.float64)
-
-
-class EvalSampleReader:
-    """Reads rollouts of every evaluated version and environment that is not in `shown`, and adds it there.
-
-    The file of a version is rewritten as the evaluations of its environments end, in any order.
-    """
-
-    def __init__(self, directory: Path, count: int, shown: set[tuple[int, str]]) -> None:
-        self._directory, self._count = directory, count
-        self.shown = shown
-        self._times: dict[Path, int] = {}
-        """Modification times of the files that were read."""
-
-    def read(self) -> Iterator[tuple[int, str, list[Record]]]:
-        for step, path in RolloutKind.EVAL.files(self._directory).items() if self._count else ():
-            try:
-                written = path.stat().st_mtime_ns
-                if self._times.get(path) == written:
-                    continue
-                table = _read_table(path)
-            except FileNotFoundError:
-                log.info("%s: not sent, deleted by keep_rollouts before", path)
-                continue
-            self._times[path] = written
-            envs = np.array(table.column("env").to_pylist(), object)
-            for env in dict.fromkeys(envs):
-                if (step, env) not in self.shown:
-                    self.shown.add((step, env))
-                    yield step, env, _select_samples(table.take(np.flatnonzero(envs == env)), self._count, seed=step)
+    def _send_evaluation(self, step: int, path: Path) -> None:
+        """Send rollouts of environments that were not sent yet. The file is rewritten as their evaluations end."""
+        if not self._eval_samples or self._eval_times.get(path) == (written := path.stat().st_mtime_ns):
+            return
+        table = _read_table(path)
+        self._eval_times[path] = written
+        envs = np.array(table.column("env").to_pylist(), object)
+        for env in dict.fromkeys(envs):
+            if (step, env) not in self._shown:
+                samples = _select_samples(table.take(np.flatnonzero(envs == env)), self._eval_samples, seed=step)
+                self._monitor.send_samples(f"eval/{env}/samples", step, samples)
+                self._shown.add((step, env))
+                write_atomically(self._eval_mark, msgspec.json.encode(sorted(self._shown)))
 
 
 def _read_table(path: Path, columns: Sequence[str] = SAMPLE_COLUMNS) -> pa.Table:
@@ -201,7 +182,7 @@ def _read_table(path: Path, columns: Sequence[str] = SAMPLE_COLUMNS) -> pa.Table
 def _select_samples(table: pa.Table, count: int, seed: int) -> list[Record]:
     """Return up to `count` rollouts that did not fail, lowest reward first, with their messages as text."""
     rewards = np.array(table.column("reward").to_pylist(), np.float64)
-    samples = [table.slice(row, 1).to_pylist()[0] for row in spread_over(rewards, count, seed)]
+    samples = table.take(pa.array(spread_over(rewards, count, seed), pa.int64())).to_pylist()
     return [{**sample, "messages": format_messages(msgspec.json.decode(sample["messages"]))} for sample in samples]
 
 

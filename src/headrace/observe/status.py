@@ -7,6 +7,7 @@ also logs that, then at growing intervals.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -68,7 +69,7 @@ class Status:
         self.path = directory / f"{process}.json"
         self.current = ProcessStatus(process, os.getpid(), time.time(), "starting")
         self._waits: dict[int, tuple[str, float]] = {}
-        self._wait_key = 0
+        self._wait_keys = itertools.count(1)
         self._interval = interval
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -104,10 +105,10 @@ class Status:
 
     def begin_wait(self, what: str) -> int:
         """Show what is awaited, the longest wait first; return a key for `end_wait`."""
-        self._wait_key += 1
-        self._waits[self._wait_key] = (what, time.time())
+        key = next(self._wait_keys)
+        self._waits[key] = (what, time.time())
         self._show_wait()
-        return self._wait_key
+        return key
 
     def end_wait(self, key: int) -> None:
         self._waits.pop(key, None)

@@ -1,7 +1,14 @@
-"""Summary of a run: a few numbers for the terminal and for scripts, `summary.md` and the reward chart."""
+"""Summary of a run: a few numbers for the terminal and for scripts, `summary.md` and the reward chart.
+
+Counts by environment come from the journal, rewards and scores from the metrics, and error messages from the newest
+rollout files. What a run does not have is left out.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +16,41 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.observe.chart import reward_chart
-from headrace.observe.environments import EnvironmentReport, dropped_text, ends, failures, report_environments, table
-from headrace.observe.metrics import History, Tail
+from headrace.observe.metrics import Curve, History, read_metrics
 from headrace.transport.files import write_atomically
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
+
+END_STEPS = 5
+"""Train steps averaged at either end of a curve."""
+MAX_ERROR_FILES = 20
+"""Newest rollout files that are searched for errors."""
+REASON_TEXTS = {"max_steps": "left over at the end"}
+"""Texts of reasons that read like errors and are none; docs/reference/metrics.md lists all reasons."""
+
+
+class EnvironmentReport(msgspec.Struct):
+    """An entry of `environments` in `headrace summary --json`. None: not available."""
+
+    name: str
+    algorithm: str | None = None
+    """None: only evaluated."""
+    draws: int = 0
+    rollouts_trained: int = 0
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    """Rollouts by reason."""
+    error: str | None = None
+    """Most common error of the newest steps."""
+    reward_start: float | None = None
+    reward_end: float | None = None
+    eval_start: float | None = None
+    """avg@k of the first evaluation, and below of the last."""
+    eval_end: float | None = None
+    eval_failed: float = 0.0
+    """Share of episodes of the last evaluation that failed; its mean is over the others."""
+    eval_error: str | None = None
+    """Most common error of them."""
+    errors: dict[str, str] = msgspec.field(default_factory=dict)
+    """Most common message of each error reason in the newest steps."""
 
 
 class Summary(msgspec.Struct):
@@ -43,14 +81,12 @@ def read_history(run: RunDir) -> History:
     """Return everything that the run has recorded so far."""
     if not run.metrics.is_file():
         raise NoRun(f"it has no {run.metrics.name}: not a run, or one without metrics yet", value=run.root)
-    return History(Tail(run.metrics).read())
+    return History(read_metrics(run.metrics))
 
 
-def summarize(run: RunDir) -> Summary:
-    return summary_of(run, read_history(run))
-
-
-def summary_of(run: RunDir, history: History) -> Summary:
+def summarize(run: RunDir, history: History | None = None) -> Summary:
+    """Return the summary of a run, of `history` if it has been read already."""
+    history = read_history(run) if history is None else history
     latest, loss = history.latest, history.loss()
     start = end = None
     source = "none"
@@ -75,10 +111,78 @@ def summary_of(run: RunDir, history: History) -> Summary:
     )
 
 
+def report_environments(run: RunDir, history: History) -> list[EnvironmentReport]:
+    """Return a report per environment: trained ones first, in the order of the run file."""
+    section: dict[str, Any] = _saved_config(run).get("orchestrator", {})
+    default = section.get("algo", {}).get("type", "grpo")
+    entries = section.get("train", {}).get("env", [])
+    algorithms = {env["name"]: env.get("algo", {}).get("type", default) for env in entries}
+    drawn: dict[str, int] = {}
+    dropped: dict[str, dict[str, int]] = {}
+    if run.journal.is_file():
+        from headrace.transport.journal import Journal
+
+        with closing(Journal(run.journal, read_only=True)) as journal:
+            drawn, dropped = journal.drawn_per_env(), journal.drops_per_env()
+    errors = _errors(list(RolloutKind.TRAIN.files(run.rollouts).values())[-MAX_ERROR_FILES:])
+    reports = []
+    for name in dict.fromkeys([*algorithms, *drawn, *sorted(history.eval_failures)]):
+        report = EnvironmentReport(name, algorithms.get(name), drawn.get(name, 0))
+        trained = (float(record.get(f"rollouts/{name}", 0)) for record in history.steps.values())
+        report.rollouts_trained = int(sum(trained))
+        report.dropped, report.errors = dropped.get(name, {}), errors.get(name, {})
+        report.error = _first_error(report.errors)
+        if curve := history.train_reward(name):
+            report.reward_start, report.reward_end = ends(curve)
+        if scores := sorted(history.evals.get(name, {}).items()):
+            report.eval_start, report.eval_end = scores[0][1], scores[-1][1]
+        if shares := history.eval_failures.get(name):
+            report.eval_failed = shares[max(shares)]
+            file = RolloutKind.EVAL.path(run.rollouts, max(shares))
+            if report.eval_failed and file.exists():
+                report.eval_error = _first_error(_errors([file]).get(name, {}))
+        reports.append(report)
+    return reports
+
+
+def ends(curve: Curve) -> tuple[float, float]:
+    """Return the means of a few steps at the beginning and at the end of a curve; no step counts twice."""
+    count = max(1, min(END_STEPS, len(curve) // 2))
+    first, last = ([value for _, value in points] for points in (curve[:count], curve[-count:]))
+    return sum(first) / count, sum(last) / count
+
+
+def _saved_config(run: RunDir) -> dict[str, Any]:
+    from headrace.config.files import read_toml
+
+    return read_toml(run.config) if run.config.is_file() else {}
+
+
+def _first_error(errors: dict[str, str]) -> str | None:
+    return next((f"{reason}: {message}" for reason, message in errors.items()), None)
+
+
+def _errors(files: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """Return by environment the most common message of each error reason in these files, most common first."""
+    import pyarrow.parquet as pq
+
+    counts: dict[str, Counter[tuple[str, str]]] = {}
+    for file in files:
+        table = pq.read_table(file, columns=["env", "error_reason", "error"])
+        for row in table.to_pylist():
+            if row["error"]:  # cancelled episodes have no message
+                counts.setdefault(row["env"], Counter())[row["error_reason"], row["error"]] += 1
+    messages: dict[str, dict[str, str]] = {env: {} for env in counts}
+    for env, errors in counts.items():
+        for (reason, message), _ in sorted(errors.items(), key=lambda item: (-item[1], *item[0])):
+            messages[env].setdefault(reason, message)
+    return messages
+
+
 def write_summary(run: RunDir, history: History | None = None) -> Summary:
     """Write `summary.md`, and `reward.svg` if there are rewards, into the run directory."""
     history = read_history(run) if history is None else history
-    summary = summary_of(run, history)
+    summary = summarize(run, history)
     if summary.reward_end is not None:
         chart = reward_chart(f"{title(run)}: reward", history.train_reward(), history.held_out())
         write_atomically(run.plot, chart.encode())
@@ -101,30 +205,25 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         result.append((f"{summary.reward_from} reward", value))
     elif summary.loss_end is not None:
         result.append(("loss at the end", f"{summary.loss_end:.4f}"))
-    if summary.rollouts:
-        result.append(("rollouts", f"{summary.rollouts:,}"))
-    if summary.dropped:
-        result.append(("not trained on", dropped_text(summary.dropped)))
-    if summary.tokens_sampled:
-        result.append(("tokens sampled", f"{summary.tokens_sampled:,}"))
-    if summary.tokens_trained:
-        result.append(("tokens trained", f"{summary.tokens_trained:,}"))
-    return result
+    counts = {
+        "rollouts": f"{summary.rollouts:,}",
+        "not trained on": dropped_text(summary.dropped),
+        "tokens sampled": f"{summary.tokens_sampled:,}",
+        "tokens trained": f"{summary.tokens_trained:,}",
+    }
+    return result + [(label, value) for label, value in counts.items() if value not in ("", "0")]
 
 
 def places(run: RunDir) -> list[tuple[str, Path]]:
     """Return the files of the run directory that exist, with labels."""
-    candidates = [
-        ("model", run.final_model),
-        ("plot", run.plot),
-        ("summary", run.summary),
-        ("rollouts", run.rollouts),
-        ("checkpoints", run.checkpoints),
-        ("metrics", run.metrics),
-        ("logs", run.logs),
-        ("config", run.config),
-    ]
-    return [(label, path) for label, path in candidates if path.exists()]
+    names = ("plot", "summary", "rollouts", "checkpoints", "metrics", "logs", "config")
+    paths = [("model", run.final_model), *((name, getattr(run, name)) for name in names)]
+    return [(label, path) for label, path in paths if path.exists()]
+
+
+def dropped_text(dropped: Mapping[str, int]) -> str:
+    """Return rollouts that were not trained on, by reason: `24 left over at the end, 3 timeout`."""
+    return ", ".join(f"{count:,} {REASON_TEXTS.get(reason, reason)}" for reason, count in sorted(dropped.items()))
 
 
 def text(run: RunDir, summary: Summary) -> str:
@@ -149,7 +248,7 @@ def page(run: RunDir, summary: Summary) -> str:
         "|---|---|",
         *(f"| {label} | {value} |" for label, value in rows(summary)),
         "",
-        *_environments(summary),
+        *_environments(summary.environments),
         *([f"![Reward over optimizer steps]({run.plot.name})", ""] if run.plot.exists() else []),
         "## Where things are",
         "",
@@ -161,36 +260,58 @@ def page(run: RunDir, summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _environments(summary: Summary) -> list[str]:
+def _environments(entries: Sequence[EnvironmentReport]) -> list[str]:
     """Return the part of `summary.md` about environments, if there are several or one has failures."""
-    entries = summary.environments
-    if len(entries) < 2 and not failures(entries):
+    sentences = failures(entries)
+    if len(entries) < 2 and not sentences:
         return []
     titles, *cells = table(entries)
-    lines = [titles, ["---"] * len(titles), *cells]
-    return [
-        "## By environment",
-        "",
-        *(f"| {' | '.join(row)} |" for row in lines),
-        "",
-        *(f"- {' '.join(sentence.split())}" for sentence in failures(entries)),
-        *([""] if failures(entries) else []),
+    rows = [f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *cells)]
+    listed = [f"- {' '.join(sentence.split())}" for sentence in sentences]
+    return ["## By environment", "", *rows, "", *listed, *([""] if listed else [])]
+
+
+def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
+    """Return the cells of a table: a row of titles, then a row per environment."""
+
+    def change(start: float | None, end: float | None) -> str:
+        return "" if start is None or end is None else f"{start:.3f} → {end:.3f}"
+
+    rows = [["environment", "algorithm", "draws", "trained", "reward", "held-out", "not trained on"]]
+    for entry in entries:
+        trains = entry.algorithm is not None or entry.draws > 0
+        counts = [f"{entry.draws:,}", f"{entry.rollouts_trained:,}"] if trains else ["", ""]
+        changes = [change(entry.reward_start, entry.reward_end), change(entry.eval_start, entry.eval_end)]
+        cells = [entry.name, entry.algorithm or "", *counts, *changes, dropped_text(entry.dropped)]
+        rows.append([cell or "-" for cell in cells])
+    return rows
+
+
+def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
+    """Return a sentence for every environment with failed episodes, the worst first, and for each further reason."""
+    failed = sorted((entry for entry in entries if entry.error), key=lambda entry: entry.rollouts_trained > 0)
+    sentences = []
+    for entry in failed:
+        subject = "some episodes" if entry.rollouts_trained else "nothing was trained on, its episodes"
+        sentences.append(f"{entry.name}: {subject} failed, most often with {entry.error}")
+        errors = [f"{reason}: {message}" for reason, message in entry.errors.items()]
+        sentences += [f"{entry.name}: others failed with {error}" for error in errors if error != entry.error]
+    return sentences + [
+        f"{entry.name}: {entry.eval_failed:.0%} of the episodes of its last evaluation failed, and are left out of "
+        f"its mean: {entry.eval_error or 'the errors are in logs/orchestrator.log'}"
+        for entry in entries
+        if entry.eval_failed
     ]
 
 
 def _settings(run: RunDir) -> list[tuple[str, Any]]:
     """Return the few keys of the saved configuration that identify the run."""
-    from headrace.config.files import read_toml
-
-    if not run.config.is_file():
-        return []
-    tree = read_toml(run.config)
+    tree = _saved_config(run)
     environments = tree.get("orchestrator", {}).get("train", {}).get("env", [])
-    optim = tree.get("trainer", tree).get("optim", {})
     found = {
         "model.name": tree.get("model", {}).get("name"),
         "orchestrator.train.env": ", ".join(env["name"] for env in environments) or None,
-        "trainer.optim.lr" if "trainer" in tree else "optim.lr": optim.get("lr"),
+        "trainer.optim.lr" if "trainer" in tree else "optim.lr": tree.get("trainer", tree).get("optim", {}).get("lr"),
         "max_steps": tree.get("max_steps"),
         "seed": tree.get("seed"),
     }

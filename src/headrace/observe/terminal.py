@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -45,23 +44,6 @@ REPEATED_LINES = 8
 """Permanent lines that are printed again after a resize."""
 
 
-class View(Protocol):
-    """The output of the launcher. `say` prints permanent lines."""
-
-    def show(self, history: History, statuses: Statuses) -> None: ...
-
-    def say(self, message: str) -> None: ...
-
-    def close(self, history: History, statuses: Statuses) -> None: ...
-
-
-def make_view(title: str, max_steps: int, console: Console | None = None) -> View:
-    """Return the live view on a terminal, plain lines otherwise."""
-    console = console or Console()
-    live = console.is_terminal and not console.is_dumb_terminal
-    return LiveView(title, max_steps, console) if live else PlainView(max_steps, console)
-
-
 class LiveRegion:
     """A few lines that are redrawn in place.
 
@@ -92,33 +74,29 @@ class LiveRegion:
         self._messages.append(message)
         self.console.print(Text(message))
 
-    def close(self, content: RenderableType) -> None:
+    def finish(self, content: RenderableType) -> None:
         self.draw(content)
         self._live.stop()
 
 
-class LiveView:
-    """A view of a few lines that are redrawn in place."""
+class LiveView(LiveRegion):
+    """A view of the run in a few lines that are redrawn in place."""
 
     def __init__(self, title: str, max_steps: int, console: Console) -> None:
+        super().__init__(console)
         self._title, self._max_steps = title, max_steps
-        self._started = time.time()
-        self._next = 0.0
-        self._region = LiveRegion(console)
+        self._started, self._next = time.time(), 0.0
 
     def show(self, history: History, statuses: Statuses) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + REFRESH_S
-            self._region.draw(self._render(history, statuses))
-
-    def say(self, message: str) -> None:
-        self._region.say(message)
+            self.draw(self._render(history, statuses))
 
     def close(self, history: History, statuses: Statuses) -> None:
-        self._region.close(self._render(history, statuses))
+        self.finish(self._render(history, statuses))
 
     def _render(self, history: History, statuses: Statuses) -> RenderableType:
-        width = self._region.console.width
+        width = self.console.width
         return render(self._title, self._max_steps, history, statuses, self._started, time.time(), width)
 
 
@@ -150,11 +128,9 @@ class PlainView:
             self._show_step(history)
 
     def _show_step(self, history: History) -> None:
-        self._step = history.step
-        self._next = time.monotonic() + PLAIN_INTERVAL_S
-        self.say(
-            "  ".join([f"step {history.step}/{self._max_steps}", *facts(history), *_left(history, self._max_steps)])
-        )
+        self._step, self._next = history.step, time.monotonic() + PLAIN_INTERVAL_S
+        head, left = f"step {history.step}/{self._max_steps}", _left(history, self._max_steps)
+        self.say("  ".join([head, *facts(history), *left]))
 
     def _show_problem(self, statuses: Statuses) -> None:
         now, affected = time.time(), _with_problem(statuses)
@@ -172,6 +148,17 @@ class PlainView:
                     failed = f" ({share:.0%} of its episodes failed)" if share else ""
                     self.say(f"eval at step {version}: {name} {versions[version]:.3f}{failed}")
         self._evals = {name: dict(versions) for name, versions in history.evals.items()}
+
+
+View = LiveView | PlainView
+"""The output of the launcher. `say` prints permanent lines."""
+
+
+def make_view(title: str, max_steps: int, console: Console | None = None) -> View:
+    """Return the live view on a terminal, plain lines otherwise."""
+    console = console or Console()
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveView(title, max_steps, console) if live else PlainView(max_steps, console)
 
 
 def render(

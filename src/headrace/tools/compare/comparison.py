@@ -16,8 +16,8 @@ import msgspec
 
 from headrace.config.files import read_toml
 from headrace.errors import BadInput
-from headrace.observe.environments import END_STEPS
 from headrace.observe.metrics import Curve, History, Record, Tail
+from headrace.observe.summary import END_STEPS
 from headrace.tools.compare.inputs import (
     SEEDS,
     Scores,

@@ -83,7 +83,7 @@ class SweepView:
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.close(progress_table(self._title, self._runs))
+            self._live.finish(progress_table(self._title, self._runs))
 
 
 def count_finished(runs: Sequence[RunProgress]) -> str:
