@@ -13,7 +13,7 @@ from renderers.base import Renderer
 
 from headrace.rollout.types import Message
 from headrace.text.renderer import make_renderer
-from headrace.text.teacher_reply import EncodedReply, encode_reply, with_placeholder_words
+from headrace.text.teacher_reply import EncodedReply, ReplyEncoder, with_placeholder_words
 from headrace.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, Model, Said, load
 
@@ -38,6 +38,12 @@ def message(said: Said) -> Message:
             for n, (name, arguments) in enumerate(said.calls)
         ]
     return result
+
+
+def encode_reply(
+    renderer: Renderer, tokenizer: Tokenizer, reply: Message, tools: Any = (), finished: bool = True
+) -> EncodedReply:
+    return ReplyEncoder(renderer, tokenizer, tools).encode(reply, finished)
 
 
 def written(model: Model, answer: EncodedReply) -> str:

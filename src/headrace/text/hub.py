@@ -25,16 +25,11 @@ def model_directory(name: str, key: str = "model") -> Path:
     if not _may_be_on_hub(name):
         raise ModelNotFound("no such directory, and not the name of a model on the hub", key=key, value=name)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         fact = f"neither a local directory nor reachable on the hub: {type(error).__name__}: {error}"
         fix = "Give the path of a directory that is there, or the name of a model on the hub."
         raise ModelNotFound(fact, key=key, value=name, fix=fix) from error

@@ -43,18 +43,6 @@ class EncodedReply(NamedTuple):
     """Tokens at the end of the prompt that must be removed before `ids` are appended."""
 
 
-def encode_reply(
-    renderer: Renderer,
-    tokenizer: Tokenizer,
-    message: Message,
-    tools: Sequence[Mapping[str, Any]] = (),
-    *,
-    finished: bool = True,
-) -> EncodedReply:
-    """Return the completion tokens of a message; with the stop token unless it was truncated (`finished` false)."""
-    return _ReplyEncoder(renderer, tokenizer, tools).encode(message, finished)
-
-
 def with_placeholder_words(message: Message) -> Message:
     """Return the message with placeholders for all words, so that its rendering has only tokens of the chat format."""
     content, reasoning = str(message.get("content") or ""), message.get("reasoning_content")
@@ -67,19 +55,13 @@ def with_placeholder_words(message: Message) -> Message:
     replaced = {**message, "content": words}
     if reasoning:
         replaced["reasoning_content"] = PLACEHOLDER
-    if message.get("tool_calls"):
-        replaced["tool_calls"] = [
-            {
-                **call,
-                "id": call["id"].replace(call["function"]["name"], PLACEHOLDER),
-                "function": {
-                    **call["function"],
-                    "name": PLACEHOLDER,
-                    "arguments": _placeholders(call["function"]["arguments"]),
-                },
-            }
-            for call in message["tool_calls"]
-        ]
+    if calls := message.get("tool_calls"):
+        replaced["tool_calls"] = []
+        for call in calls:
+            function = call["function"]
+            words_of = {"name": PLACEHOLDER, "arguments": _placeholders(function["arguments"])}
+            call_id = call["id"].replace(function["name"], PLACEHOLDER)
+            replaced["tool_calls"].append({**call, "id": call_id, "function": {**function, **words_of}})
     return replaced
 
 
@@ -95,14 +77,21 @@ def _placeholders(value: Any) -> Any:
             return value
 
 
-class _ReplyEncoder:
-    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._renderer = _with_reasoning_shown(renderer)
+class ReplyEncoder:
+    """Encodes messages as completions of a prompt with `tools`."""
+
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._renderer = renderer
+        config: Any = getattr(renderer, "config", None)
+        if getattr(config, "auto_drop_analysis", False):  # gpt-oss drops all reasoning, which is right only for history
+            self._renderer = copy.copy(renderer)
+            self._renderer.config = config.model_copy(update={"auto_drop_analysis": False})
         self._tokenizer = tokenizer
         self._tools: Any = list(tools) or None
         self._prompt = self._render(add_generation_prompt=True)
 
-    def encode(self, message: Message, finished: bool) -> EncodedReply:
+    def encode(self, message: Message, finished: bool = True) -> EncodedReply:
+        """Return the completion tokens of a message; with the stop token unless it was truncated (`finished` false)."""
         if not finished:
             rest, reasoning = _split_reasoning(message)
             if not rest["content"] and not rest.get("tool_calls"):
@@ -171,9 +160,8 @@ class _ReplyEncoder:
 
     def _render(self, *messages: Message, add_generation_prompt: bool = False) -> list[int]:
         conversation: Any = [QUESTION, *messages]
-        return list(
-            self._renderer.render_ids(conversation, tools=self._tools, add_generation_prompt=add_generation_prompt)
-        )
+        options = {"tools": self._tools, "add_generation_prompt": add_generation_prompt}
+        return list(self._renderer.render_ids(conversation, **options))
 
     def _without_stop(self, ids: list[int]) -> list[int]:
         """Remove the stop token and the white space that the format puts after it."""
@@ -193,16 +181,6 @@ class _ReplyEncoder:
         sampled = [token for token, index, is_sampled in tokens if is_sampled and index == 1]
         stops = self._renderer.get_stop_token_ids()
         return sampled[-1:] if sampled and sampled[-1] in stops else stops[:1]
-
-
-def _with_reasoning_shown(renderer: Renderer) -> Renderer:
-    """Return a renderer that keeps reasoning: gpt-oss drops it from all messages, which is right only for history."""
-    config: Any = getattr(renderer, "config", None)
-    if not getattr(config, "auto_drop_analysis", False):
-        return renderer
-    other: Any = copy.copy(renderer)
-    other.config = config.model_copy(update={"auto_drop_analysis": False})
-    return other
 
 
 def _split_reasoning(message: Message) -> tuple[Message, str]:
@@ -276,10 +254,9 @@ class TeacherReplyRewriter:
 
     def _encode(self, message: Message, tools: Tools, finished: bool) -> EncodedReply:
         try:
-            encoded, placeholders = (
-                encode_reply(self._renderer, self._tokenizer, each, tools, finished=finished)
-                for each in (message, with_placeholder_words(message))
-            )
+            encoder = ReplyEncoder(self._renderer, self._tokenizer, tools)
+            encoded = encoder.encode(message, finished)
+            placeholders = encoder.encode(with_placeholder_words(message), finished)
         except Exception as error:  # templates raise any type for messages they cannot render
             raise UntrainableReply(f"the policy's chat format cannot render the reply: {error}") from error
         if not encoded.ids:
