@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import headrace.runfile  # noqa: F401 (registers the losses)
 from headrace.trainer.loss import LossOutputs
 from headrace.trainer.losses import policy_loss
 

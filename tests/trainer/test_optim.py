@@ -210,10 +210,8 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_has_no_state():
     Optimizer(random_parameters(), RULES["muon"]).load_state_tensors(state)
 
 
-def test_the_state_of_another_model_is_refused():
+def test_an_incomplete_state_is_refused():
     optimizer = Optimizer({"weight": parameter(1.0)})
-    with refused(BadInput, key="optim.type"):
-        optimizer.load_state_tensors({"other.exp_avg": torch.zeros(1)})
     with refused(BadInput, key="weight"):
         optimizer.load_state_tensors({"weight.exp_avg": torch.zeros(1)})
 
@@ -221,11 +219,12 @@ def test_the_state_of_another_model_is_refused():
 @pytest.mark.parametrize(
     ("saved", "resumed"), [("adamw", "muon"), ("muon", "adamw"), ("adamw", "sgd"), ("muon", "sgd")]
 )
-def test_the_state_of_another_type_is_refused(saved: str, resumed: str):
+def test_the_state_of_another_type_has_tensors_that_are_not_loaded(saved: str, resumed: str):
+    """The learner refuses a checkpoint with such tensors."""
     optimizer = Optimizer(random_parameters(), RULES[saved])
     train(optimizer, 1, 1)
-    with refused(BadInput, key="optim.type"):
-        Optimizer(random_parameters(), RULES[resumed]).load_state_tensors(optimizer.state_tensors())
+    names = optimizer.state_tensors().keys()
+    assert names - Optimizer(random_parameters(), RULES[resumed]).empty_state(names).keys()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
-from headrace.config.model import ModelConfig
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.lm_head import label_logprobs
-from headrace.trainer.model import PackedModel, hidden_states, initial_model
+from headrace.trainer.model import PackedModel, hidden_states
 from headrace.trainer.packed_row import make_row
 from tests.trainer.training_samples import ARCHITECTURES, SIZES, write_random_model
 
@@ -114,9 +113,3 @@ def test_multimodal_models_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}')
     with pytest.raises(UnsupportedModel, match="multimodal"):
         PackedModel(tmp_path)
-
-
-def test_the_initial_model_is_the_directory_that_is_named(tiny_model: Path):
-    assert initial_model(ModelConfig(name=str(tiny_model))) == tiny_model
-    with pytest.raises(ValueError, match=r"model\.name"):
-        initial_model(ModelConfig())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -63,8 +64,9 @@ class Checkpoints:
         self.ranks = ranks
         self.keep_last = keep_last
         self.permanent_interval = permanent_interval
-        self._group = ranks.new_cpu_group()
-        self._unfinished: _Unfinished | None = None
+        self._group = dist.new_group(backend="gloo")  # another one, for use by another thread
+        self._unfinished: tuple[int, Path, DefaultStager, Future[Any]] | None = None
+        """Step and draft of the checkpoint that is being written by a thread, from a copy."""
         if ranks.first:
             sweep(directory)
             sweep(directory / PERMANENT)
@@ -78,20 +80,26 @@ class Checkpoints:
             write_files(draft / MODEL)
             (draft / STATE).write_bytes(msgspec.json.encode(state))
         self.ranks.wait_for_all()
-        self._unfinished = _Unfinished(state.step, draft, tensors, self._group)
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        writer = HuggingFaceStorageWriter(str(draft / TENSORS), save_distributed=True)
+        saving = async_save(tensors, storage_writer=writer, async_stager=stager, process_group=self._group)
+        self._unfinished = state.step, draft, stager, cast(Future[Any], saving)
 
     def finish(self, *, wait: bool = False) -> int | None:
         """Complete the checkpoint that is being written, if all ranks have written their shards; return its step."""
-        unfinished = self._unfinished
-        if unfinished is None or not (wait or self.ranks.all(unfinished.written.done())):
+        if self._unfinished is None:
             return None
-        unfinished.wait()
+        step, draft, stager, saving = self._unfinished
+        if not (wait or self.ranks.all(saving.done())):
+            return None
+        saving.result()
+        stager.close()
         self.ranks.wait_for_all()
         if self.ranks.first:
-            self._complete(unfinished.step, unfinished.draft)
+            self._complete(step, draft)
         self.ranks.wait_for_all()
         self._unfinished = None
-        return unfinished.step
+        return step
 
     def _complete(self, step: int, draft: Path) -> None:
         """Publish a draft atomically; then delete all but the newest `keep_last`."""
@@ -109,25 +117,6 @@ class Checkpoints:
         sync(self.directory)
         for old in complete(self.directory)[: -self.keep_last]:
             _delete(old)
-
-
-class _Unfinished:
-    """A checkpoint whose tensors are being written by a thread from a copy."""
-
-    def __init__(self, step: int, draft: Path, tensors: dict[str, Tensor], group: Any) -> None:
-        self.step, self.draft = step, draft
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
-        saving = async_save(
-            tensors,
-            storage_writer=HuggingFaceStorageWriter(str(draft / TENSORS), save_distributed=True),
-            async_stager=self._stager,
-            process_group=group,
-        )
-        self.written = cast(Future[Any], saving)
-
-    def wait(self) -> None:
-        self.written.result()
-        self._stager.close()
 
 
 def sweep(directory: Path) -> None:

@@ -14,7 +14,7 @@ compiler it does not pass through autograd.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from headrace.trainer import attention  # noqa: F401 (registers an operator)
@@ -90,7 +91,8 @@ def _offloaded(layer: torch.nn.Module, chain: _Chain, first: bool, smallest: int
     @wraps(forward)
     def wrapped(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         stage = chain.begin(hidden.device, first)
-        pack = _Pack(stage, list(layer.parameters()), list(_tensors((args, kwargs))), smallest)
+        shared = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        pack = _Pack(stage, list(layer.parameters()), shared, smallest)
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             output = forward(hidden, *args, **kwargs)
         stage.close()
@@ -119,14 +121,6 @@ class _Pack:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _unpack(saved: Tensor | _Saved) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.stage.take(saved.number)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
 
 
 class _Chain:
@@ -167,7 +161,7 @@ class _Stage:
             assert self._tensors is not None
             self._tensors.append(tensor.detach())
             if self._moves:
-                stream = _streams(self._device).to_host
+                stream = _stream(self._device, "host")
                 stream.wait_stream(torch.cuda.current_stream(self._device))
                 with torch.cuda.stream(stream):
                     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -178,7 +172,7 @@ class _Stage:
         """End the layer's forward pass."""
         self._numbers.clear()
         if self._moves:
-            self._copied = _streams(self._device).to_host.record_event()
+            self._copied = _stream(self._device, "host").record_event()
 
     def take(self, number: int) -> Tensor:
         """Return the tensor on the GPU, and start to load those of the layer before."""
@@ -198,7 +192,7 @@ class _Stage:
     def _load(self) -> None:
         if self._tensors is not None:
             return
-        stream = _streams(self._device).to_device
+        stream = _stream(self._device, "device")
         self._tensors = [torch.empty_like(copy, device=self._device) for copy in self._copies]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -214,14 +208,10 @@ class _Saved(NamedTuple):
     number: int
 
 
-class _Streams(NamedTuple):
-    to_host: torch.cuda.Stream
-    to_device: torch.cuda.Stream
-
-
 @cache
-def _streams(device: torch.device) -> _Streams:
-    return _Streams(*(torch.cuda.Stream(device) for _ in range(2)))  # type: ignore[no-untyped-call]
+def _stream(device: torch.device, to: str) -> torch.cuda.Stream:
+    """Return the stream of copies to the `host` or to the `device`."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 MAX_PROGRAMS = 64

@@ -21,10 +21,11 @@ from headrace.inference.colocation import ColocatedEngines
 from headrace.rollout.packing import pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
+from headrace.text.hub import model_directory
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import Checkpoints, ResumeError, TrainState, starting_point
 from headrace.trainer.loss import Loss
-from headrace.trainer.model import PackedModel, compute_dtype, initial_model
+from headrace.trainer.model import PackedModel, compute_dtype
 from headrace.trainer.optim import Optimizer, learning_rate_factor, update_rule
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import StepResult, TrainStep
@@ -48,8 +49,8 @@ class Learner:
         engines: ColocatedEngines | None = None,
     ) -> None:
         """`packed`: several samples may share a forward pass; `engines` are those on the same device."""
-        if config.output_dir is None or config.max_steps is None or config.seq_len is None:
-            raise ValueError("output_dir, max_steps and seq_len must be set to train")
+        if config.max_steps is None or config.seq_len is None or config.model.name is None:
+            raise ValueError("max_steps, seq_len and model.name must be set to train")
         self.config = config
         self.max_steps, self.seq_len = config.max_steps, config.seq_len
         self.ranks = Ranks()
@@ -57,17 +58,14 @@ class Learner:
         self.ranks.wait_for_all()  # before one of them changes the directory that the others read
         kept = config.ckpt.model_dump(include={"keep_last", "permanent_interval"})
         self.checkpoints = Checkpoints(checkpoints, self.ranks, **kept)
+        same = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
+        same |= {"activation_checkpointing", "activation_offload"}
         adapts = config.lora is not None  # then a checkpoint has only the adapter
         self.model = PackedModel(
-            start / checkpoint.MODEL if start and not adapts else initial_model(config.model),
+            start / checkpoint.MODEL if start and not adapts else model_directory(config.model.name),
             self.ranks,
             dtype=compute_dtype(config.model.dtype, self.ranks.device),
-            attention=config.attention,
-            activation_checkpointing=config.activation_checkpointing,
-            activation_offload=config.activation_offload,
-            compile=config.compile,
-            lm_head_fp32=config.lm_head_fp32,
-            lm_head_chunk=config.lm_head_chunk,
+            **config.model_dump(include=same),
             memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
             engines=engines,
             longest=config.seq_len,
@@ -95,13 +93,9 @@ class Learner:
         model = prefixed(MODEL, self.model.learned())
         state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
         if unused := sorted(name for name in names if name not in model and name not in state):
-            raise ResumeError(
-                f"the checkpoint has {unused[0]}, which this run does not use: it was saved for another model or "
-                "with another optim.type",
-                key="--resume",
-                value=start,
-                fix="Resume with the model and the optim.type that it was saved with.",
-            )
+            fact = f"the checkpoint has {unused[0]}, which this run does not use: it is of another model or optim.type"
+            fix = "Resume with the model and the optim.type that it was saved with."
+            raise ResumeError(fact, key="--resume", value=start, fix=fix)
         checkpoint.load_tensors(start, {**model, **state})
         self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in state.items()})
         return checkpoint.read_state(start)

@@ -1,9 +1,8 @@
 """A Hugging Face causal language model that runs on packed rows, on one device or sharded over ranks.
 
 Trained parameters are float32, whatever the files contain: small optimizer steps would vanish in narrower formats.
-Compute may be bfloat16, and then so is the frozen base of an adapter. How much is recomputed in the backward pass
-may be left to a memory plan (`memory_plan.py`), made for the memory that is free when the first row is computed. Left
-out on purpose: dropout (a policy must reproduce the logprobs it sampled with) and multimodal models.
+Compute may be bfloat16, and then so is the frozen base of an adapter. Left out on purpose: dropout (a policy must
+reproduce the logprobs it sampled with) and multimodal models.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from headrace.config.model import ModelConfig
 from headrace.inference.colocation import ColocatedEngines
 from headrace.rollout.packing import Cost, cost_of_model
-from headrace.text.hub import model_directory
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
 from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations, shard
@@ -48,18 +45,8 @@ MAX_CPU_ACTIVATION_BYTES = 1 << 30
 _UNSUPPORTED_OPTIONS = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
 
 
-def initial_model(config: ModelConfig) -> Path:
-    """Return the directory of the configured model."""
-    if config.name is None:
-        raise ValueError("model.name is not set: the launcher turns model.init and model.sft into a directory")
-    return model_directory(config.name)
-
-
 class PackedModel:
-    """A causal language model that returns logprobs of the labels of a packed row; sharded if there are several ranks.
-
-    `load`: whether to read the directory's tensors; a checkpoint is loaded later.
-    """
+    """A causal language model that returns logprobs of the labels of a packed row; sharded over several ranks."""
 
     def __init__(
         self,
@@ -83,12 +70,10 @@ class PackedModel:
         """`memory`: bytes of the GPU that a step may use, parameters included; None for the free memory.
 
         The memory of `engines` on the same GPU is left to them, also before they start. `longest`: maximum tokens of a
-        sequence.
+        sequence. `load`: whether to read the directory's tensors; a checkpoint is loaded later.
         """
-        self.directory = directory
         self.ranks = ranks = ranks or Ranks()
-        self.device = ranks.device
-        self.dtype = dtype
+        self.directory, self.device, self.dtype = directory, ranks.device, dtype
         self.files = ModelFiles(directory)
         base_dtype = dtype if lora is not None and ranks.size == 1 else torch.float32
         self.module = _make(directory, trust_remote_code, load, base_dtype)
@@ -96,9 +81,9 @@ class PackedModel:
             self.module.to(self.device)  # otherwise sharding moves each layer
         if load:
             self._check_packing()
-        else:
-            self.module.set_attn_implementation(PACKED)
-        self.kernel = available_kernel(attention, self.device, dtype, _head_dim(self.module.config))
+        self.module.set_attn_implementation(PACKED)
+        self._sizes = _sizes(self.module.config)
+        self.kernel = available_kernel(attention, self.device, dtype, self._sizes["head_dim"])
         self.adapter = None if lora is None else add_lora(self.module, **lora, base=str(directory))
         if base_dtype != torch.float32:  # the residual stream is float32 nevertheless
             self.module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
@@ -125,10 +110,9 @@ class PackedModel:
     def plan(self) -> MemoryPlan:
         """The memory plan, made and applied to the layers at the first access."""
         plan = self._make_plan()
-        for mode in set(plan.modes):
-            if mode:
-                pairs = zip(self._layers, plan.modes, strict=False)
-                checkpoint_layers([layer for layer, each in pairs if each == mode], mode)
+        for mode in {mode for mode in plan.modes if mode}:
+            pairs = zip(self._layers, plan.modes, strict=False)
+            checkpoint_layers([layer for layer, each in pairs if each == mode], mode)
         if self.compiles:
             compile_layers(self._layers, sharded=self.ranks.size > 1)
         if self._offloads:
@@ -164,7 +148,7 @@ class PackedModel:
     @property
     def cost(self) -> Cost:
         """The cost of training on a sequence, for load balancing."""
-        return cost_of_model(**_sizes(self.module.config))
+        return cost_of_model(**self._sizes)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -212,7 +196,7 @@ class PackedModel:
             bytes_per_token = 34 * 4 * config.num_hidden_layers * config.hidden_size  # rough estimate
             tokens = max(self._longest, min(MAX_ROW_TOKENS, MAX_CPU_ACTIVATION_BYTES // bytes_per_token))
             return MemoryPlan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
-        sizes = ModelSizes(**_sizes(config), compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
+        sizes = ModelSizes(**self._sizes, compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
         limit = self._memory
         if limit is None:
             free, total = torch.cuda.mem_get_info(self.device)
@@ -236,10 +220,8 @@ class PackedModel:
         device = self.module.device
         with torch.no_grad():
             self.module.eval()
-            own = [
-                self.module(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits[0]
-                for ids in sequences
-            ]
+            rows = [torch.from_numpy(ids)[None].to(device) for ids in sequences]
+            own = [self.module(input_ids=ids, use_cache=False).logits[0] for ids in rows]
             self.module.set_attn_implementation(PACKED)
             row = make_row(sequences, device)
             packed = hidden_states(self.module, row) @ self.module.get_output_embeddings().weight.t()
@@ -290,14 +272,8 @@ class _Scorer(torch.nn.Module):
 
 def hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
     """Return the last hidden state of each token of the row: [tokens, hidden]."""
-    output = model.base_model(
-        input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, layout=row.layout
-    )
-    return output.last_hidden_state[0]  # type: ignore[no-any-return]
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    inputs = {"input_ids": row.token_ids, "position_ids": row.position_ids, "layout": row.layout}
+    return model.base_model(**inputs, use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def _sizes(config: Any) -> dict[str, int]:
@@ -307,7 +283,7 @@ def _sizes(config: Any) -> dict[str, int]:
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": _head_dim(config),
+        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         "vocab_size": config.vocab_size,
     }
@@ -349,11 +325,11 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _refuse_unsupported(config: Any, directory: Path) -> None:
+    refused = partial(UnsupportedModel, key="model.name", value=directory)
     kinds = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if hasattr(config, name)]
     if kinds or config.get_text_config() is not config:
         fact = f"a multimodal model ({' and '.join([config.model_type, *kinds])}): models are text only"
-        raise UnsupportedModel(fact, key="model.name", value=directory, fix="Extract its language model first.")
+        raise refused(fact, fix="Extract its language model first.")
     for name in _UNSUPPORTED_OPTIONS:
         if getattr(config, name, None) is not None:
-            fact = f"{config.model_type} uses {name}, which packed training does not compute"
-            raise UnsupportedModel(fact, key="model.name", value=directory)
+            raise refused(f"{config.model_type} uses {name}, which packed training does not compute")

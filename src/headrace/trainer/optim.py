@@ -193,25 +193,16 @@ class Optimizer:
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Load a state, which must be of this rule for these parameters."""
-        left = dict(tensors)
         for name, parameter in self.parameters.items():
             part = self._part_of[parameter]
             keys = _STATE[type(part)]
-            state = {key: left.pop(f"{name}.{key}") for key in keys if f"{name}.{key}" in left}
-            if state and len(state) < len(keys):
-                missing = [key for key in keys if key not in state]
+            state = {key: tensors[f"{name}.{key}"] for key in keys if f"{name}.{key}" in tensors}
+            if missing := [key for key in keys if state and key not in state]:
                 raise BadInput(f"the checkpoint's optimizer state has no {', '.join(missing)} of it", key=name)
             if state:  # a parameter that never had a gradient has no state
                 # `step` is on the same device, as the fused kernel requires.
                 device = torch.device("cpu") if self._offloads else parameter.device
                 part.state[parameter] = {key: value.to(device) for key, value in state.items()}
-        if left:
-            raise BadInput(
-                f"the checkpoint's optimizer state has {min(left)}, which this optimizer does not use: it was saved "
-                "for another model or with another optimizer",
-                key="optim.type",
-                fix="Resume with the type that it was saved with.",
-            )
 
     def _update(self, lr: float) -> None:
         for part in self._parts:

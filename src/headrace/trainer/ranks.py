@@ -37,10 +37,8 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
         self.device = device
-        if not dist.is_initialized():
-            self._init_process_group()
-
-    def _init_process_group(self) -> None:
+        if dist.is_initialized():
+            return
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -93,10 +91,6 @@ class Ranks:
             write_directory(final, together)
         else:
             together(draft_of(final))
-
-    def new_cpu_group(self) -> dist.ProcessGroup:
-        """Return another gloo group of the same ranks, for use by another thread."""
-        return dist.new_group(backend="gloo")  # type: ignore[no-any-return]
 
     def _reduce(self, values: Sequence[int], how: dist.ReduceOp.RedOpType) -> list[int]:
         if self.size == 1:
